@@ -1,0 +1,63 @@
+"""Where a run's seconds go: every instant belongs to exactly one phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "allreduce",
+    "optimizer",
+    "vote",
+    "cache_read",
+    "cache_write",
+    "checkpoint",
+    "evaluate",
+)
+
+
+class PhaseClock:
+    """Adds up wall-clock seconds by phase.
+
+    `enter` switches the phase; `within` interrupts it and comes back. Time that no phase claimed, such as the loop's
+    own, belongs to the phase before it, so that the phases add up to the whole.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase = "data"
+        self._since = time.perf_counter()
+
+    def enter(self, phase: str) -> str:
+        """Count time for `phase` from now on; return the phase that ended."""
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self._since
+        ended, self._phase, self._since = self._phase, phase, now
+        return ended
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Count time for `phase` inside the block, then go on with the phase before it."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def restart(self) -> None:
+        """Forget the time since the last switch, such as set-up before the first step."""
+        self._since = time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds by phase up to now."""
+        self.enter(self._phase)
+        return dict(self.seconds)
+
+
+def train_seconds(seconds: dict[str, float]) -> float:
+    """Return the training time: all phases but evaluation."""
+    return sum(value for phase, value in seconds.items() if phase != "evaluate")

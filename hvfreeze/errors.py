@@ -1,0 +1,45 @@
+"""The ways in which a run can end badly, each with the exit code that scripts rely on."""
+
+from __future__ import annotations
+
+
+class HvfreezeError(Exception):
+    """An expected failure: its message is all that the user sees, and `exit_code` is the job's exit code."""
+
+    exit_code = 1
+
+
+class UsageError(HvfreezeError):
+    """An argument, a configuration key or the way of starting is wrong."""
+
+    exit_code = 2
+
+
+class RefusedError(HvfreezeError):
+    """Data, a cache or a checkpoint does not match what asks for it, or cannot be read or written."""
+
+    exit_code = 3
+
+
+class DivergedError(HvfreezeError):
+    """Replicas that must be equal are not."""
+
+    exit_code = 4
+
+
+class NumericsError(HvfreezeError):
+    """A loss, gradient or parameter is NaN or infinite."""
+
+    exit_code = 5
+
+
+class StallError(HvfreezeError):
+    """A rank did not take part in a collective in time."""
+
+    exit_code = 6
+
+
+class Preempted(HvfreezeError):
+    """The job was asked to leave, has written a checkpoint and can be resumed."""
+
+    exit_code = 75

@@ -1,0 +1,351 @@
+"""The Freezer: observes training, asks all ranks for a vote, and moves the cut on all of them in the same step.
+
+A frozen block cannot move: its parameters leave the optimizer with their state, lose their gradient and travel no
+more; its modules enter evaluation mode and stay there through every `model.train()`, so that its output is a pure
+function of a sample.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.batchnorm import average_running_statistics
+from hvfreeze.blocks import Chain
+from hvfreeze.config import VOTE_WEIGHTS, FreezeConfig
+from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
+from hvfreeze.errors import UsageError
+from hvfreeze.reducer import Reducer
+from hvfreeze.signals import GradientSums, Voter, voting_weight
+from hvfreeze.vote import Decision, ballot, deepest_supported, explain, fixed_point, usable_weight
+from hvfreeze.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """When votes are held, in optimizer steps, and how long training lasts."""
+
+    interval: int
+    warmup: int
+    steps_per_epoch: int
+    num_epochs: int
+
+    def ends_interval(self, step: int) -> bool:
+        """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
+        return step > 0 and (step - self.warmup) % self.interval == 0
+
+    def votes(self, step: int) -> bool:
+        """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""
+        return self.ends_interval(step) and step >= self.warmup and step < self.steps_per_epoch * self.num_epochs
+
+
+@dataclass
+class Track:
+    """How one criterion, deciding or in the shadow, has fared: its cut and what it has seen since that cut."""
+
+    name: str
+    cut: int = 0
+    intervals: int = 0
+    """Complete intervals at this cut; -1 until the one after a change, which is dropped, is over."""
+    recent: list[int] = field(default_factory=list)
+
+    def moved(self, cut: int) -> None:
+        """Forget what was seen at the old cut."""
+        self.cut, self.intervals, self.recent = cut, -1, []
+
+    def propose(self, evidence: Evidence, patience: int) -> int:
+        """Return the cut that the criterion has wanted at least for `patience` intervals in a row."""
+        usable = self.intervals >= 2 or self.name not in NEEDS_GRADIENTS
+        seen = evidence if usable else replace(evidence, previous_norms=None, norms=None)
+        self.recent = [*self.recent, CRITERIA[self.name](replace(seen, cut=self.cut)).cut][-patience:]
+        return min(self.recent) if len(self.recent) == patience else self.cut
+
+
+class Freezer:
+    """Decides with all ranks how many front blocks are frozen, and keeps them so.
+
+    Args:
+        chain: the model in blocks.
+        optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups.
+        reducer: exchanges the gradients of what still trains.
+        world: the ranks that vote.
+        settings: criterion, guards, weights and quorum.
+        cadence: when votes are held.
+        voter: this rank's shard, for weights that depend on it.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer,
+        world: World,
+        settings: FreezeConfig,
+        cadence: Cadence,
+        voter: Voter = Voter(),  # noqa: B008  (frozen)
+    ) -> None:
+        self.chain, self.optimizer, self.reducer, self.world = chain, optimizer, reducer, world
+        self.settings, self.cadence, self.voter = settings, cadence, voter
+        self.step = 0
+        self.cut = 0
+        self.cut_history: list[list[int]] = []
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        deciding = [settings.freeze] if settings.freeze in CRITERIA else []
+        self._tracks = {name: Track(name) for name in [*deciding, *settings.shadow_names()]}
+        self._observes = bool(NEEDS_GRADIENTS & set(self._tracks)) or settings.vote_weight == "snr"
+        self._sums = GradientSums(chain, step_norms=settings.vote_weight == "snr")
+        self._norms: list[tuple[float, ...]] = []
+        self._loss_sum = 0.0
+        self._loss_steps = 0
+        self._check_settings()
+        self._move(settings.cut if settings.cut is not None else 0)
+
+    def after_step(self, loss: float) -> Decision | None:
+        """Count an optimizer step; at the end of an interval, vote and apply the outcome.
+
+        Collective: every rank of the world must call this after every step, with its own mean loss.
+
+        Returns:
+            The decision where a vote was held, else None.
+        """
+        self.step += 1
+        self._loss_sum += loss
+        self._loss_steps += 1
+        if self._observes:
+            if self.settings.signal == "averaged":
+                self._observe_averaged()
+            self._sums.step_done()
+        if not self._tracks or not self.cadence.ends_interval(self.step):
+            return None
+        self._end_interval()
+        decision = self._vote() if self.cadence.votes(self.step) else None
+        self._begin_interval()
+        if decision is not None and decision.moved:
+            self._move(decision.cut_after)
+        return decision
+
+    def freeze(self, cut: int) -> None:
+        """Freeze exactly the first `cut` blocks from now on, without a vote.
+
+        Collective: every rank of the world must call this in the same step.
+
+        Raises:
+            UsageError: `cut` is out of range.
+        """
+        self._check_cut(cut)
+        average_running_statistics(self.chain.modules(), self.world)
+        self._move(cut)
+        self._begin_interval()
+
+    def thaw(self, cut: int) -> None:
+        """Let every block from `cut` on train again, with fresh optimizer state; the same as `freeze(cut)` backwards.
+
+        Collective: every rank of the world must call this in the same step.
+
+        Raises:
+            UsageError: `cut` is deeper than the current cut, or out of range.
+        """
+        if cut > self.cut:
+            raise UsageError(f"thaw: cut ({cut}) must not be deeper than the current cut {self.cut}; use freeze({cut})")
+        self.freeze(cut)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's freeze state: cut, history, position in the interval, accumulators."""
+        return {
+            "step": self.step,
+            "cut": self.cut,
+            "cut_history": [list(entry) for entry in self.cut_history],
+            "tracks": {name: [t.cut, t.intervals, list(t.recent)] for name, t in self._tracks.items()},
+            "sums": self._sums.state_dict(),
+            "norms": [list(norms) for norms in self._norms],
+            "loss": [self._loss_sum, self._loss_steps],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of the same rank; call it before the optimizer's own `load_state_dict`."""
+        self.step = state["step"]
+        self._move(state["cut"])
+        self.cut_history = [list(entry) for entry in state["cut_history"]]
+        for name, (cut, intervals, recent) in state["tracks"].items():
+            self._tracks[name] = Track(name, cut, intervals, list(recent))
+        self._sums.load_state_dict(state["sums"])
+        self._norms = [tuple(norms) for norms in state["norms"]]
+        self._loss_sum, self._loss_steps = state["loss"]
+
+    def _check_settings(self) -> None:
+        self._check_cut(self.settings.cut or 0)
+        if self.settings.vote_weight not in VOTE_WEIGHTS:
+            count = len(self.settings.vote_weight.split(","))
+            if count != self.world.size:
+                raise UsageError(
+                    f"--vote-weight ({self.settings.vote_weight}) has {count} numbers; "
+                    f"it must have one per rank, of which there are {self.world.size}"
+                )
+
+    def _check_cut(self, cut: int) -> None:
+        deepest = len(self.chain.blocks) - 1
+        if not 0 <= cut <= deepest:
+            names = ", ".join(block.name for block in self.chain.blocks)
+            raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the blocks are {names}; the head is never frozen")
+
+    def _move(self, cut: int) -> None:
+        for block in range(len(self.chain.blocks)):
+            frozen = block < cut
+            for module in self.chain.modules(block, block + 1):
+                hold_in_eval(module) if frozen else release(module)
+            for _, parameter in self.chain.named_parameters(block, block + 1):
+                parameter.requires_grad_(not frozen)
+                parameter.grad = None
+        prune_optimizer(self.optimizer, self._groups)
+        self.cut = cut
+        self.cut_history.append([self.step // self.cadence.steps_per_epoch, self.step, cut])
+        for track in self._tracks.values():
+            if self.step > 0 or cut > 0:
+                track.moved(max(track.cut, cut) if track.name != self.settings.freeze else cut)
+        self.reducer.carry(self.chain.named_parameters(cut))
+        self._sums.restart(cut)
+        self._norms = []
+        local = self._observes and self.settings.signal == "local"
+        self.reducer.observer = self._sums.add if local else None
+
+    def _observe_averaged(self) -> None:
+        for slot, (_, parameter) in enumerate(self.chain.named_parameters(self.cut)):
+            if parameter.grad is not None:
+                self._sums.add(slot, parameter.grad)
+
+    def _end_interval(self) -> None:
+        if self._observes:
+            self._norms = [*self._norms, self._sums.norms()][-2:]
+        for track in self._tracks.values():
+            track.intervals += 1
+
+    def _begin_interval(self) -> None:
+        self._sums.restart(self.cut)
+        self._loss_sum, self._loss_steps = 0.0, 0
+
+    def _evidence(self) -> Evidence:
+        blocks = range(len(self.chain.blocks))
+        previous, current = self._norms if len(self._norms) == 2 else (None, None)
+        return Evidence(
+            cut=self.cut,
+            num_blocks=len(blocks),
+            has_parameters=tuple(bool(self.chain.named_parameters(b, b + 1)) for b in blocks),
+            previous_norms=previous,
+            norms=current,
+            epoch=self.step / self.cadence.steps_per_epoch,
+            num_epochs=self.cadence.num_epochs,
+            warmup_epochs=self.cadence.warmup / self.cadence.steps_per_epoch,
+            eta_max=self.settings.eta_max,
+        )
+
+    def _vote(self) -> Decision:
+        average_running_statistics(self.chain.modules(), self.world)
+        evidence = self._evidence()
+        mine = [track.propose(evidence, self.settings.patience) for track in self._tracks.values()]
+        broken = not all(torch.isfinite(torch.tensor(norms)).all() for norms in self._norms)
+        weight = voting_weight(
+            self.settings.vote_weight,
+            rank=self.world.rank,
+            voter=self.voter,
+            mean_loss=self._loss_sum / max(self._loss_steps, 1),
+            signal_to_noise=self._sums.signal_to_noise(),
+        )
+        proposals, weights, broken_ranks = exchange(self.world, mine, weight, broken)
+        usable = [usable_weight(w) for w in weights]
+        counted = [w for w, _ in usable]
+        notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
+        cast = fixed_point(counted[self.world.rank], max(counted)) if not broken_ranks else 0
+        if broken_ranks:
+            notes.append(f"gradients are not finite on rank {', '.join(map(str, broken_ranks))}: the vote is void")
+        tallies = self._tally(mine, cast)
+        outcomes = {
+            name: deepest_supported(tally, quorum=self.settings.quorum, cut=track.cut)
+            for (name, track), tally in zip(self._tracks.items(), tallies, strict=True)
+        }
+        return self._decision(proposals, counted, tallies, outcomes, notes)
+
+    def _tally(self, proposals: Sequence[int], cast: int) -> list[list[int]]:
+        deepest = len(self.chain.blocks) - 1
+        mine = torch.tensor([ballot(p, cast, deepest=deepest) for p in proposals], dtype=torch.int64)
+        return self.world.allreduce_sum(mine, name="vote.tally").tolist()  # type: ignore[no-any-return]
+
+    def _decision(
+        self,
+        proposals: list[list[int]],
+        weights: list[float],
+        tallies: list[list[int]],
+        outcomes: dict[str, int],
+        notes: list[str],
+    ) -> Decision:
+        names = list(self._tracks)
+        shadow: dict[str, dict[str, object]] = {}
+        for i, name in enumerate(names):
+            if name != self.settings.freeze:
+                shadow[name] = {"proposals": proposals[i], "cut": outcomes[name]}
+                if outcomes[name] != self._tracks[name].cut:
+                    self._tracks[name].moved(outcomes[name])
+        decides = self.settings.freeze in self._tracks
+        after = outcomes[self.settings.freeze] if decides else self.cut
+        tally = tallies[0]
+        why = explain(tally, quorum=self.settings.quorum, cut_before=self.cut, cut_after=after)
+        return Decision(
+            step=self.step,
+            epoch=self.step // self.cadence.steps_per_epoch,
+            criterion=self.settings.freeze,
+            proposals=proposals[0] if decides else [],
+            weights=weights,
+            tally=tally if decides else [],
+            total=tally[0],
+            quorum=self.settings.quorum,
+            cut_before=self.cut,
+            cut_after=after,
+            reason="; ".join([why if decides else "only shadow criteria are scored", *notes]),
+            shadow=shadow,
+        )
+
+
+def exchange(
+    world: World, proposals: Sequence[int], weight: float, broken: bool
+) -> tuple[list[list[int]], list[float], list[int]]:
+    """Return all ranks' proposals (per criterion, per rank), raw weights, and the ranks with broken statistics.
+
+    Every rank writes its own column of an integer table that is zero elsewhere, so that the sum is exact.
+    Collective: every rank of `world` must call this.
+    """
+    column = torch.tensor([*proposals, int(broken), 0], dtype=torch.int64)
+    column[-1] = torch.tensor(weight, dtype=torch.float64).view(torch.int64)
+    table = torch.zeros(len(column), world.size, dtype=torch.int64)
+    table[:, world.rank] = column
+    table = world.allreduce_sum(table, name="vote.ballots")
+    weights = table[-1].view(torch.float64).tolist()
+    return table[:-2].tolist(), weights, torch.nonzero(table[-2]).flatten().tolist()
+
+
+def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
+    return self
+
+
+def hold_in_eval(module: nn.Module) -> None:
+    """Put `module` into evaluation mode and make its `train()` leave it there."""
+    module.training = False
+    module.__dict__["train"] = types.MethodType(_stay_in_eval, module)
+
+
+def release(module: nn.Module) -> None:
+    """Undo `hold_in_eval`; the module trains again."""
+    if module.__dict__.pop("train", None) is not None:
+        module.training = True
+
+
+def prune_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
+    """Leave exactly the trainable ones of the original `groups` in the optimizer; drop the state of the others."""
+    for group, original in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parameter for parameter in original if parameter.requires_grad]
+    for parameter in [parameter for group in groups for parameter in group if not parameter.requires_grad]:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,96 @@
+"""A run from its configuration to its summary."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hvfreeze import state
+from hvfreeze.clock import train_seconds
+from hvfreeze.config import Config
+from hvfreeze.digest import check_replicas
+from hvfreeze.job import Job, prepare
+from hvfreeze.progress import Progress, open_progress
+from hvfreeze.training import train
+from hvfreeze.world import World
+
+
+def run(config: Config, world: World) -> dict[str, Any]:
+    """Train as `config` says and return summary.json's object, on every rank.
+
+    Collective: every rank of `world` must call this.
+
+    Raises:
+        HvfreezeError: see its subclasses; raised on all ranks.
+    """
+    job = prepare(config, world)
+    resumed = config.run.resume and state.restore(job)
+    done = finished(job) if resumed else None
+    progress = open_progress(world.rank, job.total_steps, done=job.step)
+    try:
+        if done is not None:
+            progress.line(f"{job.directory} is complete; nothing to do")
+            return done
+        introduce(job, progress, resumed=resumed)
+        train(job, progress)
+    finally:
+        progress.close()
+    return conclude(job)
+
+
+def introduce(job: Job, progress: Progress, *, resumed: bool) -> None:
+    """Say what is about to happen."""
+    config, blocks = job.config, [block.name for block in job.chain.blocks]
+    progress.line(
+        f"{config.model.model} ({' | '.join(blocks)}) on {config.data.data}, {job.world.size} "
+        f"{'rank' if job.world.size == 1 else 'ranks'}, {job.steps_per_epoch} steps an epoch, "
+        f"freeze {config.freeze.freeze}, cache {config.cache.cache}; files in {job.directory}"
+    )
+    for note in job.notes:
+        progress.line(f"note: {note}")
+    if resumed:
+        progress.line(f"resumed after step {job.step} of {job.total_steps}, cut {job.freezer.cut}")
+
+
+def finished(job: Job) -> dict[str, Any] | None:
+    """Return the summary of a run that has ended already, on every rank; None for one that has not.
+
+    Collective: every rank of the world must call this.
+    """
+    found: dict[str, Any] | None = None
+    path = job.directory / "summary.json"
+    if job.world.rank == 0 and job.epochs_done == job.config.optimizer.epochs and path.exists():
+        found = json.loads(path.read_text())
+    return job.world.broadcast_object(found, name="finished")
+
+
+def conclude(job: Job) -> dict[str, Any]:
+    """Check that replicas are equal, keep the model and write the summary.
+
+    Collective: every rank of the world must call this.
+    """
+    state.average_statistics(job)
+    digest = check_replicas(job.chain.model, job.world, step=job.step)
+    state.export(job)
+    seconds = job.clock.read()
+    spent = train_seconds(seconds)
+    images = job.step * job.config.optimizer.batch_size * job.world.size
+    summary: dict[str, Any] = {
+        "test_accuracy": job.last_accuracy,
+        "best_test_accuracy": job.best_accuracy,
+        "epochs": job.epochs_done,
+        "steps": job.step,
+        "world_size": job.world.size,
+        "train_seconds": spent,
+        "seconds": seconds,
+        "images_per_second": images / max(spent, 1e-9),
+        "allreduce_bytes": job.reducer.payload_bytes,
+        "other_collective_bytes": job.reducer.other_bytes,
+        "final_cut": job.freezer.cut,
+        "cut_history": job.freezer.cut_history,
+        "cache": job.prefix.report(),
+        "parameter_digest": digest,
+    }
+    summary = job.world.broadcast_object(summary, name="summary")
+    job.record.summary(summary)
+    return summary

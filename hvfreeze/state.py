@@ -1,0 +1,172 @@
+"""A run's state: what a checkpoint must hold so that the run goes on bit for bit, and how it is put back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze import checkpoint
+from hvfreeze.batchnorm import average_running_statistics, running_statistics
+from hvfreeze.clock import PHASES
+from hvfreeze.digest import check_replicas
+from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.evaluation import Totals
+from hvfreeze.job import Job
+from hvfreeze.world import together
+
+
+def directory_of(job: Job) -> Path:
+    """Return where the run keeps its checkpoints."""
+    return job.directory / "checkpoints"
+
+
+def save(job: Job, *, average: bool) -> None:
+    """Write a checkpoint of all ranks.
+
+    With `average` the running statistics of BatchNorm become equal on all ranks first, and replicas are compared.
+    Without it, as when a run is asked to leave between two such points, every rank's own statistics are kept, so that
+    the resumed run averages exactly when the uninterrupted one does.
+
+    Collective: every rank of the world must call this.
+
+    Raises:
+        DivergedError: replicas are not equal.
+        RefusedError: the file cannot be written.
+    """
+    if average:
+        average_statistics(job)
+        check_replicas(job.chain.model, job.world, step=job.step)
+    ranks = job.world.allgather_object(portable(rank_state(job)), name="checkpoint.ranks")
+
+    def write() -> None:
+        if job.world.rank == 0:
+            state = {**shared_state(job), "ranks": [restored(rank) for rank in ranks]}
+            checkpoint.save(directory_of(job), state, step=job.step, size=job.world.size)
+
+    together(job.world, write, name="checkpoint.write")
+
+
+def average_statistics(job: Job) -> None:
+    """Make running statistics equal on all ranks. Collective: every rank of the world must call this."""
+    job.reducer.other_bytes += average_running_statistics(job.chain.modules(), job.world)
+
+
+def shared_state(job: Job) -> dict[str, Any]:
+    """Return what is equal on all ranks, or known to rank 0 alone."""
+    return {
+        "step": job.step,
+        "model": job.chain.model.state_dict(),
+        "optimizer": job.optimizer.state_dict(),
+        "position": job.record.position(),
+        "epochs_done": job.epochs_done,
+        "seconds": job.clock.read(),
+        "epoch_seconds": dict(job.epoch_seconds),
+        "best_accuracy": job.best_accuracy,
+        "last_accuracy": job.last_accuracy,
+        "bytes": [job.reducer.payload_bytes, job.reducer.other_bytes],
+    }
+
+
+def rank_state(job: Job) -> dict[str, Any]:
+    """Return what differs between ranks: random state, running statistics, accumulators."""
+    return {
+        "random": torch.get_rng_state(),
+        "statistics": [tensor.clone() for pair in running_statistics(job.chain.modules()) for tensor in pair],
+        "freezer": job.freezer.state_dict(),
+        "totals": dataclasses.asdict(job.totals),
+    }
+
+
+def portable(value: Any) -> Any:
+    """Return `value` with tensors as (type name, shape, bytes), which travel in one message."""
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return ("tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
+    if isinstance(value, dict):
+        return {key: portable(entry) for key, entry in value.items()}
+    return [portable(entry) for entry in value] if isinstance(value, list) else value
+
+
+def restored(value: Any) -> Any:
+    """Undo `portable`."""
+    if isinstance(value, tuple) and len(value) == 4 and value[0] == "tensor":
+        _, dtype, shape, data = value
+        kind = getattr(torch, dtype)
+        return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+    if isinstance(value, dict):
+        return {key: restored(entry) for key, entry in value.items()}
+    return [restored(entry) for entry in value] if isinstance(value, list) else value
+
+
+def restore(job: Job) -> bool:
+    """Put the newest checkpoint's state into the job; return False where there is none, and drop what was logged.
+
+    Collective: every rank of the world must call this.
+
+    Raises:
+        RefusedError: the checkpoint is damaged, or is another model's.
+    """
+    state = checkpoint.load_everywhere(directory_of(job), job.world)
+    if state is None:
+        job.record.cut_back({})
+        return False
+    together(job.world, lambda: put_back(job, state), name="checkpoint.restore")
+    return True
+
+
+def put_back(job: Job, state: dict[str, Any]) -> None:
+    """Put a loaded state into the job, on this rank."""
+    mine = state["ranks"][job.world.rank]
+    try:
+        job.freezer.load_state_dict(mine["freezer"])
+        job.chain.model.load_state_dict(state["model"])
+        job.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise RefusedError(f"the checkpoint in {directory_of(job)} is another model's: {first_line(error)}") from error
+    tensors = [tensor for pair in running_statistics(job.chain.modules()) for tensor in pair]
+    for tensor, saved in zip(tensors, mine["statistics"], strict=True):
+        tensor.copy_(saved)
+    job.totals = Totals(**mine["totals"])
+    job.step = state["step"]
+    job.record.cut_back(state["position"])
+    job.clock.seconds = {phase: float(state["seconds"][phase]) for phase in PHASES}
+    job.epochs_done, job.epoch_seconds = state["epochs_done"], state["epoch_seconds"]
+    job.best_accuracy, job.last_accuracy = state["best_accuracy"], state["last_accuracy"]
+    job.reducer.payload_bytes, job.reducer.other_bytes = state["bytes"]
+    torch.set_rng_state(mine["random"])
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def export(job: Job) -> None:
+    """Write the trained model as a plain state_dict, model.pt, for --weights or torchvision.
+
+    Collective: every rank of the world must call this.
+    """
+
+    def write() -> None:
+        if job.world.rank != 0:
+            return
+        temporary = job.directory / ".model.pt.tmp"
+        try:
+            torch.save(job.chain.model.state_dict(), temporary)
+            temporary.chmod(0o600)
+            temporary.replace(job.directory / "model.pt")
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            raise export_error(job, error) from error
+
+    together(job.world, write, name="export")
+
+
+def export_error(job: Job, error: Exception) -> HvfreezeError:
+    """Return the error that says why the model could not be written."""
+    return RefusedError(f"{job.directory / 'model.pt'} cannot be written: {first_line(error)}; the checkpoint is kept")

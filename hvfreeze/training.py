@@ -1,0 +1,186 @@
+"""The training loop. One page: what every rank does in a step, and which of it is a collective.
+
+    prefix (cached or computed, no gradient) -> suffix -> loss -> backward while gradients travel -> update -> vote
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from torch.nn import functional
+
+from hvfreeze import state
+from hvfreeze.clock import train_seconds
+from hvfreeze.errors import NumericsError, Preempted
+from hvfreeze.evaluation import Totals
+from hvfreeze.feed import Batch
+from hvfreeze.job import Job
+from hvfreeze.progress import Progress
+from hvfreeze.reducer import Signals
+from hvfreeze.schedule import learning_rate
+from hvfreeze.vote import Decision
+
+
+def train(job: Job, progress: Progress) -> None:
+    """Train from the job's step to the end, evaluating after every epoch.
+
+    Collective: every rank of the job's world must call this.
+
+    Raises:
+        NumericsError: a loss or gradient is not finite on some rank; raised on all ranks in the same step.
+        DivergedError: replicas are not equal.
+        Preempted: the job was asked to leave and has written a checkpoint.
+    """
+    with leaving_on_signal(job):
+        job.clock.restart()
+        for epoch in range(job.epochs_done, job.config.optimizer.epochs):
+            train_epoch(job, epoch, progress)
+            evaluate_and_record(job, epoch, progress)
+            checkpoint_when_due(job)
+
+
+def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
+    """Make the epoch's steps that are not made yet. Collective."""
+    batches = job.feed.epoch(epoch)[job.step - epoch * job.steps_per_epoch :]
+    if batches:
+        job.chain.model.train()
+        job.prefix.begin_epoch(epoch, batches)
+    for batch in batches:
+        loss = train_step(job, batch)
+        progress.step(job.step, lambda loss=loss: f"epoch {epoch} loss {loss:.3f} cut {job.freezer.cut}")  # type: ignore[misc]
+        if job.step % job.steps_per_epoch != 0:
+            checkpoint_when_due(job)
+
+
+def train_step(job: Job, batch: Batch) -> float:
+    """Make one optimizer step and return this rank's loss. Collective."""
+    clock = job.clock
+    clock.enter("forward")
+    activations = job.prefix.get(batch)
+    logits = job.prefix.suffix(activations).float()
+    loss = functional.cross_entropy(logits, batch.labels)
+    value = loss.item()
+
+    # All ranks: the signals, then each bucket of gradients, travel while the backward pass runs.
+    clock.enter("backward")
+    job.reducer.begin(nonfinite=not math.isfinite(value), leave=job.asked_to_leave)
+    loss.backward()  # type: ignore[no-untyped-call]
+    clock.enter("allreduce")
+    signals = job.reducer.finish()
+    stop_unless_finite(job, signals)
+
+    clock.enter("optimizer")
+    for group in job.optimizer.param_groups:
+        group["lr"] = rate(job)
+    job.optimizer.step()
+    job.step += 1
+    job.totals.add(logits.detach(), batch.labels, value)
+
+    # All ranks, at the end of an interval: the vote, and the same cut in the same step.
+    clock.enter("vote")
+    decision = job.freezer.after_step(value)
+    if decision is not None:
+        record_decision(job, decision)
+    clock.enter("data")
+    if signals.leave:
+        leave(job)
+    return value
+
+
+def rate(job: Job) -> float:
+    """Return the learning rate of the step to come."""
+    settings = job.config.optimizer
+    return learning_rate(
+        job.step, base=settings.lr, schedule=settings.schedule, warmup=settings.lr_warmup, total=job.total_steps
+    )
+
+
+def stop_unless_finite(job: Job, signals: Signals) -> None:
+    """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""
+    if signals.nonfinite:
+        what = f"the loss is not finite on {signals.nonfinite} of {job.world.size} ranks"
+    elif not job.reducer.gradients_are_finite():
+        what = "the gradients are not finite"
+    else:
+        return
+    advice = "lower --lr or add --lr-warmup"
+    if job.config.optimizer.compression == "fp16":
+        advice += ", or train without --compression fp16"
+    raise NumericsError(f"step {job.step}: {what}; no update was made; {advice}, and go on from the last checkpoint")
+
+
+def record_decision(job: Job, decision: Decision) -> None:
+    """Write a vote down and let the prefix follow the cut."""
+    job.record.decision(decision)
+    if decision.moved:
+        job.prefix.move(decision.cut_after)
+        job.evaluator.prefix.move(decision.cut_after)
+
+
+def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
+    """Evaluate on all ranks and write the epoch's line. Collective."""
+    with job.clock.within("evaluate"):
+        state.average_statistics(job)
+        loss, accuracy = job.evaluator.evaluate()
+        train_loss, train_accuracy = job.totals.reduce(job.world, name="train")
+    job.last_accuracy, job.best_accuracy = accuracy, max(job.best_accuracy, accuracy)
+    seconds = job.clock.read()
+    spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
+    job.epoch_seconds = seconds
+    images = job.totals.count * job.world.size
+    line = {
+        "epoch": epoch,
+        "step": job.step,
+        "cut": job.freezer.cut,
+        "train_loss": train_loss,
+        "train_accuracy": train_accuracy,
+        "test_loss": loss,
+        "test_accuracy": accuracy,
+        "train_seconds": train_seconds(spent),
+        "seconds": spent,
+        "images_per_second": images / max(train_seconds(spent), 1e-9),
+        "allreduce_bytes": job.reducer.payload_bytes,
+        "cache": job.prefix.report(),
+    }
+    job.record.metrics(line)
+    job.totals = Totals()
+    job.epochs_done = epoch + 1
+    progress.line(
+        f"epoch {epoch:3d} | cut {job.freezer.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
+        f"test {100 * accuracy:.2f} % | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
+    )
+
+
+def checkpoint_when_due(job: Job) -> None:
+    """Write a checkpoint when the step calls for one. Collective."""
+    every = job.config.run.checkpoint_steps(job.steps_per_epoch)
+    if every and (job.step % every == 0 or job.step == job.total_steps):
+        with job.clock.within("checkpoint"):
+            state.save(job, average=True)
+
+
+def leave(job: Job) -> None:
+    """Write a checkpoint and leave with the code that says so. Collective."""
+    with job.clock.within("checkpoint"):
+        state.save(job, average=False)
+    raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; go on with --resume")
+
+
+@contextmanager
+def leaving_on_signal(job: Job) -> Iterator[None]:
+    """Ask all ranks to leave after the step in which SIGUSR1, or for a lone process SIGTERM, arrives on one of them."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        job.asked_to_leave = True
+
+    numbers = [signal.SIGUSR1] + ([signal.SIGTERM] if job.world.size == 1 else [])
+    before = {number: signal.signal(number, ask) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

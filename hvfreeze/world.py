@@ -1,0 +1,291 @@
+"""The ranks of a job and what they say to each other; the only file that knows Horovod and mpi4py.
+
+A `World` moves tensors between ranks. `SoloWorld` is one process alone, `HorovodWorld` one rank under `mpirun` or
+`horovodrun`. Training communicates through Horovod only: two libraries whose blocking calls meet in different
+orders on different ranks wait for each other for ever. mpi4py starts MPI, and ends the job when a rank fails.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hvfreeze.errors import DivergedError, HvfreezeError, StallError, UsageError
+
+T = TypeVar("T")
+
+STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+
+
+class World(Protocol):
+    """One rank's view of the job. Every method but `abort` is a collective: every rank must call it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return the sum of `tensor` over ranks, the same bits on every rank; int32, int64, float32, float64."""
+
+    def start_allreduce_(self, tensor: Tensor, *, name: str, average: bool) -> Any:
+        """Start to sum (or average) a contiguous `tensor` in place; returns a handle for `wait`."""
+
+    def wait(self, handle: Any) -> None:
+        """Return when the operation that `start_allreduce_` began has ended."""
+
+    def allgather_object(self, value: T, *, name: str) -> list[T]:
+        """Return every rank's `value`, in rank order; for small objects."""
+
+    def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
+        """Return `root`'s value on every rank."""
+
+    def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
+        """Make a contiguous `tensor` equal to `root`'s on every rank."""
+
+    def barrier(self, *, name: str) -> None:
+        """Return when every rank has called."""
+
+    def close(self) -> None:
+        """Leave the job in good order, after a last barrier."""
+
+    def abort(self, code: int) -> None:
+        """End the whole job at once with exit code `code`. Not a collective."""
+
+
+class SoloWorld:
+    """One process alone: every collective is the identity."""
+
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+
+    def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return a copy of `tensor`."""
+        return tensor.clone()
+
+    def start_allreduce_(self, tensor: Tensor, *, name: str, average: bool) -> None:
+        """Leave `tensor` as it is."""
+
+    def wait(self, handle: None) -> None:
+        """Return at once."""
+
+    def allgather_object(self, value: T, *, name: str) -> list[T]:
+        """Return `[value]`."""
+        return [value]
+
+    def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
+        """Return `value`."""
+        return value
+
+    def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
+        """Leave `tensor` as it is."""
+
+    def barrier(self, *, name: str) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Return at once."""
+
+    def abort(self, code: int) -> None:
+        """End this process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class HorovodWorld:
+    """One rank of a Horovod job over MPI."""
+
+    def __init__(self) -> None:
+        # Whoever initialises MPI finalises it: with mpi4py first, MPI is still usable after Horovod's shutdown.
+        from mpi4py import MPI
+
+        # Fused transfers depend on timing, and sums on the place in the fused buffer: no two runs would be equal.
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "60")
+        os.environ.setdefault(STALL_SECONDS, "600")
+        import horovod.torch as hvd
+
+        hvd.init()
+        self._mpi = MPI
+        self._hvd = hvd
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+        self._waiting_since = float("inf")
+        self._waiting_for = ""
+        threading.Thread(target=self._watch, name="stall-watch", daemon=True).start()
+
+    def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return the sum of `tensor` over ranks."""
+        result = tensor.contiguous().clone()
+        self.wait(self.start_allreduce_(result, name=name, average=False))
+        return result
+
+    def start_allreduce_(self, tensor: Tensor, *, name: str, average: bool) -> tuple[int, str]:
+        """Start to sum (or average) `tensor` in place."""
+        op = self._hvd.Average if average else self._hvd.Sum
+        return self._hvd.allreduce_async_(tensor, name=name, op=op), name
+
+    def wait(self, handle: tuple[int, str]) -> None:
+        """Return when the operation has ended.
+
+        Raises:
+            DivergedError: ranks gave different shapes or types under one name.
+            StallError: a rank did not take part in time.
+        """
+        self._watched(lambda: self._hvd.synchronize(handle[0]), handle[1])
+
+    def allgather_object(self, value: T, *, name: str) -> list[T]:
+        """Return every rank's `value`."""
+        gathered: list[T] = self._watched(lambda: self._hvd.allgather_object(value, name=name), name)
+        return gathered
+
+    def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
+        """Return `root`'s value."""
+        result: T = self._watched(lambda: self._hvd.broadcast_object(value, root_rank=root, name=name), name)
+        return result
+
+    def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
+        """Make `tensor` equal to `root`'s."""
+        self._watched(lambda: self._hvd.broadcast_(tensor, root_rank=root, name=name), name)
+
+    def barrier(self, *, name: str) -> None:
+        """Return when every rank has called."""
+        self.allreduce_sum(torch.zeros(1, dtype=torch.int32), name=f"barrier.{name}")
+
+    def close(self) -> None:
+        """Leave Horovod together: a rank that leaves early takes slower ones down."""
+        self.barrier(name="close")
+        self._hvd.shutdown()
+
+    def abort(self, code: int) -> None:
+        """End the whole job; peers may wait in a collective that this rank will never enter."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def _watched(self, call: Callable[[], Any], name: str) -> Any:
+        self._waiting_for, self._waiting_since = name, time.monotonic()
+        try:
+            return call()
+        except self._hvd.HorovodInternalError as error:
+            if "ismatched" in str(error):
+                raise DivergedError(f"ranks disagree in '{name}': {error}") from error
+            raise StallError(f"rank {self.rank}: another rank left or did not take part in '{name}': {error}") from error
+        finally:
+            self._waiting_since = float("inf")
+
+    def _watch(self) -> None:
+        # Horovod's stall inspector runs on the coordinator and blocks with it when a rank is stopped.
+        limit = float(os.environ[STALL_SECONDS]) + 10
+        while limit > 10:
+            time.sleep(1)
+            waited = time.monotonic() - self._waiting_since
+            if waited > limit:
+                text = f"rank {self.rank} on {socket.gethostname()} waited {waited:.0f} s for the others"
+                print(f"hvfreeze: error: {text} in '{self._waiting_for}'; set {STALL_SECONDS}", file=sys.stderr)
+                self.abort(StallError.exit_code)
+
+
+def claimed_size(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that a launcher says it started, 1 where there is none."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 1
+
+
+def claimed_rank(environ: Mapping[str, str]) -> int:
+    """Return this task's number as the launcher tells it, 0 where there is none."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "HOROVOD_RANK", "SLURM_PROCID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def open_world() -> World:
+    """Return this process's world: Horovod's under a launcher of several tasks, else alone.
+
+    Raises:
+        UsageError: a launcher started several tasks that cannot talk to each other.
+    """
+    tasks = claimed_size(os.environ)
+    if tasks == 1:
+        return SoloWorld()
+    yield_when_crowded()
+    try:
+        world = HorovodWorld()
+    except ImportError as error:
+        raise UsageError(
+            f"a launcher started {tasks} tasks, but Horovod or mpi4py cannot be imported ({error}); "
+            "build Horovod with MPI ('make setup'), or start a single process"
+        ) from error
+    if world.size < tasks:
+        raise UsageError(
+            f"the launcher says {tasks} tasks, but MPI connects {world.size}: they would become separate runs; "
+            "start them with the mpirun of the MPI library that Horovod was built with ('hvfreeze doctor' names it)"
+        )
+    return world
+
+
+def yield_when_crowded() -> None:
+    """Make MPI give up the core while it waits, where waiting and computing threads outnumber the cores."""
+    local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    if 2 * local > (os.cpu_count() or 1):
+        os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+
+
+def threads_per_rank(world: World) -> int:
+    """Return how many torch threads this rank should use: its share of the cores that it may run on.
+
+    Collective: every rank of `world` must call this.
+    """
+    cores = os.sched_getaffinity(0)
+    everyone = world.allgather_object((socket.gethostname(), frozenset(cores)), name="affinity")
+    sharing = sum(1 for host, theirs in everyone if host == socket.gethostname() and theirs & cores)
+    return max(1, len(cores) // sharing)
+
+
+def together(world: World, work: Callable[[], T], *, name: str) -> T:
+    """Run `work` on every rank; where it fails on one, it fails on all, with the first failing rank's message.
+
+    `work` may hold no collective. Collective: every rank of `world` must call this.
+    """
+    error: HvfreezeError | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except HvfreezeError as failure:
+        error = failure
+    verdicts = world.allgather_object((type(error), str(error)) if error else None, name=f"together.{name}")
+    for rank, verdict in enumerate(verdicts):
+        if verdict is not None:
+            kind, message = verdict
+            everywhere = all(v == verdict for v in verdicts)
+            raise kind(message if everywhere else f"rank {rank}: {message}") from error
+    return result  # type: ignore[return-value]  # no verdict: work returned
+
+
+def end_job_on_exception(world: World) -> None:
+    """Make an uncaught exception on any rank end the whole job, with that rank's traceback first."""
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        lines = "".join(traceback.format_exception(kind, error, where))
+        print(f"hvfreeze: rank {world.rank} of {world.size} failed\n{lines}", file=sys.stderr, end="", flush=True)
+        world.abort(1)
+
+    sys.excepthook = hook

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from hvfreeze.cli import configuration, parse
-from hvfreeze.errors import HvfreezeError
-from hvfreeze.world import SoloWorld, World, claimed_rank, end_job_on_exception, open_world, together
+from hvfreeze.errors import HvfreezeError, StallError
+from hvfreeze.world import World, claimed_rank, end_job_on_exception, open_world, together
 
 INTERRUPTED = 130
+GRACE_SECONDS = 3.0
+"""How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return perform(*parse(given))
     except HvfreezeError as error:
-        return report(error, SoloWorld())
+        return give_up(error)
     except KeyboardInterrupt:
         print("hvfreeze: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -33,16 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """Train as one rank of the job, and leave it together with the others."""
-    if claimed_rank(os.environ) == 0:
-        # A launcher ends the job when another rank gives up first; rank 0 must still say why.
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            world = open_world()
-        except HvfreezeError as error:
-            return report(error, SoloWorld())
-        signal.signal(signal.SIGTERM, before)
-    else:
-        world = open_world()
+    world = open_world()
     end_job_on_exception(world)
     try:
         from hvfreeze.run import run
@@ -53,15 +46,38 @@ def train(arguments: Sequence[str]) -> int:
             print(json.dumps(summary), flush=True)
         code = 0
     except HvfreezeError as error:
-        code = report(error, world)
+        if not error.everywhere and world.size > 1:
+            end_job(error, world)
+        if world.rank == 0:
+            say(str(error))
+        code = error.exit_code
     world.close()
     return code
 
 
-def report(error: HvfreezeError, world: World) -> int:
-    """Say on rank 0 what went wrong; return the exit code."""
-    if world.rank == 0 and claimed_rank(os.environ) == 0:
-        print(f"hvfreeze: error: {error}", file=sys.stderr, flush=True)
+def say(message: str) -> None:
+    """Tell the user what went wrong."""
+    print(f"hvfreeze: error: {message}", file=sys.stderr, flush=True)
+
+
+def end_job(error: HvfreezeError, world: World) -> None:
+    """End the whole job for an error that this rank's peers need not have seen, which may wait for this rank."""
+    if isinstance(error, StallError) and world.rank > 0:
+        time.sleep(GRACE_SECONDS)
+    say(f"rank {world.rank}: {error}")
+    world.abort(error.exit_code)
+
+
+def give_up(error: HvfreezeError) -> int:
+    """Say on rank 0 why there is no job, and return the exit code.
+
+    A launcher ends all ranks when the first leaves. That must be rank 0, after it has spoken; where it has another fate
+    than this rank, this rank speaks.
+    """
+    rank = claimed_rank(os.environ)
+    if rank > 0:
+        time.sleep(GRACE_SECONDS)
+    say(f"rank {rank}: {error}" if rank > 0 else str(error))
     return error.exit_code
 
 

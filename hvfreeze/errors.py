@@ -4,9 +4,14 @@ from __future__ import annotations
 
 
 class HvfreezeError(Exception):
-    """An expected failure: its message is all that the user sees, and `exit_code` is the job's exit code."""
+    """An expected failure: its message is all that the user sees, and `exit_code` is the job's exit code.
+
+    `everywhere` tells that all ranks raise it at the same point, so that they can still leave together; otherwise the
+    rank that raises it must end the job, because its peers wait for it.
+    """
 
     exit_code = 1
+    everywhere = False
 
 
 class UsageError(HvfreezeError):
@@ -25,12 +30,14 @@ class DivergedError(HvfreezeError):
     """Replicas that must be equal are not."""
 
     exit_code = 4
+    everywhere = True
 
 
 class NumericsError(HvfreezeError):
     """A loss, gradient or parameter is NaN or infinite."""
 
     exit_code = 5
+    everywhere = True
 
 
 class StallError(HvfreezeError):
@@ -43,3 +50,4 @@ class Preempted(HvfreezeError):
     """The job was asked to leave, has written a checkpoint and can be resumed."""
 
     exit_code = 75
+    everywhere = True

@@ -56,7 +56,7 @@ class Evaluator:
         self.chain.model.eval()
         totals = Totals()
         with torch.no_grad():
-            self.prefix.announce(self.batches)
+            self.prefix.begin_epoch(self.batches)
             for batch in self.batches:
                 activations = self.prefix.get(batch)
                 logits = self.prefix.suffix(activations).float()[: batch.counted]

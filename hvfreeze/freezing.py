@@ -7,6 +7,7 @@ function of a sample.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from hvfreeze.batchnorm import average_running_statistics
 from hvfreeze.blocks import Chain
 from hvfreeze.config import VOTE_WEIGHTS, FreezeConfig
-from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
+from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence, rates_of_change
 from hvfreeze.errors import UsageError
 from hvfreeze.reducer import Reducer
 from hvfreeze.signals import GradientSums, Voter, voting_weight
@@ -248,7 +249,7 @@ class Freezer:
         average_running_statistics(self.chain.modules(), self.world)
         evidence = self._evidence()
         mine = [track.propose(evidence, self.settings.patience) for track in self._tracks.values()]
-        broken = not all(torch.isfinite(torch.tensor(norms)).all() for norms in self._norms)
+        broken = not all(math.isfinite(norm) for norms in self._norms for norm in norms)
         weight = voting_weight(
             self.settings.vote_weight,
             rank=self.world.rank,
@@ -256,7 +257,9 @@ class Freezer:
             mean_loss=self._loss_sum / max(self._loss_steps, 1),
             signal_to_noise=self._sums.signal_to_noise(),
         )
-        proposals, weights, broken_ranks = exchange(self.world, mine, weight, broken)
+        etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
+        proposals, floats, broken_ranks = exchange(self.world, mine, [weight, *etas], broken)
+        weights = [row[0] for row in floats]
         usable = [usable_weight(w) for w in weights]
         counted = [w for w, _ in usable]
         notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
@@ -268,7 +271,8 @@ class Freezer:
             name: deepest_supported(tally, quorum=self.settings.quorum, cut=track.cut)
             for (name, track), tally in zip(self._tracks.items(), tallies, strict=True)
         }
-        return self._decision(proposals, counted, tallies, outcomes, notes)
+        seen = [[None if math.isnan(eta) else eta for eta in row[1:]] for row in floats]
+        return self._decision(proposals, counted, tallies, outcomes, notes, seen)
 
     def _tally(self, proposals: Sequence[int], cast: int) -> list[list[int]]:
         deepest = len(self.chain.blocks) - 1
@@ -282,6 +286,7 @@ class Freezer:
         tallies: list[list[int]],
         outcomes: dict[str, int],
         notes: list[str],
+        etas: list[list[float | None]],
     ) -> Decision:
         names = list(self._tracks)
         shadow: dict[str, dict[str, object]] = {}
@@ -307,24 +312,25 @@ class Freezer:
             cut_after=after,
             reason="; ".join([why if decides else "only shadow criteria are scored", *notes]),
             shadow=shadow,
+            etas=etas,
         )
 
 
 def exchange(
-    world: World, proposals: Sequence[int], weight: float, broken: bool
-) -> tuple[list[list[int]], list[float], list[int]]:
-    """Return all ranks' proposals (per criterion, per rank), raw weights, and the ranks with broken statistics.
+    world: World, proposals: Sequence[int], numbers: Sequence[float], broken: bool
+) -> tuple[list[list[int]], list[list[float]], list[int]]:
+    """Return all ranks' proposals (per criterion, per rank), numbers (per rank), and the ranks that are broken.
 
-    Every rank writes its own column of an integer table that is zero elsewhere, so that the sum is exact.
-    Collective: every rank of `world` must call this.
+    Every rank writes its own column of an integer table that is zero elsewhere, floats as their bits, so that the
+    sum is exact. Collective: every rank of `world` must call this.
     """
-    column = torch.tensor([*proposals, int(broken), 0], dtype=torch.int64)
-    column[-1] = torch.tensor(weight, dtype=torch.float64).view(torch.int64)
+    bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
+    column = torch.cat([torch.tensor([int(broken), *proposals], dtype=torch.int64), bits])
     table = torch.zeros(len(column), world.size, dtype=torch.int64)
     table[:, world.rank] = column
     table = world.allreduce_sum(table, name="vote.ballots")
-    weights = table[-1].view(torch.float64).tolist()
-    return table[:-2].tolist(), weights, torch.nonzero(table[-2]).flatten().tolist()
+    floats = table[len(column) - len(bits) :].T.contiguous().view(torch.float64)
+    return table[1 : 1 + len(proposals)].tolist(), floats.tolist(), torch.nonzero(table[0]).flatten().tolist()
 
 
 def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 
 from hvfreeze.blocks import Chain, cut_into_blocks
+from hvfreeze.cache.budget import Budget
+from hvfreeze.caching import Split, open_caching
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config, to_dict
 from hvfreeze.data import DataSplits, ImageSet, open_data, prepare_data
 from hvfreeze.errors import UsageError
 from hvfreeze.evaluation import Evaluator, Totals
-from hvfreeze.feed import Images, TrainFeed, evaluation_ids, memory_budget, padded_batches
+from hvfreeze.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget, padded_batches
 from hvfreeze.freezing import Cadence, Freezer
 from hvfreeze.models import build_model
 from hvfreeze.pixels import load_pixels
-from hvfreeze.prefix import Prefix
+from hvfreeze.prefix import Halves, Prefix
 from hvfreeze.record import HARMLESS, NullRecord, Record, choose_directory, describe_environment, open_record, version_of
 from hvfreeze.reducer import Reducer
 from hvfreeze.shards import ShardPlan, plan_shards, split_validation, stratified_subset
@@ -71,9 +73,13 @@ class Corpus:
 
     train: ImageSet
     evaluated: ImageSet
-    evaluated_ids: np.ndarray[Any, np.dtype[np.int64]]
+    evaluated_ids: Ids
     plan: ShardPlan
     notes: list[str]
+
+    def share(self, world: World) -> Ids:
+        """Return the samples that this rank evaluates."""
+        return self.evaluated_ids[evaluation_ids(len(self.evaluated_ids), rank=world.rank, size=world.size)]
 
 
 def prepare(config: Config, world: World) -> Job:
@@ -192,13 +198,7 @@ def assemble(
         ),
         name="freezer",
     )
-    batches = padded_batches(
-        corpus.evaluated_ids[evaluation_ids(len(corpus.evaluated_ids), rank=world.rank, size=world.size)],
-        corpus.evaluated.labels,
-        settings.batch_size,
-    )
-    prefix = Prefix(chain, feed.images, clock, settings.precision, freezer.cut)
-    test_prefix = Prefix(chain, evaluation, PhaseClock(), settings.precision, freezer.cut)
+    prefix, evaluator = open_halves(config, world, directory, chain, corpus, feed, evaluation, clock)
     return Job(
         config=config,
         world=world,
@@ -210,18 +210,51 @@ def assemble(
         freezer=freezer,
         feed=feed,
         prefix=prefix,
-        evaluator=Evaluator(chain, world, test_prefix, batches),
+        evaluator=evaluator,
         clock=clock,
         notes=notes,
         steps_per_epoch=steps,
     )
 
 
+def open_halves(
+    config: Config,
+    world: World,
+    directory: Path,
+    chain: Chain,
+    corpus: Corpus,
+    feed: TrainFeed,
+    evaluation: Images,
+    clock: PhaseClock,
+) -> tuple[Prefix, Evaluator]:
+    """Return how activations are had in training and in evaluation; both pay from one budget."""
+    settings = config.optimizer
+    halves = Halves(chain, settings.precision)
+    limit = config.cache.limit_bytes()
+    budget = Budget(None if limit is None else limit // world.size)
+    stored = corpus.plan.shards[world.rank]
+    if config.data.shuffle == "global":
+        stored = stored[world.rank :: world.size]
+    share = corpus.share(world)
+
+    def prefix(name: str, image_set: ImageSet, images: Images, ids: Ids, clock: PhaseClock) -> Prefix:
+        split = Split(name, image_set.identity(), images, ids)
+        caching = open_caching(
+            config, chain, world, split, directory=directory, clock=clock, run_blocks=halves.run, budget=budget
+        )
+        return Prefix(halves, images, caching)
+
+    train = prefix("train", corpus.train, feed.images, stored, clock)
+    test = prefix("test", corpus.evaluated, evaluation, share, PhaseClock())
+    batches = padded_batches(share, corpus.evaluated.labels, settings.batch_size)
+    return train, Evaluator(chain, world, test, batches)
+
+
 def open_feeds(config: Config, world: World, corpus: Corpus) -> tuple[TrainFeed, Images]:
     """Load the pixels of this rank's training and evaluation samples."""
     augment = parse_augment(config.data.augment)
     shard = corpus.plan.shards[world.rank]
-    share = corpus.evaluated_ids[evaluation_ids(len(corpus.evaluated_ids), rank=world.rank, size=world.size)]
+    share = corpus.share(world)
     train = open_images(config, corpus.train, shard, augment, local_size=world.local_size)
     evaluated = open_images(config, corpus.evaluated, share, parse_augment("none"), local_size=world.local_size)
     return TrainFeed(corpus.plan, world.rank, corpus.train.labels, train), evaluated
@@ -260,10 +293,12 @@ def check_equal(world: World, what: str, mine: dict[str, Any]) -> None:
     for rank, theirs in enumerate(gathered):
         for key in sorted(set(gathered[0]) | set(theirs)):
             if theirs.get(key) != gathered[0].get(key):
-                raise UsageError(
+                error = UsageError(
                     f"ranks were started with different {what}: {key} is {gathered[0].get(key)!r} on rank 0 "
                     f"and {theirs.get(key)!r} on rank {rank}; start all ranks with one command"
                 )
+                error.everywhere = True
+                raise error
 
 
 def flatten(tree: dict[str, Any]) -> dict[str, Any]:

@@ -9,51 +9,62 @@ import torch
 from torch import Tensor
 
 from hvfreeze.blocks import Chain
-from hvfreeze.clock import PhaseClock
+from hvfreeze.caching import Caching, NoCache
 from hvfreeze.feed import Batch, Images, announce
 
 
 @dataclass
-class Prefix:
-    """Runs a batch through the frozen prefix without gradient, and the suffix with."""
+class Halves:
+    """Runs blocks of a chain in the run's precision."""
 
     chain: Chain
-    images: Images
-    clock: PhaseClock
     precision: str = "float32"
-    cut: int = 0
-
-    def begin_epoch(self, epoch: int, batches: Sequence[Batch]) -> None:
-        """Get ready for an epoch's batches."""
-        self.announce(batches)
-
-    def move(self, cut: int) -> None:
-        """Follow the cut."""
-        self.cut = cut
-
-    def report(self) -> dict[str, object]:
-        """Return what the cache did so far."""
-        return {"mode": "off"}
-
-    def announce(self, batches: Sequence[Batch]) -> None:
-        """Tell which batches come next, in order."""
-        announce(self.images, batches)
-
-    def get(self, batch: Batch) -> Tensor:
-        """Return the frozen prefix's output for the batch; with cut 0 the images themselves."""
-        with self.clock.within("data"):
-            images = self.images.load(batch.ids, batch.views)
-        return self.run(images, 0, self.cut)
 
     def run(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Return the output of the frozen blocks start..stop-1, without gradient."""
+        """Return the output of blocks start..stop-1, without gradient."""
         with torch.no_grad(), self._autocast():
             return self.chain.run(x, start, stop)
 
-    def suffix(self, activations: Tensor) -> Tensor:
-        """Return the logits, (B, classes)."""
+    def suffix(self, activations: Tensor, cut: int) -> Tensor:
+        """Return the logits, (B, classes), with gradient where that is on."""
         with self._autocast():
-            return self.chain.run(activations, self.cut, len(self.chain.blocks))
+            return self.chain.run(activations, cut, len(self.chain.blocks))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+@dataclass
+class Prefix:
+    """Gives a batch's activations at the cut, and runs the suffix on them."""
+
+    halves: Halves
+    images: Images
+    caching: NoCache | Caching
+
+    def begin_epoch(self, batches: Sequence[Batch]) -> None:
+        """Get ready for an epoch's batches, in order.
+
+        Collective: every rank of the world must call this.
+        """
+        self.caching.begin_epoch(batches)
+        announce(self.images, batches)
+
+    def move(self, history: Sequence[Sequence[int]]) -> None:
+        """Follow the cut, the last entry of `history`.
+
+        Collective: every rank of the world must call this in the same step.
+        """
+        self.caching.move(history)
+
+    def get(self, batch: Batch) -> Tensor:
+        """Return the frozen prefix's output for the batch; with cut 0 the images themselves."""
+        return self.caching.activations.get(batch.ids, batch.views, counted=batch.counted)
+
+    def suffix(self, activations: Tensor) -> Tensor:
+        """Return the logits, (B, classes)."""
+        return self.halves.suffix(activations, self.caching.activations.cut)
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        self.caching.activations.close()

@@ -24,6 +24,8 @@ from hvfreeze.world import World
 
 HARMLESS = ("run_dir", "resume", "json", "data_dir", "cache", "cache_dir", "cache_limit", "cache_shared", "cache_failure")
 """Leaves of the configuration that may differ between a run and its resumption: they never change a result."""
+PER_RANK = ("run_dir", "json", "data_dir", "cache_dir")
+"""Leaves that may differ between ranks: rank 0's counts, or every machine has its own path."""
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "h5py", "numpy", "hvfreeze")
 
 
@@ -96,8 +98,8 @@ def choose_directory(config: Config, world: World) -> Path:
     return Path(world.broadcast_object(chosen, name="run.directory")).resolve()
 
 
-def open_record(directory: Path, config: Config, *, environment: dict[str, Any]) -> Record:
-    """Make the run directory and write what the run is.
+def claim_directory(directory: Path, config: Config) -> None:
+    """Make sure that the run can use `directory`, which is made where it is missing; nothing in it is changed.
 
     Raises:
         UsageError: the directory holds another run, or cannot be written.
@@ -106,26 +108,23 @@ def open_record(directory: Path, config: Config, *, environment: dict[str, Any])
     known = directory / "config.yaml"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = yaml.safe_load(known.read_text()) if known.exists() else None
-        if held is not None:
-            check_same_run(directory, held, config)
+        if known.exists():
+            check_same_run(directory, yaml.safe_load(known.read_text(encoding="utf-8")), config)
         probe = directory / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
-        if held is None:
-            publish(known, [yaml.safe_dump(to_dict(config), sort_keys=False).encode()])
-        publish(directory / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
-        return Record(directory)
     except OSError as error:
-        raise UsageError(f"--run-dir ({directory}) cannot be written: {error.strerror}; choose another") from error
-    except yaml.YAMLError as error:
-        raise RefusedError(f"{known} is damaged; choose another --run-dir") from error
+        raise unwritable(directory, error) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise damaged(known) from error
 
 
 def check_same_run(directory: Path, held: Any, config: Config) -> None:
     """Refuse a directory that holds another run than the one that `config` resumes."""
     if not config.run.resume:
         raise UsageError(f"--run-dir ({directory}) holds a run; continue it with --resume, or choose another directory")
+    if not isinstance(held, dict) or not all(isinstance(section, dict) for section in held.values()):
+        raise damaged(directory / "config.yaml")
     differences = [
         f"{leaf}: {held.get(section, {}).get(leaf)!r} there, {value!r} here"
         for section, leaves in to_dict(config).items()
@@ -134,6 +133,33 @@ def check_same_run(directory: Path, held: Any, config: Config) -> None:
     ]
     if differences:
         raise RefusedError(f"--resume: {directory} holds another run ({'; '.join(differences)})")
+
+
+def unwritable(directory: Path, error: OSError) -> UsageError:
+    """Return the refusal of a run directory that the operating system does not let us write."""
+    return UsageError(f"--run-dir ({directory}) cannot be written: {error.strerror}; choose another")
+
+
+def damaged(known: Path) -> RefusedError:
+    """Return the refusal of a run whose configuration cannot be read."""
+    return RefusedError(f"{known} is damaged; choose another --run-dir")
+
+
+def open_record(directory: Path, config: Config, *, environment: dict[str, Any]) -> Record:
+    """Write what the run is into a directory that `claim_directory` accepts, and open its logs.
+
+    Raises:
+        UsageError: the directory cannot be written.
+        RefusedError: the disk is full.
+    """
+    known = directory / "config.yaml"
+    try:
+        if not known.exists():
+            publish(known, [yaml.safe_dump(to_dict(config), sort_keys=False).encode()])
+        publish(directory / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
+        return Record(directory)
+    except OSError as error:
+        raise unwritable(directory, error) from error
 
 
 def describe_environment(world: World) -> dict[str, Any]:

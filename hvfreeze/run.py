@@ -32,9 +32,13 @@ def run(config: Config, world: World) -> dict[str, Any]:
             progress.line(f"{job.directory} is complete; nothing to do")
             return done
         introduce(job, progress, resumed=resumed)
+        job.prefix.move(job.freezer.cut_history)
+        job.evaluator.prefix.move(job.freezer.cut_history)
         train(job, progress)
     finally:
         progress.close()
+        job.prefix.close()
+        job.evaluator.prefix.close()
     return conclude(job)
 
 
@@ -88,7 +92,7 @@ def conclude(job: Job) -> dict[str, Any]:
         "other_collective_bytes": job.reducer.other_bytes,
         "final_cut": job.freezer.cut,
         "cut_history": job.freezer.cut_history,
-        "cache": job.prefix.report(),
+        "cache": job.prefix.caching.report(),
         "parameter_digest": digest,
     }
     summary = job.world.broadcast_object(summary, name="summary")

@@ -48,7 +48,7 @@ def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
     batches = job.feed.epoch(epoch)[job.step - epoch * job.steps_per_epoch :]
     if batches:
         job.chain.model.train()
-        job.prefix.begin_epoch(epoch, batches)
+        job.prefix.begin_epoch(batches)
     for batch in batches:
         loss = train_step(job, batch)
         progress.step(job.step, lambda loss=loss: f"epoch {epoch} loss {loss:.3f} cut {job.freezer.cut}")  # type: ignore[misc]
@@ -117,8 +117,8 @@ def record_decision(job: Job, decision: Decision) -> None:
     """Write a vote down and let the prefix follow the cut."""
     job.record.decision(decision)
     if decision.moved:
-        job.prefix.move(decision.cut_after)
-        job.evaluator.prefix.move(decision.cut_after)
+        job.prefix.move(job.freezer.cut_history)
+        job.evaluator.prefix.move(job.freezer.cut_history)
 
 
 def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
@@ -127,6 +127,7 @@ def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
         state.average_statistics(job)
         loss, accuracy = job.evaluator.evaluate()
         train_loss, train_accuracy = job.totals.reduce(job.world, name="train")
+        cache = job.prefix.caching.report()
     job.last_accuracy, job.best_accuracy = accuracy, max(job.best_accuracy, accuracy)
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
@@ -144,7 +145,7 @@ def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
         "seconds": spent,
         "images_per_second": images / max(train_seconds(spent), 1e-9),
         "allreduce_bytes": job.reducer.payload_bytes,
-        "cache": job.prefix.report(),
+        "cache": cache,
     }
     job.record.metrics(line)
     job.totals = Totals()

@@ -21,6 +21,7 @@ class Decision:
 
     `proposals` and `weights` have an entry per rank, `tally` an entry per cut 0..deepest (integers in units of the
     largest weight / 2^20), `total` is the tally of a cut that everybody supports.
+    `etas` are each rank's rates of change per block (None where unknown), for the reader.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Decision:
     cut_after: int
     reason: str
     shadow: dict[str, dict[str, object]] = field(default_factory=dict)
+    etas: list[list[float | None]] = field(default_factory=list)
 
     @property
     def moved(self) -> bool:

@@ -109,14 +109,16 @@ class HorovodWorld:
     """One rank of a Horovod job over MPI."""
 
     def __init__(self) -> None:
-        # Whoever initialises MPI finalises it: with mpi4py first, MPI is still usable after Horovod's shutdown.
-        from mpi4py import MPI
-
         # Fused transfers depend on timing, and sums on the place in the fused buffer: no two runs would be equal.
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "60")
         os.environ.setdefault(STALL_SECONDS, "600")
+        self._stall_seconds = seconds_in(STALL_SECONDS)
         import horovod.torch as hvd
+
+        # Whoever initialises MPI finalises it: with mpi4py first, MPI is still usable after Horovod's shutdown.
+        # Where Horovod cannot be imported, MPI is not initialised: its end would wait for the other ranks'.
+        from mpi4py import MPI
 
         hvd.init()
         self._mpi = MPI
@@ -185,20 +187,33 @@ class HorovodWorld:
         except self._hvd.HorovodInternalError as error:
             if "ismatched" in str(error):
                 raise DivergedError(f"ranks disagree in '{name}': {error}") from error
-            raise StallError(f"rank {self.rank}: another rank left or did not take part in '{name}': {error}") from error
+            raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
         finally:
             self._waiting_since = float("inf")
 
     def _watch(self) -> None:
         # Horovod's stall inspector runs on the coordinator and blocks with it when a rank is stopped.
-        limit = float(os.environ[STALL_SECONDS]) + 10
-        while limit > 10:
+        # Rank 0 has the first word where several ranks wait.
+        limit = self._stall_seconds + (10 if self.rank == 0 else 13)
+        while self._stall_seconds > 0:
             time.sleep(1)
             waited = time.monotonic() - self._waiting_since
             if waited > limit:
                 text = f"rank {self.rank} on {socket.gethostname()} waited {waited:.0f} s for the others"
                 print(f"hvfreeze: error: {text} in '{self._waiting_for}'; set {STALL_SECONDS}", file=sys.stderr)
                 self.abort(StallError.exit_code)
+
+
+def seconds_in(variable: str) -> float:
+    """Return the number of seconds in an environment variable.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    try:
+        return float(os.environ[variable])
+    except ValueError as error:
+        raise UsageError(f"${variable} ({os.environ[variable]}) must be a number of seconds; 0 is no limit") from error
 
 
 def claimed_size(environ: Mapping[str, str]) -> int:
@@ -249,15 +264,34 @@ def yield_when_crowded() -> None:
         os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
 
+def sharing_ranks(world: World) -> list[tuple[str, int, int]]:
+    """Return for every rank its host, the cores it may run on, and how many ranks may run on one of these.
+
+    Collective: every rank of `world` must call this.
+    """
+    gathered = world.allgather_object((socket.gethostname(), os.sched_getaffinity(0)), name="affinity")
+    return [
+        (host, len(cores), sum(1 for other, theirs in gathered if other == host and theirs & cores))
+        for host, cores in gathered
+    ]
+
+
 def threads_per_rank(world: World) -> int:
     """Return how many torch threads this rank should use: its share of the cores that it may run on.
 
     Collective: every rank of `world` must call this.
     """
-    cores = os.sched_getaffinity(0)
-    everyone = world.allgather_object((socket.gethostname(), frozenset(cores)), name="affinity")
-    sharing = sum(1 for host, theirs in everyone if host == socket.gethostname() and theirs & cores)
-    return max(1, len(cores) // sharing)
+    _, cores, ranks = sharing_ranks(world)[world.rank]
+    return max(1, cores // ranks)
+
+
+def crowding(world: World) -> list[str]:
+    """Return what the user should know where ranks outnumber the cores of their host.
+
+    Collective: every rank of `world` must call this.
+    """
+    crowded = {host: f"{ranks} ranks share {cores} cores" for host, cores, ranks in sharing_ranks(world) if ranks > cores}
+    return [f"{what} of {host}: they take turns, and wait without occupying a core" for host, what in crowded.items()]
 
 
 def together(world: World, work: Callable[[], T], *, name: str) -> T:
@@ -269,14 +303,16 @@ def together(world: World, work: Callable[[], T], *, name: str) -> T:
     result: T | None = None
     try:
         result = work()
-    except HvfreezeError as failure:
-        error = failure
+    except HvfreezeError as mine:
+        error = mine
     verdicts = world.allgather_object((type(error), str(error)) if error else None, name=f"together.{name}")
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
             kind, message = verdict
-            everywhere = all(v == verdict for v in verdicts)
-            raise kind(message if everywhere else f"rank {rank}: {message}") from error
+            common = all(v == verdict for v in verdicts)
+            failure = kind(message if common else f"rank {rank}: {message}")
+            failure.everywhere = True
+            raise failure from error
     return result  # type: ignore[return-value]  # no verdict: work returned
 
 

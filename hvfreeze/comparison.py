@@ -1,0 +1,124 @@
+"""Which runs repeat each other, and how much faster each is than the baseline of the same work."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvfreeze.runs import Run
+
+SEEDS = frozenset({"seed", "data_seed"})
+WITHOUT_EFFECT = frozenset({"run_dir", "resume", "json"})
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean with the lowest and the highest of n values."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but the seed."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    def spread(self, quantity: Callable[[Run], float]) -> Spread:
+        """Return mean, lowest and highest of a quantity over the runs."""
+        return spread([quantity(run) for run in self.runs])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A group against the baseline of the same work."""
+
+    baseline: Group
+    speed_up: Spread
+    """Baseline's training time / this training time."""
+    time_saved: Spread
+    """Part of the baseline's training time that is saved; negative where it took longer."""
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return mean, lowest and highest of at least one value."""
+    return Spread(statistics.fmean(values), min(values), max(values), len(values))
+
+
+def group_by_seed(runs: Sequence[Run]) -> list[Group]:
+    """Return the runs in groups that differ in nothing but the seed, in the order of their first run."""
+    groups: dict[Hashable, list[Run]] = {}
+    for run in runs:
+        changing = SEEDS | WITHOUT_EFFECT
+        leaves = {leaf: value for leaf, value in run.settings.items() if leaf not in changing}
+        groups.setdefault((repr(sorted(leaves.items())), machine(run), run.finished), []).append(run)
+    names = [name_of(members) for members in groups.values()]
+    return [
+        Group(name if names.count(name) == 1 else members[0].name, tuple(members))
+        for name, members in zip(names, groups.values())
+    ]
+
+
+def name_of(runs: Sequence[Run]) -> str:
+    """Return what the names of runs have in common, without a number that counts seeds."""
+    if len(runs) == 1:
+        return runs[0].name
+    common = re.sub(r"[-_. ]*(seed|s)?[-_. ]*\d*$", "", shared_beginning([run.name for run in runs]))
+    return common or runs[0].name
+
+
+def shared_beginning(names: Sequence[str]) -> str:
+    """Return the characters that all names begin with."""
+    same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*names))
+    return "".join(column[0] for column in same)
+
+
+def machine(run: Run) -> Hashable:
+    """Return what seconds depend on beside the work: ranks, hosts, processor, cores and threads."""
+    known = run.environment
+    hosts = known.get("hosts") or []
+    return (run.size, len(set(hosts)), *(known.get(key) for key in ("processor", "cores", "capability", "threads")))
+
+
+def work(run: Run) -> Hashable:
+    """Return what must be equal for two training times to be comparable: all but freezing, cache and seed."""
+    without = SEEDS | WITHOUT_EFFECT | {"blocks"}
+    sections = [section for section in run.config if section not in ("freeze", "cache")]
+    leaves = {leaf: run.config[section][leaf] for section in sections for leaf in run.config[section]}
+    return (repr(sorted((leaf, value) for leaf, value in leaves.items() if leaf not in without)), machine(run))
+
+
+def compare(group: Group, groups: Sequence[Group]) -> Comparison | None:
+    """Return how a group's training time compares with the baseline of the same work, None where there is none.
+
+    A run is compared with the baseline of its own seed where there is one, else with the baselines' mean.
+    """
+    first = group.runs[0]
+    if first.is_baseline or not first.finished:
+        return None
+    matching = [other for other in groups if other.runs[0].is_baseline and work(other.runs[0]) == work(first)]
+    if not matching:
+        return None
+    baseline = matching[0]
+    ratios = [reference_seconds(run, baseline) / max(run.train_seconds, 1e-9) for run in group.runs]
+    return Comparison(baseline, spread(ratios), spread([1 - 1 / ratio for ratio in ratios]))
+
+
+def reference_seconds(run: Run, baseline: Group) -> float:
+    """Return the baseline's training time for this run's seed, else its mean."""
+    same = [other.train_seconds for other in baseline.runs if seeds(other) == seeds(run)]
+    return statistics.fmean(same or [other.train_seconds for other in baseline.runs])
+
+
+def seeds(run: Run) -> tuple[Any, Any]:
+    """Return the seed of the run and of its data."""
+    seed, data_seed = run.settings["seed"], run.settings["data_seed"]
+    return seed, seed if data_seed is None else data_seed

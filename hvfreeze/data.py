@@ -1,0 +1,199 @@
+"""The data sets: for each split its samples with ids, labels, classes and what a transform must know of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.cifar import ARCHIVES, download, read_archive
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.folders import find_splits, is_folder
+from hvfreeze.images import ArraySource, FileSource, Pixels
+from hvfreeze.shards import split_validation
+
+_Triple = tuple[float, float, float]
+
+# Mean and standard deviation per channel of the training pixels, scaled to 0-1.
+_STATISTICS: dict[str, tuple[_Triple, _Triple]] = {
+    "digits": ((0.3053, 0.3053, 0.3053), (0.3759, 0.3759, 0.3759)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+_DIGITS_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageSet:
+    """One split of a data set. A sample's id is its row, 0..N-1, the same on every rank and in every run."""
+
+    name: str
+    classes: tuple[str, ...]
+    labels: Tensor
+    """(N,) int64."""
+    mean: _Triple
+    """Per channel, of pixels scaled to 0-1."""
+    std: _Triple
+    flips: bool
+    """Whether a mirrored image still shows its class."""
+    source: ArraySource | FileSource
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every decoded image."""
+        return self.source.image_shape
+
+    def decode(self, sample_id: int) -> Pixels:
+        """Returns the (C, H, W) uint8 pixels of one sample.
+
+        Raises:
+            RefusedError: The image is damaged or cannot be read; names the file.
+            UsageError: The image's size differs and no --image-size was given; names the file.
+        """
+        return self.source.decode(sample_id)
+
+    def identity(self, *, local: bool = True) -> str:
+        """Returns a digest of what the decoded pixels, labels and classes are.
+
+        Args:
+            local: Whether times of modification count, which find more changes to image files. Leave them out to
+                compare ranks on different machines, whose copies of a folder were made at different times.
+        """
+        digest = hashlib.sha256(repr((self.name, self.classes)).encode())
+        digest.update(self.labels.numpy().data)
+        digest.update(self.source.identity(local=local).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSplits:
+    """A data set's splits, with equal classes and image shapes."""
+
+    train: ImageSet
+    validation: ImageSet | None
+    """Only of an image folder that brings train, val and test."""
+    test: ImageSet
+    notes: list[str] = field(default_factory=list)
+    """What the user should know about how the splits came about, one sentence each."""
+
+
+def default_directory() -> Path:
+    """Returns $HVFREEZE_DATA, or the user's cache directory for data."""
+    named = os.environ.get("HVFREEZE_DATA")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(cache) / "hvfreeze" / "data"
+
+
+def prepare_data(name: str, directory: str | os.PathLike[str] | None = None) -> None:
+    """Leaves CIFAR where `open_data` finds it, downloading it when absent: for one rank per node, before a barrier.
+
+    Raises:
+        RefusedError: It is absent and cannot be downloaded.
+    """
+    root = Path(directory) if directory is not None else default_directory()
+    if name in ARCHIVES and not any(is_folder(root / part) for part in (ARCHIVES[name].folder, "train", "test")):
+        download(root, ARCHIVES[name])
+
+
+def open_data(
+    name: str,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    image_size: int | None = None,
+    classes: Sequence[int] | None = None,
+) -> DataSplits:
+    """Returns the splits of a data set, without decoding image files.
+
+    Args:
+        name: `digits`, `cifar10`, `cifar100` or `imagefolder`.
+        directory: Where the data lies; None is `default_directory()`. `digits` needs none.
+        image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
+            transform enlarges them). None keeps the native size, which must then be one for all images.
+        classes: Only these of the `digits`, relabelled 0, 1, ... in the order given.
+
+    Raises:
+        RefusedError: Data is missing, unreadable or inconsistent.
+        UsageError: Images differ in size and `image_size` is None, or `classes` does not fit.
+    """
+    if name == "digits":
+        return _open_digits(image_size, tuple(range(10)) if classes is None else tuple(classes))
+    if classes is not None:
+        raise UsageError(f"a choice of classes is for digits only, not for {name}")
+    root = Path(directory) if directory is not None else default_directory()
+    if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
+        names, splits = read_archive(root, ARCHIVES[name])
+        train, test = (_from_array(name, *splits[split], names, image_size) for split in ("train", "test"))
+        return DataSplits(train=train, validation=None, test=test)
+    if name not in _STATISTICS:
+        raise UsageError(f"--data ({name}) must be one of {', '.join(_STATISTICS)}")
+    return _open_folders(name, root, image_size)
+
+
+def _open_digits(image_size: int | None, classes: tuple[int, ...]) -> DataSplits:
+    from sklearn.datasets import load_digits
+
+    if len(set(classes)) != len(classes) or not set(classes) <= set(range(10)) or len(classes) < 2:
+        raise UsageError(f"classes {classes} of digits must be at least two different numbers in 0..9")
+    digits = load_digits()
+    grey = np.round(digits.images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)
+    pixels = np.repeat(grey[:, None], 3, axis=1)
+    everything = np.arange(len(pixels))
+    sets = []
+    for split in split_validation(digits.target, everything, fraction=0.2, seed=_DIGITS_SEED):
+        ids = split[np.isin(digits.target[split], classes)]
+        labels = [classes.index(digit) for digit in digits.target[ids]]
+        sets.append(_from_array("digits", pixels[ids], labels, tuple(str(digit) for digit in classes), image_size))
+    return DataSplits(train=sets[0], validation=None, test=sets[1])
+
+
+def _from_array(
+    name: str, pixels: Pixels, labels: Sequence[int], classes: tuple[str, ...], image_size: int | None
+) -> ImageSet:
+    side = None if image_size is None else min(image_size, *pixels.shape[2:])
+    return _image_set(name, classes, labels, ArraySource(pixels=pixels, side=side))
+
+
+def _image_set(
+    name: str, classes: tuple[str, ...], labels: Sequence[int], source: ArraySource | FileSource
+) -> ImageSet:
+    mean, std = _STATISTICS[name]
+    known = torch.tensor(labels, dtype=torch.int64)
+    return ImageSet(name=name, classes=classes, labels=known, mean=mean, std=std, flips=name != "digits", source=source)
+
+
+def _open_folders(name: str, root: Path, image_size: int | None) -> DataSplits:
+    if not is_folder(root):
+        raise RefusedError(f"data folder {root} does not exist; name one with --data-dir or $HVFREEZE_DATA")
+    if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
+        raise RefusedError(
+            f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "
+            "--data-dir or $HVFREEZE_DATA"
+        )
+    listings, notes = find_splits(root)
+    num_classes = len(listings["train"].classes)
+    if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
+        raise RefusedError(
+            f"{root} holds {num_classes} classes where {name} has {ARCHIVES[name].num_classes}; "
+            "use --data imagefolder for other images"
+        )
+    sizes = {size: path for listing in listings.values() for size, path in listing.sizes().items()}
+    if image_size is None and len(sizes) > 1:
+        shown = " and ".join(f"{path} ({width}x{height})" for (height, width), path in list(sizes.items())[:2])
+        raise UsageError(f"images differ in size: {shown}; give --image-size SIDE to bring all to one size")
+    side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
+    shape = (3, side, side) if side else (3, *next(iter(sizes)))
+    sets = {}
+    for part, listing in listings.items():
+        source = FileSource(root=listing.root, paths=listing.paths, image_shape=shape, side=side)
+        sets[part] = _image_set(name, listing.classes, listing.labels(), source)
+    return DataSplits(train=sets["train"], validation=sets.get("val"), test=sets["test"], notes=notes)

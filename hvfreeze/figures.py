@@ -1,0 +1,252 @@
+"""Figures from runs. Each takes any number of runs and a width, so that a page can show a narrow one on a phone."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hvfreeze.comparison import Group, compare, group_by_seed
+from hvfreeze.runs import TRAINING_PHASES, Run
+from hvfreeze.tables import factor, group_label, seconds
+
+WIDE, NARROW = 8.0, 3.7
+"""Widths in inches: of a page, and of a phone held upright."""
+
+# Okabe and Ito's colours, which people with any colour vision tell apart; the baseline is dark grey.
+BASELINE = "#444444"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.", ":")
+PHASE_COLOURS = {
+    "data": "#BBBBBB",
+    "forward": "#0072B2",
+    "backward": "#D55E00",
+    "allreduce": "#F0E442",
+    "optimizer": "#009E73",
+    "vote": "#CC79A7",
+    "cache_read": "#56B4E9",
+    "cache_write": "#E69F00",
+    "checkpoint": "#444444",
+}
+DARK = frozenset({"forward", "backward", "optimizer", "checkpoint"})
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "svg.hashsalt": "hvfreeze",
+    "text.parse_math": False,  # a run's name may hold dollar signs
+}
+MOST_DIRECT_LABELS = 6
+MOST_PANELS = 12
+RANK_MARKERS = "osD^vP*X"
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Write `path`.png (150 dpi) and `path`.svg, the same bytes for the same figure; return both paths."""
+    base = Path(path)
+    base.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = base.with_name(base.name + ".png"), base.with_name(base.name + ".svg")
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(png, dpi=150, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return png, svg
+
+
+def colours(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """Return a colour and a dash pattern per group."""
+    chosen: list[tuple[str, str]] = []
+    count = 0
+    for group in groups:
+        if group.runs[0].is_baseline:
+            chosen.append((BASELINE, DASHES[sum(c == BASELINE for c, _ in chosen) % len(DASHES)]))
+        else:
+            chosen.append((COLOURS[count % len(COLOURS)], DASHES[count // len(COLOURS) % len(DASHES)]))
+            count += 1
+    return chosen
+
+
+def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
+    """Return test accuracy against seconds of training: a line per group of seeds, its runs thin behind it."""
+    groups = group_by_seed(runs)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, 0.3 * width + 1.6), layout="constrained")
+        axes = figure.add_subplot()
+        ends = []
+        for group, (colour, dash) in zip(groups, colours(groups)):
+            for run in group.runs:
+                if len(group.runs) > 1:
+                    axes.plot(*accuracy_curve([run]), color=colour, linewidth=0.8, alpha=0.35)
+            times, accuracies = accuracy_curve(group.runs)
+            marker = "o" if len(times) <= 40 else ""
+            axes.plot(times, accuracies, dash, color=colour, marker=marker, markersize=3, label=group_label(group))
+            ends.append((times[-1], accuracies[-1], colour))
+        axes.set(xlabel="training time (s)", ylabel="test accuracy (%)", xlim=(0, None))
+        label_lines(figure, ends, [group_label(group) for group in groups])
+        return figure
+
+
+def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
+    """Return mean seconds since the start and mean accuracy in percent after each epoch that all runs have ended."""
+    epochs = min(len(run.metrics) for run in runs)
+    times, accuracies = [], []
+    for epoch in range(1, epochs + 1):
+        times.append(sum(line["train_seconds"] for run in runs for line in run.metrics[:epoch]) / len(runs))
+        accuracies.append(100 * sum(run.metrics[epoch - 1]["test_accuracy"] for run in runs) / len(runs))
+    return times, accuracies
+
+
+def label_lines(figure: Figure, ends: Sequence[tuple[float, float, str]], labels: Sequence[str]) -> None:
+    """Write each line's label to the right of its end; with many lines or little width, in a legend below."""
+    if len(ends) > MOST_DIRECT_LABELS or figure.get_figwidth() < WIDE:
+        add_legend(figure, "outside lower left", columns=2 if figure.get_figwidth() >= WIDE else 1)
+        return
+    axes = figure.axes[0]
+    wrapped = [textwrap.fill(label, 26) for label in labels]
+    low, high = axes.get_ylim()
+    places = [(y - low) / (high - low) for _, y, _ in ends]
+    heights = [(1 + text.count("\n")) * 0.19 / (0.8 * figure.get_figheight()) for text in wrapped]
+    for (x, y, colour), text, place in zip(ends, wrapped, spread_out(places, heights)):
+        axes.annotate(
+            text,
+            (x, y),
+            xytext=(1.03, place),
+            textcoords="axes fraction",
+            color=colour,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "linestyle": ":", "relpos": (0, 0.5)},
+        )
+
+
+def spread_out(places: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Return places in 0..1 near those wanted, in the same order, at which labels of these heights do not overlap."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    found = list(places)
+    floor = float("-inf")
+    for i in order:
+        found[i] = max(places[i], floor + heights[i] / 2)
+        floor = found[i] + heights[i] / 2
+    ceiling = 1.0
+    for i in reversed(order):
+        found[i] = min(found[i], ceiling - heights[i] / 2)
+        ceiling = found[i] - heights[i] / 2
+    return found
+
+
+def add_legend(figure: Figure, place: Any, *, columns: int) -> None:
+    """Put a legend of all axes outside them, every label once."""
+    entries = [axes.get_legend_handles_labels() for axes in figure.axes]
+    # Labels that begin with an underscore would be left out.
+    named = {label.lstrip(): handle for handles, labels in entries for handle, label in zip(handles, labels)}
+    labels = [f" {label}" if label.startswith("_") else label for label in named]
+    figure.legend(list(named.values()), labels, loc=place, ncols=columns, handlelength=1.5, columnspacing=1.2)
+
+
+def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
+    """Return training seconds by phase: a stacked bar per group of seeds, its mean."""
+    groups = group_by_seed(runs)
+    used = [p for p in TRAINING_PHASES if any(run.seconds[p] > 0 for run in runs)]
+    with matplotlib.rc_context(STYLE):
+        legend_rows = -(-len(used) // legend_columns(width))
+        figure = Figure(figsize=(width, 0.75 + 0.22 * legend_rows + 0.62 * len(groups)), layout="constrained")
+        axes = figure.add_subplot()
+        longest = max(group.spread(lambda run: run.train_seconds).mean for group in groups)
+        for row, group in enumerate(groups):
+            left = 0.0
+            for phase in used:
+                mean = group.spread(lambda run, phase=phase: run.seconds[phase]).mean  # type: ignore[misc]
+                add_segment(axes, row, left, mean, phase=phase, longest=longest, width=width, first=row == 0)
+                left += mean
+            comparison = compare(group, groups)
+            against = f", speed-up {factor(comparison.speed_up.mean)}" if comparison else ""
+            result = f": {seconds(left)}{against}"
+            title = textwrap.shorten(group_label(group), int(11.5 * width) - len(result), placeholder="...")
+            axes.text(0, row - 0.34, title + result, va="bottom", color="#222222")
+        axes.set(xlabel="training time of rank 0 (s)", yticks=[], ylim=(len(groups) - 0.6, -0.75), xlim=(0, longest))
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=False, axis="y")
+        add_legend(figure, "outside upper left", columns=legend_columns(width))
+        return figure
+
+
+def legend_columns(width: float) -> int:
+    """Return how many phases fit into a row of the legend."""
+    return max(1, int(width / 0.98))
+
+
+def add_segment(
+    axes: Axes, row: int, left: float, value: float, *, phase: str, longest: float, width: float, first: bool
+) -> None:
+    """Add a phase's segment to a bar, with its seconds where they fit."""
+    label = phase.replace("_", " ") if first else None
+    axes.barh(row, value, 0.6, left, color=PHASE_COLOURS[phase], edgecolor="white", linewidth=0.8, label=label)
+    text = seconds(value)
+    if value / longest * width > 0.085 * len(text) + 0.08:
+        colour = "white" if phase in DARK else "#222222"
+        axes.text(left + value / 2, row, text, ha="center", va="center", color=colour, fontsize=8)
+
+
+def plot_cuts(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
+    """Return the cut over time with every rank's proposals, a panel per run, for the first `MOST_PANELS` runs."""
+    chosen = list(runs)[:MOST_PANELS]
+    deepest = max([1, *(deepest_cut(run) for run in chosen)])
+    with matplotlib.rc_context(STYLE):
+        height = 0.55 + 0.19 * (deepest + 1)
+        figure = Figure(figsize=(width, 0.75 + (height + 0.3) * len(chosen)), layout="constrained")
+        panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, run in zip(panels, chosen):
+            plot_cut(axes, run)
+            axes.set_title(textwrap.shorten(run.name, int(10 * width), placeholder="..."), loc="left", fontsize=9)
+            axes.set(ylim=(-0.4, deepest + 0.4), xlim=(0, None))
+            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        panels[-1].set_xlabel("epochs of training")
+        figure.supylabel("cut (frozen blocks)", fontsize=9)
+        add_legend(figure, "outside upper left", columns=4 if width >= WIDE else 2)
+        return figure
+
+
+def deepest_cut(run: Run) -> int:
+    """Return the deepest cut that the run had or a rank proposed."""
+    proposed = [cut for line in run.decisions for cut in line["proposals"]]
+    shadows = [scored["cut"] for line in run.decisions for scored in line.get("shadow", {}).values()]
+    return int(max([run.final_cut, *(cut for _, _, cut in run.cut_history), *proposed, *shadows]))
+
+
+def plot_cut(axes: Axes, run: Run) -> None:
+    """Draw one run's cut, proposals and shadow criteria."""
+    per_epoch = run.steps_per_epoch
+    end = run.metrics[-1]["step"] / per_epoch
+    times = [step / per_epoch for _, step, _ in run.cut_history]
+    cuts = [cut for _, _, cut in run.cut_history]
+    axes.step([*times, end], [*cuts, cuts[-1]], where="post", color="#222222", linewidth=1.8, label="cut")
+    axes.fill_between([*times, end], [*cuts, cuts[-1]], step="post", color="#DDDDDD", linewidth=0)
+    votes = [line for line in run.decisions if line["proposals"]]
+    num_ranks = max((len(line["proposals"]) for line in votes), default=0)
+    for rank in range(min(num_ranks, len(RANK_MARKERS))):
+        # Side by side, so that equal proposals do not hide each other.
+        shift = 0.011 * end * (rank - (num_ranks - 1) / 2) / max(1, num_ranks / 4)
+        x = [line["step"] / per_epoch + shift for line in votes]
+        y = [line["proposals"][rank] for line in votes]
+        colour = COLOURS[rank % len(COLOURS)]
+        axes.plot(x, y, RANK_MARKERS[rank], color=colour, markersize=4, label=f"proposal of rank {rank}")
+    for place, name in enumerate(sorted({name for line in run.decisions for name in line.get("shadow", {})})):
+        x = [line["step"] / per_epoch for line in run.decisions]
+        y = [line["shadow"][name]["cut"] for line in run.decisions]
+        axes.step(x, y, DASHES[1 + place % 3], where="post", color="#888888", linewidth=1, label=f"shadow {name}")

@@ -1,0 +1,154 @@
+"""Where pixels come from: arrays in memory, or image files. A sample's row is its id."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from hvfreeze.errors import RefusedError, UsageError
+
+Pixels = NDArray[np.uint8]
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArraySource:
+    """Images that are in memory already."""
+
+    pixels: Pixels
+    """(N, 3, H, W)."""
+    side: int | None
+    """The centre square is resized to this side; None keeps the pixels as they are."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every decoded image."""
+        _, channels, height, width = self.pixels.shape
+        return (channels, self.side or height, self.side or width)
+
+    def decode(self, row: int) -> Pixels:
+        """Returns the (C, H, W) uint8 pixels of one image."""
+        if self.image_shape == self.pixels.shape[1:]:
+            kept: Pixels = self.pixels[row]
+            return kept
+        assert self.side is not None
+        return _to_pixels(_centre_square(Image.fromarray(self.pixels[row].transpose(1, 2, 0)), self.side))
+
+    def identity(self, *, local: bool) -> str:
+        """Returns a digest of all pixels; `local` makes no difference, since arrays carry no file times."""
+        header = f"{self.pixels.shape} {self.side} {PIL.__version__ if self.side else ''}"
+        return hashlib.sha256(
+            header.encode() + hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
+        ).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileSource:
+    """Image files, decoded when asked for. Grey and RGBA images become RGB."""
+
+    root: Path
+    paths: tuple[str, ...]
+    """Relative to `root`, sorted as bytes."""
+    image_shape: tuple[int, int, int]
+    """(C, H, W) of every decoded image."""
+    side: int | None
+    """The centre square of every image is resized to this side; None accepts images of `image_shape` only."""
+
+    def decode(self, row: int) -> Pixels:
+        """Returns the (C, H, W) uint8 pixels of one image.
+
+        Raises:
+            RefusedError: The file cannot be read or is not an intact image; names it.
+            UsageError: The image has another size than the others and no --image-size was given; names it.
+        """
+        path = self.root / self.paths[row]
+        with open_image(path) as image:
+            try:
+                rgb = _to_rgb(image)
+            # Pillow's decoders raise errors of many kinds on damaged files.
+            except Exception as error:
+                raise _damaged(path, error) from error
+        if self.side is not None:
+            return _to_pixels(_centre_square(rgb, self.side))
+        if (3, rgb.height, rgb.width) != self.image_shape:
+            _, height, width = self.image_shape
+            raise UsageError(
+                f"{path} has {rgb.width}x{rgb.height} pixels where others have {width}x{height}; "
+                "give --image-size SIDE to bring all images to one size"
+            )
+        return _to_pixels(rgb)
+
+    def identity(self, *, local: bool) -> str:
+        """Returns a digest of every file's path and size and, when `local`, time of modification.
+
+        Raises:
+            RefusedError: A file has gone.
+        """
+        digest = hashlib.sha256(f"{self.image_shape} {self.side} {PIL.__version__}".encode())
+        for path in self.paths:
+            try:
+                status = os.stat(self.root / path)
+            except OSError as error:
+                raise unreadable(self.root / path, error) from error
+            time = status.st_mtime_ns if local else 0
+            digest.update(b"%b\0%d %d\0" % (os.fsencode(path), status.st_size, time))
+        return digest.hexdigest()
+
+
+def open_image(path: Path) -> Image.Image:
+    """Returns an image of which only the header has been read; the caller closes it.
+
+    Raises:
+        RefusedError: The file cannot be read or is not an image; names it.
+    """
+    try:
+        return Image.open(path)
+    except UnidentifiedImageError as error:
+        raise _damaged(path, error) from error
+    except OSError as error:
+        if error.errno is None:
+            raise _damaged(path, error) from error
+        raise unreadable(path, error) from error
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        # Pillow clips 16-bit grey to 255 instead of scaling it.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range; convert it to 8 bits")
+    # Straight to RGB, Pillow warns of palettes with transparency.
+    return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+
+
+def _centre_square(image: Image.Image, side: int) -> Image.Image:
+    shorter = min(image.width, image.height)
+    left, top = (image.width - shorter) // 2, (image.height - shorter) // 2
+    box = (left, top, left + shorter, top + shorter)
+    if shorter == side:
+        return image.crop(box)
+    return image.resize((side, side), Image.Resampling.BILINEAR, box=box)
+
+
+def _to_pixels(image: Image.Image) -> Pixels:
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+
+
+def unreadable(path: Path, error: OSError) -> RefusedError:
+    """Returns the refusal of a file or folder that the operating system does not let us read."""
+    return RefusedError(f"{path} cannot be read ({error.strerror}); check --data-dir and the permissions")
+
+
+def _damaged(path: Path, error: Exception) -> RefusedError:
+    reason = " ".join(str(error).replace(str(path), "the file").split())
+    return RefusedError(f"{path} is not an intact image ({reason}); restore or remove it")

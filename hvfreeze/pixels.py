@@ -1,0 +1,185 @@
+"""The pixels of a rank's samples: decoded once into memory when they fit a budget, else streamed through threads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.data import ImageSet
+from hvfreeze.draws import Ids
+from hvfreeze.images import Pixels as PixelArray
+
+_log = logging.getLogger(__name__)
+
+_CHUNK = 64
+_BATCHES_AHEAD = 4
+
+
+class Pixels(Protocol):
+    """Where a batch's pixels come from."""
+
+    def fetch(self, ids: Ids) -> Tensor:
+        """Returns (B, C, H, W) uint8, row i of sample ids[i].
+
+        Raises:
+            RefusedError: An image is damaged or cannot be read; names the file.
+        """
+
+    def prefetch(self, batches: Iterable[Ids]) -> None:
+        """Hints that these batches will be fetched, in this order, some perhaps never. Replaces the last hint."""
+
+    def close(self) -> None:
+        """Ends all threads. Nothing is fetched afterwards."""
+
+
+class MemoryPixels:
+    """All pixels of the given samples in memory."""
+
+    def __init__(
+        self,
+        image_set: ImageSet,
+        ids: Ids,
+        *,
+        workers: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Decodes the samples.
+
+        Args:
+            image_set: The split that `ids` are rows of.
+            ids: The samples that may be fetched later.
+            workers: Decoding threads.
+            progress: Called with the number of decoded samples and their total, about every 64 samples.
+
+        Raises:
+            RefusedError: An image is damaged or cannot be read; names the first such file.
+        """
+        self._pixels = torch.empty((len(ids), *image_set.image_shape), dtype=torch.uint8)
+        self._row_of = np.full(len(image_set), -1, dtype=np.int64)
+        self._row_of[ids] = np.arange(len(ids))
+        starts = range(0, len(ids), _CHUNK)
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+        try:
+            futures = [_submit(pool, image_set, ids[i : i + _CHUNK], self._pixels[i : i + _CHUNK]) for i in starts]
+            for start, future in zip(starts, futures, strict=True):
+                future.result()
+                progress(min(start + _CHUNK, len(ids)), len(ids))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def fetch(self, ids: Ids) -> Tensor:
+        """See `Pixels.fetch`; raises KeyError for a sample that was not given."""
+        rows = self._row_of[ids]
+        if rows.size and rows.min() < 0:
+            raise KeyError(f"sample {ids[rows.argmin()]} is not among those loaded")
+        return self._pixels.index_select(0, torch.from_numpy(rows))
+
+    def prefetch(self, batches: Iterable[Ids]) -> None:
+        """Does nothing: everything is in memory."""
+
+    def close(self) -> None:
+        """Does nothing: no thread outlives the constructor."""
+
+
+class StreamedPixels:
+    """Pixels decoded shortly before they are needed; holds a few batches at a time."""
+
+    def __init__(self, image_set: ImageSet, *, workers: int) -> None:
+        self._image_set = image_set
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+        self._plan: list[Ids] = []
+        self._position_of: dict[bytes, int] = {}
+        self._started: dict[int, tuple[Tensor, list[Future[None]]]] = {}
+        self._next = 0
+
+    def fetch(self, ids: Ids) -> Tensor:
+        """See `Pixels.fetch`; waits only for what the threads have not decoded yet."""
+        position = self._position_of.get(ids.tobytes(), -1)
+        if position >= 0:
+            self._forget(before=position)
+        pixels, futures = self._started.pop(position) if position in self._started else self._start(ids)
+        if position >= 0:
+            self._next = max(self._next, position + 1)
+            self._look_ahead()
+        for future in futures:
+            future.result()
+        return pixels
+
+    def prefetch(self, batches: Iterable[Ids]) -> None:
+        """See `Pixels.prefetch`; only the next four batches are worked on."""
+        self._forget(before=len(self._plan))
+        self._plan = list(batches)
+        self._position_of = {ids.tobytes(): position for position, ids in enumerate(self._plan)}
+        self._next = 0
+        self._look_ahead()
+
+    def close(self) -> None:
+        """Ends the threads; batches that were started are dropped."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self, ids: Ids) -> tuple[Tensor, list[Future[None]]]:
+        pixels = torch.empty((len(ids), *self._image_set.image_shape), dtype=torch.uint8)
+        chunk = max(1, -(-len(ids) // self._workers))
+        starts = range(0, len(ids), chunk)
+        return pixels, [_submit(self._pool, self._image_set, ids[i : i + chunk], pixels[i : i + chunk]) for i in starts]
+
+    def _look_ahead(self) -> None:
+        while self._next < len(self._plan) and len(self._started) < _BATCHES_AHEAD:
+            self._started[self._next] = self._start(self._plan[self._next])
+            self._next += 1
+
+    def _forget(self, *, before: int) -> None:
+        for position in [position for position in self._started if position < before]:
+            _, futures = self._started.pop(position)
+            for future in futures:
+                future.cancel()
+
+
+def load_pixels(
+    image_set: ImageSet,
+    ids: Ids,
+    *,
+    budget_bytes: int,
+    workers: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> MemoryPixels | StreamedPixels:
+    """Returns the pixels of the samples `ids`: in memory when they fit `budget_bytes`, else streamed.
+
+    Args:
+        image_set: The split that `ids` are rows of.
+        ids: The samples that this rank may fetch.
+        budget_bytes: What the decoded pixels may take, one byte per value.
+        workers: Decoding threads.
+        progress: Called with the number of decoded samples and their total while they are loaded into memory.
+
+    Raises:
+        RefusedError: An image is damaged or cannot be read (when streamed: at `fetch`).
+        UsageError: An image has another size than the others (likewise).
+    """
+    needed = len(ids) * int(np.prod(image_set.image_shape))
+    if needed > budget_bytes:
+        _log.info("%d images need %d bytes, more than %d: they are streamed", len(ids), needed, budget_bytes)
+        return StreamedPixels(image_set, workers=workers)
+    started = time.perf_counter()
+    pixels = MemoryPixels(image_set, ids, workers=workers, progress=progress)
+    seconds = time.perf_counter() - started
+    rate = len(ids) / max(seconds, 1e-9)
+    _log.info("decoded %d images in %.1f s (%.0f images/s, %d threads)", len(ids), seconds, rate, workers)
+    return pixels
+
+
+def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[None]:
+    return pool.submit(_decode_into, image_set, ids, pixels.numpy())
+
+
+def _decode_into(image_set: ImageSet, ids: Ids, rows: PixelArray) -> None:
+    for row, sample_id in zip(rows, ids, strict=True):
+        row[:] = image_set.decode(int(sample_id))

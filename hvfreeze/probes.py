@@ -1,0 +1,129 @@
+"""Facts about this machine's libraries, each gathered in a process of its own because importing one may crash.
+
+`python -m hvfreeze.probes NAME` prints the facts of one library as a JSON object; `probe(NAME)` runs that and reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one library said of itself: `facts`, or why there are none in `error` (empty when all went well)."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+
+def probe(name: str, *, timeout_seconds: float = 120.0) -> Probe:
+    """The facts of library `name`, from a fresh process; a crash, an exception or silence becomes `error`."""
+    output, error = run_and_read([sys.executable, "-m", "hvfreeze.probes", name], timeout_seconds=timeout_seconds)
+    if error:
+        return Probe(error=error)
+    return Probe(facts=json.loads(output.splitlines()[-1]))
+
+
+def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tuple[str, str]:
+    """Standard output of `command`, and an empty string or one line on how it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    except FileNotFoundError:
+        return "", f"{command[0]} is not on the PATH"
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {timeout_seconds:.0f} s"
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+        return done.stdout, f"{said[-1].strip() if said else 'no message'} ({how})"
+    return done.stdout, ""
+
+
+def mpi_name(text: str) -> str:
+    """Family and version, such as `Open MPI 4.1.4`, in what mpirun or MPI_Get_library_version say of themselves."""
+    for family, pattern in (
+        ("Open MPI", r"Open MPI\)? v?(\d[\w.]*)"),
+        ("MPICH", r"(?:MPICH Version:|HYDRA build details:\s*Version:)\s*(\d[\w.]*)"),
+    ):
+        found = re.search(pattern, text)
+        if found:
+            return f"{family} {found.group(1)}"
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _torch() -> dict[str, str]:
+    import torch
+
+    return {
+        "version": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _torchvision() -> dict[str, str]:
+    warnings.simplefilter("ignore")
+    from hvfreeze.torchvision_shim import shim_used, torchvision
+
+    return {"version": torchvision.__version__, "shim": "yes" if shim_used() else ""}
+
+
+def _horovod() -> dict[str, str]:
+    import horovod
+    import horovod.torch as hvd
+
+    built = json.loads((Path(horovod.__file__).parent / "metadata.json").read_text(encoding="utf-8"))
+    return {
+        "version": horovod.__version__,
+        "mpi_built": "yes" if hvd.mpi_built() else "",
+        "built_with_torch": built.get("pytorch", "none"),
+        "torch": version("torch"),
+        "mpi": _loaded_mpi(),
+    }
+
+
+def _mpi4py() -> dict[str, str]:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    library = importlib.import_module("mpi4py.MPI")
+    return {"version": mpi4py.__version__, "mpi": mpi_name(library.Get_library_version())}
+
+
+def _h5py() -> dict[str, str]:
+    import h5py
+
+    return {"version": h5py.version.version, "hdf5": h5py.version.hdf5_version}
+
+
+def _loaded_mpi() -> str:
+    # Horovod does not tell its MPI; the library that its extension pulled in does, and may be asked before MPI_Init.
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").split()
+    paths = sorted({word for word in mapped if re.fullmatch(r"/.*/libmpi\.so[\d.]*", word)})
+    if not paths:
+        return ""
+    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    ctypes.CDLL(paths[0]).MPI_Get_library_version(text, ctypes.byref(length))
+    return mpi_name(text.value.decode())
+
+
+PROBES: dict[str, Callable[[], dict[str, str]]] = {
+    "torch": _torch,
+    "torchvision": _torchvision,
+    "horovod": _horovod,
+    "mpi4py": _mpi4py,
+    "h5py": _h5py,
+}
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]]()))

@@ -1,0 +1,227 @@
+"""Runs as their directories tell them: what each was, and what came of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvfreeze.clock import PHASES, train_seconds
+from hvfreeze.config import Config, to_dict
+from hvfreeze.errors import RefusedError
+
+TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")
+METRICS = ("epoch", "step", "cut", "test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
+VOTE = ("step", "epoch", "proposals", "weights", "tally", "total", "quorum", "cut_before", "cut_after", "reason")
+SUMMARY = ("test_accuracy", "best_test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What one run directory holds."""
+
+    name: str
+    directory: Path
+    config: dict[str, dict[str, Any]]
+    """By section and leaf, with the defaults of leaves that the file lacks."""
+    environment: dict[str, Any]
+    metrics: tuple[dict[str, Any], ...]
+    """A line per epoch, at least one."""
+    decisions: tuple[dict[str, Any], ...]
+    """A line per vote."""
+    summary: dict[str, Any] | None
+    """None where the run has not ended."""
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The leaves of the configuration; their names are unique."""
+        return {leaf: value for section in self.config.values() for leaf, value in section.items()}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end."""
+        return self.summary is not None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self.environment["size"])
+
+    @property
+    def test_accuracy(self) -> float:
+        """Accuracy after the last epoch, 0-1."""
+        return float(self.metrics[-1]["test_accuracy"])
+
+    @property
+    def best_accuracy(self) -> float:
+        """Best accuracy after any epoch, 0-1."""
+        return float(max(line["test_accuracy"] for line in self.metrics))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of rank 0 by phase, so far."""
+        if self.summary is not None:
+            return {phase: float(self.summary["seconds"].get(phase, 0.0)) for phase in PHASES}
+        return {phase: sum(float(line["seconds"].get(phase, 0.0)) for line in self.metrics) for phase in PHASES}
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds of training so far: everything but evaluation and set-up."""
+        return float(self.summary["train_seconds"]) if self.summary is not None else train_seconds(self.seconds)
+
+    @property
+    def images_per_second(self) -> float:
+        """Training throughput over all ranks."""
+        if self.summary is not None:
+            return float(self.summary["images_per_second"])
+        images = sum(line["images_per_second"] * line["train_seconds"] for line in self.metrics)
+        return float(images / max(self.train_seconds, 1e-9))
+
+    @property
+    def allreduce_bytes(self) -> int:
+        """Bytes of gradients that one rank has handed over to be averaged."""
+        return int((self.summary or self.metrics[-1])["allreduce_bytes"])
+
+    @property
+    def final_cut(self) -> int:
+        """The cut after the last epoch."""
+        return int(self.metrics[-1]["cut"])
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps in an epoch."""
+        return float(self.metrics[0]["step"]) / (int(self.metrics[0]["epoch"]) + 1)
+
+    @property
+    def cut_history(self) -> list[tuple[int, int, int]]:
+        """(epoch, step, cut) at the start and at every change."""
+        if self.summary is not None and self.summary.get("cut_history"):
+            return [(int(epoch), int(step), int(cut)) for epoch, step, cut in self.summary["cut_history"]]
+        moves = [d for d in self.decisions if d["cut_after"] != d["cut_before"]]
+        first = moves[0]["cut_before"] if moves else self.final_cut
+        return [(0, 0, first), *((d["epoch"], d["step"], d["cut_after"]) for d in moves)]
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is a finished run that froze and cached nothing, the one to compare others with."""
+        settings = self.settings
+        plain = settings["freeze"] == "none" and settings["cache"] == "off" and settings["shadow"] == "none"
+        return plain and self.finished
+
+
+def load_run(directory: str | os.PathLike[str]) -> Run:
+    """Return what a run directory holds; a run that has not ended has no summary.
+
+    Raises:
+        RefusedError: the directory or a file in it is missing, damaged or without an epoch; names it.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise RefusedError(f"run directory {root} does not exist")
+    environment = read_object(root / "environment.json", ("size",))
+    metrics = read_lines(root / "metrics.jsonl", METRICS)
+    if not metrics:
+        raise RefusedError(f"{root / 'metrics.jsonl'} holds no epoch yet; report the run when its first epoch is over")
+    ended = root / "summary.json"
+    return Run(
+        name=root.resolve().name,
+        directory=root,
+        config=read_config(root / "config.yaml"),
+        environment=environment,
+        metrics=tuple(metrics),
+        decisions=tuple(read_lines(root / "decisions.jsonl", VOTE)),
+        summary=read_object(ended, SUMMARY) if ended.exists() else None,
+    )
+
+
+def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
+    """Return the runs in the order given, each once, those of equal name told apart by their parent folder.
+
+    Raises:
+        RefusedError: see `load_run`.
+    """
+    runs = list({run.directory.resolve(): run for run in map(load_run, directories)}.values())
+    names = [run.name for run in runs]
+    return [rename(run) if names.count(run.name) > 1 else run for run in runs]
+
+
+def rename(run: Run) -> Run:
+    """Return the run under a name that includes its parent folder's."""
+    fields = {name: getattr(run, name) for name in run.__dataclass_fields__}
+    return Run(**{**fields, "name": f"{run.directory.resolve().parent.name}/{run.name}"})
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be read: {error.strerror}; is {path.parent} a run directory?") from error
+    except UnicodeDecodeError as error:
+        raise RefusedError(f"{path} is damaged: {error}") from error
+
+
+def read_object(path: Path, wanted: Sequence[str]) -> dict[str, Any]:
+    """Return a JSON file's object, which has the keys `wanted`.
+
+    Raises:
+        RefusedError: it cannot be read, or is something else.
+    """
+    return parse_object(read_text(path), str(path), wanted)
+
+
+def read_lines(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the objects of a JSON lines file, each with the keys `wanted`.
+
+    Raises:
+        RefusedError: it cannot be read, or a line is something else; names the line.
+    """
+    text = read_text(path)
+    lines = text.splitlines()
+    if not text.endswith("\n") and not text.endswith("}"):
+        lines = lines[:-1]  # still being written
+    return [parse_object(line, f"{path} line {number}", wanted) for number, line in enumerate(lines, 1)]
+
+
+def parse_object(text: str, place: str, wanted: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON object in `text`, which has the keys `wanted`.
+
+    Raises:
+        RefusedError: it is something else; names the place.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RefusedError(f"{place} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise RefusedError(f"{place} is damaged: it holds no object")
+    missing = [key for key in wanted if key not in value]
+    if missing:
+        raise RefusedError(f"{place} is damaged: it lacks {missing[0]}")
+    return value
+
+
+def read_config(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the configuration in config.yaml over the defaults; leaves of other versions are kept.
+
+    Raises:
+        RefusedError: it cannot be read, or is no tree of sections.
+    """
+    try:
+        tree = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise RefusedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict) or not all(isinstance(section, dict) for section in tree.values()):
+        raise RefusedError(f"{path} is damaged: it must hold sections of settings")
+    default = to_dict(Config())
+    return {section: {**default.get(section, {}), **tree.get(section, {})} for section in {**default, **tree}}

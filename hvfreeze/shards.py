@@ -1,0 +1,217 @@
+"""Which samples each rank owns, and in which order it meets them: pure functions of their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hvfreeze.config import float_or_nan, number_list, one_of, rule
+from hvfreeze.draws import Ids, shuffled
+from hvfreeze.errors import UsageError
+
+
+def apportion(weights: ArrayLike, total: int) -> Ids:
+    """Returns which of the weights wins each of `total` seats, in order (Sainte-Lague's divisor rule).
+
+    Any range of the result holds every index close to its share, equal weights give 0, 1, ..., n-1, 0, 1, ...; integer
+    weights that sum to at least `total` win no more seats than they count.
+
+    Returns:
+        (total,) int64 indices into `weights`.
+    """
+    given = np.asarray(weights, dtype=np.float64)
+    # Webster's rule exceeds a share by at most half the number of weights, so these candidates suffice.
+    candidates = np.where(given > 0, np.ceil(total * given / max(given.sum(), 1e-300)) + len(given), 0).astype(np.int64)
+    owners = np.repeat(np.arange(len(given)), candidates)
+    first = np.repeat(np.cumsum(candidates) - candidates, candidates)
+    keys = (np.arange(len(owners)) - first + 0.5) / given[owners]
+    return owners[np.lexsort((owners, keys))][:total].astype(np.int64)
+
+
+def _take_per_class(labels: ArrayLike, ids: Ids, quotas: Ids, purpose: str, seed: int) -> Ids:
+    known = np.asarray(labels)[ids]
+    parts = [shuffled(ids[known == label], purpose, seed)[:quota] for label, quota in enumerate(quotas)]
+    return np.sort(np.concatenate(parts))
+
+
+def stratified_subset(labels: ArrayLike, count: int, *, seed: int) -> Ids:
+    """Returns the sorted ids of `count` samples that hold every class in its share.
+
+    Args:
+        labels: (N,) classes 0..C-1.
+        count: How many samples to keep.
+        seed: The data seed.
+
+    Raises:
+        UsageError: `count` is larger than N or smaller than the number of classes.
+    """
+    counts = np.bincount(np.asarray(labels))
+    total, classes = int(counts.sum()), int((counts > 0).sum())
+    rule(classes <= count, "train-samples", count, f"at least {classes}, so that no class is left out")
+    rule(count <= total, "train-samples", count, f"at most {total}, the size of the training set")
+    quotas = np.bincount(apportion(counts, count), minlength=len(counts))
+    return _take_per_class(labels, np.arange(total), quotas, "subset", seed)
+
+
+def split_validation(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int) -> tuple[Ids, Ids]:
+    """Returns the sorted ids that stay for training and those held out, `fraction` of every class.
+
+    Args:
+        labels: (N,) classes 0..C-1 of the whole set; `ids` are rows of it.
+        ids: The samples to divide.
+        fraction: 0 holds out none. Every class keeps at least one sample for training.
+        seed: The data seed.
+
+    Raises:
+        UsageError: `fraction` is not in [0, 1), or so small that it holds out no sample.
+    """
+    rule(0 <= fraction < 1, "validation-fraction", fraction, "in [0, 1)")
+    counts = np.bincount(np.asarray(labels)[ids])
+    quotas = np.bincount(apportion(counts, round(fraction * len(ids))), minlength=len(counts))
+    held = _take_per_class(labels, ids, np.minimum(quotas, np.maximum(counts - 1, 0)), "held", seed)
+    enough = fraction == 0 or len(held) > 0
+    rule(enough, "validation-fraction", fraction, f"0, or large enough to hold out some of the {len(ids)} samples")
+    return np.setdiff1d(ids, held), held
+
+
+def parse_partition(text: str) -> float | None:
+    """Returns None for `iid`, and A for `dirichlet:A`.
+
+    Raises:
+        UsageError: It is neither, or A is not a positive finite number.
+    """
+    if text == "iid":
+        return None
+    kind, _, number = text.partition(":")
+    alpha = float_or_nan(number) if kind == "dirichlet" else math.nan
+    rule(math.isfinite(alpha) and alpha > 0, "partition", text, "iid, or dirichlet:A with A > 0, such as dirichlet:0.5")
+    return alpha
+
+
+def _shard_weights(shard_sizes: str | Sequence[float], size: int) -> NDArray[np.float64]:
+    if isinstance(shard_sizes, str):
+        if shard_sizes == "equal":
+            return np.ones(size)
+        shard_sizes = number_list("shard-sizes", shard_sizes, also="equal")
+    shown = ",".join(f"{entry:g}" for entry in shard_sizes)
+    rule(len(shard_sizes) == size, "shard-sizes", shown, f"one number for each of the {size} ranks")
+    weights = np.asarray(shard_sizes, dtype=np.float64)
+    rule(bool((np.isfinite(weights) & (weights > 0)).all()), "shard-sizes", shown, "positive, finite numbers")
+    return weights
+
+
+def _skewed_table(counts: Ids, sizes: Ids, *, alpha: float, seed: int) -> Ids:
+    """Returns (C, R) samples of class c for rank r: rows sum to `counts`, columns to `sizes`, shares ~ Dirichlet."""
+    generator = np.random.default_rng(seed % 2**64)
+    shares = generator.dirichlet(np.full(len(sizes), alpha), size=len(counts))
+    # Zero shares would leave no way to reach the sizes asked for.
+    table = np.maximum(shares, 1e-9) * np.maximum(counts, 1)[:, None]
+    for _ in range(500):
+        table *= sizes / table.sum(axis=0)
+        table *= (np.maximum(counts, 1) / table.sum(axis=1))[:, None]
+    room = sizes.copy()
+    rows = []
+    for row, count in zip(table, counts, strict=True):
+        given = np.minimum(np.bincount(apportion(row, int(count)), minlength=len(sizes)), room)
+        given += np.bincount(apportion(room - given, int(count - given.sum())), minlength=len(sizes))
+        room = room - given
+        rows.append(given)
+    return np.stack(rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardPlan:
+    """Who owns what for the whole run; the same on every rank."""
+
+    shards: tuple[Ids, ...]
+    """Sorted sample ids that rank r may meet; with `global` all samples for every rank."""
+    steps_per_epoch: int
+    """Equal on all ranks: the number of whole batches of the smallest shard."""
+    batch_size: int
+    """Samples per rank and step."""
+    shuffle: str
+    """`shard` or `global`."""
+    seed: int
+    """The data seed."""
+
+    def epoch_order(self, epoch: int, rank: int) -> Ids:
+        """Returns (steps_per_epoch, batch_size) int64 sample ids, row s for step s; no id is met twice in an epoch.
+
+        With `global`, step s of all ranks together covers the same samples for every size of an equal total batch.
+        """
+        size = len(self.shards)
+        if self.shuffle == "shard":
+            order = shuffled(self.shards[rank], "order", self.seed, epoch, size)
+            return order[: self.steps_per_epoch * self.batch_size].reshape(self.steps_per_epoch, self.batch_size)
+        order = shuffled(self.shards[rank], "deal", self.seed, epoch)
+        dealt = order[: self.steps_per_epoch * size * self.batch_size]
+        return np.ascontiguousarray(dealt.reshape(self.steps_per_epoch, size, self.batch_size)[:, rank])
+
+
+def _divide(labels: ArrayLike, ids: Ids, *, weights: NDArray[np.float64], alpha: float | None, seed: int) -> list[Ids]:
+    known = np.asarray(labels)[ids]
+    counts = np.bincount(known)
+    by_class = np.concatenate([shuffled(ids[known == label], "shard", seed) for label in range(len(counts))])
+    owners = apportion(weights, len(ids))
+    if alpha is not None:
+        sizes = np.bincount(owners, minlength=len(weights))
+        table = _skewed_table(counts, sizes, alpha=alpha, seed=seed)
+        owners = np.concatenate([np.repeat(np.arange(len(weights)), row) for row in table])
+    return [np.sort(by_class[owners == rank]) for rank in range(len(weights))]
+
+
+def plan_shards(
+    labels: ArrayLike,
+    ids: Ids,
+    *,
+    size: int,
+    batch_size: int,
+    seed: int,
+    shuffle: str = "shard",
+    partition: str = "iid",
+    shard_sizes: str | Sequence[float] = "equal",
+) -> ShardPlan:
+    """Returns the plan by which `size` ranks share the samples `ids`, each sample owned by exactly one rank.
+
+    Args:
+        labels: (N,) classes 0..C-1 of the whole set; `ids` are rows of it.
+        ids: The samples to train on.
+        size: Number of ranks.
+        batch_size: Samples per rank and step.
+        seed: The data seed.
+        shuffle: `shard`: shards fixed for the run, class-balanced unless skewed. `global`: dealt anew every epoch.
+        partition: `iid`, or `dirichlet:A`: every class is divided among the ranks by Dirichlet(A) shares, scaled so
+            that the shard sizes hold; a small A makes ranks see few classes.
+        shard_sizes: `equal`, or one relative size per rank, as numbers or as text with commas.
+
+    Raises:
+        UsageError: Fewer samples than ranks, a batch larger than the smallest shard, or values that contradict.
+    """
+    alpha = parse_partition(partition)
+    weights = _shard_weights(shard_sizes, size)
+    one_of("shuffle", shuffle, ("shard", "global"))
+    alike = alpha is None and shard_sizes == "equal"
+    remedy = "it deals all samples anew every epoch, so the ranks' shards cannot differ"
+    rule(shuffle == "shard" or alike, "shuffle", shuffle, "shard with --partition dirichlet or --shard-sizes", remedy)
+    rule(batch_size >= 1, "batch-size", batch_size, "at least 1")
+    if len(ids) < size:
+        raise UsageError(f"{len(ids)} training samples are fewer than {size} ranks; use more samples or fewer ranks")
+    if shuffle == "global":
+        shards, counts = [np.sort(ids)] * size, [len(ids) // size] * size
+    else:
+        shards = _divide(labels, ids, weights=weights, alpha=alpha, seed=seed)
+        counts = [len(shard) for shard in shards]
+    steps = _num_steps(counts, batch_size=batch_size)
+    return ShardPlan(shards=tuple(shards), steps_per_epoch=steps, batch_size=batch_size, shuffle=shuffle, seed=seed)
+
+
+def _num_steps(counts: list[int], *, batch_size: int) -> int:
+    smallest = min(counts)
+    holds = f"rank {counts.index(smallest)} of {len(counts)} holds {smallest} of {sum(counts)} samples"
+    way_out = f"use --batch-size {smallest} or less" if smallest else "use more samples or less uneven shards"
+    rule(batch_size <= smallest, "batch-size", batch_size, "no larger than the smallest shard", f"{holds}, {way_out}")
+    return smallest // batch_size

@@ -1,0 +1,158 @@
+"""Weights for a model, from a file or from torchvision: read without running code, and loaded only where they fit."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.torchvision_shim import torchvision
+
+WRAPPERS = ("state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.")
+AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
+KEYS_SHOWN = 3
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Return the state_dict in file `path`, also one wrapped in {"state_dict": ...} or with "module." before each name.
+
+    Raises:
+        RefusedError: the file is missing, damaged, holds something else, or would have to run code to be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # what a strange pickle makes torch say; the error below says it in one line
+            content = torch.load(Path(path).expanduser(), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise RefusedError(
+            f"weights ({path}) cannot be read: {error.strerror or error}; give the path of a state_dict"
+        ) from error
+    except Exception as error:  # a damaged file makes the unpickler raise anything
+        raise RefusedError(
+            f"weights ({path}) {_why(error)}; save them with torch.save(model.state_dict(), path)"
+        ) from error
+    for wrapper in WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise RefusedError(f"weights ({path}) are no state_dict: a mapping of names to tensors is needed")
+    state = {str(key): tensor for key, tensor in content.items()}
+    for prefix in PREFIXES:
+        if all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    return state
+
+
+def _why(error: Exception) -> str:
+    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and wanted:
+        return f"are refused: to read them, code must run ({wanted[1]}), and none was run"
+    if isinstance(error, pickle.UnpicklingError):
+        return "are refused: this is no file of tensors, perhaps a pickle that wants to run code; none was run"
+    return "cannot be read: the file is damaged, or torch.save did not write it"
+
+
+def pretrained_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
+    """Return torchvision's DEFAULT weights of model `name` for images of `image_size` pixels.
+
+    Random state is untouched. A vision transformer's position embedding is interpolated where the image size is not
+    the pretraining's. The rescaling that googlenet and inception_v3 do before their first layer is folded into it.
+
+    Raises:
+        UsageError: the weights exist for other image sizes only.
+        RefusedError: they cannot be downloaded.
+    """
+    if name == "maxvit_t" and image_size % 224:
+        raise UsageError(f"weights (DEFAULT) of {name} need an image size that is a multiple of 224, not {image_size}")
+    entry = torchvision.models.get_model_weights(name).DEFAULT
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = torchvision.models.get_model(name, weights=entry, progress=False)
+    except Exception as error:  # network, disk, hash and unpickling fail in as many ways
+        raise RefusedError(
+            f"weights (DEFAULT) of {name} cannot be downloaded from {entry.url}: {error}; put that file into "
+            f"{torch.hub.get_dir()}/checkpoints, give another file with --weights, or pass --weights none"
+        ) from error
+    if getattr(model, "transform_input", False):
+        _fold_rescaling(model)
+    state: dict[str, Tensor] = model.state_dict()
+    if name.startswith("vit_"):
+        patch = int(name.rpartition("_")[2])
+        state = torchvision.models.vision_transformer.interpolate_embeddings(image_size, patch, state)
+    return dict(state)
+
+
+@torch.no_grad()
+def _fold_rescaling(model: Any) -> None:
+    """Make the first convolution and its BatchNorm do what `transform_input` did, but for the image's border."""
+    first = next(module for module in model.children())
+    shift = model._transform_input(torch.zeros(1, 3, 1, 1))
+    scale = model._transform_input(torch.ones(1, 3, 1, 1)) - shift
+    first.bn.running_mean -= (first.conv.weight * shift).sum(dim=(1, 2, 3))
+    first.conv.weight *= scale
+    model.transform_input = False
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str) -> list[str]:
+    """Copy `state` into `model`, in the model's types, and return notes about what was left out.
+
+    Raises:
+        RefusedError: a tensor is missing, not part of the model, or of another shape; the head's number of classes and
+            auxiliary heads may differ.
+    """
+    own = model.state_dict()
+    notes = []
+    auxiliary = {key for key in state if key.startswith(AUXILIARY) and key not in own}
+    if auxiliary:
+        notes.append(f"weights ({source}): the auxiliary heads are left out")
+    fitting = {key: tensor for key, tensor in state.items() if key not in auxiliary}
+    head = head_name(model)
+    resized = {key for key in fitting if _other_size(own, fitting, key, head)}
+    if resized:
+        old, new = (tensors[f"{head}.weight"].shape[0] for tensors in (fitting, own))
+        notes.append(f"weights ({source}): head {head} has {old} classes there and {new} here; it is re-initialised")
+    # Files from before BatchNorm counted its batches lack the counters; nothing here uses them.
+    missing = [key for key in own if key not in fitting and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in fitting if key not in own]
+    reshaped = [
+        f"{key} {tuple(fitting[key].shape)} instead of {tuple(own[key].shape)}"
+        for key in own
+        if key in fitting and key not in resized and fitting[key].shape != own[key].shape
+    ]
+    found = {"missing": missing, "not part of the model": unexpected, "of another shape": reshaped}
+    if missing or unexpected or reshaped:
+        what = "; ".join(f"{kind}: {_first(keys)}" for kind, keys in found.items() if keys)
+        raise RefusedError(f"weights ({source}) do not fit {type(model).__name__}: {what}. Are they another model's?")
+    # `own` keeps the version numbers that some modules ask for when they load.
+    own.update({key: tensor for key, tensor in fitting.items() if key not in resized})
+    model.load_state_dict(own)
+    return notes
+
+
+def head_name(model: nn.Module) -> str:
+    """Return the name of the layer that gives the logits: the last Linear, or the last convolution if there is none."""
+    for kind in (nn.Linear, nn.Conv2d):
+        names: list[str] = [name for name, module in model.named_modules() if isinstance(module, kind)]
+        if names:
+            return names[-1]
+    raise UsageError(f"model ({type(model).__name__}) has no Linear and no convolution, hence no head")
+
+
+def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str, head: str) -> bool:
+    if not key.startswith(f"{head}.") or key not in own:
+        return False
+    return state[key].shape[:1] != own[key].shape[:1] and state[key].shape[1:] == own[key].shape[1:]
+
+
+def _first(keys: list[str]) -> str:
+    return ", ".join(keys[:KEYS_SHOWN]) + (f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else "")

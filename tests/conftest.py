@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
+
+
+@pytest.fixture(autouse=True)
+def this_process_stays_out_of_mpi() -> Iterator[None]:
+    """Fails the test after which this process has loaded MPI: from then on it could start no ranks."""
+    yield
+    loaded = [name for name in INITIALISE_MPI if name in sys.modules]
+    for name in loaded:
+        del sys.modules[name]
+    assert not loaded, f"{', '.join(loaded)} was imported by pytest itself; import it in a worker script only"

@@ -1,0 +1,62 @@
+"""Every rank makes the same run without a cache, with one, with one that is stopped and resumed, and from its files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision.models import MobileNetV2, ResNet, VisionTransformer
+from torchvision.models.resnet import BasicBlock
+
+from hvfreeze import job
+from hvfreeze.models import BuiltModel
+from hvfreeze.run import run
+from hvfreeze.world import open_world
+from tests.parallel.mpirun import report
+from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
+
+
+def resnet() -> nn.Module:
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
+
+
+def mobilenet() -> nn.Module:
+    return MobileNetV2(num_classes=10, width_mult=0.25)
+
+
+def vit() -> nn.Module:
+    return VisionTransformer(32, 8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10, dropout=0.1)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world, root = open_world(), Path(sys.argv[1])
+    found: dict[str, Any] = {}
+    for build in (resnet, mobilenet, vit):
+        job.build_model = lambda *args, build=build, **kwargs: BuiltModel(build(), [])  # type: ignore[assignment]
+
+        def settings(name: str, build: Any = build, **changes: Any) -> Any:
+            common = {**SCHEDULED, "augment": "views:2", "epochs": 4, "checkpoint_every": "3s"}
+            return configuration(root / f"{build.__name__}-{name}", world.size, **{**common, **changes})
+
+        plain = run(settings("plain"), world)
+        cached = run(settings("cached", cache="on"), world)
+        interrupted(settings("stopped", cache="on"), world, after=6)
+        resumed = run(settings("stopped", cache="on", resume=True), world)
+        files = str(root / f"{build.__name__}-cached" / "cache")
+        again = run(settings("again", cache="on", cache_dir=files), world)
+        runs = {"plain": plain, "cached": cached, "resumed": resumed, "again": again}
+        found[build.__name__] = {
+            "digests": {name: summary["parameter_digest"] for name, summary in runs.items()},
+            "cache": {name: summary["cache"] for name, summary in runs.items()},
+            "cuts": plain["cut_history"],
+        }
+    report(world.rank, **found)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Every rank drives the parts as a user's own loop would, and checks what must hold after each step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.blocks import Chain
+from hvfreeze.config import FreezeConfig
+from hvfreeze.digest import check_replicas, parameter_digest
+from hvfreeze.errors import DivergedError
+from hvfreeze.freezing import Cadence, Freezer
+from hvfreeze.reducer import Reducer
+from hvfreeze.world import World, open_world
+from tests.parallel.mpirun import report
+
+
+def block(channels_in: int, channels_out: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU())
+
+
+class Parts:
+    """A small chain with everything that trains it; data differ between ranks, parameters do not."""
+
+    def __init__(self, world: World, *, compression: str = "none", **settings: object) -> None:
+        torch.manual_seed(0)
+        body = [block(3, 8), block(8, 8), block(8, 12), nn.Sequential(nn.Flatten(), nn.Linear(12 * 36, 5))]
+        self.model = nn.Sequential(*body)
+        self.chain = Chain.from_modules(self.model, [(f"block{i}", part) for i, part in enumerate(body)])
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.world = world
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
+        self.reducer = Reducer(world, compression=compression, bucket_bytes=2000)
+        self.freezer = Freezer(
+            self.chain,
+            optimizer=self.optimizer,
+            reducer=self.reducer,
+            world=world,
+            settings=FreezeConfig(**settings),  # type: ignore[arg-type]
+            cadence=Cadence(interval=2, warmup=4, steps_per_epoch=4, num_epochs=100),
+        )
+        self.random = torch.Generator().manual_seed(world.rank)
+
+    def step(self, *, poison: bool = False) -> object:
+        self.model.train()
+        images = torch.randn(6, 3, 6, 6, generator=self.random)
+        labels = torch.randint(0, 5, (6,), generator=self.random)
+        loss = nn.functional.cross_entropy(self.chain(images), labels)
+        if poison:
+            loss = loss * math.nan
+        self.reducer.begin(nonfinite=not math.isfinite(loss.item()))
+        loss.backward()
+        self.signals = self.reducer.finish()
+        if self.signals.nonfinite:
+            return None
+        self.optimizer.step()
+        decision = self.freezer.after_step(loss.item())
+        digests = self.world.allgather_object(digest(self.chain.named_parameters()), name="test.parameters")
+        assert len(set(digests)) == 1, "parameters differ between ranks"
+        assert len(set(self.world.allgather_object(self.freezer.cut, name="test.cut"))) == 1
+        return decision
+
+
+def digest(named: list[tuple[str, nn.Parameter]] | list[tuple[str, Tensor]]) -> str:
+    return parameter_digest(nn.ParameterDict({n.replace(".", "_"): nn.Parameter(t.detach().double()) for n, t in named}))
+
+
+def frozen_state(parts: Parts, cut: int) -> list[Tensor]:
+    return [t.clone() for _, t in [*parts.chain.named_parameters(0, cut), *parts.chain.named_buffers(0, cut)]]
+
+
+def check_frozen_blocks_do_not_move(world: World) -> None:
+    parts = Parts(world)
+    for _ in range(3):
+        parts.step()
+    momentum = {n: parts.optimizer.state[p]["momentum_buffer"].clone() for n, p in parts.chain.named_parameters(2)}
+    parts.freezer.freeze(2)
+    check_replicas(parts.model, world, step=3)
+    for name, parameter in parts.chain.named_parameters(2):
+        assert torch.equal(parts.optimizer.state[parameter]["momentum_buffer"], momentum[name]), "momentum was lost"
+    before, frozen_before = frozen_state(parts, 2), frozen_state(parts, 1)
+    thawed = parts.model[1][0].weight.clone()
+    head = parts.model[3][1].weight.clone()
+    for _ in range(5):
+        parts.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, frozen_state(parts, 2), strict=True)), "a frozen block moved"
+    assert not torch.equal(head, parts.model[3][1].weight)
+    assert all(not m.training for m in parts.chain.modules(0, 2)) and parts.model[2].training
+    assert all(p.grad is None and p not in parts.optimizer.state for _, p in parts.chain.named_parameters(0, 2))
+
+    parts.freezer.thaw(1)
+    assert parts.model[1].training and not parts.model[0].training
+    assert all(p not in parts.optimizer.state for _, p in parts.chain.named_parameters(1, 2)), "old momentum came back"
+    for _ in range(2):
+        parts.step()
+    still = frozen_state(parts, 1)
+    assert all(torch.equal(a, b) for a, b in zip(frozen_before[: len(still)], still, strict=True))
+    assert not torch.equal(parts.model[1][0].weight, thawed), "the thawed block rests"
+    assert len(parts.optimizer.param_groups[0]["params"]) == len(parts.chain.named_parameters(1))
+
+
+def check_only_the_suffix_travels(world: World) -> None:
+    for compression, width in (("none", 4), ("fp16", 2)):
+        parts = Parts(world, compression=compression)
+        sent = 0
+        for cut in (0, 1, 3):
+            parts.freezer.freeze(cut)
+            parts.step()
+            parts.step()
+            sent += 2 * width * sum(p.numel() for _, p in parts.chain.named_parameters(cut))
+        assert parts.reducer.payload_bytes == (sent if world.size > 1 else 0), (parts.reducer.payload_bytes, sent)
+
+
+def check_the_gradient_is_the_mean_over_ranks(world: World) -> None:
+    parts = Parts(world)
+    images = torch.randn(6, 3, 6, 6, generator=parts.random)
+    loss = parts.chain(images).square().mean()
+    grads = torch.autograd.grad(loss, [p for _, p in parts.chain.named_parameters()], retain_graph=True)
+    expected = [world.allreduce_sum(g, name=f"test.{i}") / world.size for i, g in enumerate(grads)]
+    parts.reducer.begin()
+    loss.backward()  # type: ignore[no-untyped-call]
+    parts.reducer.finish()
+    for (name, parameter), mean in zip(parts.chain.named_parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, mean, rtol=1e-5, atol=1e-7, msg=name)
+        assert parameter.grad.stride() == parameter.stride()
+
+
+def check_large_halves_do_not_overflow(world: World) -> None:
+    weight = nn.Parameter(torch.zeros(10))
+    reducer = Reducer(world, compression="fp16")
+    reducer.carry([("weight", weight)])
+    reducer.begin()
+    (weight * 40000.0).sum().backward()  # type: ignore[no-untyped-call]
+    reducer.finish()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.full((10,), 40000.0), rtol=1e-2, atol=0)
+
+
+def check_unequal_frozen_sets_are_refused_by_all(world: World) -> None:
+    for odd in ([3], [0, 1]):  # another size, and the same size under other names
+        parameters = [(f"p{i}", nn.Parameter(torch.zeros(4))) for i in range(4)]
+        reducer = Reducer(world)
+        mine = odd if world.rank == world.size - 1 else ([0] if len(odd) == 1 else [2, 3])
+        reducer.carry([parameters[i] for i in mine])
+        reducer.begin()
+        sum(parameters[i][1].sum() for i in mine).backward()  # type: ignore[union-attr]
+        try:
+            reducer.finish()
+            refused = False
+        except DivergedError:
+            refused = True
+        for bucket in reducer._buckets:
+            try:
+                world.wait(bucket.handle)
+            except DivergedError:
+                assert refused
+        assert refused == (world.size > 1), "ranks with unequal frozen sets went on"
+
+
+def check_a_poisoned_loss_is_known_to_all(world: World) -> None:
+    parts = Parts(world)
+    parts.step()
+    parts.step(poison=world.rank == world.size - 1)
+    assert parts.signals.nonfinite == 1
+    assert not parts.reducer.gradients_are_finite()
+
+
+def check_votes_move_all_ranks_alike(world: World) -> None:
+    parts = Parts(world, freeze="gradient-norm", eta_max=math.inf, vote_weight="snr", quorum=0.3, shadow="percentile")
+    lines = []
+    for _ in range(60):
+        decision = parts.step()
+        if decision is not None:
+            check_replicas(parts.model, world, step=parts.freezer.step)  # buffers too: averaged at every vote
+            lines.append(decision)
+    assert len(set(world.allgather_object(str(lines), name="test.votes"))) == 1
+    assert parts.freezer.cut > 0, "sixty steps without a single frozen block"
+    assert any(len(set(line.proposals)) > 1 for line in lines) or world.size == 1, "local signals never differed"
+
+
+def check_averaged_signals_leave_nothing_to_vote_on(world: World) -> None:
+    parts = Parts(world, freeze="gradient-norm", eta_max=math.inf, signal="averaged")
+    for _ in range(30):
+        decision = parts.step()
+        if decision is not None:
+            assert len(set(decision.proposals)) == 1  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = open_world()
+    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_replicas"]
+    for check in checks:
+        check(world)
+    report(world.rank, checks=[check.__name__ for check in checks])
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Every rank makes whole runs in one process: equal runs, stopped and resumed runs, and with one rank plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvfreeze import training
+from hvfreeze.config import Config, from_dict
+from hvfreeze.digest import parameter_digest
+from hvfreeze.errors import Preempted
+from hvfreeze.feed import Batch
+from hvfreeze.job import Job, prepare
+from hvfreeze.run import run
+from hvfreeze.world import World, open_world
+from tests.parallel.mpirun import report
+
+MODEL = "shufflenet_v2_x0_5"
+STEPS, EPOCHS, BATCH = 4, 3, 8
+VOTED = {"freeze": "percentile", "eta_max": float("inf"), "interval": 1, "freeze_warmup": 2, "shadow": "gradient-norm,linear"}
+SCHEDULED = {"freeze": "linear", "interval": 3, "freeze_warmup": 2}
+
+
+def configuration(directory: Path, size: int, **changes: Any) -> Config:
+    base = {
+        "model": MODEL,
+        "train_samples": STEPS * BATCH * size,
+        "batch_size": BATCH,
+        "epochs": EPOCHS,
+        "lr": 0.05,
+        "weight_decay": 1e-2,
+        "schedule": "cosine",
+        "threads": 1,
+        "run_dir": str(directory),
+    }
+    return from_dict({**base, **changes})
+
+
+def lines(directory: Path, name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+    timed = ("seconds", "train_seconds", "images_per_second", "cache")
+    return [{key: value for key, value in row.items() if key not in timed} for row in rows]
+
+
+def interrupted(config: Config, world: World, *, after: int) -> None:
+    """Make a run that is asked to leave, on the last rank, in the step after `after` steps."""
+    make_step = training.train_step
+
+    def step(job: Job, batch: Batch) -> float:
+        if job.step == after and world.rank == world.size - 1:
+            job.asked_to_leave = True
+        return make_step(job, batch)
+
+    training.train_step = step
+    try:
+        run(config, world)
+    except Preempted:
+        return
+    finally:
+        training.train_step = make_step
+    raise AssertionError("the run was not interrupted")
+
+
+def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[list[int]]:
+    """Compare a run that is stopped after every possible step with the one that never was."""
+    straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
+    again = run(configuration(root / f"{name}-again", world.size, **settings), world)
+    assert again["parameter_digest"] == straight["parameter_digest"], "two equal runs differ"
+    stops = range(STEPS * EPOCHS) if world.size == 2 else (1, 3, 4, 6, 9)
+    for stop in stops:
+        directory = root / f"{name}-{stop}"
+        interrupted(configuration(directory, world.size, **settings), world, after=stop)
+        resumed = run(configuration(directory, world.size, resume=True, **settings), world)
+        assert resumed["parameter_digest"] == straight["parameter_digest"], f"{name}: differs when stopped after {stop}"
+        assert resumed["cut_history"] == straight["cut_history"]
+        assert resumed["allreduce_bytes"] == straight["allreduce_bytes"]
+        if world.rank == 0:
+            for kind in ("metrics", "decisions"):
+                assert lines(directory, kind) == lines(root / f"{name}-straight", kind), f"{kind} differ after {stop}"
+    history: list[list[int]] = straight["cut_history"]
+    return history
+
+
+def check_plain_pytorch(world: World, root: Path) -> None:
+    """Compare one rank's run with the loop that anybody would write."""
+    config = configuration(root / "plain", 1, schedule="constant")
+    summary = run(config, world)
+    job = prepare(configuration(root / "plain-data", 1, schedule="constant"), world)
+    torch.manual_seed(config.run.seed)
+    from hvfreeze.models import build_model
+
+    model = build_model(config.model.model, num_classes=10, weights="none", image_size=32).model
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    model.train()
+    for epoch in range(EPOCHS):
+        for batch in job.feed.epoch(epoch):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(job.feed.images.load(batch.ids, batch.views)), batch.labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert parameter_digest(model) == summary["parameter_digest"], "one rank is not plain PyTorch"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world, root = open_world(), Path(sys.argv[1])
+    voted = check_resume(world, root, "voted", **VOTED, signal="local", checkpoint_every="0", augment="views:2")
+    scheduled = check_resume(world, root, "scheduled", **SCHEDULED, checkpoint_every="3s", precision="bfloat16")
+    if world.size == 1:
+        check_plain_pytorch(world, root)
+    report(world.rank, voted=voted, scheduled=scheduled)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

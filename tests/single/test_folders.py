@@ -1,0 +1,99 @@
+"""Class folders: found completely, in a fixed order, and refused by name when they are no data set."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from PIL import Image
+
+from hvfreeze.errors import RefusedError
+from hvfreeze.folders import Listing, find_splits, is_folder, scan
+
+
+def write_image(path: Path, *, width: int = 8, height: int = 8) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height)).save(path)
+
+
+def test_paths_and_classes_are_sorted_as_bytes_and_other_files_passed_over(tmp_path: Path) -> None:
+    for name in ("b/2.png", "b/10.PNG", "a-b/1.png", "a/1.png", "a/deep/er/0.jpg", "a/Z.webp", "\u00e9/1.bmp"):
+        write_image(tmp_path / name)
+    for name in ("a/notes.txt", "a/.hidden.png", "README", ".cache/1.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    listing = scan(tmp_path)
+    assert listing.classes == ("a", "a-b", "b", "\u00e9")
+    assert listing.labels() == [1, 0, 0, 0, 2, 2, 3]
+    assert listing.paths == (
+        "a-b/1.png",
+        "a/1.png",
+        "a/Z.webp",
+        "a/deep/er/0.jpg",
+        "b/10.PNG",
+        "b/2.png",
+        "\u00e9/1.bmp",
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "folders", "words"),
+    [
+        ([], [], ["holds no class folders", "CLASS/IMAGE"]),
+        (["1.png"], [], ["holds no class folders"]),
+        (["a/1.png"], [], ["one class only (a)", "at least two"]),
+        (["a/1.png"], ["b"], ["b holds no image", "remove the folder"]),
+        (["a/1.png", "b/text.txt"], [], ["b holds no image"]),
+    ],
+)
+def test_folders_that_cannot_be_a_data_set_are_refused_by_name(
+    tmp_path: Path, files: list[str], folders: list[str], words: list[str]
+) -> None:
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    with pytest.raises(RefusedError) as refusal:
+        scan(tmp_path)
+    for word in [str(tmp_path), *words]:
+        assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file", "a loop", "locked"])
+def test_folders_that_cannot_be_read_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = tmp_path / "data"
+    if kind == "a file":
+        folder.touch()
+    if kind == "a loop":
+        folder.symlink_to(folder)
+    if kind == "locked":
+        # Some users may read everything, so a mode alone locks nothing.
+        monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(RefusedError, match=r"data cannot be read \(.+\); check --data-dir"):
+        scan(folder)
+
+
+def test_probing_finds_sizes_in_both_ends_and_a_file_for_each(tmp_path: Path) -> None:
+    paths = tuple(f"{row:03}.png" for row in range(100))
+    for row, path in enumerate(paths):
+        write_image(tmp_path / path, width=4 if row in (0, 99) else 6, height=4)
+    sizes = Listing(root=tmp_path, classes=(), paths=paths).sizes()
+    assert sizes == {(4, 4): tmp_path / "000.png", (4, 6): tmp_path / sizes[4, 6].name}
+
+
+def test_a_folder_behind_a_locked_one_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "is_dir", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(RefusedError, match=r"data cannot be read \(Permission denied\)"):
+        is_folder(tmp_path / "data")
+
+
+def test_val_and_test_without_train_are_not_taken_for_classes(tmp_path: Path) -> None:
+    for name in ("val/a", "val/b", "test/a", "test/b"):
+        write_image(tmp_path / name / "1.png")
+    with pytest.raises(RefusedError, match=r"holds val and test alone; it must hold train/"):
+        find_splits(tmp_path)

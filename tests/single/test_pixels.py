@@ -1,0 +1,195 @@
+"""Pixels: the same bits in memory and streamed; errors come out; threads end; hints cost little and bind no one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hvfreeze import pixels as pixels_module
+from hvfreeze.data import ImageSet, open_data
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.pixels import MemoryPixels, StreamedPixels, load_pixels
+
+NUM = 200
+IMAGE_BYTES = 3 * 8 * 8
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for part, num in (("train", NUM // 2), ("test", 1)):
+        for name in "ab":
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(num):
+                pixels = generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{number:03}.png")
+    return tmp_path
+
+
+@pytest.fixture
+def images(root: Path) -> ImageSet:
+    return open_data("imagefolder", root).train
+
+
+class Counted:
+    """Stands for a data set, notes which samples are decoded, and decodes none while its gate is closed."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.images, self.decoded = images, list[int]()
+        self.image_shape = images.image_shape
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def decode(self, sample_id: int) -> np.ndarray:
+        self.gate.wait()
+        self.decoded.append(sample_id)
+        return self.images.decode(sample_id)
+
+
+def batches_of(seed: int, *, num: int = 12, size: int = 16) -> list[np.ndarray]:
+    return list(np.random.default_rng(seed).permutation(NUM)[: num * size].reshape(num, size))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_streamed_pixels_are_those_in_memory_bit_for_bit(images: ImageSet, workers: int) -> None:
+    everything = np.arange(NUM)
+    memory = load_pixels(images, everything, budget_bytes=NUM * IMAGE_BYTES, workers=workers)
+    stream = load_pixels(images, everything, budget_bytes=NUM * IMAGE_BYTES - 1, workers=workers)
+    assert isinstance(memory, MemoryPixels)
+    assert isinstance(stream, StreamedPixels)
+    for epoch in range(2):
+        stream.prefetch(batches_of(epoch))
+        for batch in batches_of(epoch):
+            fetched = stream.fetch(batch)
+            assert (fetched.shape, fetched.dtype) == ((16, 3, 8, 8), torch.uint8)
+            assert torch.equal(fetched, memory.fetch(batch))
+            np.testing.assert_array_equal(fetched[3].numpy(), images.decode(int(batch[3])))
+    stream.close()
+    memory.close()
+
+
+def test_memory_holds_the_ranks_samples_only_and_tells_when_asked_for_others(images: ImageSet) -> None:
+    counted = Counted(images)
+    shard = np.arange(1, NUM, 2)
+    memory = MemoryPixels(counted, shard, workers=2)  # type: ignore[arg-type]
+    assert sorted(counted.decoded) == shard.tolist()
+    assert memory.fetch(shard[[5, 0, 5]]).shape == (3, 3, 8, 8)
+    assert memory.fetch(np.empty(0, dtype=np.int64)).shape == (0, 3, 8, 8)
+    with pytest.raises(KeyError, match="sample 4 is not among"):
+        memory.fetch(np.array([1, 4]))
+    assert sorted(counted.decoded) == shard.tolist()
+
+
+def test_progress_counts_up_to_the_number_of_samples(images: ImageSet) -> None:
+    seen: list[tuple[int, int]] = []
+    MemoryPixels(images, np.arange(150), workers=2, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(64, 150), (128, 150), (150, 150)]
+
+
+def test_a_hint_is_worked_on_a_few_batches_ahead_and_each_batch_once(images: ImageSet) -> None:
+    counted, batches = Counted(images), batches_of(0)
+    stream = StreamedPixels(counted, workers=2)  # type: ignore[arg-type]
+    stream.prefetch(batches)
+    stream.fetch(batches[0])
+    stream.close()
+    assert len(counted.decoded) <= (1 + pixels_module._BATCHES_AHEAD) * 16
+    counted.decoded.clear()
+    stream = StreamedPixels(counted, workers=2)  # type: ignore[arg-type]
+    stream.prefetch(batches)
+    for batch in batches:
+        stream.fetch(batch)
+    stream.close()
+    assert sorted(counted.decoded) == sorted(np.concatenate(batches))
+
+
+def test_batches_that_are_never_fetched_cost_at_most_the_window(images: ImageSet) -> None:
+    counted, batches = Counted(images), batches_of(0)
+    stream = StreamedPixels(counted, workers=1)  # type: ignore[arg-type]
+    stream.prefetch(batches)
+    assert torch.equal(stream.fetch(batches[-1])[0], torch.from_numpy(images.decode(int(batches[-1][0]))))
+    stream.close()
+    assert set(counted.decoded) >= set(batches[-1])
+    assert len(counted.decoded) <= (1 + pixels_module._BATCHES_AHEAD) * 16
+
+
+def test_after_a_jump_the_skipped_batches_are_left_and_the_next_ones_are_worked_on(images: ImageSet) -> None:
+    counted, batches = Counted(images), batches_of(0)
+    stream = StreamedPixels(counted, workers=2)  # type: ignore[arg-type]
+    stream.prefetch(batches)
+    stream.fetch(batches[8])
+    assert set(stream._started) == {9, 10, 11}
+    for batch in batches[9:]:
+        stream.fetch(batch)
+    stream.close()
+    assert not set(counted.decoded) & set(np.concatenate(batches[4:8]))
+
+
+def test_a_new_hint_cancels_what_the_last_one_had_queued(images: ImageSet) -> None:
+    counted, batches, other = Counted(images), batches_of(0), batches_of(1)
+    stream = StreamedPixels(counted, workers=1)  # type: ignore[arg-type]
+    counted.gate.clear()
+    stream.prefetch(batches)
+    stream.prefetch(other)
+    counted.gate.set()
+    fetched = stream.fetch(other[0])
+    stream.close()
+    assert torch.equal(fetched, MemoryPixels(images, other[0], workers=1).fetch(other[0]))
+    assert len(set(counted.decoded) & (set(np.concatenate(batches[1:4])) - set(np.concatenate(other[:5])))) == 0
+
+
+def test_batches_outside_the_hint_or_behind_it_are_decoded_all_the_same(images: ImageSet) -> None:
+    batches, other = batches_of(0), np.array([7, 3, 7])
+    memory = MemoryPixels(images, np.arange(NUM), workers=1)
+    stream = StreamedPixels(images, workers=2)
+    for ids in (other, batches[0]):
+        assert torch.equal(stream.fetch(ids), memory.fetch(ids))
+    stream.prefetch(batches)
+    for ids in (batches[5], other, batches[2], batches[6], batches[6], batches[11]):
+        assert torch.equal(stream.fetch(ids), memory.fetch(ids))
+    stream.prefetch(batches_of(1))
+    for ids in (batches_of(1)[0], batches[0]):
+        assert torch.equal(stream.fetch(ids), memory.fetch(ids))
+    stream.close()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_corrupt_image_is_named_at_load_in_memory_and_at_its_fetch_when_streamed(root: Path, place: int) -> None:
+    images = open_data("imagefolder", root).train
+    # Behind an intact header, so that opening the data set does not find it.
+    for name in ("a/050.png", "b/070.png"):
+        path = root / "train" / name
+        path.write_bytes(path.read_bytes()[:-60])
+    expected = r"a/050.png is not an intact image"
+    with pytest.raises(RefusedError, match=expected):
+        MemoryPixels(images, np.arange(NUM), workers=2)
+    MemoryPixels(images, np.setdiff1d(np.arange(NUM), [50, 170]), workers=2)
+    stream = StreamedPixels(images, workers=2)
+    bad, good = np.array([[1, 50], [50, 1]])[place], np.array([2, 3])
+    stream.prefetch([good, bad])
+    stream.fetch(good)
+    with pytest.raises(RefusedError, match=expected):
+        stream.fetch(bad)
+    stream.close()
+
+
+def test_an_image_of_another_size_asks_for_an_image_size(root: Path) -> None:
+    images = open_data("imagefolder", root).train
+    Image.new("RGB", (9, 8)).save(root / "train" / "a" / "050.png")
+    with pytest.raises(UsageError, match=r"a/050.png has 9x8 .* --image-size"):
+        load_pixels(images, np.arange(NUM), budget_bytes=2**30, workers=2)

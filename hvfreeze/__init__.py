@@ -1,3 +1,36 @@
-"""Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output."""
+"""Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output.
+
+The parts of a training loop, one by one: `cut_into_blocks` and `Chain`, `open_world` and `broadcast_model`, `Reducer`,
+`Freezer` (or `freeze_by_vote`, which builds it with the usual settings), `PrefixActivations`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+# Loaded on first use: `hvfreeze --help` should not wait for torch.
+_HOMES = {
+    "Cadence": "freezing",
+    "Chain": "blocks",
+    "FreezeConfig": "config",
+    "Freezer": "freezing",
+    "PrefixActivations": "cache.activations",
+    "Reducer": "reducer",
+    "SoloWorld": "world",
+    "World": "world",
+    "broadcast_model": "world",
+    "cut_into_blocks": "blocks",
+    "freeze_by_vote": "freezing",
+    "open_world": "world",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hvfreeze' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"hvfreeze.{_HOMES[name]}"), name)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hvfreeze.blocks import Chain
-from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
+from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.budget import Budget
-from hvfreeze.cache.compute import Activations, NullActivations
+from hvfreeze.cache.compute import Activations, NullActivations, permuted_batch_is_exact
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, digest_tensors
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
@@ -130,7 +130,8 @@ class Caching:
             "rows_written": counters.rows_written,
             "rows_read": counters.rows_read,
         }
-        everyone = self.world.allgather_object((mine, self.exact and self.activations.exact, saved), name="cache.report")
+        exact = self.exact and self.activations.exact
+        everyone = self.world.allgather_object((mine, exact, saved), name="cache.report")
         return {
             "mode": self.config.cache.cache,
             "exact": all(exact for _, exact, _ in everyone),

@@ -1,7 +1,8 @@
 """Checkpoints: one file each, published atomically, verified by a digest, loaded without running anything.
 
 A file is a line of JSON (`sha256`, `bytes`, `step`, `size`) followed by a `torch.save` archive of plain values and
-tensors. Rank 0 writes and reads; the other ranks receive the bytes, so that only rank 0 needs the directory.
+tensors; the digest covers the line too. Rank 0 writes and reads; the other ranks receive the bytes, so that only rank
+0 needs the directory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,21 @@ def save(directory: Path, state: dict[str, Any], *, step: int, size: int) -> Pat
     buffer = io.BytesIO()
     torch.save(state, buffer)
     payload = buffer.getbuffer()
-    header = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload), "step": step, "size": size}
+    header = {"sha256": digest_of(payload, step=step, size=size), "bytes": len(payload), "step": step, "size": size}
     target = path_of(directory, step)
+    for left in directory.glob(".step-*.tmp"):
+        left.unlink()
     publish(target, [json.dumps(header).encode() + b"\n", payload])
     for old in sorted(directory.glob("step-*.pt"))[:-KEPT]:
         old.unlink()
     return target
+
+
+def digest_of(payload: bytes | memoryview, *, step: int, size: int) -> str:
+    """Return the SHA-256 that binds a payload to its step and world size, as hex."""
+    digest = hashlib.sha256(f"{step} {size}\n".encode())
+    digest.update(payload)
+    return digest.hexdigest()
 
 
 def publish(target: Path, parts: list[bytes | memoryview]) -> None:
@@ -56,7 +66,7 @@ def publish(target: Path, parts: list[bytes | memoryview]) -> None:
     Raises:
         RefusedError: the file cannot be written; what was there before is untouched.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -69,9 +79,12 @@ def publish(target: Path, parts: list[bytes | memoryview]) -> None:
         os.fsync(folder)
         os.close(folder)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        reason = f"{target} cannot be written ({error.strerror}); nothing that was there before is lost"
-        raise RefusedError(f"{reason}; free space or choose another --run-dir, then start again with --resume") from error
+        with suppress(OSError):
+            temporary.unlink()
+        raise RefusedError(
+            f"{target} cannot be written ({error.strerror}); nothing that was there before is lost; "
+            "free space or choose another --run-dir, then start again with --resume"
+        ) from error
 
 
 def load(path: Path, *, size: int) -> dict[str, Any]:
@@ -92,8 +105,9 @@ def decode(raw: bytes, *, name: str, size: int) -> dict[str, Any]:
     head, _, payload = raw.partition(b"\n")
     try:
         header = json.loads(head)
-        intact = header["bytes"] == len(payload) and header["sha256"] == hashlib.sha256(payload).hexdigest()
         saved_size = int(header["size"])
+        digest = digest_of(payload, step=header["step"], size=header["size"])
+        intact = header["bytes"] == len(payload) and header["sha256"] == digest
     except (ValueError, KeyError, TypeError):
         intact, saved_size = False, size
     if not intact:
@@ -102,8 +116,10 @@ def decode(raw: bytes, *, name: str, size: int) -> dict[str, Any]:
         raise RefusedError(f"checkpoint {name} was written by {saved_size} ranks and cannot resume on {size}")
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except Exception as error:  # what is no archive of plain values makes the unpickler raise anything
         raise RefusedError(f"checkpoint {name} holds more than plain values and is refused") from error
+    if not isinstance(state, dict):
+        raise RefusedError(f"checkpoint {name} holds no run's state and is refused")
     return state
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvfreeze.config import Config, did_you_mean, from_dict, leaves, read_yaml, rule
+from hvfreeze.config import Config, did_you_mean, flat, from_dict, leaves, read_yaml
 from hvfreeze.errors import UsageError
 
 COMMANDS = ("train", "report", "doctor", "cache")
@@ -39,7 +39,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "data": ("NAME", "digits, cifar10, cifar100 or imagefolder"),
         "data_dir": ("DIR", "where the data lies; default $HVFREEZE_DATA or a cache directory"),
         "train_samples": ("N", "train on a stratified subset of N samples"),
-        "validation_fraction": ("F", "hold out this part of the training set and evaluate on it instead of the test set"),
+        "validation_fraction": ("F", "hold out this part of the training set, and evaluate on it alone"),
         "image_size": ("PIXELS", "resize images; default: the data's own size"),
         "data_seed": ("SEED", "seed of subset, shards, order and views; default: --seed"),
         "shuffle": ("HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)"),
@@ -178,20 +178,8 @@ def configuration(options: argparse.Namespace) -> Config:
         UsageError: the file or a value is not acceptable.
     """
     given = {name: value for name, value in vars(options).items() if name in leaves()}
-    tree: dict[str, Any] = {}
     path: Path | None = getattr(options, "config", None)
-    if path is not None:
-        rule(path.is_file(), "config", path, "a file")
-        from_file = read_yaml(path)
-        known = leaves()
-        # Flags override single leaves, so the file's sections are opened first.
-        for key, value in from_file.items():
-            if isinstance(value, dict):
-                tree.setdefault(key, {}).update(value)
-            else:
-                section = known.get(str(key).replace("-", "_"), (None,))[0]
-                tree.setdefault(section, {}).update({key: value}) if section else tree.update({key: value})
-        for name in given:
-            tree.get(known[name][0], {}).pop(name, None)
-    merged = {**tree, **{name: value for name, value in given.items()}}
-    return from_dict(merged, source=f"--config ({path})" if path else "command line")
+    if path is None:
+        return from_dict(given, source="command line")
+    source = f"--config ({path})"
+    return from_dict({**flat(read_yaml(path), source=source), **given}, source=source)

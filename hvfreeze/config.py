@@ -7,6 +7,7 @@ The leaves of the tree have unique names, and each is the command line flag of t
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 import typing
@@ -297,21 +298,34 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
         UsageError: an unknown key, a wrong type or a value out of its range; the message names `source`.
     """
     known = leaves()
-    sections: dict[str, dict[str, Any]] = {section: {} for section in typing.get_type_hints(Config)}
+    types = typing.get_type_hints(Config)
+    sections: dict[str, dict[str, Any]] = {section: {} for section in types}
+    for leaf, value in flat(tree, source=source).items():
+        section, _, kind = known[leaf]
+        sections[section][leaf] = typed(leaf, value, kind, source=source)
+    return Config(**{section: types[section](**entries) for section, entries in sections.items()})
+
+
+def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Return the leaves of a configuration by name, their values as they are.
+
+    Raises:
+        UsageError: an unknown section or key, or a key in another section than its own.
+    """
+    known = leaves()
+    sections = typing.get_type_hints(Config)
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         name = str(key).replace("-", "_")
-        if isinstance(value, Mapping):
-            rule(name in sections, f"config {source}", key, "a section out of " + ", ".join(sections))
-            entries = {str(k).replace("-", "_"): v for k, v in value.items()}
-        else:
-            entries = {name: value}
-        for leaf, entry in entries.items():
-            if leaf not in known or (isinstance(value, Mapping) and known[leaf][0] != name):
-                raise UsageError(f"{source}: unknown key '{leaf}'" + did_you_mean(leaf, known))
-            section, _, kind = known[leaf]
-            sections[section][leaf] = typed(leaf, entry, kind, source=source)
-    types = typing.get_type_hints(Config)
-    return Config(**{section: types[section](**entries) for section, entries in sections.items()})
+        section = name if isinstance(value, Mapping) else None
+        if section is not None and section not in sections:
+            raise UsageError(f"{source}: unknown section '{key}'{did_you_mean(section, sections)}")
+        for leaf, entry in value.items() if section is not None else [(name, value)]:
+            leaf = str(leaf).replace("-", "_")
+            if leaf not in known or section not in (None, known[leaf][0]):
+                raise UsageError(f"{source}: unknown key '{leaf}'{did_you_mean(leaf, known)}")
+            found[leaf] = entry
+    return found
 
 
 def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
@@ -339,8 +353,6 @@ def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
 
 def did_you_mean(word: str, known: Mapping[str, object]) -> str:
     """Return a hint at the closest known key, or the empty string."""
-    import difflib
-
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 

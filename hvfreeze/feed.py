@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.data import ImageSet
 from hvfreeze.pixels import MemoryPixels, StreamedPixels
 from hvfreeze.shards import ShardPlan
 from hvfreeze.views import Transform

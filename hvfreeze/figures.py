@@ -86,7 +86,8 @@ def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> F
     """Return test accuracy against seconds of training: a line per group of seeds, its runs thin behind it."""
     groups = group_by_seed(runs)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, 0.3 * width + 1.6), layout="constrained")
+        height = 0.3 * width + (1.6 if directly_labelled(len(groups), width) else 1.4 + 0.2 * len(groups))
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.add_subplot()
         ends = []
         for group, (colour, dash) in zip(groups, colours(groups)):
@@ -114,7 +115,7 @@ def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
 
 def label_lines(figure: Figure, ends: Sequence[tuple[float, float, str]], labels: Sequence[str]) -> None:
     """Write each line's label to the right of its end; with many lines or little width, in a legend below."""
-    if len(ends) > MOST_DIRECT_LABELS or figure.get_figwidth() < WIDE:
+    if not directly_labelled(len(ends), figure.get_figwidth()):
         add_legend(figure, "outside lower left", columns=2 if figure.get_figwidth() >= WIDE else 1)
         return
     axes = figure.axes[0]
@@ -133,6 +134,16 @@ def label_lines(figure: Figure, ends: Sequence[tuple[float, float, str]], labels
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "linestyle": ":", "relpos": (0, 0.5)},
         )
+
+
+def directly_labelled(num_lines: int, width: float) -> bool:
+    """Return whether lines have their labels beside them rather than in a legend."""
+    return num_lines <= MOST_DIRECT_LABELS and width >= WIDE
+
+
+def clipped(text: str, length: int) -> str:
+    """Return a text with its end left out where it is too long."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def spread_out(places: Sequence[float], heights: Sequence[float]) -> list[float]:
@@ -177,7 +188,7 @@ def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
             comparison = compare(group, groups)
             against = f", speed-up {factor(comparison.speed_up.mean)}" if comparison else ""
             result = f": {seconds(left)}{against}"
-            title = textwrap.shorten(group_label(group), int(11.5 * width) - len(result), placeholder="...")
+            title = clipped(group_label(group), int(11.5 * width) - len(result))
             axes.text(0, row - 0.34, title + result, va="bottom", color="#222222")
         axes.set(xlabel="training time of rank 0 (s)", yticks=[], ylim=(len(groups) - 0.6, -0.75), xlim=(0, longest))
         axes.spines["left"].set_visible(False)
@@ -213,7 +224,7 @@ def plot_cuts(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
         panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
         for axes, run in zip(panels, chosen):
             plot_cut(axes, run)
-            axes.set_title(textwrap.shorten(run.name, int(10 * width), placeholder="..."), loc="left", fontsize=9)
+            axes.set_title(clipped(run.name, int(11.5 * width)), loc="left", fontsize=9)
             axes.set(ylim=(-0.4, deepest + 0.4), xlim=(0, None))
             axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         panels[-1].set_xlabel("epochs of training")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.batchnorm import average_running_statistics
-from hvfreeze.blocks import Chain
+from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.config import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence, rates_of_change
 from hvfreeze.errors import UsageError
@@ -35,6 +35,16 @@ class Cadence:
     warmup: int
     steps_per_epoch: int
     num_epochs: int
+
+    @classmethod
+    def of(cls, settings: FreezeConfig, *, steps_per_epoch: int, num_epochs: int) -> Cadence:
+        """Return the settings' cadence: by default votes twice an epoch, from the end of the first epoch on."""
+        return cls(
+            interval=settings.interval or max(1, steps_per_epoch // 2),
+            warmup=steps_per_epoch if settings.freeze_warmup is None else settings.freeze_warmup,
+            steps_per_epoch=steps_per_epoch,
+            num_epochs=num_epochs,
+        )
 
     def ends_interval(self, step: int) -> bool:
         """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
@@ -277,7 +287,7 @@ class Freezer:
     def _tally(self, proposals: Sequence[int], cast: int) -> list[list[int]]:
         deepest = len(self.chain.blocks) - 1
         mine = torch.tensor([ballot(p, cast, deepest=deepest) for p in proposals], dtype=torch.int64)
-        return self.world.allreduce_sum(mine, name="vote.tally").tolist()  # type: ignore[no-any-return]
+        return self.world.allreduce_sum(mine, name="vote.tally").tolist()
 
     def _decision(
         self,
@@ -314,6 +324,32 @@ class Freezer:
             shadow=shadow,
             etas=etas,
         )
+
+
+def freeze_by_vote(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    *,
+    steps_per_epoch: int,
+    num_epochs: int,
+    settings: FreezeConfig = FreezeConfig(freeze="gradient-norm"),  # noqa: B008  (frozen)
+) -> Freezer:
+    """Return a Freezer for `model` with votes twice an epoch from the end of the first on; `reducer` is part of it.
+
+    For more choice, build `Chain`, `Reducer` and `Freezer` yourself.
+
+    Raises:
+        UsageError: the settings do not fit the model or the world.
+    """
+    return Freezer(
+        cut_into_blocks(model),
+        optimizer=optimizer,
+        reducer=Reducer(world),
+        world=world,
+        settings=settings,
+        cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
+    )
 
 
 def exchange(

@@ -23,12 +23,21 @@ from hvfreeze.freezing import Cadence, Freezer
 from hvfreeze.models import build_model
 from hvfreeze.pixels import load_pixels
 from hvfreeze.prefix import Halves, Prefix
-from hvfreeze.record import HARMLESS, NullRecord, Record, choose_directory, describe_environment, open_record, version_of
+from hvfreeze.record import (
+    PER_RANK,
+    NullRecord,
+    Record,
+    choose_directory,
+    claim_directory,
+    describe_environment,
+    open_record,
+    version_of,
+)
 from hvfreeze.reducer import Reducer
 from hvfreeze.shards import ShardPlan, plan_shards, split_validation, stratified_subset
 from hvfreeze.signals import Voter, coverage
 from hvfreeze.views import Augment, Transform, parse_augment, transform_for
-from hvfreeze.world import World, threads_per_rank, together
+from hvfreeze.world import World, broadcast_model, crowding, threads_per_rank, together
 
 # What torchvision's own weights were trained with, mean and standard deviation.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -41,7 +50,6 @@ class Job:
     config: Config
     world: World
     directory: Path
-    record: Record | NullRecord
     chain: Chain
     optimizer: torch.optim.Optimizer
     reducer: Reducer
@@ -52,6 +60,7 @@ class Job:
     clock: PhaseClock
     notes: list[str]
     steps_per_epoch: int
+    record: Record | NullRecord = field(default_factory=NullRecord)
     step: int = 0
     epochs_done: int = 0
     epoch_seconds: dict[str, float] = field(default_factory=dict)
@@ -77,6 +86,10 @@ class Corpus:
     plan: ShardPlan
     notes: list[str]
 
+    def identities(self) -> dict[str, str]:
+        """Return digests of the samples, equal for equal data on other machines."""
+        return {"train": self.train.identity(local=False), "test": self.evaluated.identity(local=False)}
+
     def share(self, world: World) -> Ids:
         """Return the samples that this rank evaluates."""
         return self.evaluated_ids[evaluation_ids(len(self.evaluated_ids), rank=world.rank, size=world.size)]
@@ -90,25 +103,29 @@ def prepare(config: Config, world: World) -> Job:
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
     """
-    torch.set_num_threads(config.run.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or threads_per_rank(world))
     check_equal(world, "configuration", to_dict(config))
+    # Collective, hence called also where its result is not needed: environments may differ between hosts.
+    share = threads_per_rank(world)
+    torch.set_num_threads(config.run.threads or threads_of_environment() or share)
     check_equal(world, "versions", {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")})
     directory = choose_directory(config, world)
+    together(world, lambda: claim_directory(directory, config) if world.rank == 0 else None, name="directory")
     corpus = open_corpus(config, world)
-    check_equal(world, "data", {"digest": corpus.train.identity(local=False)})
+    check_equal(world, "data", together(world, corpus.identities, name="identities"))
     chain, notes = together(world, lambda: build_chain(config, corpus), name="model")
-    for name, tensor in chain.model.state_dict().items():
-        world.broadcast_(tensor, name=f"initial.{name}")
+    broadcast_model(chain.model, world)
     chain.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # measured: a tenth faster
     if world.rank > 0:
         torch.manual_seed(config.run.seed + world.rank)
+    job = assemble(config, world, directory, chain, corpus, [*corpus.notes, *notes, *crowding(world)])
     environment = describe_environment(world)
-    record = together(
+    # Last, so that a run that could not start leaves its directory as it was.
+    job.record = together(
         world,
         lambda: open_record(directory, config, environment=environment) if world.rank == 0 else NullRecord(),
         name="record",
     )
-    return assemble(config, world, directory, record, chain, corpus, [*corpus.notes, *notes])
+    return job
 
 
 def open_corpus(config: Config, world: World) -> Corpus:
@@ -166,7 +183,6 @@ def assemble(
     config: Config,
     world: World,
     directory: Path,
-    record: Record | NullRecord,
     chain: Chain,
     corpus: Corpus,
     notes: list[str],
@@ -180,7 +196,6 @@ def assemble(
     optimizer = torch.optim.SGD(
         chain.model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
-    feed, evaluation = together(world, lambda: open_feeds(config, world, corpus), name="pixels")
     steps = corpus.plan.steps_per_epoch
     shard_labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[world.rank])]
     freezer = together(
@@ -191,19 +206,17 @@ def assemble(
             reducer=reducer,
             world=world,
             settings=config.freeze,
-            cadence=cadence(config, steps),
-            voter=Voter(
-                samples=len(shard_labels), coverage=coverage(shard_labels.tolist(), len(corpus.train.classes))
-            ),
+            cadence=Cadence.of(config.freeze, steps_per_epoch=steps, num_epochs=settings.epochs),
+            voter=Voter(samples=len(shard_labels), coverage=coverage(shard_labels.tolist(), len(corpus.train.classes))),
         ),
         name="freezer",
     )
+    feed, evaluation = together(world, lambda: open_feeds(config, world, corpus), name="pixels")
     prefix, evaluator = open_halves(config, world, directory, chain, corpus, feed, evaluation, clock)
     return Job(
         config=config,
         world=world,
         directory=directory,
-        record=record,
         chain=chain,
         optimizer=optimizer,
         reducer=reducer,
@@ -272,13 +285,10 @@ def open_images(config: Config, image_set: ImageSet, ids: Any, augment: Augment,
     return Images(pixels, transform)
 
 
-def cadence(config: Config, steps_per_epoch: int) -> Cadence:
-    """Return when votes are held: by default twice an epoch, from the end of the first epoch on."""
-    interval = config.freeze.interval or max(1, steps_per_epoch // 2)
-    warmup = steps_per_epoch if config.freeze.freeze_warmup is None else config.freeze.freeze_warmup
-    return Cadence(
-        interval=interval, warmup=warmup, steps_per_epoch=steps_per_epoch, num_epochs=config.optimizer.epochs
-    )
+def threads_of_environment() -> int | None:
+    """Return OMP_NUM_THREADS as a number, None where it is not set or is no positive whole number."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) > 0 else None
 
 
 def check_equal(world: World, what: str, mine: dict[str, Any]) -> None:
@@ -307,6 +317,6 @@ def flatten(tree: dict[str, Any]) -> dict[str, Any]:
     for key, value in tree.items():
         if isinstance(value, dict):
             leaves.update({f"{key}.{inner}": leaf for inner, leaf in flatten(value).items()})
-        elif key not in HARMLESS:
+        elif key not in PER_RANK:
             leaves[key] = value
     return leaves

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -15,7 +14,7 @@ SECONDS_BETWEEN_LINES = 30.0
 class Silence:
     """What every rank but 0 shows: nothing."""
 
-    def step(self, done: int, note: Callable[[], str]) -> None:
+    def step(self, done: int, note: str) -> None:
         """Show nothing."""
 
     def line(self, text: str) -> None:
@@ -32,12 +31,12 @@ class Lines:
         self._total, self._first = total, done
         self._start = self._last = time.monotonic()
 
-    def step(self, done: int, note: Callable[[], str]) -> None:
+    def step(self, done: int, note: str) -> None:
         """Say how far training is, when the last line is old enough."""
         now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_LINES and done > self._first:
             left = (now - self._start) / (done - self._first) * (self._total - done)
-            self.line(f"step {done}/{self._total} | {note()} | {left / 60:.1f} min left")
+            self.line(f"step {done}/{self._total} | {note} | {left / 60:.1f} min left")
             self._last = now
 
     def line(self, text: str) -> None:
@@ -54,9 +53,9 @@ class Bar:
     def __init__(self, total: int, *, done: int = 0) -> None:
         self._bar: Any = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, mininterval=0.5)
 
-    def step(self, done: int, note: Callable[[], str]) -> None:
+    def step(self, done: int, note: str) -> None:
         """Move the bar."""
-        self._bar.set_postfix_str(note(), refresh=False)
+        self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(done - self._bar.n)
 
     def line(self, text: str) -> None:

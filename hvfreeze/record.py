@@ -22,7 +22,17 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.vote import Decision
 from hvfreeze.world import World
 
-HARMLESS = ("run_dir", "resume", "json", "data_dir", "cache", "cache_dir", "cache_limit", "cache_shared", "cache_failure")
+HARMLESS = (
+    "run_dir",
+    "resume",
+    "json",
+    "data_dir",
+    "cache",
+    "cache_dir",
+    "cache_limit",
+    "cache_shared",
+    "cache_failure",
+)
 """Leaves of the configuration that may differ between a run and its resumption: they never change a result."""
 PER_RANK = ("run_dir", "json", "data_dir", "cache_dir")
 """Leaves that may differ between ranks: rank 0's counts, or every machine has its own path."""

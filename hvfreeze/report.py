@@ -137,7 +137,8 @@ def cut_sections(runs: Sequence[Run], *, out: Path) -> list[Section]:
     if not moving:
         return []
     caption = (
-        "The cut, which is the number of frozen blocks, and what each rank proposed at every vote; n = 1 run a panel."
+        "The cut, which is the number of frozen blocks, and what each rank proposed at every vote (the marks of one "
+        "vote stand side by side); n = 1 run a panel."
     )
     if len(moving) > MOST_PANELS:
         caption += f" The first {MOST_PANELS} of {len(moving)} runs."
@@ -155,7 +156,11 @@ def cut_sections(runs: Sequence[Run], *, out: Path) -> list[Section]:
 def number_of_runs(runs: Sequence[Run]) -> str:
     """Return n for a caption."""
     sizes = sorted({len(group.runs) for group in group_by_seed(runs)})
-    return f"n = {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "") + " per line"
+    return (
+        f"n = {sizes[0]}"
+        + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
+        + f" {'run' if sizes == [1] else 'runs'} each"
+    )
 
 
 def draw(plot: Plot, runs: Sequence[Run], *, name: str, caption: str, out: Path) -> Picture:

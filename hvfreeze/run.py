@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hvfreeze import state
@@ -12,7 +15,7 @@ from hvfreeze.digest import check_replicas
 from hvfreeze.job import Job, prepare
 from hvfreeze.progress import Progress, open_progress
 from hvfreeze.training import train
-from hvfreeze.world import World
+from hvfreeze.world import World, together
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -23,23 +26,36 @@ def run(config: Config, world: World) -> dict[str, Any]:
     Raises:
         HvfreezeError: see its subclasses; raised on all ranks.
     """
-    job = prepare(config, world)
-    resumed = config.run.resume and state.restore(job)
-    done = finished(job) if resumed else None
-    progress = open_progress(world.rank, job.total_steps, done=job.step)
+    with noticing(signal.SIGUSR1) as asked:
+        job = prepare(config, world)
+        resumed = config.run.resume and state.restore(job)
+        done = finished(job) if resumed else None
+        progress = open_progress(world.rank, job.total_steps, done=job.step)
+        try:
+            if done is not None:
+                progress.line(f"{job.directory} is complete; nothing to do")
+                return done
+            introduce(job, progress, resumed=resumed)
+            job.prefix.move(job.freezer.cut_history)
+            job.evaluator.prefix.move(job.freezer.cut_history)
+            job.asked_to_leave = bool(asked)
+            train(job, progress)
+        finally:
+            progress.close()
+            job.prefix.close()
+            job.evaluator.prefix.close()
+        return conclude(job)
+
+
+@contextmanager
+def noticing(number: int) -> Iterator[list[int]]:
+    """Collect signals `number` instead of dying of them: outside the loop there is nothing to stop, or little left."""
+    came: list[int] = []
+    before = signal.signal(number, lambda *_: came.append(number))
     try:
-        if done is not None:
-            progress.line(f"{job.directory} is complete; nothing to do")
-            return done
-        introduce(job, progress, resumed=resumed)
-        job.prefix.move(job.freezer.cut_history)
-        job.evaluator.prefix.move(job.freezer.cut_history)
-        train(job, progress)
+        yield came
     finally:
-        progress.close()
-        job.prefix.close()
-        job.evaluator.prefix.close()
-    return conclude(job)
+        signal.signal(number, before)
 
 
 def introduce(job: Job, progress: Progress, *, resumed: bool) -> None:
@@ -61,10 +77,10 @@ def finished(job: Job) -> dict[str, Any] | None:
 
     Collective: every rank of the world must call this.
     """
-    found: dict[str, Any] | None = None
     path = job.directory / "summary.json"
+    found: dict[str, Any] | None = None
     if job.world.rank == 0 and job.epochs_done == job.config.optimizer.epochs and path.exists():
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     return job.world.broadcast_object(found, name="finished")
 
 
@@ -96,5 +112,5 @@ def conclude(job: Job) -> dict[str, Any]:
         "parameter_digest": digest,
     }
     summary = job.world.broadcast_object(summary, name="summary")
-    job.record.summary(summary)
+    together(job.world, lambda: job.record.summary(summary), name="summary.write")
     return summary

@@ -66,10 +66,9 @@ def number(value: float) -> str:
 
 
 def shown(value: Spread, unit: Callable[[float], str]) -> str:
-    """Return a mean, with the range in brackets where there are several values."""
-    if value.n == 1:
-        return unit(value.mean)
-    return f"{unit(value.mean)} ({unit(value.low)} to {unit(value.high)})"
+    """Return a mean, with lowest and highest in brackets where they differ."""
+    low, high = (unit(end).rstrip(" %sxMB") for end in (value.low, value.high))
+    return unit(value.mean) if low == high else f"{unit(value.mean)} ({low} to {high})"
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
@@ -142,7 +141,8 @@ def phase_table(groups: Sequence[Group]) -> Table:
     used = [p for p in TRAINING_PHASES if any(run.seconds[p] > 0 for group in groups for run in group.runs)]
     rows = [(phase, *(shown(phase_spread(group, phase), seconds) for group in groups)) for phase in used]
     total = ("all", *(shown(group.spread(lambda r: r.train_seconds), seconds) for group in groups))
-    return Table(columns=("Phase", *(group_label(group) for group in groups)), rows=(*rows, total))
+    columns = ("Phase", *(group_label(group) for group in groups))
+    return Table(columns=columns, rows=(*rows, total), prose=frozenset(("Phase",)))
 
 
 def phase_spread(group: Group, phase: str) -> Spread:

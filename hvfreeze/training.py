@@ -1,6 +1,6 @@
 """The training loop. One page: what every rank does in a step, and which of it is a collective.
 
-    prefix (cached or computed, no gradient) -> suffix -> loss -> backward while gradients travel -> update -> vote
+prefix (cached or computed, no gradient) -> suffix -> loss -> backward while gradients travel -> update -> vote
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
         job.prefix.begin_epoch(batches)
     for batch in batches:
         loss = train_step(job, batch)
-        progress.step(job.step, lambda loss=loss: f"epoch {epoch} loss {loss:.3f} cut {job.freezer.cut}")  # type: ignore[misc]
+        progress.step(job.step, f"epoch {epoch} loss {loss:.3f} cut {job.freezer.cut}")
         if job.step % job.steps_per_epoch != 0:
             checkpoint_when_due(job)
 
@@ -68,7 +68,7 @@ def train_step(job: Job, batch: Batch) -> float:
     # All ranks: the signals, then each bucket of gradients, travel while the backward pass runs.
     clock.enter("backward")
     job.reducer.begin(nonfinite=not math.isfinite(value), leave=job.asked_to_leave)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     clock.enter("allreduce")
     signals = job.reducer.finish()
     stop_unless_finite(job, signals)

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvfreeze.errors import DivergedError, HvfreezeError, StallError, UsageError
 
@@ -290,7 +290,8 @@ def crowding(world: World) -> list[str]:
 
     Collective: every rank of `world` must call this.
     """
-    crowded = {host: f"{ranks} ranks share {cores} cores" for host, cores, ranks in sharing_ranks(world) if ranks > cores}
+    places = sharing_ranks(world)
+    crowded = {host: f"{ranks} ranks share {cores} cores" for host, cores, ranks in places if ranks > cores}
     return [f"{what} of {host}: they take turns, and wait without occupying a core" for host, what in crowded.items()]
 
 
@@ -314,6 +315,18 @@ def together(world: World, work: Callable[[], T], *, name: str) -> T:
             failure.everywhere = True
             raise failure from error
     return result  # type: ignore[return-value]  # no verdict: work returned
+
+
+def broadcast_model(model: nn.Module, world: World) -> None:
+    """Make all parameters and buffers equal to rank 0's.
+
+    Collective: every rank of `world` must call this, before the optimizer's first step.
+    """
+    for name, tensor in model.state_dict().items():
+        whole = tensor.contiguous()
+        world.broadcast_(whole, name=f"initial.{name}")
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
 
 
 def end_job_on_exception(world: World) -> None:

@@ -8,27 +8,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchvision.models import MobileNetV2, ResNet, VisionTransformer
-from torchvision.models.resnet import BasicBlock
 
 from hvfreeze import job
 from hvfreeze.models import BuiltModel
 from hvfreeze.run import run
+from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.world import open_world
 from tests.parallel.mpirun import report
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 
+models: Any = torchvision.models
+
 
 def resnet() -> nn.Module:
-    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
+    return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
 
 
 def mobilenet() -> nn.Module:
-    return MobileNetV2(num_classes=10, width_mult=0.25)
+    return models.MobileNetV2(num_classes=10, width_mult=0.25)
 
 
 def vit() -> nn.Module:
-    return VisionTransformer(32, 8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10, dropout=0.1)
+    return models.VisionTransformer(
+        32, 8, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10, dropout=0.1
+    )
 
 
 def main() -> None:
@@ -39,12 +42,12 @@ def main() -> None:
         job.build_model = lambda *args, build=build, **kwargs: BuiltModel(build(), [])  # type: ignore[assignment]
 
         def settings(name: str, build: Any = build, **changes: Any) -> Any:
-            common = {**SCHEDULED, "augment": "views:2", "epochs": 4, "checkpoint_every": "3s"}
+            common = {**SCHEDULED, "interval": 6, "augment": "views:1", "epochs": 5, "checkpoint_every": "3s"}
             return configuration(root / f"{build.__name__}-{name}", world.size, **{**common, **changes})
 
         plain = run(settings("plain"), world)
         cached = run(settings("cached", cache="on"), world)
-        interrupted(settings("stopped", cache="on"), world, after=6)
+        interrupted(settings("stopped", cache="on"), world, after=9)
         resumed = run(settings("stopped", cache="on", resume=True), world)
         files = str(root / f"{build.__name__}-cached" / "cache")
         again = run(settings("again", cache="on", cache_dir=files), world)

@@ -64,7 +64,9 @@ class Parts:
 
 
 def digest(named: list[tuple[str, nn.Parameter]] | list[tuple[str, Tensor]]) -> str:
-    return parameter_digest(nn.ParameterDict({n.replace(".", "_"): nn.Parameter(t.detach().double()) for n, t in named}))
+    return parameter_digest(
+        nn.ParameterDict({n.replace(".", "_"): nn.Parameter(t.detach().double()) for n, t in named})
+    )
 
 
 def frozen_state(parts: Parts, cut: int) -> list[Tensor]:
@@ -192,7 +194,9 @@ def check_averaged_signals_leave_nothing_to_vote_on(world: World) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     world = open_world()
-    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_replicas"]
+    checks = [
+        check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_replicas"
+    ]
     for check in checks:
         check(world)
     report(world.rank, checks=[check.__name__ for check in checks])

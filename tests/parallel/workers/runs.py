@@ -22,7 +22,13 @@ from tests.parallel.mpirun import report
 
 MODEL = "shufflenet_v2_x0_5"
 STEPS, EPOCHS, BATCH = 4, 3, 8
-VOTED = {"freeze": "percentile", "eta_max": float("inf"), "interval": 1, "freeze_warmup": 2, "shadow": "gradient-norm,linear"}
+VOTED = {
+    "freeze": "percentile",
+    "eta_max": float("inf"),
+    "interval": 1,
+    "freeze_warmup": 2,
+    "shadow": "gradient-norm,linear",
+}
 SCHEDULED = {"freeze": "linear", "interval": 3, "freeze_warmup": 2}
 
 

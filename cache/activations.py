@@ -1,0 +1,264 @@
+"""What the training loop asks for the frozen prefix's output: read if it is cached, computed and kept if it is not."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.budget import Budget
+from hvfreeze.cache.compute import Batch, Counters, LoadImages, PaddedPrefix, RunBlocks
+from hvfreeze.cache.disk import Disk
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.files import refusals
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.index import contains
+from hvfreeze.cache.levels import Level, Levels
+from hvfreeze.cache.prefetch import Prefetcher, Request
+from hvfreeze.cache.rows import Keys, pack_keys, unpack_keys
+from hvfreeze.cache.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixActivations:
+    """Reads what is cached at the current cut, and otherwise computes from the deepest rows that are there."""
+
+    def __init__(
+        self,
+        *,
+        run_blocks: RunBlocks,
+        load_images: LoadImages,
+        batch_rows: int,
+        directory: Path,
+        shard: str,
+        stored: torch.dtype | None = None,
+        shared: bool = False,
+        on_failure: Literal["recompute", "stop"] = "recompute",
+        budget: Budget | None = None,
+        owner: str = "",
+        disk: Disk | None = None,
+        prefetch: int = 2,
+        phase: Callable[[str], AbstractContextManager[None]] | None = None,
+        prefix_digest: Callable[[int], str] | None = None,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            run_blocks: (x, start, stop) -> output of blocks start..stop-1, with the prefix in evaluation mode.
+            load_images: (sample ids, views) -> float images (rows, C, H, W).
+            batch_rows: rows of a training batch, and of every prefix forward.
+            directory: where cache files lie.
+            shard: "RofN": rank R of N.
+            stored: narrower type of the rows; None is the type that the prefix computes, which loses nothing.
+            shared: also read rows that other ranks have published.
+            on_failure: what a damaged file or a full disk means: go on without the cache, or raise.
+            budget: pays for all files of this process.
+            owner: names the run; only files of the same owner are ever removed.
+            disk: stands in for the real one.
+            prefetch: batches read ahead.
+            phase: called with "cache_read" or "cache_write" around what training waits for.
+            prefix_digest: cut -> `digest_tensors` of that prefix; guards old rows when the cut moves.
+        """
+        self.failed: str | None = None
+        self.counters = Counters()
+        self._prefix = PaddedPrefix(run_blocks, batch_rows=batch_rows, stored=stored)
+        self._load_images = load_images
+        self._on_failure = on_failure
+        self._phase = phase or (lambda name: nullcontext())
+
+        def open_store(mark: Fingerprint, universe: Keys) -> Store:
+            return Store(
+                directory,
+                mark=mark,
+                shard=shard,
+                universe=universe,
+                batch_rows=batch_rows,
+                stored=stored,
+                shared=shared,
+                budget=budget,
+                owner=owner,
+                disk=disk,
+            )
+
+        self._directory, self._explained = directory, False
+        self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
+        self._prefetcher = Prefetcher(self._levels.locate, depth=prefetch)
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self._levels.cut
+
+    @property
+    def exact(self) -> bool:
+        """Whether all rows in use have the bits that this run would compute."""
+        return self._prefix.stored is None and self._levels.exact
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of this process's rows that are cached at the current cut."""
+        return self._levels.current.store.stored_bytes if self._levels.current else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row of the universe is cached at the current cut."""
+        return self._levels.current is not None and self._levels.current.store.complete
+
+    def begin_cut(
+        self, cut: int, *, mark: Fingerprint | None = None, universe: Batch | None = None, store: bool = True
+    ) -> None:
+        """The prefix is now the first `cut` blocks; rows of shallower cuts serve until this cut's are complete.
+
+        Args:
+            cut: number of frozen blocks.
+            mark: fingerprint of the rows at this cut; None when there is nothing to store or to round.
+            universe: (sample ids, views) that this process may store, each (rows,).
+            store: whether rows are cached at this cut; without, old rows still save a part of the forward.
+
+        Raises:
+            CacheFault: a file of this fingerprint cannot be used, and failures are to stop the run.
+        """
+        self._prefetcher.forget()
+        wanted = store and cut > 0 and self.failed is None and mark is not None and universe is not None
+        keys = pack_keys(*universe) if wanted and universe is not None else None
+        with self._guard():
+            self._levels.move(cut, mark=mark, universe=keys)
+        if keys is not None and mark is not None and not self._explained and self.stored_bytes == 0:
+            self._explained = True
+            for line in refusals(self._directory, mark):
+                logger.info(line)
+
+    def announce(self, batches: Sequence[Batch]) -> None:
+        """These (sample ids, views) come next, in this order; they are read ahead when reading is slow."""
+        self._prefetcher.announce([self._request(*batch) for batch in batches])
+
+    def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
+        """Whether `get` will need no images for this batch."""
+        return self._levels.locate(pack_keys(sample_ids, views)) is not None
+
+    def sweep(self, *, everything: bool = False) -> int:
+        """Computes missing rows of the announced batches, if that takes fewer forwards than the batches themselves.
+
+        Args:
+            everything: the whole universe instead, whatever it takes.
+
+        Returns:
+            Rows stored.
+        """
+        missing = self._missing_worth_a_sweep(everything=everything)
+        before, rows = self.counters.rows_written, self._prefix.batch_rows
+        for first in range(0, len(missing), rows):
+            if self.failed is None:
+                request = self._request(*unpack_keys(missing[first : first + rows]))
+                self._compute(request, self._read(request))
+        self._prefetcher.forget()
+        return self.counters.rows_written - before
+
+    def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
+        """The prefix's output for these samples and views, each (rows,); with cut 0 the images.
+
+        Args:
+            sample_ids: at most `batch_rows` of them.
+            views: one per sample.
+            counted: the first rows, which are not padding; None is all.
+
+        Returns:
+            (rows, ...) in the type and with the strides that the prefix computes.
+        """
+        if self.cut == 0:
+            return self._load_images(sample_ids, views)
+        request = self._prefetcher.next_for(sample_ids, views) or self._request(sample_ids, views)
+        found = self._read(request)
+        if found is not None and found[0].cut == self.cut:
+            self.counters.rows_read += len(sample_ids) if counted is None else counted
+            return found[1][: len(sample_ids)]
+        return self._compute(request, found)[: len(sample_ids)]
+
+    def publish(self) -> None:
+        """Makes the rows stored so far readable for other processes, and takes in theirs (see `shared`)."""
+        self._prefetcher.forget()
+        if self._levels.current is not None:
+            with self._guard():
+                self._levels.current.store.publish()
+
+    def refresh(self) -> None:
+        """Takes in rows that other processes have published."""
+        self._prefetcher.forget()
+        if self._levels.current is not None:
+            with self._guard():
+                self._levels.current.store.refresh()
+
+    def disable(self, reason: str) -> None:
+        """Goes on without a cache: what is not published is removed, what is stays for others."""
+        if self.failed is None:
+            self.failed = reason
+            logger.warning("going on without the activation cache: %s", reason)
+        self._prefetcher.forget()
+        self._levels.discard()
+
+    def close(self) -> None:
+        """Publishes what was stored at the current cut and lets go of all files.
+
+        Raises:
+            CacheFault: it could not be written, and failures are to stop the run.
+        """
+        self._prefetcher.close()
+        with self._guard():
+            self._levels.close()
+
+    def _missing_worth_a_sweep(self, *, everything: bool) -> Keys:
+        batches = [request.keys for request in self._prefetcher.upcoming]
+        if self._levels.current is None or not (everything or batches):
+            return np.empty(0, np.int64)
+        store = self._levels.current.store
+        wanted = store.universe if everything else np.unique(np.concatenate(batches))
+        missing: Keys = wanted[store.missing(wanted) & contains(store.universe, wanted)]
+        sweeps = -(-len(missing) // self._prefix.batch_rows)
+        forwards = sum(bool(store.missing(batch).any()) for batch in batches)
+        return missing if everything or sweeps < forwards else missing[:0]
+
+    def _request(self, sample_ids: Keys, views: Keys) -> Request:
+        return Request(sample_ids, views, self._prefix.pad(pack_keys(sample_ids, views)))
+
+    def _read(self, request: Request) -> tuple[Level, Tensor] | None:
+        start = time.perf_counter()
+        found = None
+        with self._phase("cache_read"), self._guard():
+            found = self._prefetcher.take(request)
+        self.counters.read_seconds += time.perf_counter() - start
+        return found
+
+    def _compute(self, request: Request, found: tuple[Level, Tensor] | None) -> Tensor:
+        """The output (batch_rows, ...) for a request; missing rows are on their way to the disk."""
+        if found is None:
+            start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
+        else:
+            start, exact, x = found[0].cut, found[0].store.exact, found[1]
+        self.counters.forwards += 1
+        output = self._prefix.run(x, start, self._levels.stops(start))
+        began = time.perf_counter()
+        with self._phase("cache_write"), self._guard():
+            self.counters.rows_written += self._levels.append(
+                request.keys[: len(request.sample_ids)], output, exact=exact
+            )
+        self.counters.write_seconds += time.perf_counter() - began
+        return output
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """What goes wrong with the cache inside ends its use, or the run."""
+        try:
+            yield
+        except CacheFault as fault:
+            if self._on_failure == "stop":
+                self._levels.discard()
+                raise
+            self.disable(str(fault))

@@ -1,0 +1,134 @@
+"""Writing behind the training's back: batches are copied into staging buffers, and one thread carries them to disk."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.budget import Budget
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.manifest import Manifest
+from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.rows import Keys
+from hvfreeze.cache.writer import FileWriter, fault_of
+
+STAGED_BATCHES = 3
+
+
+class BackgroundWriter:
+    """Feeds a `FileWriter`. All but `read` belong to one thread; row numbers are given out in the order of `append`."""
+
+    def __init__(self, file: FileWriter, *, staging_rows: int) -> None:
+        """`staging_rows` is the most rows that one `append` brings; memory is three times that."""
+        self.file = file
+        self.appended = 0
+        self._error: CacheFault | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cache-writer")
+        self._last: Future[None] | None = None
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._staging_rows = staging_rows
+        for _ in range(STAGED_BATCHES):
+            self._free.put(torch.empty(staging_rows, file.manifest.row.num_elements, dtype=file.manifest.row.stored))
+
+    @property
+    def path(self) -> Path:
+        """The final name of the file."""
+        return self.file.path
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the file is to hold."""
+        return self.file.manifest
+
+    def is_at(self, path: Path) -> bool:
+        """Whether `path` is the file that this has published."""
+        return self.file.is_at(path)
+
+    def delete(self, budget: Budget) -> None:
+        """Removes the file, published or not; rows stay readable from here."""
+        self.file.delete()
+
+    def append(self, keys: Keys, rows: Tensor, *, select: Tensor) -> float:
+        """Takes a copy of rows `select` of `rows` (batch, elements); the batch may be changed afterwards.
+
+        Returns:
+            Seconds for which the caller was held up.
+
+        Raises:
+            CacheFault: an earlier write has failed.
+        """
+        self.check()
+        start = time.perf_counter()
+        staged = self._free.get()
+        taken = staged[: len(select)]
+        torch.index_select(rows, 0, select, out=taken)
+        self.appended += len(keys)
+
+        self._submit(lambda: self.file.write(keys, taken), staged=staged)
+        return time.perf_counter() - start
+
+    def copy(self, source: ActivationFile) -> None:
+        """Takes over all rows of `source`, in its order, once they are verified."""
+        self.appended += len(source.keys)
+
+        def copy() -> None:
+            source.verify()
+            for first in range(0, len(source.keys), self._staging_rows):
+                rows = torch.arange(first, min(first + self._staging_rows, len(source.keys)))
+                self.file.write(source.keys[first : first + len(rows)], source.read(rows))
+
+        self._submit(copy)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """A copy (len(rows), elements) of appended rows, given as int64 row numbers; waits until they are written.
+
+        Raises:
+            CacheFault: a write has failed.
+        """
+        last = self._last
+        if last is not None and self.file.written < self.appended:
+            last.result()
+        self.check()
+        return self.file.read(rows)
+
+    def publish(self) -> None:
+        """Lets the file be published once everything appended so far is in it."""
+        self._submit(self.file.publish)
+
+    def close(self, *, keep: bool) -> None:
+        """Waits for what was asked for; an unpublished file is published if `keep` and it has rows, else removed.
+
+        Raises:
+            CacheFault: something has failed that no call has reported yet.
+        """
+        if keep and self.appended:
+            self.publish()
+        self._worker.shutdown(wait=True)
+        self.file.discard()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong in the background, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def _submit(self, task: Callable[[], None], *, staged: Tensor | None = None) -> None:
+        self._last = self._worker.submit(self._run, task, staged)
+
+    def _run(self, task: Callable[[], None], staged: Tensor | None) -> None:
+        # Whatever fails here has no caller to reach: the next call raises it.
+        try:
+            if self._error is None:
+                task()
+        except Exception as error:
+            self._error = fault_of(error, path=self.file.path)
+            self.file.discard()
+        finally:
+            if staged is not None:
+                self._free.put(staged)

@@ -1,0 +1,126 @@
+"""`hvfreeze cache ls|verify|rm DIR`: what lies in a cache directory, whether it is sound, and removing it."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.files import FILE_NAME, LOCK_SUFFIX, TEMPORARY_SUFFIX, path_of
+from hvfreeze.cache.lock import is_locked
+from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.errors import RefusedError, UsageError
+
+OURS = re.compile(rf"{FILE_NAME.pattern}(?:{re.escape(TEMPORARY_SUFFIX)}|{re.escape(LOCK_SUFFIX)})?")
+MIB = 1 << 20
+
+
+def ls(directory: Path) -> int:
+    """Prints a line for each cache file under `directory`; returns the exit code."""
+    lines = [("file", "split", "cut", "rows", "row", "type", "MiB", "state")]
+    for path in _files(directory):
+        lines.append((str(path.relative_to(directory)), *_describe(path)))
+    _print_table(lines)
+    return 0
+
+
+def verify(directory: Path) -> int:
+    """Checks every `.h5` file under `directory` in full and names the bad ones.
+
+    Returns:
+        The exit code: 3 when a file is refused.
+    """
+    lines, refused = [("file", "rows", "verdict")], 0
+    for path in _files(directory):
+        if path.suffix != ".h5":
+            continue
+        try:
+            file = ActivationFile(path)
+            file.verify()
+            _check_name(path, file)
+            verdict = (str(file.manifest.rows), "sound")
+        except CacheFault as fault:
+            refused += 1
+            verdict = ("-", str(fault))
+        lines.append((str(path.relative_to(directory)), *verdict))
+    _print_table(lines)
+    return RefusedError.exit_code if refused else 0
+
+
+def rm(directory: Path) -> int:
+    """Removes cache files under `directory`: by name, regular files only, none that is being built.
+
+    Returns:
+        The exit code: 3 when a file had to be left.
+    """
+    _require_directory(directory)
+    if directory.is_symlink():
+        raise UsageError(f"DIR ({directory}) is a link, and rm follows none: give the directory that it points to")
+    left = 0
+    for folder, _, names, descriptor in os.fwalk(directory, follow_symlinks=False):
+        for name in sorted(name for name in names if OURS.fullmatch(name)):
+            path = Path(folder) / name
+            lock = path.with_name(name[: name.index(".h5") + len(".h5")] + LOCK_SUFFIX)
+            if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                verdict = "left: it is no regular file"
+            elif is_locked(lock):
+                verdict = "left: it is being built"
+            else:
+                os.unlink(name, dir_fd=descriptor)
+                verdict = "removed"
+            left += verdict != "removed"
+            print(f"{verdict}  {path}")
+    return RefusedError.exit_code if left else 0
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """Every `.h5` and every temporary file of a cache, links included and never followed."""
+    _require_directory(directory)
+    for folder, _, names in os.walk(directory, followlinks=False):
+        for name in sorted(names):
+            if name.endswith(".h5") or (OURS.fullmatch(name) and name.endswith(TEMPORARY_SUFFIX)):
+                yield Path(folder) / name
+
+
+def _require_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise UsageError(f"DIR ({directory}) is no directory: give the one with the cache files")
+
+
+def _describe(path: Path) -> tuple[str, str, str, str, str, str, str]:
+    if path.suffix != ".h5":
+        lock = path.with_suffix(LOCK_SUFFIX)
+        state = "being built" if is_locked(lock) else "left over"
+        return "-", "-", "-", "-", "-", f"{path.lstat().st_size / MIB:.1f}", state
+    try:
+        file = ActivationFile(path)
+    except CacheFault as fault:
+        return "-", "-", "-", "-", "-", f"{path.lstat().st_size / MIB:.1f}", str(fault)
+    manifest, fields = file.manifest, file.manifest.fingerprint.fields
+    return (
+        str(fields.get("split", "-")),
+        str(fields.get("cut", "-")),
+        f"{manifest.rows}/{manifest.capacity}",
+        "x".join(map(str, manifest.row.shape)),
+        str(manifest.row.stored).removeprefix("torch."),
+        f"{file.file_bytes / MIB:.1f}",
+        "complete" if manifest.rows == manifest.capacity else "partial",
+    )
+
+
+def _check_name(path: Path, file: ActivationFile) -> None:
+    """A file under another fingerprint's name would be refused by the run that looks for that one."""
+    if FILE_NAME.fullmatch(path.name):
+        shard = path.stem.rpartition("-")[2]
+        expected = path_of(path.parent, file.manifest.fingerprint, shard=shard)
+        if expected != path:
+            raise CacheFault(f"cache file {path} refused: its contents belong to {expected.name}")
+
+
+def _print_table(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip())

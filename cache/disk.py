@@ -1,0 +1,154 @@
+"""How fast a cache directory is, measured on the spot, and a slower disk to stand in for it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.mapping import MappedRows
+
+PROBE_BYTES = 24 << 20
+PROBE_SECONDS = 0.15
+SYNC_BYTES = 4 << 20
+PROBE_BATCHES = 24
+
+
+class Disk(Protocol):
+    """Called with the bytes of every transfer, before a read and before a write."""
+
+    def read(self, num_bytes: int) -> None:
+        """Holds the caller up for as long as reading takes beyond what the real disk needs."""
+
+    def write(self, num_bytes: int) -> None:
+        """Holds the caller up for as long as writing takes beyond what the real disk needs."""
+
+
+class LocalDisk:
+    """The disk as it is."""
+
+    def read(self, num_bytes: int) -> None:
+        """Costs nothing beyond the real read."""
+
+    def write(self, num_bytes: int) -> None:
+        """Costs nothing beyond the real write."""
+
+
+class LimitedDisk:
+    """A disk that transfers at most these rates, each transfer on its own, in bytes per second."""
+
+    def __init__(self, *, read_rate: float, write_rate: float) -> None:
+        self._read_rate = read_rate
+        self._write_rate = write_rate
+
+    def read(self, num_bytes: int) -> None:
+        """Sleeps for as long as the transfer takes at the read rate."""
+        time.sleep(num_bytes / self._read_rate)
+
+    def write(self, num_bytes: int) -> None:
+        """Sleeps for as long as the transfer takes at the write rate."""
+        time.sleep(num_bytes / self._write_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a directory costs. Seconds per byte; `_cpu_` is the part that occupies a core, the rest is waiting.
+
+    Attributes:
+        read_cold: of shuffled rows that are not in the page cache.
+        read_warm: of shuffled rows that are; all of it occupies a core.
+        write: of rows up to their safe arrival on the disk, hashing included.
+        write_cpu: of the same rows, on a core.
+        hash: of verification.
+        free_bytes: available on the file system.
+        filesystem: equal for directories on the same file system of the same host.
+    """
+
+    read_cold: float
+    read_warm: float
+    write: float
+    write_cpu: float
+    hash: float
+    free_bytes: int
+    filesystem: str
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that an unprivileged process may still write there."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk: Disk | None = None) -> Rates:
+    """Rates of `directory`, from a temporary file of at most 24 MiB or about 0.15 s of writing.
+
+    Raises:
+        CacheFault: the directory cannot be written.
+    """
+    rate_limit = disk or LocalDisk()
+    batch_rows = max(1, min(batch_rows, PROBE_BYTES // 2 // row_bytes))
+    batch = np.random.default_rng(0).integers(0, 256, (batch_rows, row_bytes), dtype=np.uint8)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            written, write, write_cpu = _time_writes(file.fileno(), batch, rate_limit)
+            cold, warm = _time_reads(file.fileno(), written, batch, rate_limit)
+    except OSError as error:
+        raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
+    start = time.perf_counter()
+    hashlib.sha256(batch.data).digest()
+    hashing = (time.perf_counter() - start) / batch.nbytes
+    place = f"{os.uname().nodename}:{os.stat(directory).st_dev}"
+    return Rates(
+        read_cold=max(cold, warm),
+        read_warm=warm,
+        write=write,
+        write_cpu=write_cpu,
+        hash=hashing,
+        free_bytes=free_bytes(directory),
+        filesystem=place,
+    )
+
+
+def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk) -> tuple[int, float, float]:
+    """Bytes written, and seconds and processor seconds per byte."""
+    written = unsynced = 0
+    start, start_cpu = time.perf_counter(), time.thread_time()
+    while written + batch.nbytes <= PROBE_BYTES and time.perf_counter() - start < PROBE_SECONDS:
+        disk.write(batch.nbytes)
+        hashlib.sha256(batch.data).digest()
+        os.pwrite(descriptor, batch.data, written)
+        written += batch.nbytes
+        unsynced += batch.nbytes
+        if unsynced >= SYNC_BYTES:
+            os.fsync(descriptor)
+            unsynced = 0
+    os.fsync(descriptor)
+    return written, (time.perf_counter() - start) / written, (time.thread_time() - start_cpu) / written
+
+
+def _time_reads(descriptor: int, written: int, batch: np.ndarray, disk: Disk) -> tuple[float, float]:
+    """Seconds per byte of shuffled batches, first from the disk and then from the page cache."""
+    num_rows, row_bytes = written // batch.shape[1], batch.shape[1]
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = MappedRows(descriptor, offset=0, num_rows=num_rows, row_bytes=row_bytes, name="the probe file")
+    order = torch.from_numpy(np.random.default_rng(1).permutation(num_rows)).split(len(batch))[:PROBE_BATCHES]
+    seconds = []
+    for _ in ("cold", "warm"):
+        start, taken, num_bytes = time.perf_counter(), 0.0, 0
+        for rows in order:
+            disk.read(len(rows) * row_bytes)
+            mapped.read(rows)
+            num_bytes += len(rows) * row_bytes
+            taken = time.perf_counter() - start
+            if taken > PROBE_SECONDS:
+                break
+        seconds.append(taken / num_bytes)
+    return seconds[0], seconds[1]

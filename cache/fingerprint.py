@@ -1,0 +1,138 @@
+"""What must match before a cached row may be used.
+
+Identity fields decide whether a row is the right one at all: a file that differs in any of them is refused and the
+fields are named. Exactness fields (rows of a batch, threads) only decide whether the bits are those that this run would
+compute: a file that differs in them is used, and the run says that its cache is not exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+
+SHOWN_CHARACTERS = 40
+
+
+def canonical(value: JSON) -> str:
+    """One text for equal values: sorted keys, no spaces, tuples as lists; NaN and infinity are refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identity and exactness fields, JSON values only; `digest` covers the identity fields alone."""
+
+    fields: Mapping[str, JSON]
+    exactness: Mapping[str, JSON]
+    digest: str
+
+    def differences(self, other: Fingerprint) -> tuple[str, ...]:
+        """Names of the identity fields in which `other` differs, sorted; empty when its rows may be used."""
+        names = sorted(set(self.fields) | set(other.fields))
+        return tuple(name for name in names if _shown(self.fields, name) != _shown(other.fields, name))
+
+    def is_exact(self, other: Fingerprint) -> bool:
+        """Whether rows written under `other` have the bits that a run under this fingerprint would compute."""
+        return bool(other.exactness) and canonical(self.exactness) == canonical(other.exactness)
+
+    def explain(self, other: Fingerprint) -> str:
+        """The differing fields with both values, for a message: `cut (file 2, run 3)`."""
+        parts = []
+        for name in self.differences(other):
+            theirs, ours = (_shorten(_shown(fields, name)) for fields in (other.fields, self.fields))
+            parts.append(f"{name} (file {theirs}, run {ours})")
+        return ", ".join(parts)
+
+
+def fingerprint(fields: Mapping[str, JSON], *, exactness: Mapping[str, JSON] | None = None) -> Fingerprint:
+    """The fingerprint of these fields; tuples become lists, so that it equals one that was read back from a file.
+
+    Args:
+        fields: identity, by name.
+        exactness: what changes bits but not meaning; empty means of unknown or mixed origin, which is never exact.
+    """
+    identity = canonical(fields)
+    digest = hashlib.sha256(b"hvfreeze activation identity\0" + identity.encode()).hexdigest()
+    return Fingerprint(json.loads(identity), json.loads(canonical(exactness or {})), digest)
+
+
+def activation_fingerprint(
+    *,
+    prefix: str,
+    cut: int,
+    data: JSON,
+    split: str,
+    transform: JSON,
+    data_seed: int,
+    augment: str,
+    dtype: str,
+    input_shape: Sequence[int],
+    memory_format: str,
+    precision: str,
+    batch_rows: int,
+    threads: int,
+    via: Sequence[int] = (),
+) -> Fingerprint:
+    """The fingerprint of a frozen prefix's output over a data set on this machine.
+
+    Args:
+        prefix: `digest_tensors` of the prefix's parameters and buffers.
+        cut: number of frozen blocks.
+        data: identity of the data set (pixel hash, or paths with size and time).
+        split: "train" or "test"; rows of different splits never mix.
+        transform: everything between stored pixels and the prefix's input that is not drawn per view.
+        data_seed: seeds subset, shards and views.
+        augment: "none" or "views:K".
+        dtype: stored type, "native", "float16" or "bfloat16".
+        input_shape: (C, H, W) of one image.
+        memory_format: of the prefix's input, "contiguous" or "channels_last".
+        precision: "float32" or "bfloat16" (autocast).
+        batch_rows: rows of every prefix forward (exactness).
+        threads: torch threads of this rank (exactness).
+        via: cuts at which the activations were rounded to a narrower `dtype` on the way to `cut`, ascending; empty
+            for "native". With it a rounded row is a function of the sample whichever way it was computed.
+    """
+    identity: dict[str, JSON] = {
+        "prefix": prefix,
+        "cut": cut,
+        "data": data,
+        "split": split,
+        "transform": transform,
+        "data_seed": data_seed,
+        "augment": augment,
+        "dtype": dtype,
+        "input_shape": list(input_shape),
+        "memory_format": memory_format,
+        "precision": precision,
+        "via": list(via),
+        "torch": torch.__version__,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+    }
+    return fingerprint(identity, exactness={"batch_rows": batch_rows, "threads": threads})
+
+
+def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, types, shapes and bytes, in the order given; strides do not count."""
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        values = tensor.detach().cpu().contiguous()
+        head = canonical([name, str(values.dtype), list(values.shape)]).encode()
+        digest.update(len(head).to_bytes(8, "little") + head)
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _shown(fields: Mapping[str, JSON], name: str) -> str:
+    return canonical(fields[name]) if name in fields else "absent"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

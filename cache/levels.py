@@ -1,0 +1,148 @@
+"""The stores of a run, one per cut: rows of a shallower cut are where a deeper one is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hvfreeze.cache.faults import CacheFull
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.parts import Place
+from hvfreeze.cache.rows import Keys
+from hvfreeze.cache.store import Store
+
+OpenStore = Callable[[Fingerprint, Keys], Store]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A store and the cut that its rows belong to."""
+
+    cut: int
+    store: Store
+
+    @property
+    def via(self) -> tuple[int, ...]:
+        """The cuts at which the rows were rounded on the way here."""
+        return via_of(self.store.mark)
+
+
+def via_of(mark: Fingerprint | None) -> tuple[int, ...]:
+    """The field `via` of a fingerprint; empty where there is none."""
+    found = mark.fields.get("via", ()) if mark is not None else ()
+    return tuple(cut for cut in found if isinstance(cut, int)) if isinstance(found, (list, tuple)) else ()
+
+
+class Levels:
+    """The store of the current cut, if it has one, and those of shallower cuts until that one is complete.
+
+    `locate` may be called from any thread, everything else from one.
+    """
+
+    def __init__(self, open_store: OpenStore, *, lossy: bool, prefix_digest: Callable[[int], str] | None) -> None:
+        """Nothing is open yet.
+
+        Args:
+            open_store: (fingerprint, universe) -> its store.
+            lossy: rows are rounded, so that only rows rounded at the right cuts may be computed from.
+            prefix_digest: cut -> digest of the prefix as it stands; rows of a prefix that has changed are dropped.
+        """
+        self.cut = 0
+        self.current: Level | None = None
+        self._via: tuple[int, ...] = ()
+        self._sources: tuple[Level, ...] = ()
+        self._open_store, self._lossy, self._prefix_digest = open_store, lossy, prefix_digest
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything in use has the bits that this run would compute."""
+        return all(level.store.exact for level in self._all())
+
+    def move(self, cut: int, *, mark: Fingerprint | None, universe: Keys | None) -> None:
+        """The cut is now `cut`; with a fingerprint and a universe its rows are stored.
+
+        Deeper rows are removed. A store of this very fingerprint goes on being used.
+
+        Raises:
+            CacheFault: a file of this fingerprint cannot be used.
+        """
+        levels = self._all()
+        self.cut, self._via = cut, via_of(mark)
+        self.current, self._sources = None, ()
+        for level in levels:
+            if mark is not None and level.store.mark.digest == mark.digest:
+                self.current = level
+            elif level.cut < cut and self._is_valid(level):
+                self._sources = (*self._sources, level)
+            else:
+                level.store.delete()
+        if mark is not None and universe is not None and self.current is None:
+            self.current = Level(cut, self._open_store(mark, universe))
+        self._drop_sources_if_complete()
+
+    def stops(self, start: int) -> list[int]:
+        """The cuts at which a forward from `start` to here rounds, this one last."""
+        between = [cut for cut in self._via if start < cut < self.cut] if self._lossy else []
+        return [*between, self.cut]
+
+    def locate(self, keys: Keys) -> tuple[Level, Place] | None:
+        """The deepest cached activations that hold all of `keys`; stands until the next `move`."""
+        for level in reversed(self._all()):
+            place = level.store.locate(keys)
+            if place is not None:
+                return level, place
+        return None
+
+    def append(self, keys: Keys, batch: Tensor, *, exact: bool) -> int:
+        """Stores what is missing of `keys` at the current cut; older cuts make room, and go when they are not needed.
+
+        Raises:
+            CacheFault: the file cannot be written.
+        """
+        if self.current is None:
+            return 0
+        try:
+            count = self.current.store.append(keys, batch, exact=exact)
+        except CacheFull:
+            if not self._sources:
+                raise
+            self._drop_sources()
+            count = self.current.store.append(keys, batch, exact=exact)
+        self._drop_sources_if_complete()
+        return count
+
+    def discard(self) -> None:
+        """Removes what is not published, and uses nothing any more."""
+        for level in self._all():
+            level.store.discard()
+        self.current, self._sources = None, ()
+
+    def close(self) -> None:
+        """Publishes the rows of the current cut, and removes those of older ones.
+
+        Raises:
+            CacheFault: they could not be written.
+        """
+        self._drop_sources()
+        if self.current is not None:
+            self.current.store.close()
+
+    def _all(self) -> tuple[Level, ...]:
+        """Shallowest first."""
+        return (*self._sources, self.current) if self.current else self._sources
+
+    def _is_valid(self, level: Level) -> bool:
+        if self._lossy and (level.cut not in self._via or level.via != tuple(c for c in self._via if c < level.cut)):
+            return False
+        return self._prefix_digest is None or self._prefix_digest(level.cut) == level.store.mark.fields.get("prefix")
+
+    def _drop_sources_if_complete(self) -> None:
+        if self._sources and self.current is not None and self.current.store.complete:
+            self._drop_sources()
+
+    def _drop_sources(self) -> None:
+        dropped, self._sources = self._sources, ()
+        for level in dropped:
+            level.store.delete()

@@ -1,0 +1,74 @@
+"""One builder per file, over processes and hosts that share the directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from hvfreeze.cache.faults import CacheBusy, CacheFault
+
+OWNER_BYTES = 4096
+
+
+class FileLock:
+    """Held from construction to `release`; the kernel drops it when the process ends, however it ends."""
+
+    def __init__(self, path: Path, *, owner: str) -> None:
+        """Takes the lock at `path` and writes into it who holds it.
+
+        Raises:
+            CacheBusy: another process holds it; the message says which.
+            CacheFault: the lock file cannot be made.
+        """
+        self._path = path
+        while True:
+            try:
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise CacheFault(f"cache lock {path} cannot be opened ({error})") from error
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(self._descriptor, OWNER_BYTES, 0).decode(errors="replace")
+                os.close(self._descriptor)
+                raise CacheBusy(
+                    f"cache file {path.with_suffix('')} is being built by {holder or 'another process'}; "
+                    "wait for it, or give this run another --cache-dir"
+                ) from None
+            # A holder that has just released removes the name: then this lock is on a file that nobody else sees.
+            if self._is_current():
+                break
+            os.close(self._descriptor)
+        note = json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "run": owner})
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, note.encode()[:OWNER_BYTES], 0)
+
+    def release(self) -> None:
+        """Removes the lock file and lets go; harmless when already released."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock at `path`; a lock file alone, left by a killed process, does not count."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,204 @@
+"""Whether caching pays, from measured seconds: a pure function of what all ranks have measured.
+
+It only chooses what cannot change results. A type or number of views that would help is printed as advice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hvfreeze.cache.disk import Rates
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What one rank has measured and knows; seconds are per batch.
+
+    Attributes:
+        image_seconds: loading and augmenting the images that the prefix needs.
+        prefix_seconds: forward of the prefix.
+        suffix_seconds: the rest of the training step, behind which reading ahead and writing can hide.
+        batch_rows: rows of a batch.
+        rows: samples of this rank.
+        views: views of each sample.
+        row_bytes: bytes of one stored row.
+        rows_present: rows (sample, view) that are cached already.
+        epochs_left: from now on, as a fraction.
+        epochs_until_move: until the cut may move again; infinity when it is fixed.
+        memory_bytes: that the page cache may take for this rank.
+        rates: of this rank's cache directory.
+    """
+
+    image_seconds: float
+    prefix_seconds: float
+    suffix_seconds: float
+    batch_rows: int
+    rows: int
+    views: int
+    row_bytes: int
+    epochs_left: float
+    memory_bytes: int
+    rates: Rates
+    rows_present: int = 0
+    epochs_until_move: float = math.inf
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows of this rank."""
+        return self.rows * self.views * self.row_bytes
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of the rows that are not cached yet."""
+        return max(0, self.num_bytes - self.rows_present * self.row_bytes)
+
+    @property
+    def compute_seconds(self) -> float:
+        """What a batch costs without the cache and is spared with it."""
+        return self.image_seconds + self.prefix_seconds
+
+    @property
+    def read_seconds(self) -> float:
+        """What reading a batch adds to a step: the core that it takes, and what reading ahead cannot hide."""
+        batch_bytes = self.batch_rows * self.row_bytes
+        total = self.rates.read_warm if self.num_bytes <= self.memory_bytes else self.rates.read_cold
+        hidden = max(0.0, (total - self.rates.read_warm) * batch_bytes - self.suffix_seconds)
+        return self.rates.read_warm * batch_bytes + hidden
+
+    @property
+    def write_seconds(self) -> float:
+        """What storing a batch adds to a step, in the same way."""
+        batch_bytes = self.batch_rows * self.row_bytes
+        waiting = (self.rates.write - self.rates.write_cpu) * batch_bytes
+        hidden_behind = self.suffix_seconds + self.compute_seconds
+        return self.rates.write_cpu * batch_bytes + max(0.0, waiting - hidden_behind)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one cut; equal on all ranks because it is computed once.
+
+    Attributes:
+        use: whether to cache.
+        fits: whether disk and budget hold the rows.
+        fill: while training, or in a sweep before it.
+        predicted_seconds_saved: of the time from now on, at the slowest rank; may be negative.
+        reason: one clause.
+        rows: (quantity, value) of the printed table, advice last.
+    """
+
+    use: bool
+    fits: bool
+    fill: Literal["training", "sweep"]
+    predicted_seconds_saved: float
+    reason: str
+    rows: tuple[tuple[str, str], ...]
+
+    def table(self) -> str:
+        """The rows as text, one a line."""
+        width = max(len(name) for name, _ in self.rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+
+
+def make_plan(ranks: Sequence[Situation], *, limit_bytes: int | None = None) -> Plan:
+    """The plan for the situations of all ranks.
+
+    Args:
+        ranks: one each; ranks wait for each other, so the slowest counts.
+        limit_bytes: what the budget still allows for new rows, all ranks together; None is unlimited.
+    """
+    without, while_training, in_sweep = (max(seconds) for seconds in zip(*map(_seconds, ranks)))
+    saved = without - min(while_training, in_sweep)
+    obstacle = _obstacle(ranks, limit_bytes=limit_bytes)
+    fits, pays = not obstacle, saved > 0
+    if obstacle:
+        reason = obstacle
+    elif pays:
+        reason = f"saves {saved:.1f} s from here on"
+    elif any(rank.epochs_until_move < rank.epochs_left for rank in ranks):
+        reason = "the cut is likely to move before the rows are read again"
+    else:
+        reason = "reading and filling take longer than computing, in the epochs that are left"
+    return Plan(
+        use=fits and pays,
+        fits=fits,
+        fill="sweep" if in_sweep < while_training else "training",
+        predicted_seconds_saved=saved,
+        reason=reason,
+        rows=_table(ranks, saved=saved, reason=reason, limit_bytes=limit_bytes),
+    )
+
+
+def _seconds(rank: Situation) -> tuple[float, float, float]:
+    """Seconds for the prefix until the cut moves or the run ends: never cached, filled in training, filled before."""
+    epochs = min(rank.epochs_left, rank.epochs_until_move)
+    steps = epochs * (rank.rows // rank.batch_rows)
+    total_rows = rank.rows * rank.views
+    missing = 1 - min(1.0, rank.rows_present / total_rows)
+    filling_epochs = min(epochs, rank.views)
+    # While training, a batch with one row missing is computed whole; a sweep computes the missing rows only, and then
+    # every step reads.
+    computed = steps * filling_epochs / epochs if missing and epochs else 0.0
+    swept = missing * rank.rows * filling_epochs / rank.batch_rows
+    miss, verification = rank.compute_seconds + rank.write_seconds, rank.rows_present * rank.row_bytes * rank.rates.hash
+    return (
+        steps * rank.compute_seconds,
+        computed * miss + (steps - computed) * rank.read_seconds + verification,
+        swept * miss + steps * rank.read_seconds + verification,
+    )
+
+
+def _obstacle(ranks: Sequence[Situation], *, limit_bytes: int | None) -> str:
+    """Why the rows cannot be stored, or nothing."""
+    needed = sum(rank.new_bytes for rank in ranks)
+    if limit_bytes is not None and needed > limit_bytes:
+        return f"needs {needed / GIB:.2f} GiB, the budget leaves {limit_bytes / GIB:.2f}"
+    by_filesystem: dict[str, list[Situation]] = defaultdict(list)
+    for rank in ranks:
+        by_filesystem[rank.rates.filesystem].append(rank)
+    for place, group in by_filesystem.items():
+        need, free = sum(rank.new_bytes for rank in group), min(rank.rates.free_bytes for rank in group)
+        if need > free:
+            return f"needs {need / GIB:.2f} GiB on {place}, which has {free / GIB:.2f} free"
+    return ""
+
+
+def _table(
+    ranks: Sequence[Situation], *, saved: float, reason: str, limit_bytes: int | None
+) -> tuple[tuple[str, str], ...]:
+    slowest = max(ranks, key=lambda rank: rank.compute_seconds)
+    needed = sum(rank.new_bytes for rank in ranks)
+    rows = [
+        ("images, ms a batch", f"{slowest.image_seconds * 1e3:.2f}"),
+        ("frozen prefix, ms a batch", f"{slowest.prefix_seconds * 1e3:.2f}"),
+        ("rest of the step, ms", f"{slowest.suffix_seconds * 1e3:.2f}"),
+        ("reading, ms a batch", f"{max(rank.read_seconds for rank in ranks) * 1e3:.2f}"),
+        ("storing, ms a batch", f"{max(rank.write_seconds for rank in ranks) * 1e3:.2f}"),
+        ("epochs left, at this cut", f"{slowest.epochs_left:.1f}, {slowest.epochs_until_move:.1f}"),
+        ("GiB to store, all ranks", f"{needed / GIB:.3f}"),
+        ("GiB allowed", "no limit" if limit_bytes is None else f"{limit_bytes / GIB:.3f}"),
+        ("seconds saved, predicted", f"{saved:.1f}"),
+        ("decision", reason),
+    ]
+    rows += [("advice", advice) for advice in _advice(ranks, limit_bytes=limit_bytes)]
+    return tuple(rows)
+
+
+def _advice(ranks: Sequence[Situation], *, limit_bytes: int | None) -> list[str]:
+    """What the user could choose; it would change results, so it is never chosen here."""
+    advice = []
+    needed = sum(rank.new_bytes for rank in ranks)
+    does_not_fit = bool(_obstacle(ranks, limit_bytes=limit_bytes))
+    if does_not_fit or any(rank.num_bytes > rank.memory_bytes for rank in ranks):
+        advice.append(f"--cache-dtype float16 would need {needed / 2 / GIB:.3f} GiB if rows are float32 now")
+    views = max(rank.views for rank in ranks)
+    if views > 1 and (does_not_fit or any(rank.epochs_left <= 2 * rank.views for rank in ranks)):
+        fewer = views // 2
+        advice.append(f"--augment views:{fewer} would need {needed * fewer / views / GIB:.3f} GiB and fill sooner")
+    return advice

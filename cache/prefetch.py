@@ -1,0 +1,107 @@
+"""Reading ahead in a known order, once reading turns out to be slow enough to be worth a thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hvfreeze.cache.levels import Level
+from hvfreeze.cache.parts import Place
+from hvfreeze.cache.rows import Keys
+
+# Handing a batch from thread to thread costs about this much; rows in memory are read faster than that.
+WORTHWHILE_SECONDS = 0.0005
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A batch that is asked for: its samples and views, their keys, padded, and where the rows lie if that is known."""
+
+    sample_ids: Keys
+    views: Keys
+    keys: Keys
+    found: tuple[Level, Place] | None = None
+
+    def is_for(self, sample_ids: Keys, views: Keys) -> bool:
+        """Whether this is the request for that batch."""
+        same = self.sample_ids is sample_ids and self.views is views
+        return same or (np.array_equal(self.sample_ids, sample_ids) and np.array_equal(self.views, views))
+
+
+class Prefetcher:
+    """Reads announced batches before they are asked for; what is read does not depend on whether it did."""
+
+    def __init__(self, locate: Callable[[Keys], tuple[Level, Place] | None], *, depth: int) -> None:
+        """`depth` batches are read ahead; 0 never does."""
+        self._locate = locate
+        self._depth = depth
+        self._slow = False
+        self._upcoming: deque[Request] = deque()
+        self._started: deque[Future[tuple[Level, Tensor] | None]] = deque()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
+
+    def announce(self, requests: Sequence[Request]) -> None:
+        """From now on these come, in this order."""
+        self.forget()
+        self._upcoming = deque(requests)
+        for request in requests:
+            request.found = self._locate(request.keys)
+
+    @property
+    def upcoming(self) -> list[Request]:
+        """What was announced and not taken yet."""
+        return list(self._upcoming)
+
+    def next_for(self, sample_ids: Keys, views: Keys) -> Request | None:
+        """The next announced request, if it is for this batch."""
+        return self._upcoming[0] if self._upcoming and self._upcoming[0].is_for(sample_ids, views) else None
+
+    def take(self, request: Request) -> tuple[Level, Tensor] | None:
+        """The cached activations for `request`, None when some are missing; one not announced disturbs nothing.
+
+        Raises:
+            CacheFault: a file cannot be trusted any more.
+        """
+        is_next = bool(self._upcoming) and self._upcoming[0] is request
+        if is_next:
+            self._upcoming.popleft()
+        result = self._started.popleft().result() if is_next and self._started else self._timed_read(request)
+        if self._slow:
+            self._read_ahead()
+        return result
+
+    def forget(self) -> None:
+        """Drops what was read ahead or located: the stores are about to change. The announced order stands."""
+        while self._started:
+            future = self._started.pop()
+            if not future.cancel():
+                future.exception()
+        for request in self._upcoming:
+            request.found = None
+
+    def close(self) -> None:
+        """Waits for a read in progress and stops."""
+        self._upcoming.clear()
+        self.forget()
+        self._reader.shutdown(wait=True)
+
+    def _timed_read(self, request: Request) -> tuple[Level, Tensor] | None:
+        start = time.perf_counter()
+        result = self._read(request)
+        self._slow = self._slow or time.perf_counter() - start > WORTHWHILE_SECONDS
+        return result
+
+    def _read(self, request: Request) -> tuple[Level, Tensor] | None:
+        found = request.found or self._locate(request.keys)
+        return None if found is None else (found[0], found[0].store.read_at(found[1]))
+
+    def _read_ahead(self) -> None:
+        wanted = min(self._depth, len(self._upcoming))
+        for position in range(len(self._started), wanted):
+            self._started.append(self._reader.submit(self._read, self._upcoming[position]))

@@ -1,0 +1,260 @@
+"""The activation cache on disk: rows by (sample id, view), in one HDF5 file per fingerprint and rank.
+
+A file `activations-<16 digits of the fingerprint>-<rank>of<size>.h5` has six fixed-size, contiguous, unfiltered
+datasets in its root group, so that h5py alone reads it:
+
+=================  =======================  ===========================================================================
+dataset            shape, type              contents
+=================  =======================  ===========================================================================
+`activations`      (capacity, ...) f4, f2,  row i is the prefix's output for `sample_ids[i]` and `views[i]`; its
+                   f8, or u2 (bfloat16)     dimensions are in physical order, given by the attribute `dimension_order`
+                                            ("1,2,3": C, H, W; "2,3,1": H, W, C); attribute `dtype` is torch's type
+`sample_ids`       (capacity,) i8           sample of each row; -1: the row was not written and means nothing
+`views`            (capacity,) i4           view of each row, 0 without augmentation; -1 as above
+`range_sha256`     (ranges, 32) u1          SHA-256 of each range of rows, bound to its place and the fingerprint
+`manifest`         (bytes,) u1              JSON, padded with spaces: `identity` and `exactness` (the fingerprint's
+                                            fields), `fingerprint` (its digest), `stored` and `computed` (types),
+                                            `shape` (of a row) and `strides` (of a batch of `batch_rows`), `capacity`,
+                                            `rows` (written, the first ones), `range_rows`, `owner`, `format`, `version`
+`manifest_sha256`  (32,) u1                 SHA-256 over the manifest, the three tables and the type of `activations`
+=================  =======================  ===========================================================================
+
+File attributes: `format`, `version`, `cut`, `split`. While it is made a file has the suffix `.tmp`, and beside it lies
+`.lock` with its builder. A published file never changes: completing a partial one publishes a new one over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.background import BackgroundWriter
+from hvfreeze.cache.budget import Budget
+from hvfreeze.cache.disk import Disk, LocalDisk
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.files import files_of, path_of
+from hvfreeze.cache.fingerprint import Fingerprint, fingerprint
+from hvfreeze.cache.index import MISSING, Mask, RowIndex, contains
+from hvfreeze.cache.manifest import Manifest
+from hvfreeze.cache.parts import Part, Place
+from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.rows import Keys, RowFormat
+from hvfreeze.cache.writer import FileWriter
+
+logger = logging.getLogger(__name__)
+
+
+class Store:
+    """The rows of one fingerprint: those in published files, and those that this process adds.
+
+    `read` may be called from any thread, everything else from one. Row order is never the caller's business.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        mark: Fingerprint,
+        shard: str,
+        universe: Keys,
+        batch_rows: int,
+        stored: torch.dtype | None = None,
+        shared: bool = False,
+        budget: Budget | None = None,
+        owner: str = "",
+        disk: Disk | None = None,
+    ) -> None:
+        """Opens what is there; files start to be verified in the background.
+
+        Args:
+            directory: made if absent.
+            mark: the fingerprint of every row.
+            shard: "RofN", names the file that this process writes.
+            universe: keys (rows,) that this process may add; a file is allocated for as many as are missing.
+            batch_rows: rows of a forward, for the strides of what is read.
+            stored: type in the file; None is the type that is appended.
+            shared: also serve rows outside of `universe`, from files of other ranks.
+            budget: pays for what is allocated.
+            owner: names the run; only files of the same owner are removed by `delete`.
+            disk: stands in for the real one.
+
+        Raises:
+            CacheFault: a file of this fingerprint is damaged, unsafe or belongs to another one.
+        """
+        self.mark, self.directory, self.shared = mark, directory, shared
+        self.path = path_of(directory, mark, shard=shard)
+        self.row: RowFormat | None = None
+        self._batch_rows, self._stored, self._owner = batch_rows, stored, owner
+        self._budget, self._disk = budget or Budget(), disk or LocalDisk()
+        self._index = RowIndex(universe)
+        self.universe = self._index.keys
+        self._num_missing = len(self.universe)
+        self._parts: tuple[Part, ...] = ()
+        self._writer: BackgroundWriter | None = None
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="cache-verifier")
+        directory.mkdir(parents=True, exist_ok=True)
+        self.refresh()
+
+    @property
+    def exact(self) -> bool:
+        """Whether every file in use has the bits that this run would compute."""
+        return all(self.mark.is_exact(part.manifest.fingerprint) for part in self._parts)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no row of the universe is missing."""
+        return self._num_missing == 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the universe's rows that are there."""
+        return (len(self.universe) - self._num_missing) * self.row.row_bytes if self.row else 0
+
+    def missing(self, keys: Keys) -> Mask:
+        """For each of `keys` (rows,) whether its row is not there."""
+        return self._index.missing(keys)
+
+    def read(self, keys: Keys) -> Tensor | None:
+        """The activations (rows, ...) of `keys` with the strides of a forward, or None when a row is missing.
+
+        Raises:
+            CacheFault: a file is damaged, truncated or changed, or an earlier write has failed.
+        """
+        place = self.locate(keys)
+        return None if place is None else self.read_at(place)
+
+    def locate(self, keys: Keys) -> Place | None:
+        """Where the rows of `keys` lie, for good; None when one is missing."""
+        parts, rows = self._index.locate(keys)
+        if (rows == MISSING).any():
+            return None
+        numbers = torch.from_numpy(rows)
+        if len(self._parts) == 1 or (parts == parts[0]).all():
+            return Place(len(keys), ((self._parts[parts[0]], slice(None), numbers),))
+        pieces = []
+        for part in np.unique(parts):
+            where = torch.from_numpy(np.flatnonzero(parts == part))
+            pieces.append((self._parts[part], where, numbers[where]))
+        return Place(len(keys), tuple(pieces))
+
+    def read_at(self, place: Place) -> Tensor:
+        """The activations (rows, ...) that `locate` has found; raises as `read` does."""
+        assert self.row is not None
+        (part, where, rows), *others = place.pieces
+        raw = part.read(rows)
+        if others:
+            first, raw = raw, torch.empty(place.num_rows, raw.shape[1], dtype=raw.dtype)
+            raw[where] = first
+            for part, where, rows in others:
+                raw[where] = part.read(rows)
+        return self.row.unpack(raw, batch_rows=self._batch_rows)
+
+    def append(self, keys: Keys, batch: Tensor, *, exact: bool = True) -> int:
+        """Adds those of `keys` (rows,) that are missing and in the universe; returns how many.
+
+        `batch` is a whole forward (batch_rows, ...), of which the first rows belong to `keys` and the rest to nobody;
+        the caller may change it as soon as this returns. A full file is published.
+
+        Raises:
+            CacheFault: the file cannot be made, or an earlier write has failed.
+        """
+        new = self.missing(keys) & contains(self.universe, keys)
+        chosen = np.flatnonzero(new)[np.unique(keys[new], return_index=True)[1]]
+        if len(chosen) == 0:
+            return 0
+        row = RowFormat.of(batch, stored=self._stored)
+        if self.row is not None and not self.row.same_rows(row):
+            raise CacheFault(f"cache file {self.path} holds rows of {self.row}, this run computes {row}: remove it")
+        writer = self._writer or self._start_writer(row)
+        if not exact:
+            writer.file.mark_inexact()
+        first = writer.appended
+        writer.append(keys[chosen], row.pack(batch), select=torch.from_numpy(chosen))
+        rows = np.arange(first, writer.appended)
+        self._index.place(keys[chosen], part=self._parts.index(writer), rows=rows)
+        self._num_missing -= len(chosen)
+        if writer.appended == writer.manifest.capacity:
+            writer.publish()
+        return len(chosen)
+
+    def refresh(self) -> None:
+        """Takes in files published since; other ranks' only where rows are missing, or all of them if shared."""
+        for path in sorted(files_of(self.directory, self.mark), key=lambda path: path != self.path):
+            if self.shared or not self.complete:
+                self._adopt(path)
+
+    def publish(self) -> None:
+        """Publishes the rows added so far, even if more are to come; returns when they are safe.
+
+        Raises:
+            CacheFault: something could not be written.
+        """
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close(keep=True)
+
+    def close(self) -> None:
+        """Publishes what was added and stops; raises as `publish` does."""
+        self._verifier.shutdown(wait=True, cancel_futures=True)
+        self.publish()
+
+    def delete(self) -> None:
+        """Stops and removes what this owner has made; rows stay readable from this object."""
+        self.discard()
+        for part in self._parts:
+            if part.path == self.path and part.manifest.owner == self._owner:
+                part.delete(self._budget)
+
+    def discard(self) -> None:
+        """Stops and removes what is not published yet; whatever is wrong with it no longer matters."""
+        self._verifier.shutdown(wait=False, cancel_futures=True)
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            with contextlib.suppress(CacheFault):
+                writer.close(keep=False)
+
+    def _adopt(self, path: Path) -> None:
+        """Uses the rows of `path` that are missing here, if there are any."""
+        if any(part.is_at(path) for part in self._parts):
+            return
+        file = ActivationFile(path, expected=self.mark, disk=self._disk)
+        if self.shared:
+            self._index.extend(file.keys)
+        wanted = np.flatnonzero(self.missing(file.keys) & contains(self._index.keys, file.keys))
+        if len(wanted) == 0:
+            return
+        if self.row is not None and not self.row.same_rows(file.manifest.row):
+            logger.info("cache file %s not used: its rows are laid out in another way", path)
+            return
+        self.row = self.row or file.manifest.row
+        file.verify_in(self._verifier)
+        self._index.place(file.keys[wanted], part=len(self._parts), rows=wanted)
+        self._parts = (*self._parts, file)
+        self._num_missing = int(self.missing(self.universe).sum())
+
+    def _start_writer(self, row: RowFormat) -> BackgroundWriter:
+        """Begins the file for what is missing; it starts with the rows of the partial file that has its name."""
+        own = ActivationFile(self.path, expected=self.mark, disk=self._disk) if self.path.exists() else None
+        kept = own.keys if own else self.universe[:0]
+        mark = self.mark if own is None or self.exact else fingerprint(self.mark.fields)
+        capacity = len(kept) + self._num_missing
+        owner = own.manifest.owner if own else self._owner
+        file = FileWriter(
+            self.path,
+            manifest=Manifest(mark, row, capacity, 0, owner),
+            budget=self._budget,
+            disk=self._disk,
+            replaces=own.file_bytes if own else 0,
+        )
+        self._writer = BackgroundWriter(file, staging_rows=self._batch_rows)
+        if own is not None:
+            self._writer.copy(own)
+        self.row = self.row or row
+        self._parts = (*self._parts, self._writer)
+        return self._writer

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,15 @@ from torch import Tensor
 from hvfreeze.blocks import Chain
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.budget import Budget
-from hvfreeze.cache.compute import Activations, NullActivations, permuted_batch_is_exact
+from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks, permuted_batch_is_exact
+from hvfreeze.cache.disk import Rates, measure_directory
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, digest_tensors
+from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
-from hvfreeze.feed import Batch, Ids, Images
-from hvfreeze.world import World
+from hvfreeze.feed import Batch, Ids, Images, memory_budget
+from hvfreeze.freezing import Freezer
+from hvfreeze.world import World, together
 
 STORED_TYPES = {"native": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MEMORY_FORMAT = "channels_last"
@@ -45,6 +51,32 @@ class Split:
         """Return (sample ids, views), (N x views,) each: every row that this rank may store."""
         views = np.arange(self.num_views, dtype=np.int64)
         return np.tile(self.ids, self.num_views), np.repeat(views, len(self.ids))
+
+
+@dataclass
+class Misses:
+    """Seconds that batches cost which were not cached: what a batch that is read saves."""
+
+    measured: float = 0.0
+    seconds: float = 0.0
+    batches: int = 0
+
+    def restart(self, measured: float) -> None:
+        """Begin anew at another cut, where a batch took `measured` seconds when it was tried."""
+        self.measured, self.seconds, self.batches = measured, 0.0, 0
+
+    @contextmanager
+    def timed(self, *, batches: int, counts: bool = True) -> Iterator[None]:
+        """Add the block's seconds, which complete `batches` batches."""
+        start = time.perf_counter()
+        yield
+        if counts:
+            self.seconds += time.perf_counter() - start
+            self.batches += batches
+
+    def seconds_per_batch(self) -> float:
+        """Return the mean over the batches computed from images at this cut, or what one took when it was tried."""
+        return self.seconds / self.batches if self.batches else self.measured
 
 
 class NoCache:
@@ -74,38 +106,62 @@ class NoCache:
 
 
 @dataclass
+class Outlook:
+    """What the plan must know of the run."""
+
+    freezer: Freezer
+    clock: PhaseClock
+    budget: Budget
+    directory: Path
+
+    def suffix_seconds(self) -> float:
+        """Return the seconds of a step's part that reading and writing can hide behind; 0 before the first step."""
+        spent = self.clock.read()
+        return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, self.freezer.step)
+
+
+@dataclass
 class Caching:
-    """`--cache on` or `auto`: rows are kept at every cut, and later epochs read them."""
+    """`--cache on` or `auto`: rows are kept at a cut, and later epochs read them."""
 
     config: Config
     chain: Chain
     world: World
     split: Split
     activations: PrefixActivations
-    probe: Callable[[Tensor, int], Tensor]
-    """(images, cut) -> the prefix's output."""
+    outlook: Outlook
+    run_blocks: RunBlocks
+    misses: Misses
+    say: Callable[[str], None]
     exact: bool = True
-    forward_seconds: float = 0.0
     predicted: float = 0.0
-    _cut: int = field(default=0)
+    saved: float = 0.0
+    _cut: int = 0
+    _read_before: int = 0
 
     def move(self, history: Sequence[Sequence[int]]) -> None:
         """Follow the cut to the end of `history`; rows of the cut before serve until there are new ones.
 
         Collective: every rank of the world must call this in the same step.
         """
+        self._settle()
         self._cut = history[-1][2]
         if self._cut == 0:
             self.activations.begin_cut(0)
             return
-        self.exact = self.exact and self._permutation_is_exact()
-        self.activations.begin_cut(self._cut, mark=self._mark(rounded_before(history)), universe=self.split.universe())
-        if self.config.data.shuffle == "global":
+        plan = self._plan()
+        use = plan.use or self.config.cache.cache == "on"
+        self.predicted += plan.predicted_seconds_saved if use else 0.0
+        mark = self._mark(rounded_before(history))
+        self.activations.begin_cut(self._cut, mark=mark, universe=self.split.universe(), store=use)
+        if use and self.config.data.shuffle == "global":
             # No rank knows its own samples beforehand: each computes a fixed share and all read all.
             self.activations.sweep(everything=True)
             self.activations.publish()
             self.world.barrier(name=f"cache.{self.split.name}")
             self.activations.refresh()
+        elif use and plan.fill == "sweep":
+            self.activations.sweep(everything=True)
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
         """Announce an epoch's batches, and fill in what a partly filled cache lacks where that saves forwards.
@@ -117,28 +173,33 @@ class Caching:
         self.activations.sweep()
 
     def report(self) -> dict[str, Any]:
-        """Return summary.json's `cache`, summed over ranks.
+        """Return summary.json's `cache`, summed over ranks; seconds are a rank's mean.
 
         Collective: every rank of the world must call this.
         """
+        self._settle()
         counters = self.activations.counters
-        per_forward = self.forward_seconds / max(1, counters.forwards)
-        batches_read = counters.rows_read / self.config.optimizer.batch_size
-        saved = batches_read * per_forward - counters.read_seconds - counters.write_seconds
         mine = {
             "bytes": self.activations.stored_bytes,
             "rows_written": counters.rows_written,
             "rows_read": counters.rows_read,
         }
+        saved = self.saved - counters.read_seconds - counters.write_seconds
         exact = self.exact and self.activations.exact
         everyone = self.world.allgather_object((mine, exact, saved), name="cache.report")
         return {
             "mode": self.config.cache.cache,
-            "exact": all(exact for _, exact, _ in everyone),
+            "exact": all(theirs for _, theirs, _ in everyone),
             **{key: sum(theirs[key] for theirs, _, _ in everyone) for key in mine},
             "seconds_saved_predicted": self.predicted,
             "seconds_saved": sum(theirs for _, _, theirs in everyone) / self.world.size,
         }
+
+    def _settle(self) -> None:
+        """Count what the rows read since the last call would have cost to compute."""
+        batches = (self.activations.counters.rows_read - self._read_before) / self.config.optimizer.batch_size
+        self._read_before = self.activations.counters.rows_read
+        self.saved += batches * self.misses.seconds_per_batch()
 
     def _agree_on_failure(self) -> None:
         reasons = self.world.allgather_object(self.activations.failed, name=f"cache.failed.{self.split.name}")
@@ -146,12 +207,47 @@ class Caching:
             if reason is not None and self.activations.failed is None:
                 self.activations.disable(f"rank {rank}: {reason}")
 
-    def _permutation_is_exact(self) -> bool:
-        rows = self.config.optimizer.batch_size
+    def _plan(self) -> Plan:
+        """Measure on all ranks, decide on rank 0, and tell all."""
+        situation = together(self.world, self._situation, name=f"cache.measure.{self.split.name}")
+        situations = self.world.allgather_object(situation, name="cache.situations")
+        left = self.outlook.budget.left_bytes
+        plan = make_plan(situations, limit_bytes=None if left is None else left * self.world.size)
+        plan = self.world.broadcast_object(plan, name="cache.plan")
+        if self.split.name == "train":
+            self.say(f"cache {self.config.cache.cache} at cut {self._cut}: {plan.reason}\n{plan.table()}")
+        return plan
+
+    def _situation(self) -> Situation:
+        rows, cut = self.config.optimizer.batch_size, self._cut
         ids = np.resize(self.split.ids, rows)
+        start = time.perf_counter()
         images = self.split.images.load(ids, np.zeros_like(ids))
-        exact = permuted_batch_is_exact(lambda x: self.probe(x, self._cut), images)
-        return all(self.world.allgather_object(exact, name="cache.exact"))
+        image_seconds = time.perf_counter() - start
+        # The first forwards also bring libraries and memory up to speed, so the one after them is timed.
+        self.exact = self.exact and permuted_batch_is_exact(lambda x: self.run_blocks(x, 0, cut), images)
+        start = time.perf_counter()
+        output = self.run_blocks(images, 0, cut)
+        prefix_seconds = time.perf_counter() - start
+        self.misses.restart(image_seconds + prefix_seconds)
+        stored = STORED_TYPES[self.config.cache.cache_dtype] or output.dtype
+        row_bytes = output[0].numel() * stored.itemsize
+        training = self.split.name == "train"
+        directory = self.outlook.directory
+        directory.mkdir(parents=True, exist_ok=True)
+        return Situation(
+            image_seconds=image_seconds,
+            prefix_seconds=prefix_seconds,
+            suffix_seconds=self.outlook.suffix_seconds() if training else 0.0,
+            batch_rows=rows,
+            rows=len(self.split.ids),
+            views=self.split.num_views,
+            row_bytes=row_bytes,
+            epochs_left=self.outlook.freezer.epochs_left,
+            epochs_until_move=self.outlook.freezer.epochs_until_move(),
+            memory_bytes=memory_budget(self.world.local_size),
+            rates=rates_of(directory, row_bytes, rows),
+        )
 
     def _mark(self, via: Sequence[int]) -> Fingerprint:
         transform = self.split.images.transform
@@ -175,6 +271,12 @@ class Caching:
         )
 
 
+@lru_cache
+def rates_of(directory: Path, row_bytes: int, batch_rows: int) -> Rates:
+    """Measure a directory once per size of row."""
+    return measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows)
+
+
 def prefix_digest(chain: Chain, cut: int) -> str:
     """Return a digest of the first `cut` blocks' parameters and buffers."""
     return digest_tensors([*chain.named_parameters(0, cut), *chain.named_buffers(0, cut)])
@@ -194,37 +296,40 @@ def open_caching(
     world: World,
     split: Split,
     *,
-    directory: Path,
+    outlook: Outlook,
     clock: PhaseClock,
-    run_blocks: Callable[[Tensor, int, int], Tensor],
-    budget: Budget,
+    run_blocks: RunBlocks,
+    owner: str,
+    say: Callable[[str], None],
 ) -> NoCache | Caching:
-    """Return how `split`'s activations are kept; with `--cache auto` and fresh augmentation they are not."""
-    rows = config.optimizer.batch_size
+    """Return how `split`'s activations are kept; with `--cache auto` and views that never come again they are not."""
+    rows, misses = config.optimizer.batch_size, Misses()
 
     def load(ids: Ids, views: Ids) -> Tensor:
-        with clock.within("data"):
+        with clock.within("data"), misses.timed(batches=0):
             return split.images.load(ids, views)
 
     def compute(x: Tensor, start: int, stop: int) -> Tensor:
-        with clock.within("forward"):
+        with clock.within("forward"), misses.timed(batches=1, counts=start == 0):
             return run_blocks(x, start, stop)
 
     cacheable = config.data.cacheable() and (config.data.shuffle == "shard" or config.cache.cache_shared)
     if config.cache.cache == "off" or not cacheable:
+        if config.cache.cache == "auto" and split.name == "train":
+            say("cache auto: off, because with this --augment and --shuffle no row would be read again")
         return NoCache(NullActivations(run_blocks=compute, load_images=load, batch_rows=rows))
     activations = PrefixActivations(
         run_blocks=compute,
         load_images=load,
         batch_rows=rows,
-        directory=Path(config.cache.cache_dir) if config.cache.cache_dir else directory / "cache",
+        directory=outlook.directory,
         shard=f"{world.rank}of{world.size}",
         stored=STORED_TYPES[config.cache.cache_dtype],
         shared=config.cache.cache_shared,
         on_failure="stop" if config.cache.cache_failure == "stop" else "recompute",
-        budget=budget,
-        owner=str(directory),
+        budget=outlook.budget,
+        owner=owner,
         phase=clock.within,
         prefix_digest=lambda cut: prefix_digest(chain, cut),
     )
-    return Caching(config, chain, world, split, activations, lambda x, cut: run_blocks(x, 0, cut))
+    return Caching(config, chain, world, split, activations, outlook, run_blocks, misses, say)

@@ -166,6 +166,26 @@ class Freezer:
             raise UsageError(f"thaw: cut ({cut}) must not be deeper than the current cut {self.cut}; use freeze({cut})")
         self.freeze(cut)
 
+    @property
+    def epochs_left(self) -> float:
+        """Epochs until training ends."""
+        return self.cadence.num_epochs - self.step / self.cadence.steps_per_epoch
+
+    def epochs_until_move(self) -> float:
+        """Return the epochs until the cut can move at the earliest, infinity where it is fixed."""
+        name, cadence = self.settings.freeze, self.cadence
+        if name not in self._tracks or self.cut == len(self.chain.blocks) - 1:
+            return math.inf
+        track, steps = self._tracks[name], range(self.step + 1, cadence.steps_per_epoch * cadence.num_epochs)
+        waiting = max(0, 2 - track.intervals) if name in NEEDS_GRADIENTS else 0
+        for step in (step for step in steps if cadence.ends_interval(step)):
+            waiting -= 1
+            evidence = replace(self._evidence(), epoch=step / cadence.steps_per_epoch)
+            wants = name in NEEDS_GRADIENTS or CRITERIA[name](evidence).cut > self.cut
+            if waiting <= 0 and cadence.votes(step) and wants:
+                return (step - self.step) / cadence.steps_per_epoch
+        return math.inf
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's freeze state: cut, history, position in the interval, accumulators."""
         return {

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.cache.budget import Budget
-from hvfreeze.caching import Split, open_caching
+from hvfreeze.caching import Outlook, Split, open_caching
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config, to_dict
 from hvfreeze.data import DataSplits, ImageSet, open_data, prepare_data
@@ -212,7 +214,7 @@ def assemble(
         name="freezer",
     )
     feed, evaluation = together(world, lambda: open_feeds(config, world, corpus), name="pixels")
-    prefix, evaluator = open_halves(config, world, directory, chain, corpus, feed, evaluation, clock)
+    prefix, evaluator = open_halves(config, world, directory, corpus, freezer, feed, evaluation, clock)
     return Job(
         config=config,
         world=world,
@@ -234,26 +236,42 @@ def open_halves(
     config: Config,
     world: World,
     directory: Path,
-    chain: Chain,
     corpus: Corpus,
+    freezer: Freezer,
     feed: TrainFeed,
     evaluation: Images,
     clock: PhaseClock,
 ) -> tuple[Prefix, Evaluator]:
     """Return how activations are had in training and in evaluation; both pay from one budget."""
-    settings = config.optimizer
+    settings, chain = config.optimizer, freezer.chain
     halves = Halves(chain, settings.precision)
     limit = config.cache.limit_bytes()
-    budget = Budget(None if limit is None else limit // world.size)
+    outlook = Outlook(
+        freezer,
+        clock,
+        Budget(None if limit is None else limit // world.size),
+        Path(config.cache.cache_dir) if config.cache.cache_dir else directory / "cache",
+    )
     stored = corpus.plan.shards[world.rank]
     if config.data.shuffle == "global":
         stored = stored[world.rank :: world.size]
     share = corpus.share(world)
 
+    def say(text: str) -> None:
+        if world.rank == 0:
+            tqdm.write(text, file=sys.stdout)
+
     def prefix(name: str, image_set: ImageSet, images: Images, ids: Ids, clock: PhaseClock) -> Prefix:
-        split = Split(name, image_set.identity(), images, ids)
         caching = open_caching(
-            config, chain, world, split, directory=directory, clock=clock, run_blocks=halves.run, budget=budget
+            config,
+            chain,
+            world,
+            Split(name, image_set.identity(), images, ids),
+            outlook=outlook,
+            clock=clock,
+            run_blocks=halves.run,
+            owner=str(directory),
+            say=say,
         )
         return Prefix(halves, images, caching)
 

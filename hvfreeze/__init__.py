@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _HOMES = {
-    "Cadence": "freezing",
+    "Cadence": "tracks",
     "Chain": "blocks",
     "FreezeConfig": "config",
     "Freezer": "freezing",

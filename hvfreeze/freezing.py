@@ -8,73 +8,25 @@ function of a sample.
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hvfreeze.ballots import exchange
 from hvfreeze.batchnorm import average_running_statistics
 from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.config import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence, rates_of_change
 from hvfreeze.errors import UsageError
+from hvfreeze.holding import hold_in_eval, prune_optimizer, release
 from hvfreeze.reducer import Reducer
 from hvfreeze.signals import GradientSums, Voter, voting_weight
+from hvfreeze.tracks import Cadence, Track
 from hvfreeze.vote import Decision, ballot, deepest_supported, explain, fixed_point, usable_weight
 from hvfreeze.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cadence:
-    """When votes are held, in optimizer steps, and how long training lasts."""
-
-    interval: int
-    warmup: int
-    steps_per_epoch: int
-    num_epochs: int
-
-    @classmethod
-    def of(cls, settings: FreezeConfig, *, steps_per_epoch: int, num_epochs: int) -> Cadence:
-        """Return the settings' cadence: by default votes twice an epoch, from the end of the first epoch on."""
-        return cls(
-            interval=settings.interval or max(1, steps_per_epoch // 2),
-            warmup=steps_per_epoch if settings.freeze_warmup is None else settings.freeze_warmup,
-            steps_per_epoch=steps_per_epoch,
-            num_epochs=num_epochs,
-        )
-
-    def ends_interval(self, step: int) -> bool:
-        """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
-        return step > 0 and (step - self.warmup) % self.interval == 0
-
-    def votes(self, step: int) -> bool:
-        """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""
-        return self.ends_interval(step) and step >= self.warmup and step < self.steps_per_epoch * self.num_epochs
-
-
-@dataclass
-class Track:
-    """How one criterion, deciding or in the shadow, has fared: its cut and what it has seen since that cut."""
-
-    name: str
-    cut: int = 0
-    intervals: int = 0
-    """Complete intervals at this cut; -1 until the one after a change, which is dropped, is over."""
-    recent: list[int] = field(default_factory=list)
-
-    def moved(self, cut: int) -> None:
-        """Forget what was seen at the old cut."""
-        self.cut, self.intervals, self.recent = cut, -1, []
-
-    def propose(self, evidence: Evidence, patience: int) -> int:
-        """Return the cut that the criterion has wanted at least for `patience` intervals in a row."""
-        usable = self.intervals >= 2 or self.name not in NEEDS_GRADIENTS
-        seen = evidence if usable else replace(evidence, previous_norms=None, norms=None)
-        self.recent = [*self.recent, CRITERIA[self.name](replace(seen, cut=self.cut)).cut][-patience:]
-        return min(self.recent) if len(self.recent) == patience else self.cut
 
 
 class Freezer:
@@ -370,44 +322,3 @@ def freeze_by_vote(
         settings=settings,
         cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
     )
-
-
-def exchange(
-    world: World, proposals: Sequence[int], numbers: Sequence[float], broken: bool
-) -> tuple[list[list[int]], list[list[float]], list[int]]:
-    """Return all ranks' proposals (per criterion, per rank), numbers (per rank), and the ranks that are broken.
-
-    Every rank writes its own column of an integer table that is zero elsewhere, floats as their bits, so that the
-    sum is exact. Collective: every rank of `world` must call this.
-    """
-    bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
-    column = torch.cat([torch.tensor([int(broken), *proposals], dtype=torch.int64), bits])
-    table = torch.zeros(len(column), world.size, dtype=torch.int64)
-    table[:, world.rank] = column
-    table = world.allreduce_sum(table, name="vote.ballots")
-    floats = table[len(column) - len(bits) :].T.contiguous().view(torch.float64)
-    return table[1 : 1 + len(proposals)].tolist(), floats.tolist(), torch.nonzero(table[0]).flatten().tolist()
-
-
-def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
-    return self
-
-
-def hold_in_eval(module: nn.Module) -> None:
-    """Put `module` into evaluation mode and make its `train()` leave it there."""
-    module.training = False
-    module.__dict__["train"] = types.MethodType(_stay_in_eval, module)
-
-
-def release(module: nn.Module) -> None:
-    """Undo `hold_in_eval`; the module trains again."""
-    if module.__dict__.pop("train", None) is not None:
-        module.training = True
-
-
-def prune_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
-    """Leave exactly the trainable ones of the original `groups` in the optimizer; drop the state of the others."""
-    for group, original in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [parameter for parameter in original if parameter.requires_grad]
-    for parameter in [parameter for group in groups for parameter in group if not parameter.requires_grad]:
-        optimizer.state.pop(parameter, None)

@@ -84,13 +84,17 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not parts:
         raise UsageError(f"--hostfile {path} names no host: write a line a host, such as `node0 slots=1`")
-    return _without_repetition(tuple(_parse_host(part, source=f"--hostfile {path}") for part in parts), source=str(path))
+    return _without_repetition(
+        tuple(_parse_host(part, source=f"--hostfile {path}") for part in parts), source=str(path)
+    )
 
 
 def _parse_host(part: str, *, source: str) -> Host:
     found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?", part)
     if found is None:
-        raise UsageError(f"{source}: {part!r} is not NAME or NAME:SLOTS (`node0:1`; in a hostfile also `node0 slots=1`)")
+        raise UsageError(
+            f"{source}: {part!r} is not NAME or NAME:SLOTS (`node0:1`; in a hostfile also `node0 slots=1`)"
+        )
     return Host(found.group(1), int(found.group(2) or 1))
 
 
@@ -134,7 +138,9 @@ def host_checks(
     if reached:
         checks += [
             check_versions(facts),
-            check_same("code", {name: str(said["code"]) for name, said in facts.items()}, remedy="install the same hvfreeze"),
+            check_same(
+                "code", {name: str(said["code"]) for name, said in facts.items()}, remedy="install the same hvfreeze"
+            ),
             check_cache_directory(facts, directory=str(order["cache_dir"])),
             *([check_data_directory(facts, directory=str(data_dir))] if data_dir else []),
             *([check_ports(facts, reached, ports=ports)] if ports else []),
@@ -201,7 +207,9 @@ def check_data_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: s
     found = {name: str(said["data"]) for name, said in facts.items()}
     bad = [f"{name}: {value.removeprefix('error: ')}" for name, value in found.items() if value.startswith("error: ")]
     if bad:
-        return CheckResult("data directory", False, f"{directory}: {'; '.join(bad)}", "copy the data there, or share it")
+        return CheckResult(
+            "data directory", False, f"{directory}: {'; '.join(bad)}", "copy the data there, or share it"
+        )
     return check_same("data directory", found, remedy=f"put the same {directory}")
 
 
@@ -214,7 +222,9 @@ def check_ports(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host], *
     if few:
         wanted = max(2 * host.slots + 1 for host in few)
         value = "; ".join([*words, f"too few are free on {', '.join(host.name for host in few)}"])
-        return CheckResult("ports", False, f"{span}: {value}", f"HVFREEZE_PORTS needs {wanted} free ports on each of them")
+        return CheckResult(
+            "ports", False, f"{span}: {value}", f"HVFREEZE_PORTS needs {wanted} free ports on each of them"
+        )
     remedy = "others of the range are taken instead" if words else ""
     return CheckResult("ports", True, f"{span}: {'; '.join(words) or 'free'}", remedy)
 
@@ -234,9 +244,13 @@ def check_slots(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host]) -
     """No host is to take more ranks than it has cores."""
     full = [f"{host.name}: {host.slots} ranks, {facts[host.name]['cores']} cores" for host in hosts]
     full = [text for text, host in zip(full, hosts, strict=True) if host.slots > int(facts[host.name]["cores"])]
-    remedy = "set OMPI_MCA_mpi_yield_when_idle=1 (the scripts in launch/ do), or give the host fewer slots" if full else ""
+    remedy = (
+        "set OMPI_MCA_mpi_yield_when_idle=1 (the scripts in launch/ do), or give the host fewer slots" if full else ""
+    )
     cores = sum(int(said["cores"]) for said in facts.values())
-    return CheckResult("cores", True, "; ".join(full) or f"{cores} for {sum(host.slots for host in hosts)} ranks", remedy)
+    return CheckResult(
+        "cores", True, "; ".join(full) or f"{cores} for {sum(host.slots for host in hosts)} ranks", remedy
+    )
 
 
 def check_bandwidth(rates: Mapping[tuple[str, str], float | str]) -> CheckResult:
@@ -282,7 +296,14 @@ def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, 
 def _start(host: Host, order: Mapping[str, Any]) -> subprocess.Popen[str]:
     """The probe, running on the host with this order."""
     search = os.environ.get("PYTHONPATH", "")
-    words = ["env", f"PATH={os.environ.get('PATH', os.defpath)}", f"PYTHONPATH={search}", sys.executable, "-", json.dumps(order)]
+    words = [
+        "env",
+        f"PATH={os.environ.get('PATH', os.defpath)}",
+        f"PYTHONPATH={search}",
+        sys.executable,
+        "-",
+        json.dumps(order),
+    ]
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
     here = host.name in ("localhost", "127.0.0.1", socket.gethostname())
     reach = ["sh", "-c"] if here else ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host.name]

@@ -14,14 +14,15 @@ from tqdm import tqdm
 
 from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.cache.budget import Budget
-from hvfreeze.caching import Outlook, Split, open_caching
+from hvfreeze.cacheinputs import Outlook, Split
+from hvfreeze.caching import open_caching
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config, to_dict
 from hvfreeze.data import DataSplits, ImageSet, open_data, prepare_data
 from hvfreeze.errors import UsageError
 from hvfreeze.evaluation import Evaluator, Totals
 from hvfreeze.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget, padded_batches
-from hvfreeze.freezing import Cadence, Freezer
+from hvfreeze.freezing import Freezer
 from hvfreeze.models import build_model
 from hvfreeze.pixels import load_pixels
 from hvfreeze.prefix import Halves, Prefix
@@ -38,6 +39,7 @@ from hvfreeze.record import (
 from hvfreeze.reducer import Reducer
 from hvfreeze.shards import ShardPlan, plan_shards, split_validation, stratified_subset
 from hvfreeze.signals import Voter, coverage
+from hvfreeze.tracks import Cadence
 from hvfreeze.views import Augment, Transform, parse_augment, transform_for
 from hvfreeze.world import World, broadcast_model, crowding, threads_per_rank, together
 
@@ -114,6 +116,9 @@ def prepare(config: Config, world: World) -> Job:
     together(world, lambda: claim_directory(directory, config) if world.rank == 0 else None, name="directory")
     corpus = open_corpus(config, world)
     check_equal(world, "data", together(world, corpus.identities, name="identities"))
+    if config.model.weights == "DEFAULT":
+        # One rank per node downloads; the others find the file.
+        together(world, lambda: build_chain(config, corpus) if world.local_rank == 0 else None, name="weights")
     chain, notes = together(world, lambda: build_chain(config, corpus), name="model")
     broadcast_model(chain.model, world)
     chain.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # measured: a tenth faster

@@ -70,7 +70,9 @@ def test_many_random_votes_equal_an_exact_reference() -> None:
         units = [generator.randint(0, 4) for _ in range(size)]
         cut = generator.randint(0, 3)
         supported = [
-            k for k in range(cut, 6) if 2 * sum(u for p, u in zip(proposals, units, strict=True) if p >= k) >= sum(units)
+            k
+            for k in range(cut, 6)
+            if 2 * sum(u for p, u in zip(proposals, units, strict=True) if p >= k) >= sum(units)
         ]
         expected = max(supported, default=cut) if sum(units) else cut
         # Dividing by 4 is exact, so that the rounding to 2^-20 changes nothing.

@@ -11,8 +11,9 @@ from hvfreeze.blocks import Chain
 from hvfreeze.config import FreezeConfig
 from hvfreeze.digest import check_replicas, parameter_digest
 from hvfreeze.errors import DivergedError
-from hvfreeze.freezing import Cadence, Freezer
+from hvfreeze.freezing import Freezer
 from hvfreeze.reducer import Reducer
+from hvfreeze.tracks import Cadence
 from hvfreeze.world import World, open_world
 from tests.parallel.mpirun import report
 

@@ -1,0 +1,33 @@
+"""What frozen means for modules and for the optimizer."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
+    return self
+
+
+def hold_in_eval(module: nn.Module) -> None:
+    """Put `module` into evaluation mode and make its `train()` leave it there."""
+    module.training = False
+    module.__dict__["train"] = types.MethodType(_stay_in_eval, module)
+
+
+def release(module: nn.Module) -> None:
+    """Undo `hold_in_eval`; the module trains again."""
+    if module.__dict__.pop("train", None) is not None:
+        module.training = True
+
+
+def prune_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
+    """Leave exactly the trainable ones of the original `groups` in the optimizer; drop the state of the others."""
+    for group, original in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parameter for parameter in original if parameter.requires_grad]
+    for parameter in [parameter for group in groups for parameter in group if not parameter.requires_grad]:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,128 @@
+"""The program with faults built in: `faulty.py RANK:STEP:FAULT,... ARGUMENTS` does what hvfreeze ARGUMENTS does.
+
+A fault happens on one rank before it makes the step; `-` is none, and step -1 is the end of the preparation.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.nn import functional
+
+import hvfreeze.run
+from hvfreeze import training
+from hvfreeze.__main__ import main
+from hvfreeze.config import Config
+from hvfreeze.feed import Batch
+from hvfreeze.job import Job
+from hvfreeze.record import Record
+from hvfreeze.world import World
+
+make_step, prepare = training.train_step, hvfreeze.run.prepare
+
+
+def die_of(number: int) -> None:
+    os.kill(os.getpid(), number)
+    while True:
+        signal.pause()
+
+
+def fail(job: Job) -> None:
+    raise RuntimeError("injected")
+
+
+def spin(job: Job) -> None:
+    while True:
+        pass
+
+
+def ask_launcher_to_leave(job: Job) -> None:
+    os.kill(os.getppid(), signal.SIGUSR1)
+    while not job.asked_to_leave:
+        time.sleep(0.001)
+
+
+def terminate_launcher(job: Job) -> None:
+    os.kill(os.getppid(), signal.SIGTERM)
+    while True:
+        time.sleep(1)
+
+
+def perturb_a_weight(job: Job) -> None:
+    with torch.no_grad():
+        weight = next(job.chain.model.parameters()).view(-1)[:1]
+        weight.copy_(torch.nextafter(weight, weight + 1))
+
+
+def freeze_alone(job: Job) -> None:
+    job.freezer._move(2)
+
+
+def spoil_the_loss(job: Job) -> None:
+    lost = SimpleNamespace(cross_entropy=lambda logits, labels: functional.cross_entropy(logits, labels) * math.nan)
+    training.functional = lost  # type: ignore[assignment]
+
+
+def spoil_the_statistics(job: Job) -> None:
+    broken = (math.nan,) * len(job.chain.blocks)
+    job.freezer._sums.norms = lambda: broken  # type: ignore[method-assign]
+
+
+def fill_the_disk_of_the_log(job: Job) -> None:
+    assert isinstance(job.record, Record)
+    job.record._files["metrics"] = Path("/dev/full")
+
+
+FAULTS: dict[str, Callable[[Job], object]] = {
+    "kill": lambda job: die_of(signal.SIGKILL),
+    "segfault": lambda job: die_of(signal.SIGSEGV),
+    "stop": lambda job: os.kill(os.getpid(), signal.SIGSTOP),
+    "leave": lambda job: os.kill(os.getpid(), signal.SIGUSR1),
+    "terminate": lambda job: os.kill(os.getpid(), signal.SIGTERM),
+    "exit": lambda job: os._exit(3),
+    "raise": fail,
+    "spin": spin,
+    "ask-launcher": ask_launcher_to_leave,
+    "terminate-launcher": terminate_launcher,
+    "perturb": perturb_a_weight,
+    "freeze-alone": freeze_alone,
+    "loss": spoil_the_loss,
+    "statistics": spoil_the_statistics,
+    "log": fill_the_disk_of_the_log,
+}
+
+
+def build_in(faults: str) -> None:
+    """Make the faults happen when their time comes."""
+    wanted = {}
+    for entry in faults.split(",") if faults != "-" else []:
+        rank, step, name = entry.split(":")
+        wanted[int(rank), int(step)] = FAULTS[name]
+
+    def nothing(job: Job) -> None:
+        return
+
+    def faulty_step(job: Job, batch: Batch) -> float:
+        wanted.get((job.world.rank, job.step), nothing)(job)
+        return make_step(job, batch)
+
+    def faulty_preparation(config: Config, world: World) -> Job:
+        job = prepare(config, world)
+        wanted.get((world.rank, -1), nothing)(job)
+        return job
+
+    training.train_step = faulty_step
+    hvfreeze.run.prepare = faulty_preparation  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    build_in(sys.argv[1])
+    sys.exit(main(sys.argv[2:]))

@@ -13,7 +13,7 @@ from hvfreeze.errors import HvfreezeError, StallError
 from hvfreeze.world import World, claimed_rank, end_job_on_exception, open_world, together
 
 INTERRUPTED = 130
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 10.0
 """How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
 
 

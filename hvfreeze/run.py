@@ -36,8 +36,6 @@ def run(config: Config, world: World) -> dict[str, Any]:
                 progress.line(f"{job.directory} is complete; nothing to do")
                 return done
             introduce(job, progress, resumed=resumed)
-            job.prefix.move(job.freezer.cut_history)
-            job.evaluator.prefix.move(job.freezer.cut_history)
             job.asked_to_leave = bool(asked)
             train(job, progress)
         finally:

@@ -37,6 +37,7 @@ def train(job: Job, progress: Progress) -> None:
     """
     with leaving_on_signal(job):
         job.clock.restart()
+        follow_cut(job)
         for epoch in range(job.epochs_done, job.config.optimizer.epochs):
             train_epoch(job, epoch, progress)
             evaluate_and_record(job, epoch, progress)
@@ -117,8 +118,13 @@ def record_decision(job: Job, decision: Decision) -> None:
     """Write a vote down and let the prefix follow the cut."""
     job.record.decision(decision)
     if decision.moved:
-        job.prefix.move(job.freezer.cut_history)
-        job.evaluator.prefix.move(job.freezer.cut_history)
+        follow_cut(job)
+
+
+def follow_cut(job: Job) -> None:
+    """Let both splits' activations follow the cut; what that takes is training time. Collective."""
+    job.prefix.move(job.freezer.cut_history)
+    job.evaluator.prefix.move(job.freezer.cut_history)
 
 
 def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:

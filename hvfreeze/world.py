@@ -194,7 +194,7 @@ class HorovodWorld:
     def _watch(self) -> None:
         # Horovod's stall inspector runs on the coordinator and blocks with it when a rank is stopped.
         # Rank 0 has the first word where several ranks wait.
-        limit = self._stall_seconds + (10 if self.rank == 0 else 13)
+        limit = self._stall_seconds + (10 if self.rank == 0 else 20)
         while self._stall_seconds > 0:
             time.sleep(1)
             waited = time.monotonic() - self._waiting_since
@@ -260,7 +260,7 @@ def open_world() -> World:
 def yield_when_crowded() -> None:
     """Make MPI give up the core while it waits, where waiting and computing threads outnumber the cores."""
     local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
-    if 2 * local > (os.cpu_count() or 1):
+    if 2 * local > len(os.sched_getaffinity(0)):
         os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
 
@@ -291,8 +291,8 @@ def crowding(world: World) -> list[str]:
     Collective: every rank of `world` must call this.
     """
     places = sharing_ranks(world)
-    crowded = {host: f"{ranks} ranks share {cores} cores" for host, cores, ranks in places if ranks > cores}
-    return [f"{what} of {host}: they take turns, and wait without occupying a core" for host, what in crowded.items()]
+    crowded = {host: f"{ranks} ranks for {cores} cores" for host, cores, ranks in places if ranks > cores}
+    return [f"{host} has {what}: they take turns, and wait without occupying a core" for host, what in crowded.items()]
 
 
 def together(world: World, work: Callable[[], T], *, name: str) -> T:

@@ -246,9 +246,7 @@ class PrefixActivations:
         output = self._prefix.run(x, start, self._levels.stops(start))
         began = time.perf_counter()
         with self._phase("cache_write"), self._guard():
-            self.counters.rows_written += self._levels.append(
-                request.keys[: len(request.sample_ids)], output, exact=exact
-            )
+            self.counters.rows_written += self._levels.append(request.keys, output, exact=exact)
         self.counters.write_seconds += time.perf_counter() - began
         return output
 

@@ -25,14 +25,15 @@ class BackgroundWriter:
     """Feeds a `FileWriter`. All but `read` belong to one thread; row numbers are given out in the order of `append`."""
 
     def __init__(self, file: FileWriter, *, staging_rows: int) -> None:
-        """`staging_rows` is the most rows that one `append` brings; memory is three times that."""
+        """`staging_rows` is the most rows that one `append` brings; up to three times that is kept in memory."""
         self.file = file
         self.appended = 0
         self._error: CacheFault | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cache-writer")
         self._last: Future[None] | None = None
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._free: queue.LifoQueue[Tensor] = queue.LifoQueue()
         self._staging_rows = staging_rows
+        # The one used last comes first: while the disk keeps up, the others are never touched and take no memory.
         for _ in range(STAGED_BATCHES):
             self._free.put(torch.empty(staging_rows, file.manifest.row.num_elements, dtype=file.manifest.row.stored))
 
@@ -128,7 +129,6 @@ class BackgroundWriter:
                 task()
         except Exception as error:
             self._error = fault_of(error, path=self.file.path)
-            self.file.discard()
         finally:
             if staged is not None:
                 self._free.put(staged)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.fingerprint import Fingerprint, bytes_of
 from hvfreeze.cache.rows import Keys, is_dense, pack_keys, unpack_keys
 
 RunBlocks = Callable[[Tensor, int, int], Tensor]
@@ -137,4 +137,4 @@ def permuted_batch_is_exact(run_prefix: Callable[[Tensor], Tensor], images: Tens
     with torch.no_grad():
         straight, moved = run_prefix(images), run_prefix(permuted)
     expected = straight.index_select(0, order)
-    return torch.equal(expected.contiguous().view(torch.uint8), moved.contiguous().view(torch.uint8))
+    return torch.equal(bytes_of(expected), bytes_of(moved))

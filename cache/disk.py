@@ -64,16 +64,19 @@ class Rates:
 
     Attributes:
         read_cold: of shuffled rows that are not in the page cache.
-        read_warm: of shuffled rows that are; all of it occupies a core.
+        read_warm: of shuffled rows that are.
+        read_cpu: of the same rows, on a core.
         write: of rows up to their safe arrival on the disk, hashing included.
         write_cpu: of the same rows, on a core.
         hash: of verification.
         free_bytes: available on the file system.
-        filesystem: equal for directories on the same file system of the same host.
+        filesystem: equal for directories on the same file system, also seen from several hosts; disks of their own
+            that look alike may be taken for one, which only makes the plan more careful.
     """
 
     read_cold: float
     read_warm: float
+    read_cpu: float
     write: float
     write_cpu: float
     hash: float
@@ -94,26 +97,28 @@ def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk:
         CacheFault: the directory cannot be written.
     """
     rate_limit = disk or LocalDisk()
-    batch_rows = max(1, min(batch_rows, PROBE_BYTES // 2 // row_bytes))
+    row_bytes = min(row_bytes, SYNC_BYTES)
+    batch_rows = max(1, min(batch_rows, SYNC_BYTES // row_bytes))
     batch = np.random.default_rng(0).integers(0, 256, (batch_rows, row_bytes), dtype=np.uint8)
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             written, write, write_cpu = _time_writes(file.fileno(), batch, rate_limit)
-            cold, warm = _time_reads(file.fileno(), written, batch, rate_limit)
+            cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, rate_limit)
     except OSError as error:
         raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
     start = time.perf_counter()
     hashlib.sha256(batch.data).digest()
     hashing = (time.perf_counter() - start) / batch.nbytes
-    place = f"{os.uname().nodename}:{os.stat(directory).st_dev}"
+    status = os.statvfs(directory)
     return Rates(
         read_cold=max(cold, warm),
         read_warm=warm,
+        read_cpu=read_cpu,
         write=write,
         write_cpu=write_cpu,
         hash=hashing,
         free_bytes=free_bytes(directory),
-        filesystem=place,
+        filesystem=f"{status.f_fsid:x}-{status.f_blocks}",
     )
 
 
@@ -134,21 +139,21 @@ def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk) -> tuple[int, f
     return written, (time.perf_counter() - start) / written, (time.thread_time() - start_cpu) / written
 
 
-def _time_reads(descriptor: int, written: int, batch: np.ndarray, disk: Disk) -> tuple[float, float]:
-    """Seconds per byte of shuffled batches, first from the disk and then from the page cache."""
+def _time_reads(descriptor: int, written: int, batch: np.ndarray, disk: Disk) -> tuple[float, float, float]:
+    """Seconds per byte of shuffled batches from the disk, from the page cache, and on a core."""
     num_rows, row_bytes = written // batch.shape[1], batch.shape[1]
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     mapped = MappedRows(descriptor, offset=0, num_rows=num_rows, row_bytes=row_bytes, name="the probe file")
     order = torch.from_numpy(np.random.default_rng(1).permutation(num_rows)).split(len(batch))[:PROBE_BATCHES]
-    seconds = []
+    seconds, processor_seconds = [], []
     for _ in ("cold", "warm"):
-        start, taken, num_bytes = time.perf_counter(), 0.0, 0
+        start, start_cpu, num_bytes = time.perf_counter(), time.thread_time(), 0
         for rows in order:
             disk.read(len(rows) * row_bytes)
             mapped.read(rows)
             num_bytes += len(rows) * row_bytes
-            taken = time.perf_counter() - start
-            if taken > PROBE_SECONDS:
+            if time.perf_counter() - start > PROBE_SECONDS:
                 break
-        seconds.append(taken / num_bytes)
-    return seconds[0], seconds[1]
+        seconds.append((time.perf_counter() - start) / num_bytes)
+        processor_seconds.append((time.thread_time() - start_cpu) / num_bytes)
+    return seconds[0], seconds[1], processor_seconds[1]

@@ -119,14 +119,19 @@ def activation_fingerprint(
     return fingerprint(identity, exactness={"batch_rows": batch_rows, "threads": threads})
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The elements' bytes in logical order, as a vector of uint8."""
+    # A copy even of a contiguous tensor: one with a single element in some dimension may have any stride there.
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
 def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over names, types, shapes and bytes, in the order given; strides do not count."""
     digest = hashlib.sha256()
     for name, tensor in named:
-        values = tensor.detach().cpu().contiguous()
-        head = canonical([name, str(values.dtype), list(values.shape)]).encode()
+        head = canonical([name, str(tensor.dtype), list(tensor.shape)]).encode()
         digest.update(len(head).to_bytes(8, "little") + head)
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor).numpy().data)
     return digest.hexdigest()
 
 

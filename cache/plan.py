@@ -68,8 +68,8 @@ class Situation:
         """What reading a batch adds to a step: the core that it takes, and what reading ahead cannot hide."""
         batch_bytes = self.batch_rows * self.row_bytes
         total = self.rates.read_warm if self.num_bytes <= self.memory_bytes else self.rates.read_cold
-        hidden = max(0.0, (total - self.rates.read_warm) * batch_bytes - self.suffix_seconds)
-        return self.rates.read_warm * batch_bytes + hidden
+        waiting = (total - self.rates.read_cpu) * batch_bytes
+        return self.rates.read_cpu * batch_bytes + max(0.0, waiting - self.suffix_seconds)
 
     @property
     def write_seconds(self) -> float:

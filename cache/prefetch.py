@@ -17,6 +17,7 @@ from hvfreeze.cache.rows import Keys
 
 # Handing a batch from thread to thread costs about this much; rows in memory are read faster than that.
 WORTHWHILE_SECONDS = 0.0005
+AVERAGED_READS = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +42,7 @@ class Prefetcher:
         """`depth` batches are read ahead; 0 never does."""
         self._locate = locate
         self._depth = depth
-        self._slow = False
+        self._usual_seconds = 0.0
         self._upcoming: deque[Request] = deque()
         self._started: deque[Future[tuple[Level, Tensor] | None]] = deque()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
@@ -71,8 +72,8 @@ class Prefetcher:
         is_next = bool(self._upcoming) and self._upcoming[0] is request
         if is_next:
             self._upcoming.popleft()
-        result = self._started.popleft().result() if is_next and self._started else self._timed_read(request)
-        if self._slow:
+        result = self._started.popleft().result() if is_next and self._started else self._read(request)
+        if self._usual_seconds > WORTHWHILE_SECONDS:
             self._read_ahead()
         return result
 
@@ -91,15 +92,14 @@ class Prefetcher:
         self.forget()
         self._reader.shutdown(wait=True)
 
-    def _timed_read(self, request: Request) -> tuple[Level, Tensor] | None:
-        start = time.perf_counter()
-        result = self._read(request)
-        self._slow = self._slow or time.perf_counter() - start > WORTHWHILE_SECONDS
-        return result
-
     def _read(self, request: Request) -> tuple[Level, Tensor] | None:
         found = request.found or self._locate(request.keys)
-        return None if found is None else (found[0], found[0].store.read_at(found[1]))
+        if found is None:
+            return None
+        start = time.perf_counter()
+        activations = found[0].store.read_at(found[1])
+        self._usual_seconds += (time.perf_counter() - start - self._usual_seconds) / AVERAGED_READS
+        return found[0], activations
 
     def _read_ahead(self) -> None:
         wanted = min(self._depth, len(self._upcoming))

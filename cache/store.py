@@ -81,11 +81,12 @@ class Store:
             stored: type in the file; None is the type that is appended.
             shared: also serve rows outside of `universe`, from files of other ranks.
             budget: pays for what is allocated.
-            owner: names the run; only files of the same owner are removed by `delete`.
+            owner: names the run; `delete` removes files of the same owner only, and without one what this object made.
             disk: stands in for the real one.
 
         Raises:
-            CacheFault: a file of this fingerprint is damaged, unsafe or belongs to another one.
+            CacheFault: a file of this fingerprint is damaged, unsafe or belongs to another one, or the directory
+                cannot be made.
         """
         self.mark, self.directory, self.shared = mark, directory, shared
         self.path = path_of(directory, mark, shard=shard)
@@ -98,7 +99,10 @@ class Store:
         self._parts: tuple[Part, ...] = ()
         self._writer: BackgroundWriter | None = None
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="cache-verifier")
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CacheFault(f"cache directory {directory} cannot be made ({error})") from error
         self.refresh()
 
     @property
@@ -208,7 +212,8 @@ class Store:
         """Stops and removes what this owner has made; rows stay readable from this object."""
         self.discard()
         for part in self._parts:
-            if part.path == self.path and part.manifest.owner == self._owner:
+            named = bool(self._owner) or isinstance(part, BackgroundWriter)
+            if named and part.path == self.path and part.manifest.owner == self._owner:
                 part.delete(self._budget)
 
     def discard(self) -> None:
@@ -223,7 +228,13 @@ class Store:
         """Uses the rows of `path` that are missing here, if there are any."""
         if any(part.is_at(path) for part in self._parts):
             return
-        file = ActivationFile(path, expected=self.mark, disk=self._disk)
+        try:
+            file = ActivationFile(path, expected=self.mark, disk=self._disk)
+        except CacheFault:
+            # Its owner may have removed it since the directory was listed.
+            if path.exists():
+                raise
+            return
         if self.shared:
             self._index.extend(file.keys)
         wanted = np.flatnonzero(self.missing(file.keys) & contains(self._index.keys, file.keys))

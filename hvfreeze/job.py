@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.cache.budget import Budget
+from hvfreeze.cache.files import directory_bytes
 from hvfreeze.cacheinputs import Outlook, Split
 from hvfreeze.caching import open_caching
 from hvfreeze.clock import PhaseClock
@@ -250,13 +251,8 @@ def open_halves(
     """Return how activations are had in training and in evaluation; both pay from one budget."""
     settings, chain = config.optimizer, freezer.chain
     halves = Halves(chain, settings.precision)
-    limit = config.cache.limit_bytes()
-    outlook = Outlook(
-        freezer,
-        clock,
-        Budget(None if limit is None else limit // world.size),
-        Path(config.cache.cache_dir) if config.cache.cache_dir else directory / "cache",
-    )
+    place = Path(config.cache.cache_dir) if config.cache.cache_dir else directory / "cache"
+    outlook = Outlook(freezer, clock, open_budget(config, place, size=world.size), place)
     stored = corpus.plan.shards[world.rank]
     if config.data.shuffle == "global":
         stored = stored[world.rank :: world.size]
@@ -284,6 +280,12 @@ def open_halves(
     test = prefix("test", corpus.evaluated, evaluation, share, PhaseClock())
     batches = padded_batches(share, corpus.evaluated.labels, settings.batch_size)
     return train, Evaluator(chain, world, test, batches)
+
+
+def open_budget(config: Config, place: Path, *, size: int) -> Budget:
+    """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
+    limit = config.cache.limit_bytes()
+    return Budget(None if limit is None else max(0, limit - directory_bytes(place)) // size)
 
 
 def open_feeds(config: Config, world: World, corpus: Corpus) -> tuple[TrainFeed, Images]:

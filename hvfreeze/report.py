@@ -16,17 +16,10 @@ from typing import Protocol
 from matplotlib.figure import Figure
 
 from hvfreeze.comparison import Comparison, Group, compare, group_by_seed
+from hvfreeze.drawing import NARROW, WIDE, save_figure
 from hvfreeze.errors import RefusedError
 from hvfreeze.exports import epoch_rows, run_rows, to_csv, vote_rows
-from hvfreeze.figures import (
-    MOST_PANELS,
-    NARROW,
-    WIDE,
-    plot_accuracy_against_time,
-    plot_cuts,
-    plot_phases,
-    save_figure,
-)
+from hvfreeze.figures import MOST_PANELS, plot_accuracy_against_time, plot_cuts, plot_phases
 from hvfreeze.page import Picture, Section, write_page, write_text
 from hvfreeze.runs import Run, load_runs
 from hvfreeze.tables import (

@@ -1,0 +1,125 @@
+"""Small stores, files and a frozen network for the tests of the activation cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.cache.activations import PrefixActivations
+from hvfreeze.cache.compute import NullActivations
+from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, bytes_of, digest_tensors
+from hvfreeze.cache.rows import Keys, pack_keys
+from hvfreeze.cache.store import Store
+
+BATCH_ROWS = 16
+
+FIELDS: dict[str, Any] = {
+    "prefix": "p" * 64,
+    "cut": 2,
+    "data": {"name": "digits", "pixels": "d" * 64},
+    "split": "train",
+    "transform": {"mean": [0.5], "std": [0.25]},
+    "data_seed": 0,
+    "augment": "none",
+    "dtype": "native",
+    "input_shape": (3, 8, 8),
+    "memory_format": "channels_last",
+    "precision": "float32",
+    "batch_rows": BATCH_ROWS,
+    "threads": 1,
+}
+
+
+def make_mark(**changes: Any) -> Fingerprint:
+    return activation_fingerprint(**(FIELDS | changes))
+
+
+def make_keys(num_samples: int, *, views: int = 1, first: int = 0) -> Keys:
+    ids, view_numbers = np.meshgrid(np.arange(first, first + num_samples), np.arange(views))
+    return np.sort(pack_keys(ids.ravel(), view_numbers.ravel()))
+
+
+def make_rows(num_rows: int, *, shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(num_rows, *shape, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+
+
+def open_store(directory: Path, keys: Keys, **changes: Any) -> Store:
+    options: dict[str, Any] = {"mark": make_mark(), "shard": "0of1", "batch_rows": BATCH_ROWS}
+    return Store(directory, universe=keys, **(options | changes))
+
+
+def fill(store: Store, keys: Keys, rows: Tensor) -> None:
+    """Appends `rows` in whole batches, the last one padded with rows that belong to nobody."""
+    for first in range(0, len(keys), BATCH_ROWS):
+        batch = rows[first : first + BATCH_ROWS]
+        padded = torch.cat([batch, torch.full((BATCH_ROWS - len(batch), *rows.shape[1:]), 9.0, dtype=rows.dtype)])
+        strided = torch.empty_strided(padded.shape, rows[:BATCH_ROWS].stride(), dtype=rows.dtype).copy_(padded)
+        store.append(keys[first : first + BATCH_ROWS], strided)
+
+
+def write_file(directory: Path, *, num_rows: int = 40, shape: tuple[int, ...] = (4,), **changes: Any) -> Path:
+    """A published, complete file with the rows `make_rows(num_rows, shape=shape)`."""
+    keys = make_keys(num_rows)
+    store = open_store(directory, keys, **changes)
+    fill(store, keys, make_rows(num_rows, shape=shape))
+    store.close()
+    return store.path
+
+
+class FrozenNet:
+    """Four convolutional blocks in evaluation mode; `calls` records every forward as (start, stop, rows)."""
+
+    def __init__(self, *, channels_last: bool = True) -> None:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Conv2d(3 if k == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8)) for k in range(4)]
+        self.blocks = nn.ModuleList(nn.Sequential(block, nn.ReLU(inplace=True)) for block in blocks).eval()
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.blocks.to(memory_format=self.format)
+        self.pixels = torch.rand(400, 3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        self.calls: list[tuple[int, int, int]] = []
+        self.loaded = 0
+
+    def run(self, x: Tensor, start: int, stop: int) -> Tensor:
+        self.calls.append((start, stop, len(x)))
+        for block in self.blocks[start:stop]:
+            x = block(x)
+        return x
+
+    def load(self, ids: Keys, views: Keys) -> Tensor:
+        self.loaded += len(ids)
+        images = self.pixels[torch.from_numpy(ids), torch.from_numpy(views)]
+        return images.contiguous(memory_format=self.format)
+
+    def digest(self, cut: int) -> str:
+        return digest_tensors(self.blocks[:cut].state_dict().items())
+
+    def mark(self, cut: int, **changes: Any) -> Fingerprint:
+        return make_mark(prefix=self.digest(cut), cut=cut, **changes)
+
+    def null(self) -> NullActivations:
+        return NullActivations(run_blocks=self.run, load_images=self.load, batch_rows=BATCH_ROWS)
+
+    def cached(self, directory: Path, **changes: Any) -> PrefixActivations:
+        options: dict[str, Any] = {"batch_rows": BATCH_ROWS, "directory": directory, "shard": "0of1", "owner": "run"}
+        return PrefixActivations(run_blocks=self.run, load_images=self.load, **(options | changes))
+
+
+def batches_of(num_samples: int, *, epoch: int = 0, views: int = 1, drop_last: bool = False) -> list[tuple[Keys, Keys]]:
+    """The batches of an epoch that shuffles `num_samples` samples and shows view `epoch` of each."""
+    order = np.random.default_rng(epoch).permutation(num_samples)
+    chunks = [order[at : at + BATCH_ROWS] for at in range(0, num_samples, BATCH_ROWS)]
+    return [(ids, np.full_like(ids, epoch % views)) for ids in chunks if len(ids) == BATCH_ROWS or not drop_last]
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equal values, types, shapes and strides."""
+    alike = left.dtype == right.dtype and left.shape == right.shape and left.stride() == right.stride()
+    return alike and torch.equal(bytes_of(left), bytes_of(right))
+
+
+Change = Callable[[Path], None]

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import pytest
+
+from hvfreeze.cache.commands import ls, rm, verify
+from hvfreeze.errors import UsageError
+from tests.single.cache_material import fill, make_keys, make_mark, make_rows, open_store, write_file
+
+
+def make_directory(directory: Path) -> list[Path]:
+    """A complete file, a partial one in a folder below, and some that are not ours."""
+    keys = make_keys(40)
+    partial = open_store(directory / "below", keys, mark=make_mark(split="test", cut=4))
+    fill(partial, keys[:16], make_rows(40)[:16])
+    partial.close()
+    whole = write_file(directory)
+    (directory / "notes.txt").write_text("mine")
+    return [whole, partial.path]
+
+
+def test_ls_prints_a_line_for_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, partial = make_directory(tmp_path)
+    assert ls(tmp_path) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["file", "split", "cut", "rows", "row", "type", "MiB", "state"]
+    assert len(lines) == 2
+    assert lines[0].split() == [whole.name, "train", "2", "40/40", "4", "float32", "0.0", "complete"]
+    assert lines[1].split()[0] == f"below/{partial.name}" and lines[1].split()[-1] == "partial"
+
+
+def test_ls_and_verify_of_a_directory_without_files_are_fine(tmp_path: Path) -> None:
+    assert ls(tmp_path) == 0 and verify(tmp_path) == 0 and rm(tmp_path) == 0
+
+
+def test_verify_accepts_sound_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_directory(tmp_path)
+    assert verify(tmp_path) == 0
+    assert capsys.readouterr().out.count("sound") == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "rename", "link", "foreign"])
+def test_verify_names_the_bad_file_and_fails(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, partial = make_directory(tmp_path)
+    bad = whole
+    if damage == "flip":
+        content = bytearray(whole.read_bytes())
+        content[-1] ^= 1
+        whole.write_bytes(content)
+    elif damage == "truncate":
+        whole.write_bytes(whole.read_bytes()[:-1])
+    elif damage == "rename":
+        bad = whole.rename(whole.with_name(partial.name.replace("0of1", "1of1")))
+    elif damage == "link":
+        bad = tmp_path / "activations-0123456789abcdef-0of1.h5"
+        bad.symlink_to(whole)
+    else:
+        bad = tmp_path / "foreign.h5"
+        with h5py.File(bad, "w") as file:
+            file["x"] = [1, 2]
+    assert verify(tmp_path) == 3
+    lines = capsys.readouterr().out.splitlines()[1:]
+    (refused,) = [line for line in lines if not line.endswith("sound")]
+    assert str(bad) in refused and "refused" in refused
+
+
+def test_rm_removes_our_files_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache, outside = tmp_path / "cache", tmp_path / "outside"
+    whole, partial = make_directory(cache)
+    kept = write_file(outside)
+    left_over = [whole.with_name(whole.name + suffix) for suffix in (".tmp", ".lock")]
+    for path in left_over:
+        path.write_text("")
+    foreign = cache / "foreign.h5"
+    foreign.write_text("")
+    (cache / "elsewhere").symlink_to(outside)
+    link = cache / "activations-0123456789abcdef-0of1.h5"
+    link.symlink_to(kept)
+    assert rm(cache) == 3
+    out = capsys.readouterr().out
+    assert out.count("removed") == 4 and f"left: it is no regular file  {link}" in out
+    assert not any(path.exists() for path in (whole, partial, *left_over))
+    assert kept.exists() and link.is_symlink() and foreign.exists() and (cache / "notes.txt").exists()
+
+
+def test_rm_leaves_what_is_being_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = make_keys(40)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:16], make_rows(40)[:16])
+    assert ls(tmp_path) == 0 and "being built" in capsys.readouterr().out
+    assert rm(tmp_path) == 3
+    assert "removed" not in capsys.readouterr().out
+    fill(store, keys, make_rows(40))
+    store.close()
+    assert rm(tmp_path) == 0 and not store.path.exists()
+
+
+def test_ls_tells_what_a_killed_process_has_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_file(tmp_path)
+    path.rename(path.with_name(path.name + ".tmp"))
+    assert ls(tmp_path) == 0
+    assert "left over" in capsys.readouterr().out
+
+
+def test_a_directory_that_is_absent_or_a_link_is_a_usage_error(tmp_path: Path) -> None:
+    for command in (ls, verify, rm):
+        with pytest.raises(UsageError, match="no directory"):
+            command(tmp_path / "absent")
+    write_file(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(UsageError, match="link"):
+        rm(tmp_path / "link")

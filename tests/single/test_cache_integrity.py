@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.hdf5 import find_regions, make_frame
+from hvfreeze.cache.manifest import NAMES, PAYLOAD
+from hvfreeze.cache.reader import ActivationFile
+from tests.single.cache_material import fill, make_keys, make_mark, make_rows, open_store, write_file
+
+ROOT = Path(__file__).parents[2]
+NUM_FLIPS = 1000
+WIDE = (1 << 17,)  # half a MiB: two rows are a range
+
+# Reads copies of a file, each with one bit flipped, and says what became of each. It runs by itself because the HDF5
+# library may crash on a damaged file, which counts as noticed.
+FLIPPER = """
+import sys
+from pathlib import Path
+import torch
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.reader import ActivationFile
+
+path, first = Path(sys.argv[1]), int(sys.argv[2])
+flips = [tuple(map(int, pair.split(":"))) for pair in sys.argv[3].split(",")]
+original = path.read_bytes()
+file = ActivationFile(path)
+file.verify()
+rows = torch.arange(len(file.keys))
+expected = file.keys.tobytes(), file.read(rows)
+victim = path.with_name("activations-" + "0" * 16 + "-0of1.h5")
+for number, (position, bit) in list(enumerate(flips))[first:]:
+    print(number, "begins", flush=True)
+    damaged = bytearray(original)
+    damaged[position] ^= 1 << bit
+    victim.write_bytes(damaged)
+    try:
+        file = ActivationFile(victim)
+        file.verify()
+        same = (file.keys.tobytes(), file.manifest) == (expected[0], ActivationFile(path).manifest)
+        print(number, "same" if same and torch.equal(file.read(rows), expected[1]) else "WRONG", flush=True)
+    except CacheFault as fault:
+        print(number, "refused" if str(victim) in str(fault) else "UNNAMED", flush=True)
+"""
+
+
+def flip_results(path: Path, flips: list[tuple[int, int]]) -> list[str]:
+    """One word per flip: refused, same, crashed, WRONG or UNNAMED."""
+    results: dict[int, str] = {}
+    pairs = ",".join(f"{position}:{bit}" for position, bit in flips)
+    while len(results) < len(flips):
+        command = [sys.executable, "-c", FLIPPER, str(path), str(len(results)), pairs]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        lines = [line.split() for line in done.stdout.splitlines()]
+        results |= {int(number): word for number, word in lines if word != "begins"}
+        begun = [int(number) for number, word in lines if word == "begins"]
+        assert done.returncode <= 0 and begun, done.stderr
+        if done.returncode < 0:
+            results.setdefault(begun[-1], "crashed")
+    return [results[number] for number in range(len(flips))]
+
+
+@pytest.mark.slow
+def test_no_bit_flip_anywhere_in_a_file_is_used_silently(tmp_path: Path) -> None:
+    path = write_file(tmp_path, num_rows=12)
+    _, regions = find_regions(path, names=NAMES)
+    manifest = ActivationFile(path).manifest
+    payload = [at for r in regions.values() for at in range(r.offset, r.offset + r.nbytes)]
+    extents = make_frame(manifest.datasets(), manifest.attributes()).extents
+    metadata = [at for offset, content in extents.items() for at in range(offset, offset + len(content))]
+    size, draw = path.stat().st_size, random.Random(0)
+    places = [draw.choice(draw.choice([payload, metadata, range(size)])) for _ in range(NUM_FLIPS)]
+    results = flip_results(path, [(place, draw.randrange(8)) for place in places])
+    counts = {word: results.count(word) for word in sorted(set(results))}
+    assert set(counts) <= {"refused", "same", "crashed"}, counts
+    assert counts["refused"] > NUM_FLIPS // 2
+    # A flip inside of a dataset cannot go unnoticed: all of their bytes are under a digest, or are one.
+    inside = set(payload)
+    assert all(word == "refused" for place, word in zip(places, results, strict=True) if place in inside)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.001, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.9999])
+def test_a_truncated_file_is_refused_at_any_length(kept: float, tmp_path: Path) -> None:
+    path = write_file(tmp_path, num_rows=6, shape=(1 << 12,))
+    os.truncate(path, int(path.stat().st_size * kept))
+    with pytest.raises(CacheFault, match=str(path)):
+        ActivationFile(path).verify()
+
+
+def payload_of(path: Path) -> tuple[int, int]:
+    """Offset of the first row, and bytes of a row."""
+    descriptor, regions = find_regions(path, names=NAMES)
+    os.close(descriptor)
+    return regions[PAYLOAD].offset, regions[PAYLOAD].nbytes // regions[PAYLOAD].shape[0]
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def test_a_range_copied_over_another_is_refused(tmp_path: Path) -> None:
+    path = write_file(tmp_path, num_rows=8, shape=WIDE)
+    start, row_bytes = payload_of(path)
+    content = path.read_bytes()[start + 2 * row_bytes : start + 4 * row_bytes]
+    overwrite(path, start + 6 * row_bytes, content)
+    with pytest.raises(CacheFault, match=r"rows 6\.\.7 are damaged"):
+        ActivationFile(path).verify()
+
+
+def test_equal_ranges_have_different_digests_at_another_place_and_under_another_fingerprint(tmp_path: Path) -> None:
+    digests = []
+    for mark in (make_mark(), make_mark(prefix="q" * 64)):
+        store = open_store(tmp_path, make_keys(8), mark=mark)
+        fill(store, make_keys(8), torch.ones(8, *WIDE))
+        store.close()
+        descriptor, regions = find_regions(store.path, names=NAMES)
+        table = os.pread(descriptor, regions["range_sha256"].nbytes, regions["range_sha256"].offset)
+        os.close(descriptor)
+        digests += [table[at : at + 32] for at in range(0, len(table), 32)]
+    assert len(digests) == len(set(digests)) == 8
+
+
+def test_the_tables_of_an_older_generation_are_refused(tmp_path: Path) -> None:
+    keys, rows = make_keys(32), make_rows(32)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:16], rows[:16])
+    store.close()
+    old = store.path.read_bytes()
+    store = open_store(tmp_path, keys)
+    fill(store, keys[::-1].copy(), rows)
+    store.close()
+    descriptor, regions = find_regions(store.path, names=NAMES)
+    os.close(descriptor)
+    for name in ("sample_ids", "views", "range_sha256"):
+        new = store.path.read_bytes()
+        place = regions[name]
+        overwrite(store.path, place.offset, old[place.offset : place.offset + place.nbytes])
+        changed = store.path.read_bytes() != new
+        if changed:
+            with pytest.raises(CacheFault, match="manifest or tables"):
+                ActivationFile(store.path)
+        store.path.write_bytes(new)
+        assert changed or name == "views"
+
+
+def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:16], rows[:16])
+    store.close()
+    file = ActivationFile(store.path)
+    assert sorted(file.keys) == keys[:16].tolist() and file.manifest.capacity == 40
+    assert open_store(tmp_path, keys).read(keys[16:32]) is None
+
+
+def test_a_file_is_not_read_before_it_was_verified(tmp_path: Path) -> None:
+    file = ActivationFile(write_file(tmp_path))
+    with pytest.raises(RuntimeError, match="before it was verified"):
+        file.read(torch.arange(2))
+
+
+def test_a_damaged_row_reaches_no_reader_of_a_store(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    start, row_bytes = payload_of(path)
+    overwrite(path, start + 39 * row_bytes, b"\1")
+    store = open_store(tmp_path, make_keys(40))
+    with pytest.raises(CacheFault, match=rf"{path}.*damaged"):
+        store.read(make_keys(2))
+
+
+def test_a_deleted_file_stays_readable(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    store = open_store(tmp_path, make_keys(40))
+    path.unlink()
+    found = store.read(make_keys(16))
+    assert found is not None and torch.equal(found, make_rows(40)[:16])
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_file_truncated_while_it_is_open_is_noticed(kept: float, tmp_path: Path) -> None:
+    path = write_file(tmp_path, num_rows=40, shape=(1 << 12,))
+    store = open_store(tmp_path, make_keys(40))
+    assert store.read(make_keys(4)) is not None
+    os.truncate(path, int(path.stat().st_size * kept))
+    with pytest.raises(CacheFault, match=rf"{path} was truncated"):
+        store.read(make_keys(4))
+
+
+def test_a_file_changed_while_it_is_open_is_noticed(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    store = open_store(tmp_path, make_keys(40))
+    assert store.read(make_keys(4)) is not None
+    overwrite(path, payload_of(path)[0], b"\1")
+    with pytest.raises(CacheFault, match=rf"{path} was changed"):
+        store.read(make_keys(4))
+
+
+def test_a_file_truncated_while_it_is_being_made_is_noticed(tmp_path: Path) -> None:
+    keys = make_keys(40)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:16], make_rows(40)[:16])
+    assert store.read(keys[:16]) is not None
+    os.truncate(next(tmp_path.glob("*.tmp")), 100)
+    with pytest.raises(CacheFault, match="was truncated"):
+        store.read(keys[:16])
+    with pytest.raises(CacheFault):
+        store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_huge_sparse_file_is_refused_without_the_memory_that_it_asks_for(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from pathlib import Path
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.reader import ActivationFile
+size = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), size + (64 << 20)))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    ActivationFile(Path(sys.argv[1])).verify()
+except CacheFault as fault:
+    print("refused", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    small = ActivationFile(write_file(tmp_path, num_rows=4, shape=(1 << 12,))).manifest
+    huge = dataclasses.replace(small, capacity=1 << 24, rows=1 << 24)
+    frame = make_frame(huge.datasets(), huge.attributes())
+    path = tmp_path / "huge.h5"
+    with path.open("wb") as file:
+        for offset, content in frame.extents.items():
+            file.seek(offset)
+            file.write(content)
+        file.seek(frame.regions["manifest"].offset)
+        file.write(huge.to_json().ljust(frame.regions["manifest"].nbytes))
+        file.truncate(frame.size)
+    assert frame.size > 1 << 37
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    verdict, grown = done.stdout.split()
+    assert verdict == "refused" and int(grown) < 96 << 10
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+def test_reading_a_whole_file_gives_its_rows_in_the_order_of_its_keys(tmp_path: Path) -> None:
+    path = write_file(tmp_path, num_rows=30)
+    file = ActivationFile(path)
+    file.verify()
+    assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), make_rows(30))

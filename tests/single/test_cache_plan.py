@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvfreeze.cache.disk import LimitedDisk, Rates, measure_directory
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.plan import Situation, make_plan
+
+GIB = 1 << 30
+
+FAST = {"read_cold": 1e-9, "read_warm": 1e-10, "read_cpu": 1e-10, "write": 2e-9, "write_cpu": 1e-9, "hash": 1e-9}
+RATES = Rates(**FAST, free_bytes=100 * GIB, filesystem="node:1")
+
+# 100 steps an epoch of 100 ms each, 60 ms of them for the prefix; 16 KiB a row.
+USUAL: dict[str, Any] = {
+    "image_seconds": 0.01,
+    "prefix_seconds": 0.06,
+    "suffix_seconds": 0.03,
+    "batch_rows": 128,
+    "rows": 12800,
+    "views": 1,
+    "row_bytes": 1 << 14,
+    "epochs_left": 9.0,
+    "memory_bytes": 4 * GIB,
+    "rates": RATES,
+}
+
+
+def situation(**changes: Any) -> Situation:
+    return Situation(**(USUAL | changes))
+
+
+def slow(factor: float, **changes: Any) -> Rates:
+    values = {name: seconds * (factor if name in ("read_cold", "write") else 1) for name, seconds in FAST.items()}
+    return Rates(**(values | {"free_bytes": 100 * GIB, "filesystem": "node:1"} | changes))
+
+
+DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
+    "usual": ({}, None, True, "saves"),
+    "last epoch": ({"epochs_left": 1.0}, None, False, "epochs that are left"),
+    "no epoch left": ({"epochs_left": 0.0}, None, False, "epochs that are left"),
+    "two epochs": ({"epochs_left": 2.0}, None, True, "saves"),
+    "tiny budget": ({}, 10 << 20, False, "budget leaves"),
+    "budget that just fits": ({}, 12800 << 14, True, "saves"),
+    "full disk": ({"rates": slow(1, free_bytes=1 << 20)}, None, False, "free"),
+    "cut about to move": ({"epochs_until_move": 1.0}, None, False, "likely to move"),
+    "cut that stays": ({"epochs_until_move": 4.0}, None, True, "saves"),
+    "slow disk, rows in memory": ({"rates": slow(100)}, None, True, "saves"),
+    "slow disk, rows not in memory": ({"rates": slow(100), "memory_bytes": 0}, None, False, "longer than computing"),
+    "slow disk behind a long step": (
+        {"rates": slow(100), "memory_bytes": 0, "suffix_seconds": 0.5},
+        None,
+        True,
+        "saves",
+    ),
+    "cheap prefix": ({"image_seconds": 0.0, "prefix_seconds": 1e-4}, None, False, "longer than computing"),
+    "more views than epochs": ({"views": 9}, None, False, "epochs that are left"),
+    "views that come again": ({"views": 4}, None, True, "saves"),
+    "cached by an earlier run": ({"rows_present": 12800, "epochs_left": 1.0}, None, True, "saves"),
+    "cached, and no room for more": ({"rows_present": 12800}, 0, True, "saves"),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_the_plan_decides_by_the_rule(name: str) -> None:
+    changes, limit_bytes, use, reason = DECISIONS[name]
+    plan = make_plan([situation(**changes)], limit_bytes=limit_bytes)
+    assert plan.use is use and reason in plan.reason, plan
+    assert (plan.predicted_seconds_saved > 0) or not plan.use
+    assert reason in plan.table()
+
+
+def test_the_prediction_is_the_difference_of_the_two_runs() -> None:
+    one = situation(views=2)
+    plan = make_plan([one])
+    filling, reading = 2 * 100, 7 * 100
+    without = 900 * 0.07
+    with_cache = filling * (0.07 + one.write_seconds) + reading * one.read_seconds
+    assert plan.predicted_seconds_saved == pytest.approx(without - with_cache)
+    assert plan.fill == "training"
+
+
+def test_a_half_filled_cache_is_swept_rather_than_recomputed_for_an_epoch() -> None:
+    assert make_plan([situation(rows_present=6400)]).fill == "sweep"
+    assert make_plan([situation(rows_present=0)]).fill == "training"
+
+
+def test_the_slowest_rank_counts() -> None:
+    fast, late = situation(), situation(rates=slow(100), memory_bytes=0)
+    assert make_plan([fast, fast]).use
+    both = make_plan([fast, late])
+    assert not both.use and both.predicted_seconds_saved == pytest.approx(make_plan([late]).predicted_seconds_saved)
+
+
+def test_ranks_add_up_on_a_shared_file_system_and_in_the_budget_but_not_on_disks_of_their_own() -> None:
+    size = situation().num_bytes
+    here = [situation(rates=slow(1, free_bytes=size * 3 // 2)) for _ in range(2)]
+    apart = [situation(rates=slow(1, free_bytes=size * 3 // 2, filesystem=f"node:{k}")) for k in range(2)]
+    assert not make_plan(here).fits and make_plan(apart).fits
+    assert make_plan(apart, limit_bytes=2 * size).fits and not make_plan(apart, limit_bytes=2 * size - 1).fits
+
+
+def test_the_plan_does_not_depend_on_the_order_of_ranks() -> None:
+    ranks = [situation(prefix_seconds=0.06 + k / 100, rows=12800 - k) for k in range(4)]
+    assert make_plan(ranks) == make_plan(ranks[::-1])
+
+
+def test_types_and_views_are_advised_and_not_chosen() -> None:
+    plan = make_plan([situation(views=4)], limit_bytes=1 << 20)
+    advice = [value for name, value in plan.rows if name == "advice"]
+    assert not plan.use and any("float16" in text for text in advice) and any("views:2" in text for text in advice)
+    assert not [value for name, value in make_plan([situation()]).rows if name == "advice"]
+
+
+def test_a_fixed_cut_never_moves() -> None:
+    assert situation().epochs_until_move == math.inf
+    assert "inf" in make_plan([situation()]).table()
+
+
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    rates = measure_directory(tmp_path, row_bytes=1 << 14, batch_rows=32)
+    assert 0 < rates.read_warm <= rates.read_cold and min(rates.write_cpu, rates.write, rates.hash, rates.read_cpu) > 0
+    assert rates.free_bytes > 0 and list(tmp_path.iterdir()) == []
+
+
+def test_a_slower_disk_is_measured_as_slower(tmp_path: Path) -> None:
+    disk = LimitedDisk(read_rate=1e7, write_rate=2e7)
+    rates = measure_directory(tmp_path, row_bytes=1 << 12, batch_rows=16, disk=disk)
+    assert rates.read_cold >= 1e-7 and rates.write >= 0.5e-7
+    assert rates.write_cpu < rates.write and rates.read_cpu < rates.read_warm
+
+
+def test_rows_of_many_megabytes_can_be_measured(tmp_path: Path) -> None:
+    assert measure_directory(tmp_path, row_bytes=40 << 20, batch_rows=128).read_warm > 0
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CacheFault, match="cannot be measured"):
+        measure_directory(tmp_path / "absent", row_bytes=1 << 12, batch_rows=16)

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hvfreeze.cache.disk import LimitedDisk
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.rows import RowFormat, pack_keys, unpack_keys
+from tests.single.cache_material import (
+    BATCH_ROWS,
+    fill,
+    make_keys,
+    make_mark,
+    make_rows,
+    open_store,
+    same_bits,
+    write_file,
+)
+
+LAYOUTS = {
+    "vector": make_rows(48, shape=(5,)),
+    "contiguous": make_rows(48, shape=(3, 4, 5)),
+    "channels_last": make_rows(48, shape=(3, 4, 5)).contiguous(memory_format=torch.channels_last),
+    "channels_last_1x1": make_rows(48, shape=(6, 1, 1)).contiguous(memory_format=torch.channels_last),
+    "contiguous_1x1": make_rows(48, shape=(6, 1, 1)),
+    "odd_bytes": make_rows(48, shape=(3,), dtype=torch.float16),
+    "bfloat16": make_rows(48, shape=(4, 2), dtype=torch.bfloat16),
+    "float64": make_rows(48, shape=(2,), dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shuffled_rows_come_back_with_their_bits_and_strides(layout: str, tmp_path: Path) -> None:
+    rows, keys = LAYOUTS[layout], make_keys(24, views=2)
+    store = open_store(tmp_path, keys)
+    fill(store, keys, rows)
+    order = np.random.default_rng(0).permutation(48)[:BATCH_ROWS]
+    expected = torch.empty_like(rows[:BATCH_ROWS])
+    expected.copy_(rows[torch.from_numpy(order)])
+    for _ in ("the store that wrote them", "one that opens the file"):
+        found = store.read(keys[order])
+        assert found is not None and same_bits(found, expected)
+        store.close()
+        store = open_store(tmp_path, keys)
+
+
+def test_a_batch_whose_first_dimension_is_not_the_outermost_comes_back_as_it_was(tmp_path: Path) -> None:
+    tokens_first = make_rows(32, shape=(5, 6)).transpose(0, 1).contiguous().transpose(0, 1)
+    batch = torch.empty_strided((BATCH_ROWS, 5, 6), (6, BATCH_ROWS * 6, 1)).copy_(tokens_first[:BATCH_ROWS])
+    keys = make_keys(BATCH_ROWS)
+    store = open_store(tmp_path, keys)
+    store.append(keys, batch)
+    found = store.read(keys)
+    assert found is not None and same_bits(found, batch)
+    store.close()
+    small = open_store(tmp_path, keys, batch_rows=8).read(keys[:8])
+    assert small is not None and small.stride() == (6, 8 * 6, 1) and torch.equal(small, batch[:8])
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_narrower_rows_come_back_rounded_in_the_computed_type(stored: torch.dtype, tmp_path: Path) -> None:
+    rows, keys = make_rows(32, shape=(3, 2, 2)).contiguous(memory_format=torch.channels_last), make_keys(32)
+    store = open_store(tmp_path, keys, stored=stored)
+    fill(store, keys, rows)
+    found = store.read(keys[:BATCH_ROWS])
+    assert found is not None and same_bits(found, rows[:BATCH_ROWS].to(stored).float())
+    assert store.row is not None and store.row.row_bytes == 24
+
+
+def test_rows_that_are_still_being_written_can_be_read(tmp_path: Path) -> None:
+    keys, rows = make_keys(48), make_rows(48)
+    store = open_store(tmp_path, keys, disk=LimitedDisk(read_rate=1e12, write_rate=2e4))
+    fill(store, keys, rows)
+    found = store.read(keys[32:])
+    assert found is not None and torch.equal(found, rows[32:])
+    store.close()
+
+
+def test_the_caller_may_change_a_batch_after_it_was_appended(tmp_path: Path) -> None:
+    keys, rows = make_keys(BATCH_ROWS), make_rows(BATCH_ROWS)
+    store = open_store(tmp_path, keys, disk=LimitedDisk(read_rate=1e12, write_rate=2e4))
+    batch = rows.clone()
+    store.append(keys, batch)
+    batch.zero_()
+    found = store.read(keys)
+    assert found is not None and torch.equal(found, rows)
+    store.close()
+
+
+def test_a_read_with_a_missing_row_gives_nothing_and_unknown_keys_are_missing(tmp_path: Path) -> None:
+    keys = make_keys(40)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:20], make_rows(40)[:20])
+    assert store.read(keys[19:21]) is None
+    assert store.read(keys[:20]) is not None
+    assert store.missing(make_keys(3, first=1000)).all()
+    assert store.missing(keys).tolist() == [False] * 20 + [True] * 20
+    store.close()
+
+
+def test_keys_outside_of_the_universe_and_repeated_keys_are_not_stored(tmp_path: Path) -> None:
+    keys = make_keys(10)
+    store = open_store(tmp_path, keys)
+    asked = np.concatenate([keys[:4], keys[:4], make_keys(4, first=50)])
+    assert store.append(asked, make_rows(BATCH_ROWS)) == 4
+    assert store.append(asked, make_rows(BATCH_ROWS)) == 0
+    store.close()
+    assert ActivationFile(store.path).manifest.rows == 4
+
+
+def test_a_partial_file_is_used_for_what_it_holds_and_completed_by_a_new_generation(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    first = open_store(tmp_path, keys)
+    fill(first, keys[10:26], rows[10:26])
+    first.close()
+    before = os.stat(first.path).st_ino
+    second = open_store(tmp_path, keys)
+    assert int(second.missing(keys).sum()) == 24
+    found = second.read(keys[10:26])
+    assert found is not None and torch.equal(found, rows[10:26])
+    fill(second, keys, rows)
+    second.close()
+    assert os.stat(first.path).st_ino != before
+    third = open_store(tmp_path, keys)
+    found = third.read(keys[::-1][:BATCH_ROWS].copy())
+    assert third.complete and found is not None and torch.equal(found, rows.flip(0)[:BATCH_ROWS])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.path.name]
+
+
+def test_rows_can_be_added_after_a_partial_publication(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:16], rows[:16])
+    store.publish()
+    assert ActivationFile(store.path).manifest.rows == 16
+    fill(store, keys, rows)
+    store.close()
+    file = ActivationFile(store.path)
+    file.verify()
+    assert file.manifest.rows == 40
+    assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), rows)
+
+
+def test_a_complete_file_is_published_without_being_asked(tmp_path: Path) -> None:
+    keys = make_keys(32)
+    store = open_store(tmp_path, keys)
+    fill(store, keys, make_rows(32))
+    assert store.complete
+    store.publish()
+    inode = os.stat(store.path).st_ino
+    store.close()
+    assert os.stat(store.path).st_ino == inode
+
+
+def test_a_run_of_another_size_uses_the_files_of_all_ranks(tmp_path: Path) -> None:
+    keys, rows = make_keys(60), make_rows(60)
+    for rank in range(2):
+        store = open_store(tmp_path, keys[rank::2], shard=f"{rank}of2")
+        fill(store, keys[rank::2], rows[rank::2].contiguous())
+        store.close()
+    for rank in range(3):
+        store = open_store(tmp_path, keys[rank::3], shard=f"{rank}of3")
+        assert store.complete and store.exact
+        found = store.read(keys[rank::3][:BATCH_ROWS])
+        assert found is not None and torch.equal(found, rows[rank::3][:BATCH_ROWS])
+        store.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_goes_while_the_directory_is_searched_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "activations-0123456789abcdef-1of2.h5"
+    monkeypatch.setattr("hvfreeze.cache.store.files_of", lambda directory, mark: [gone])
+    assert not open_store(tmp_path, make_keys(4)).complete
+
+
+def test_a_rank_reads_the_rows_of_others_only_when_sharing(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    mine = [open_store(tmp_path, keys[rank::2], shard=f"{rank}of2", shared=True) for rank in range(2)]
+    for rank, store in enumerate(mine):
+        fill(store, keys[rank::2], rows[rank::2].contiguous())
+        store.publish()
+    for store in mine:
+        store.refresh()
+        found = store.read(keys[:BATCH_ROWS])
+        assert found is not None and torch.equal(found, rows[:BATCH_ROWS])
+        store.close()
+    alone = open_store(tmp_path, keys[0::2], shard="0of2")
+    assert alone.complete and alone.missing(keys[1::2]).all()
+
+
+def test_a_partial_file_of_other_batch_rows_stays_inexact_when_it_is_completed(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    first = open_store(tmp_path, keys, mark=make_mark(threads=2))
+    fill(first, keys[:16], rows[:16])
+    first.close()
+    second = open_store(tmp_path, keys)
+    fill(second, keys, rows)
+    assert not second.exact
+    second.close()
+    assert not open_store(tmp_path, keys).exact
+    assert not open_store(tmp_path, keys, mark=make_mark(threads=2)).exact
+
+
+def test_rows_computed_from_inexact_rows_make_the_file_inexact(tmp_path: Path) -> None:
+    keys, rows = make_keys(32), make_rows(32)
+    store = open_store(tmp_path, keys)
+    store.append(keys[:16], rows[:16])
+    assert store.exact
+    store.append(keys[16:], rows[16:], exact=False)
+    assert not store.exact
+    store.close()
+    assert not open_store(tmp_path, keys).exact
+
+
+def test_deleting_leaves_files_of_other_owners(tmp_path: Path) -> None:
+    path = write_file(tmp_path, owner="earlier")
+    store = open_store(tmp_path, make_keys(40), owner="later")
+    store.delete()
+    assert path.exists() and store.read(make_keys(16)) is not None
+    nameless = write_file(tmp_path, mark=make_mark(cut=3))
+    open_store(tmp_path, make_keys(40), mark=make_mark(cut=3)).delete()
+    assert nameless.exists()
+    same = open_store(tmp_path, make_keys(40), owner="earlier")
+    same.delete()
+    assert not path.exists()
+    assert same.read(make_keys(16)) is not None
+
+
+def test_plain_h5py_reads_the_file_as_documented(tmp_path: Path) -> None:
+    keys, rows = make_keys(20), make_rows(20, shape=(3, 2, 2)).contiguous(memory_format=torch.channels_last)
+    store = open_store(tmp_path, keys, stored=torch.bfloat16)
+    fill(store, keys[:16], rows[:16])
+    store.close()
+    with h5py.File(store.path) as file:
+        written = file["sample_ids"][:] >= 0
+        assert written.tolist() == [True] * 16 + [False] * 4
+        assert (file["sample_ids"][:16] << 16 | file["views"][:16]).tolist() == keys[:16].tolist()
+        assert file["activations"].dtype == np.uint16 and file["activations"].shape == (20, 2, 2, 3)
+        assert file["activations"].attrs["dtype"] == b"bfloat16"
+        assert file["activations"].attrs["dimension_order"] == b"2,3,1"
+        raw = torch.from_numpy(file["activations"][:16].view(np.int16)).view(torch.bfloat16)
+        assert torch.equal(raw.permute(0, 3, 1, 2), rows[:16].bfloat16())
+        manifest = json.loads(bytes(file["manifest"][:]))
+        assert manifest["identity"] == make_mark().fields and manifest["rows"] == 16
+        assert file.attrs["format"] == b"hvfreeze activation cache" and file.attrs["cut"] == b"2"
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    assert os.stat(write_file(tmp_path)).st_mode & 0o077 == 0
+
+
+def test_rows_of_another_shape_are_refused(tmp_path: Path) -> None:
+    write_file(tmp_path, num_rows=20)
+    keys = make_keys(40)
+    store = open_store(tmp_path, keys)
+    with pytest.raises(CacheFault, match="rows of"):
+        store.append(keys[20:36], make_rows(BATCH_ROWS, shape=(5,)))
+
+
+def test_a_batch_with_gaps_or_of_integers_is_not_cacheable() -> None:
+    with pytest.raises(ValueError, match="strides"):
+        RowFormat.of(torch.zeros(8, 3)[::2], stored=None)
+    with pytest.raises(ValueError, match=r"int64.*float16"):
+        RowFormat.of(torch.zeros(4, 3, dtype=torch.int64), stored=None)
+
+
+def test_keys_keep_ids_and_views_apart() -> None:
+    ids, views = np.array([0, 1, 2**46, 7]), np.array([0, 65535, 3, 1])
+    back = unpack_keys(pack_keys(ids, views))
+    assert back[0].tolist() == ids.tolist() and back[1].tolist() == views.tolist()
+    for bad in (([-1], [0]), ([1 << 47], [0]), ([0], [65536]), ([0], [-1]), ([0, 1], [0])):
+        with pytest.raises(ValueError, match="view"):
+            pack_keys(np.array(bad[0]), np.array(bad[1]))
+
+
+def test_a_fingerprint_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
+    mark: Fingerprint = ActivationFile(write_file(tmp_path)).manifest.fingerprint
+    assert mark == make_mark()

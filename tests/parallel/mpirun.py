@@ -32,6 +32,7 @@ _FROM_ANOTHER_JOB = re.compile(
     r"PMIX_|OMPI_COMM_WORLD|OMPI_UNIVERSE|OMPI_MCA_ess|OMPI_MCA_orte_|HOROVOD_|SLURM_|HVFREEZE_"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
+_TAG = re.compile(r"\[\d+,\d+\]<std(?:out|err)>:")
 _FOR_TESTS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -46,14 +47,21 @@ _FOR_TESTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """What a job left: its exit code, its output, and `ranks[r]`, the JSON object that rank r wrote."""
+    """What a job left: its exit code, its output without horovodrun's tags, and `ranks[r]`, the JSON object of rank r.
+
+    In a test: `assert result.returncode == 0, str(result)`.
+    """
 
     returncode: int
     stdout: str
     stderr: str
     ranks: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        """One line, because pytest repeats it."""
+        return f"<exit {self.returncode}, {len(self.ranks)} reports>"
 
     def __str__(self) -> str:
         """The exit code and the end of both outputs, for a failing assertion."""
@@ -193,4 +201,4 @@ def _command(pid: int) -> str:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    return _TAG.sub("", path.read_text(encoding="utf-8", errors="replace"))

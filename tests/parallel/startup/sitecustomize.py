@@ -1,4 +1,4 @@
-"""On every rank's PYTHONPATH in tests: shortly before the deadline it prints all stacks, so that a hang explains itself."""
+"""On every rank's PYTHONPATH in tests: shortly before the deadline it prints all stacks, to explain a hang."""
 
 from __future__ import annotations
 

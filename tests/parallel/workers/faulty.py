@@ -1,6 +1,7 @@
 """The program with faults built in: `faulty.py RANK:STEP:FAULT,... ARGUMENTS` does what hvfreeze ARGUMENTS does.
 
-A fault happens on one rank before it makes the step; `-` is none, and step -1 is the end of the preparation.
+A fault happens on one rank before it makes the step. Step -2 is the beginning and -1 the end of the preparation; `-` is
+no fault.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+import hvfreeze.job
 import hvfreeze.run
 from hvfreeze import training
 from hvfreeze.__main__ import main
 from hvfreeze.config import Config
+from hvfreeze.errors import RefusedError
 from hvfreeze.feed import Batch
-from hvfreeze.job import Job
+from hvfreeze.job import Job, prepare
 from hvfreeze.record import Record
 from hvfreeze.world import World
 
-make_step, prepare = training.train_step, hvfreeze.run.prepare
+make_step = training.train_step
 
 
 def die_of(number: int) -> None:
@@ -37,6 +41,10 @@ def die_of(number: int) -> None:
 
 def fail(job: Job) -> None:
     raise RuntimeError("injected")
+
+
+def refuse(job: Job) -> None:
+    raise RefusedError("injected")
 
 
 def spin(job: Job) -> None:
@@ -58,8 +66,9 @@ def terminate_launcher(job: Job) -> None:
 
 def perturb_a_weight(job: Job) -> None:
     with torch.no_grad():
-        weight = next(job.chain.model.parameters()).view(-1)[:1]
-        weight.copy_(torch.nextafter(weight, weight + 1))
+        parameter = next(job.chain.model.parameters())
+        first = parameter[0, 0, 0, 0]
+        first.copy_(torch.nextafter(first, first + 1))
 
 
 def freeze_alone(job: Job) -> None:
@@ -68,7 +77,7 @@ def freeze_alone(job: Job) -> None:
 
 def spoil_the_loss(job: Job) -> None:
     lost = SimpleNamespace(cross_entropy=lambda logits, labels: functional.cross_entropy(logits, labels) * math.nan)
-    training.functional = lost  # type: ignore[assignment]
+    training.functional = lost  # type: ignore[assignment,attr-defined]
 
 
 def spoil_the_statistics(job: Job) -> None:
@@ -81,7 +90,11 @@ def fill_the_disk_of_the_log(job: Job) -> None:
     job.record._files["metrics"] = Path("/dev/full")
 
 
-FAULTS: dict[str, Callable[[Job], object]] = {
+def have_other_versions(job: None) -> None:
+    hvfreeze.job.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
+
+
+FAULTS: dict[str, Callable[[Any], object]] = {
     "kill": lambda job: die_of(signal.SIGKILL),
     "segfault": lambda job: die_of(signal.SIGSEGV),
     "stop": lambda job: os.kill(os.getpid(), signal.SIGSTOP),
@@ -89,6 +102,8 @@ FAULTS: dict[str, Callable[[Job], object]] = {
     "terminate": lambda job: os.kill(os.getpid(), signal.SIGTERM),
     "exit": lambda job: os._exit(3),
     "raise": fail,
+    "refuse": refuse,
+    "versions": have_other_versions,
     "spin": spin,
     "ask-launcher": ask_launcher_to_leave,
     "terminate-launcher": terminate_launcher,
@@ -107,7 +122,7 @@ def build_in(faults: str) -> None:
         rank, step, name = entry.split(":")
         wanted[int(rank), int(step)] = FAULTS[name]
 
-    def nothing(job: Job) -> None:
+    def nothing(job: Job | None) -> None:
         return
 
     def faulty_step(job: Job, batch: Batch) -> float:
@@ -115,6 +130,7 @@ def build_in(faults: str) -> None:
         return make_step(job, batch)
 
     def faulty_preparation(config: Config, world: World) -> Job:
+        wanted.get((world.rank, -2), nothing)(None)
         job = prepare(config, world)
         wanted.get((world.rank, -1), nothing)(job)
         return job

@@ -1,0 +1,44 @@
+# Every target sets up what it needs first, in .venv/; when nothing changed that takes a fraction of a second.
+#
+#   PYTHON=python3.12       the interpreter that .venv/ is made with (python3, or the one that .venv/ has)
+#   TORCH_INDEX_ARGS=...    passed to pip when it installs torch and torchvision: for PyTorch's public CPU wheels,
+#                           `--index-url` and the index URL that pytorch.org shows for CPU wheels
+#   ONLY=name               the one benchmark that `make bench` runs
+#   ARGS=...                more arguments for `make demo`, or for pytest in `make test` and `make torture`
+
+PYTHON ?=
+TORCH_INDEX_ARGS ?=
+ONLY ?=
+ARGS ?=
+
+RUN := .venv/bin/python -m
+
+.PHONY: help setup demo test check bench figures torture
+.NOTPARALLEL:
+
+help: ## list the targets (the default)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@sed -n 's/^#   /  /p' Makefile
+
+setup: ## prepare .venv/, Horovod with MPI and missing system packages
+	@PYTHON='$(PYTHON)' TORCH_INDEX_ARGS='$(TORCH_INDEX_ARGS)' launch/bootstrap
+
+demo: setup ## fine-tune with 2 ranks, in full and frozen by vote, and compare
+	$(RUN) analysis.demo $(ARGS)
+
+test: check ## every check and every test but the torture
+	OMP_NUM_THREADS=1 $(RUN) pytest tests/single tests/parallel $(ARGS)
+
+check: setup ## formatting, lint and types
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy hvfreeze analysis
+
+bench: setup ## our time against reference loops, into build/bench.json
+	$(RUN) analysis.bench $(if $(ONLY),--only $(ONLY))
+
+figures: setup ## draw every figure from the recorded results
+	$(RUN) analysis.figures
+
+torture: setup ## the long tests
+	OMP_NUM_THREADS=1 $(RUN) pytest tests -m torture $(ARGS)

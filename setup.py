@@ -1,0 +1,33 @@
+"""The packaging entry: `pip install .`, `pip install -e .` and `pip wheel .` all read this file."""
+
+from __future__ import annotations
+
+from setuptools import setup
+
+setup(
+    name="hvfreeze",
+    version="0.1.0",
+    description="Fine-tune with a voted frozen prefix under Horovod",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    # An explicit list: cache/, launch/ and analysis/ must never be installed under those bare names.
+    packages=["hvfreeze", "hvfreeze.cache", "hvfreeze.examples"],
+    package_data={"hvfreeze": ["py.typed", "templates/*"]},
+    entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:main"]},
+    install_requires=[
+        "h5py>=3.8",
+        "jinja2>=3.1",
+        "matplotlib>=3.7",
+        "mpi4py>=3.1",
+        "numpy>=1.24",
+        "pillow>=9.4",
+        "pyyaml>=6.0",
+        "scikit-learn>=1.2",
+        "torch>=2.1,<2.14",  # 2.14 asks for C++20, with which Horovod was not built
+        "torchvision>=0.16",
+        "tqdm>=4.64",
+    ],
+    # Horovod must be compiled with MPI against the installed torch: launch/bootstrap does it, plain pip does not.
+    extras_require={"mpi": ["horovod==0.28.1"]},
+    zip_safe=False,
+)

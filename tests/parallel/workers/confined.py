@@ -1,0 +1,16 @@
+"""The program with all ranks on one core: `confined.py ARGUMENTS` does what hvfreeze ARGUMENTS does."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hvfreeze.__main__ import main
+from tests.parallel.mpirun import report
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    code = main(sys.argv[1:])
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    report(rank, yields=os.environ.get("OMPI_MCA_mpi_yield_when_idle"))
+    sys.exit(code)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGED = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "LICENSE",
+    "hvfreeze",
+    "cache",
+    "launch",
+    "analysis",
+)
+NOT_INSTALLED = {"cache", "launch", "analysis", "tests"}
+WHERE = "import hvfreeze, hvfreeze.cache, hvfreeze.errors; print(hvfreeze.cache.__file__)"
+BARE = (
+    "from importlib.util import find_spec; print([n for n in ('cache', 'launch', 'analysis', 'tests') if find_spec(n)])"
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree, as building leaves files behind."""
+    target = tmp_path_factory.mktemp("sources")
+    for name in PACKAGED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "results")
+            )
+        else:
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    python("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), ".", cwd=sources)
+    return next(folder.glob("hvfreeze-*.whl"))
+
+
+def python(*args: str, cwd: Path, **variables: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
+    done = subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def test_wheel_holds_the_library_and_its_cache_and_no_bare_names(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {"hvfreeze/__main__.py", "hvfreeze/cache/__init__.py", "hvfreeze/py.typed"} <= set(names)
+    assert not tops & NOT_INSTALLED
+    assert len(tops) == 2, tops  # hvfreeze and its metadata
+
+
+def test_wheel_holds_every_module_and_template_of_the_tree(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("hvfreeze/")}
+    modules = {*ROOT.glob("hvfreeze/*.py"), *ROOT.glob("hvfreeze/cache/*.py"), *ROOT.glob("hvfreeze/templates/*")}
+    assert {path.relative_to(ROOT).as_posix() for path in modules} <= inside
+
+
+def test_installed_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    python("-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(site), str(wheel), cwd=tmp_path)
+    assert python("-c", WHERE, cwd=tmp_path, PYTHONPATH=str(site)) == str(site / "hvfreeze/cache/__init__.py")
+    assert {path.name for path in site.iterdir()} & NOT_INSTALLED == set()
+    assert "hvfreeze.__main__:main" in next(site.glob("hvfreeze-*.dist-info/entry_points.txt")).read_text()
+
+
+def test_editable_install_follows_the_tree_and_hides_the_bare_names(sources: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    options = ["-q", "--no-deps", "--no-build-isolation", "--ignore-installed", "--prefix", str(prefix)]
+    python("-m", "pip", "install", *options, "-e", str(sources), cwd=tmp_path)
+    site = next(prefix.glob("lib/python*/site-packages"))
+    # -S keeps out the editable install of the tree under test; the libraries come back without their .pth files.
+    start = f"import site, sys; site.addsitedir({str(site)!r}); "
+    libraries = f"sys.path.append({sysconfig.get_path('purelib')!r}); "
+    assert python("-S", "-c", start + BARE, cwd=tmp_path) == "[]"
+    assert python("-S", "-c", start + libraries + WHERE, cwd=tmp_path) == str(sources / "hvfreeze/cache/__init__.py")
+
+
+def test_source_distribution_builds_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path) -> None:
+    python("setup.py", "-q", "sdist", "-d", str(tmp_path), cwd=sources)
+    archive = next(tmp_path.glob("hvfreeze-*.tar.gz"))
+    subprocess.run(["tar", "xzf", str(archive)], cwd=tmp_path, check=True)
+    unpacked = next(path for path in tmp_path.glob("hvfreeze-*") if path.is_dir())
+    python("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), ".", cwd=unpacked)
+    again = next(tmp_path.glob("hvfreeze-*.whl"))
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_installed_torch_and_horovod_are_the_pinned_ones() -> None:
+    from importlib.metadata import version
+
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "launch/requirements.txt").read_text().splitlines()
+        if line.startswith(("torch", "hor"))
+    )
+    installed = {name: version(name).partition("+")[0] for name in pins}
+    assert installed == pins

@@ -113,7 +113,7 @@ def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
 
 def legend_columns(width: float) -> int:
     """Return how many phases fit into a row of the legend."""
-    return max(1, int(width / 0.98))
+    return max(1, int(width / 1.2))
 
 
 def add_segment(
@@ -139,9 +139,9 @@ def plot_cuts(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
         for axes, run in zip(panels, chosen):
             plot_cut(axes, run)
             axes.set_title(clipped(run.name, int(11.5 * width)), loc="left", fontsize=9)
-            axes.set(ylim=(-0.4, deepest + 0.4), xlim=(0, None))
+            axes.set_ylim(-0.4, deepest + 0.4)
             axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        panels[-1].set_xlabel("epochs of training")
+        panels[-1].set(xlabel="epochs of training", xlim=(0, None))
         figure.supylabel("cut (frozen blocks)", fontsize=9)
         add_legend(figure, "outside upper left", columns=4 if width >= WIDE else 2)
         return figure

@@ -34,7 +34,7 @@ from hvfreeze.tables import (
     vote_table,
 )
 
-VOTES_UNFOLDED = 60
+VOTES_UNFOLDED = 100
 """With more votes than this over all runs, the page folds each run's table away."""
 
 

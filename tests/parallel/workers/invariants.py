@@ -186,10 +186,15 @@ def check_votes_move_all_ranks_alike(world: World) -> None:
 
 def check_averaged_signals_leave_nothing_to_vote_on(world: World) -> None:
     parts = Parts(world, freeze="gradient-norm", eta_max=math.inf, signal="averaged")
+    seen: list[float] = []
     for _ in range(30):
         decision = parts.step()
         if decision is not None:
             assert len(set(decision.proposals)) == 1  # type: ignore[attr-defined]
+            etas = decision.etas  # type: ignore[attr-defined]
+            assert all(row == etas[0] for row in etas)
+            seen += [eta for eta in etas[0] if eta]
+    assert seen, "the averaged gradients were never looked at"
 
 
 def main() -> None:

@@ -1,0 +1,138 @@
+"""Whatever is wrong with how ranks are started, or on one of them, ends the job with one message."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.mpirun import ROOT, STARTUP, TIMED_OUT, Result, hvfreeze, mpirun
+from tests.program import contents, save_photos, spawn
+
+CONFINED = Path(__file__).with_name("workers") / "confined.py"
+SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "96", "--batch-size", "16", "--epochs", "1"]
+SMALL += ["--threads", "1"]
+
+pytestmark = pytest.mark.mpi
+
+
+def refused(result: Any, code: int, *fragments: str) -> None:
+    assert result.returncode == code, str(result)
+    said = [line for line in result.stderr.splitlines() if line.startswith("hvfreeze: error: ")]
+    assert len(said) == 1, str(result)
+    assert "Traceback" not in result.stdout + result.stderr, str(result)
+    missing = [fragment for fragment in fragments if fragment not in said[0]]
+    assert not missing, f"{missing} not in the message\n{result}"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A run directory that nothing may be written to."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before
+
+
+def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> Result:
+    """Two ranks that are started with different arguments after the common ones."""
+    other = [":", "-n", "1", sys.executable, "-m", "hvfreeze", "train", *arguments, *second]
+    return hvfreeze(1, "train", *arguments, *first, *other)
+
+
+def test_a_usage_error_is_said_once_for_all_ranks(run_dir: Path) -> None:
+    refused(
+        hvfreeze(3, "train", *SMALL, "--run-dir", str(run_dir), "--epoch", "2"),
+        2,
+        "error: unknown argument '--epoch'; did you mean '--epochs'?",
+    )
+
+
+def test_an_unknown_command_is_said_once_for_all_ranks() -> None:
+    refused(hvfreeze(3, "trian"), 2, "error: unknown command 'trian'; did you mean 'train'?")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fragments"),
+    [
+        (["--lr", "0.1"], ["--lr", "0.2"], ["optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1", "one command"]),
+        # What one rank alone does before or after training would leave it waiting for the others.
+        ([], ["--resume"], ["run.resume is False on rank 0 and True on rank 1"]),
+        ([], ["--epoch", "3"], ["rank 1: unknown argument '--epoch'"]),
+    ],
+)
+def test_ranks_with_different_arguments_are_refused(
+    run_dir: Path, first: list[str], second: list[str], fragments: list[str]
+) -> None:
+    refused(each_its_own([*SMALL, "--run-dir", str(run_dir)], first, second), 2, *fragments)
+
+
+def test_ranks_with_different_data_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    folders = [save_photos(tmp_path / "0"), save_photos(tmp_path / "1", classes="ac")]
+    common = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--batch-size", "8", "--run-dir", str(run_dir)]
+    result = each_its_own(common, ["--data-dir", str(folders[0])], ["--data-dir", str(folders[1])])
+    refused(result, 2, "different data", "on rank 0", "on rank 1")
+
+
+def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: Path) -> None:
+    stub = tmp_path / "stub" / "horovod"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text('raise ImportError("built for another interpreter")')
+    result = hvfreeze(
+        3,
+        "train",
+        *SMALL,
+        "--run-dir",
+        str(run_dir),
+        env={"PYTHONPATH": ":".join(map(str, (stub.parent, STARTUP, ROOT)))},
+    )
+    refused(result, 2, "3 tasks", "Horovod", "built for another interpreter", "make setup")
+
+
+def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Path) -> None:
+    task = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    outcome = spawn("train", *SMALL, "--run-dir", str(run_dir), env={**task, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    refused(outcome, 2, "the launcher says 4 tasks, but MPI connects 1", "mpirun")
+
+
+def test_fewer_samples_than_ranks_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    photos = save_photos(tmp_path / "photos", training=1)
+    arguments = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos)]
+    result = hvfreeze(3, "train", *arguments, "--batch-size", "1", "--run-dir", str(run_dir))
+    refused(result, 2, "2 training samples are fewer than 3 ranks")
+
+
+def test_a_damaged_image_in_one_shard_is_named_on_all_ranks(run_dir: Path, tmp_path: Path) -> None:
+    photos = save_photos(tmp_path / "photos")
+    image = photos / "train" / "b" / "17.png"
+    whole = image.read_bytes()
+    # The header stays whole: only the rank that decodes the image can notice.
+    image.write_bytes(whole[: len(whole) // 2])
+    arguments = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos)]
+    result = hvfreeze(2, "train", *arguments, "--batch-size", "8", "--run-dir", str(run_dir))
+    refused(result, 3, "error: rank ", str(image), "not an intact image")
+
+
+def test_a_run_directory_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    result = hvfreeze(2, "train", *SMALL, "--run-dir", str(tmp_path / "file" / "run"))
+    refused(result, 2, "--run-dir", str(tmp_path / "file" / "run"), "choose another")
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+def test_more_ranks_than_cores_run_and_say_so(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", *SMALL[:-2], "--run-dir", str(folder)]
+    result = mpirun(2, CONFINED, timeout=120, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
+    assert result.returncode == 0, str(result)
+    assert result.returncode != TIMED_OUT
+    notes = [line for line in result.stdout.splitlines() if "2 ranks for 1 cores" in line]
+    assert len(notes) == 1, str(result)
+    assert notes[0].startswith("note: ")
+    assert [rank["yields"] for rank in result.ranks] == ["1", "1"]
+    assert (folder / "summary.json").exists()

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.mpirun import ROOT
+from tests.parallel.nodes import Nodes, attempts, digest, launch, scratch, state, training, up, wait_until
+
+CLUSTER = str(ROOT / "launch/cluster")
+HOROVODRUN = str(ROOT / "launch/horovodrun.sh")
+WORKERS = Path(__file__).with_name("workers")
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with up("cluster", "--nodes", "4", "--bandwidth", "1gbit") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with scratch() as path:
+        yield path
+
+
+def directories() -> set[str]:
+    return {path.name for path in Path("/run").glob("hvfreeze-cluster.*")}
+
+
+def interfaces() -> str:
+    """Names, addresses and routes of the machine itself."""
+    return "".join(subprocess.check_output(["ip", *words], text=True) for words in (["-br", "address"], ["route"]))
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_one(nodes: Nodes, folder: Path) -> None:
+    job = ["horovodrun", "-np", "4", "-H", nodes.hosts]
+    options = ["--train-samples", "128", "--epochs", "3"]
+    whole = nodes.run(*job, *training(folder / "whole", *options), OMP_NUM_THREADS="1")
+    assert whole.returncode == 0, whole.stderr
+    hosts = json.loads((folder / "whole/environment.json").read_text())["hosts"]
+    assert hosts == ["node0", "node1", "node2", "node3"]
+
+    restart = [str(ROOT / "launch/restart"), "--backoff", "0", "--"]
+    disturbed = nodes.start(*restart, *job, *training(folder / "disturbed", *options), OMP_NUM_THREADS="1")
+    wait_until(lambda: list(folder.glob("disturbed/checkpoints/step-*.pt")), what="a checkpoint")
+    killed = nodes.run("pkill", "-KILL", "-f", "[h]vfreeze train", on="node2")
+    assert killed.returncode == 0, killed.stderr
+    output, errors = disturbed.communicate()
+    assert disturbed.returncode == 0, output + errors
+    assert "resumed after step" in output
+    assert digest(folder / "disturbed") == digest(folder / "whole")
+    assert [(attempt["code"] != 0, attempt["next"]) for attempt in attempts(folder / "disturbed")] == [
+        (True, "restart after 0 s"),
+        (False, "end"),
+    ]
+    assert nodes.left("[h]vfreeze train") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
+    nodes: Nodes, folder: Path, size: int
+) -> None:
+    worker = [sys.executable, str(WORKERS / "sent_bytes.py"), str(folder / "found")]
+    done = nodes.run(HOROVODRUN, "-np", str(size), *worker)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "found").read_text()) == pytest.approx([2 * (size - 1) / size] * size, rel=0.1)
+
+
+def test_everything_that_is_wrong_with_a_node_is_one_line_before_anything_starts(nodes: Nodes) -> None:
+    packages, key = sysconfig.get_path("purelib"), f"/run/hvfreeze-cluster.{nodes.name}/user_key.pub"
+    broken = {
+        "node1": (f"mount -t tmpfs none {packages}", f"umount {packages}"),
+        "node2": ("dd if=/dev/zero of=$TMPDIR/full bs=1M", "rm $TMPDIR/full"),
+        "node3": (f"mount --bind /dev/null {key}", f"umount {key}"),
+    }
+    for node, (breaking, _) in broken.items():
+        nodes.run("sh", "-c", breaking, on=node)
+    try:
+        hosts = f"{nodes.hosts},nosuchnode:1"
+        job = nodes.run(HOROVODRUN, "-np", "5", "-H", hosts, sys.executable, "-m", "hvfreeze", "train")
+        doctor = [sys.executable, "-m", "hvfreeze", "doctor", "--hosts", hosts, "--cache-dir", "$TMPDIR"]
+        table = nodes.run("sh", "-c", " ".join(doctor), HVFREEZE_PORTS="22-22").stdout
+    finally:
+        for node, (_, mending) in broken.items():
+            nodes.run("sh", "-c", mending, on=node)
+    assert job.returncode == 2
+    said = dict(line.split(": ", 2)[1:] for line in job.stderr.splitlines())
+    assert list(said) == ["node1", "node2", "node3", "nosuchnode"]
+    assert "has no Python package torch, horovod, mpi4py" in said["node1"]
+    assert "cannot write 1 MiB to" in said["node2"]
+    assert "ssh-copy-id node3" in said["node3"]
+    assert "this name has no address" in said["nosuchnode"]
+    problems = {line.split()[1]: line for line in table.splitlines() if line.startswith("PROBLEM")}
+    assert "node3: ssh refuses the key; nosuchnode: the name has no address" in problems["ssh"]
+    assert "no torch on node1" in problems["versions"]
+    assert "node2: No space left on device" in problems["cache"]
+    assert "node0: 22 in use" in problems["ports"]
+
+
+def test_hosts_without_fault_are_usable_and_no_faster_than_their_limit(nodes: Nodes) -> None:
+    done = nodes.run(sys.executable, "-m", "hvfreeze", "doctor", "--hosts", nodes.hosts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rates = next(line for line in done.stdout.splitlines() if "bandwidth" in line)
+    assert int(rates.split(" to ")[1].split()[0]) < 1100
+
+
+def test_no_secret_of_the_user_reaches_a_rank(nodes: Nodes) -> None:
+    done = nodes.run(HOROVODRUN, "-np", "2", "env", FAKE_API_KEY="sesame", SOME_TOKEN="sesame")
+    assert done.returncode == 0, done.stderr
+    assert "HOROVOD_FUSION_THRESHOLD=0" in done.stdout
+    assert "sesame" not in done.stdout
+
+
+def test_a_preempted_job_behind_horovodruns_shell_gets_the_signal(nodes: Nodes, folder: Path) -> None:
+    waiting = f"trap 'exit 75' USR1; touch {folder}/$(hostname); while :; do sleep 0.1; done"
+    job = nodes.start(HOROVODRUN, "-np", "2", "bash", "-c", waiting)
+    wait_until(lambda: len(list(folder.iterdir())) == 2, what="two ranks")
+    job.send_signal(signal.SIGUSR1)
+    output, errors = job.communicate()
+    assert job.returncode == 75, output + errors
+    assert nodes.left(f"[t]ouch {folder}") == []
+
+
+def test_a_job_ends_with_the_command_that_started_it(nodes: Nodes, folder: Path) -> None:
+    job = nodes.start("horovodrun", "-np", "2", "bash", "-c", f"touch {folder}/$(hostname); sleep 1000")
+    wait_until(lambda: len(list(folder.iterdir())) == 2, what="two ranks")
+    job.kill()
+    job.communicate()
+    assert nodes.left(f"[t]ouch {folder}") == []
+
+
+@pytest.mark.fault
+def test_the_ranks_of_a_host_that_lost_power_move_to_the_others(folder: Path) -> None:
+    with up("cluster", "--nodes", "3") as nodes:
+        launch([CLUSTER, "kill", "--name", nodes.name, "node1"])
+        restart = [str(ROOT / "launch/restart"), "--backoff", "0", "--drop-dead-hosts", "--"]
+        job = [HOROVODRUN, "-np", "3", "-H", nodes.hosts, "bash", "-c", "hostname; exit 0", "job"]
+        done = nodes.run(*restart, *job, "--run-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line[-5:] for line in done.stdout.splitlines()) == ["node0", "node0", "node2"]
+    first, last = attempts(folder)
+    assert (first["code"], first["hosts"]) == (1, {"node0": 1, "node1": 1, "node2": 1})
+    assert (last["code"], last["hosts"], last["dropped"]) == (0, {"node0": 2, "node2": 2}, ["node1"])
+
+
+def test_clusters_do_not_see_each_other_or_change_the_machine(nodes: Nodes) -> None:
+    before = interfaces()
+    with up("cluster", "--nodes", "2") as other:
+        assert interfaces() == before
+        assert other.run("ssh", "node1", "touch $TMPDIR/mark").returncode == 0
+        assert other.run("ssh", "node1", "ls $TMPDIR").stdout == "mark\n"
+        assert nodes.run("ssh", "node1", "ls $TMPDIR").stdout == ""
+        assert nodes.run("ssh", "node3", "hostname").stdout == "node3\n"
+        assert other.run("ssh", "node3", "hostname").returncode != 0
+    assert interfaces() == before
+
+
+@pytest.mark.fault
+def test_nothing_is_left_of_a_cluster_whose_supervisor_was_killed() -> None:
+    with up("cluster", "--nodes", "2") as nodes:
+        job = nodes.start("ssh", "node1", "sleep", "3600")
+        found = state(nodes.name)
+        os.kill(found["supervisor"], signal.SIGKILL)
+        job.communicate()
+        for node in found["nodes"]:
+            wait_until(lambda pid=node["pid"]: not Path(f"/proc/{pid}").exists(), what="the node's end")
+        launch([CLUSTER, "status"])
+        assert f"hvfreeze-cluster.{nodes.name}" not in directories()
+
+
+def test_a_cluster_ends_with_its_owner(nodes: Nodes) -> None:
+    owner = subprocess.Popen(["sleep", "3600"])
+    name = f"owned{owner.pid}"
+    try:
+        assert launch([CLUSTER, "up", "--nodes", "2", "--name", name, "--owner", str(owner.pid)]).returncode == 0
+        assert f"hvfreeze-cluster.{name}" in directories()
+    finally:
+        owner.kill()
+        owner.wait()
+    wait_until(lambda: f"hvfreeze-cluster.{name}" not in directories(), what="the end of the cluster")
+
+
+def test_an_interrupted_up_leaves_nothing(nodes: Nodes) -> None:
+    name = f"interrupted{os.getpid()}"
+    starting = subprocess.Popen([CLUSTER, "up", "--nodes", "100", "--name", name], cwd=ROOT, start_new_session=True)
+    wait_until(lambda: f"hvfreeze-cluster.{name}" in directories(), what="the state directory")
+    os.killpg(starting.pid, signal.SIGINT)
+    assert starting.wait() == 130
+    wait_until(lambda: f"hvfreeze-cluster.{name}" not in directories(), what="the end of the cluster")
+
+
+def test_a_name_that_is_taken_is_refused(nodes: Nodes) -> None:
+    done = launch([CLUSTER, "up", "--nodes", "1", "--name", nodes.name])
+    assert done.returncode == 1
+    assert f"cluster '{nodes.name}' is up already" in done.stderr
+
+
+def test_what_a_machine_lacks_is_said_with_its_remedy(nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "python3").symlink_to(sys.executable)
+    for program in ("tc", "ssh", "ssh-keygen"):
+        (tmp_path / program).symlink_to(shutil.which(program) or "")
+    done = launch([CLUSTER, "up"], PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "ip is missing: apt-get install iproute2" in done.stderr

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from analysis import caching, experiments, static_sweep, sweep
+from analysis.estimates import bits_per_second, duration, total_seconds
+from analysis.launching import Site, command_of, flags_of
+from analysis.plans import FULL, PRESETS, REDUCED, SMOKE, Experiment, Preset
+from analysis.rows import Results, best_lr, cell, front_accuracy, is_kept, read_rows
+from hvfreeze.cli import configuration, parse
+from hvfreeze.errors import RefusedError, UsageError
+from tests.single.experiment_runs import carried_out, made_up
+
+EACH = pytest.mark.parametrize("experiment", experiments.EXPERIMENTS, ids=lambda experiment: experiment.name)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs that were started; none of them trains."""
+    started: list[str] = []
+
+    def launch(planned, site, *, timeout):  # type: ignore[no-untyped-def]
+        started.append(planned.name)
+        return made_up(planned, site)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    return started
+
+
+@EACH
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Experiment, preset: Preset) -> None:
+    planned = sweep.plan(experiment, preset, Results(Path()))
+    assert planned
+    for run in planned:
+        options = parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name))[1]
+        given = configuration(options)
+        assert dataclasses.replace(given, run=run.config().run) == run.config()
+
+
+def test_all_reduced_presets_together_take_at_most_six_hours() -> None:
+    planned = [run for each in experiments.EXPERIMENTS for run in sweep.plan(each, REDUCED, Results(Path()))]
+    assert total_seconds(planned, REDUCED) < 6 * 3600
+
+
+@EACH
+def test_where_accuracy_is_claimed_there_are_three_seeds(experiment: Experiment) -> None:
+    planned = sweep.plan(experiment, REDUCED, Results(Path()))
+    reported = [run for run in planned if not run.flags.get("validation_fraction")]
+    for label in {run.label for run in reported}:
+        assert {run.seed for run in reported if run.label == label} == {0, 1, 2}
+
+
+@EACH
+def test_results_have_a_claim_with_its_limits_and_every_figure_twice(
+    experiment: Experiment, launches: list[str], tmp_path: Path
+) -> None:
+    results = carried_out(experiment, REDUCED, tmp_path)
+    text = (results.directory / "README.md").read_text()
+    assert len(results.rows) == len(set(launches))
+    for wanted in ("## Limits", f"python -m analysis.{experiment.name} --preset reduced", "Some CPU, 2 cores", "n = "):
+        assert wanted in text
+    assert text.count("**") >= 2, "no claim is made"
+    figures = {path.name for path in (results.directory / "figures").iterdir()}
+    assert figures
+    assert {Path(name).with_suffix(".svg").name for name in figures} <= figures
+    assert {Path(name).with_suffix(".png").name for name in figures} <= figures
+    assert str(tmp_path) not in text
+
+
+@EACH
+def test_half_of_the_results_are_written_up_too(
+    experiment: Experiment, launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(planned, site, *, timeout):  # type: ignore[no-untyped-def]
+        launches.append(planned.name)
+        if len(launches) % 2:
+            raise RefusedError("made to fail")
+        return made_up(planned, site)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    one = dataclasses.replace(REDUCED, seeds=(0,))
+    assert sweep.carry_out(experiment, one, Site(work=tmp_path / "work"), root=tmp_path) == 1
+
+
+def test_what_is_done_is_not_done_again(launches: list[str], tmp_path: Path) -> None:
+    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
+    assert launches == ["groups5-s0", "residual8-s0"]
+    before = (tmp_path / "results/static_sweep/rows.csv").read_bytes()
+    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
+    assert launches == ["groups5-s0", "residual8-s0"]
+    assert (tmp_path / "results/static_sweep/rows.csv").read_bytes() == before
+
+
+def test_a_failed_run_does_not_stop_the_others_and_is_made_up_for(
+    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    working = sweep.launch
+
+    def failing(planned, site, *, timeout):  # type: ignore[no-untyped-def]
+        if planned.label == "groups5":
+            raise RefusedError("run groups5-s0 ended with exit code 5")
+        return working(planned, site, timeout=timeout)
+
+    monkeypatch.setattr(sweep, "launch", failing)
+    site = Site(work=tmp_path / "work")
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 1
+    assert "ended with exit code 5" in capsys.readouterr().err
+    assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["residual8-s0"]
+    monkeypatch.setattr(sweep, "launch", working)
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
+    assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["groups5-s0", "residual8-s0"]
+
+
+def test_results_of_another_configuration_are_refused_by_name(launches: list[str], tmp_path: Path) -> None:
+    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
+    other = dataclasses.replace(SMOKE, lr=0.5)
+    with pytest.raises(RefusedError, match=r"groups5-s0 holds another run \(lr: 0.02 there, 0.5 here\)"):
+        sweep.carry_out(static_sweep.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
+
+
+def test_kept_logs_hold_no_path_and_no_host_of_the_machine_and_no_weights(launches: list[str], tmp_path: Path) -> None:
+    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
+    kept = tmp_path / "results/static_sweep/runs/groups5-s0"
+    assert sorted(path.name for path in kept.iterdir()) == [
+        "config.yaml",
+        "decisions.jsonl",
+        "environment.json",
+        "metrics.jsonl",
+        "plan.json",
+        "summary.json",
+    ]
+    tree = yaml.safe_load((kept / "config.yaml").read_text())
+    assert (tree["data"]["data_dir"], tree["run"]["run_dir"]) == (None, None)
+    assert json.loads((kept / "environment.json").read_text())["hosts"] == ["host0", "host0"]
+    assert not (tmp_path / "work" / "groups5-s0").exists()
+
+
+def test_a_run_without_summary_is_not_kept(tmp_path: Path) -> None:
+    run = sweep.plan(static_sweep.EXPERIMENT, SMOKE, Results(Path()))[0]
+    assert not is_kept(run, tmp_path / "nothing")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/plan.json").write_text(json.dumps(run.identity()))
+    assert not is_kept(run, tmp_path / "half")
+
+
+def test_two_different_runs_of_one_name_are_refused() -> None:
+    twice = dataclasses.replace(
+        caching.EXPERIMENT, runs=lambda preset: [preset.run("a", 0), preset.run("a", 0, {"lr": 0.5})]
+    )
+    with pytest.raises(UsageError, match="two different runs of the name a-s0"):
+        sweep.plan(twice, SMOKE, Results(Path()))
+
+
+def test_the_time_left_follows_what_finished_runs_took() -> None:
+    progress = sweep.Progress({"a": 10.0, "b": 10.0, "c": 20.0, "d": 10.0})
+    assert progress.left() == 50.0
+    progress.done["a"] = 0.0
+    assert progress.left() == 40.0
+    progress.done["b"] = 30.0
+    assert progress.left() == 90.0
+
+
+def test_commands_start_one_rank_alone_several_under_mpirun_and_nodes_on_the_cluster() -> None:
+    site, run_dir = Site(work=Path("work"), data_dir=Path("data"), weights=Path("w.pt")), Path("work/a")
+    preset = dataclasses.replace(REDUCED, weights="w.pt")
+    alone = command_of(preset.run("a", 0, ranks=1), site, run_dir)
+    assert alone[1:4] == ["-m", "hvfreeze", "train"]
+    assert alone[-1] == "--resume"
+    assert alone[alone.index("--weights") + 1] == str(Path("w.pt").resolve())
+    assert command_of(preset.run("a", 0), site, run_dir)[:3] == ["mpirun", "-n", "2"]
+    nodes = command_of(preset.run("a", 0, ranks=4, nodes=4), site, run_dir, cluster="c7")
+    assert nodes[1:5] == ["run", "--name", "c7", "--"]
+    hosts = command_of(FULL.run("a", 0), Site(work=Path("work"), hosts="n0:2,n1:2"), run_dir)
+    assert hosts[1:5] == ["-np", "4", "-H", "n0:2,n1:2"]
+
+
+def test_the_front_is_linear_between_budgets_and_flat_beyond() -> None:
+    front = ((20.0, 0.8), (10.0, 0.6))
+    assert front_accuracy(front, 15.0) == pytest.approx(0.7)
+    assert front_accuracy(front, 5.0) == 0.6
+    assert front_accuracy(front, 99.0) == 0.8
+
+
+def test_the_learning_rate_is_chosen_on_held_out_samples_by_the_mean() -> None:
+    def row(label: str, lr: float, accuracy: float, held_out: float) -> dict[str, object]:
+        return {"label": label, "lr": lr, "test_accuracy": accuracy, "validation_fraction": held_out}
+
+    rows = [
+        row("lr1", 0.1, 0.9, 0.2),
+        row("lr1", 0.1, 0.5, 0.2),
+        row("lr2", 0.2, 0.8, 0.2),
+        row("epochs1", 9.0, 1.0, 0.0),
+    ]
+    assert best_lr(rows) == 0.2
+    assert best_lr([]) is None
+
+
+def test_cells_come_back_as_what_they_were() -> None:
+    assert [cell(text) for text in ("", "True", "3", "0.5", "1gbit", "1,0,0,0")] == [
+        None,
+        True,
+        3,
+        0.5,
+        "1gbit",
+        "1,0,0,0",
+    ]
+
+
+def test_rates_and_durations_are_read_and_written() -> None:
+    assert bits_per_second("200mbit") == 2e8
+    assert bits_per_second("") == float("inf")
+    assert [duration(seconds) for seconds in (30, 600, 7200)] == ["30 s", "10 min", "2.0 h"]

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from analysis import demo
+from analysis.demo import Stage, StageError, comparison_table, environment, is_progress, launch, plan, run_stage
+from hvfreeze.cli import configuration, parse
+from hvfreeze.data import open_data
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.runs import load_runs
+from tests.single.run_directories import vote, write_run
+
+
+def test_the_halves_hold_the_same_pixels_as_the_digits(tmp_path: Path) -> None:
+    demo.write_images(open_data("digits"), classes=range(5, 10), folder=tmp_path)
+    folder, digits = open_data("imagefolder", tmp_path), open_data("digits", classes=range(5, 10))
+    assert folder.train.classes == ("5", "6", "7", "8", "9")
+    for written, known in ((folder.train, digits.train), (folder.test, digits.test)):
+        # A folder is sorted by class, then by sample.
+        order = torch.argsort(known.labels, stable=True).tolist()
+        assert written.labels.tolist() == known.labels[order].tolist()
+        assert all(np.array_equal(written.decode(row), known.decode(sample)) for row, sample in enumerate(order))
+
+
+def test_at_most_so_many_images_of_a_class_are_chosen() -> None:
+    images = open_data("digits").test
+    chosen = demo.chosen_ids(images, frozenset((2, 3)), most=4)
+    assert sorted(images.labels[chosen].tolist()) == [2] * 4 + [3] * 4
+    assert len(demo.chosen_ids(images, frozenset(range(10)), most=None)) == len(images)
+
+
+@pytest.mark.parametrize("weights", [None, Path("some.pt")])
+@pytest.mark.parametrize("cifar", [False, True])
+def test_the_program_takes_every_stages_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cifar: bool, weights: Path | None
+) -> None:
+    if cifar:
+        monkeypatch.setattr(demo, "open_data", lambda name, directory=None: open_data("digits"))
+    stages = plan(tmp_path, data_dir=tmp_path if cifar else None, weights=weights)
+    configs = [configuration(parse(["train", *stage.flags, "--run-dir", str(stage.run_dir)])[1]) for stage in stages]
+    assert [stage.run_dir.name for stage in stages] == ["pretrained", "full", "voted", "cached"][
+        0 if weights is None else 1 :
+    ]
+    full, voted, cached = configs[-3:]
+    assert (full.data, full.optimizer, full.model) == (voted.data, voted.optimizer, voted.model)
+    assert (voted.data, voted.optimizer, voted.freeze) == (cached.data, cached.optimizer, cached.freeze)
+    assert (voted.cache.cache, cached.cache.cache) == ("off", "auto")
+    assert full.model.weights == str(weights or tmp_path / "pretrained" / "model.pt")
+    assert (full.freeze.freeze, full.cache.cache) == ("none", "off")
+    assert voted.freeze.freeze not in ("none", "static")
+    assert full.data.data == ("cifar10" if cifar else "imagefolder")
+
+
+def test_several_ranks_are_started_with_horovodrun_and_one_alone() -> None:
+    assert launch(2, ["train"]) == ["horovodrun", "-np", "2", "-H", "localhost:2", "hvfreeze", "train"]
+    assert launch(1, ["train"]) == ["hvfreeze", "train"]
+
+
+def test_programs_of_this_environment_come_first_and_the_users_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    found = environment(2)
+    assert found["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert (found["OMP_NUM_THREADS"], found["OMPI_MCA_mpi_yield_when_idle"]) == ("3", "1")
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in found
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert environment(2)["OMPI_ALLOW_RUN_AS_ROOT"] == environment(2)["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("[1,0]<stdout>:epoch   0 | cut 0\n", True),
+        ("epoch   0 | cut 0\n", True),
+        ("[1,1]<stdout>:epoch   0 | cut 0\n", False),
+        ("[1,0]<stderr>:RuntimeWarning: something\n", False),
+    ],
+)
+def test_only_rank_0s_progress_is_shown(line: str, shown: bool) -> None:
+    assert is_progress(line) is shown
+
+
+def stage_that(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Stage:
+    monkeypatch.setattr(demo, "launch", lambda ranks, arguments: [sys.executable, "-c", script])
+    return Stage(title="a stage", run_dir=folder / "run", flags=())
+
+
+def test_a_stage_that_fails_stops_the_demo_with_the_programs_code_and_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "print('[1,0]<stderr>:hvfreeze: error: no such data'); print('launcher talk'); raise SystemExit(3)"
+    stage = stage_that(monkeypatch, tmp_path, script)
+    with pytest.raises(StageError, match="'a stage' failed with exit code 3") as caught:
+        run_stage(stage, ranks=2)
+    assert caught.value.exit_code == 3
+    assert "hvfreeze: error: no such data" in str(caught.value) and "launcher talk" not in str(caught.value)
+    assert "launcher talk" in (tmp_path / "run.log").read_text()
+
+
+def test_a_stage_shows_progress_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_stage(
+        stage_that(monkeypatch, tmp_path, "print('[1,0]<stdout>:epoch 0 | done[1,0]<stdout>:'); print('other')"),
+        ranks=2,
+    )
+    out = capfd.readouterr().out
+    assert "  epoch 0 | done\n" in out and "other" not in out
+
+
+def test_what_would_fail_later_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--out"):
+        demo.check(tmp_path, ranks=1, weights=None)
+    with pytest.raises(UsageError, match="--ranks"):
+        demo.check(tmp_path / "new", ranks=0, weights=None)
+    with pytest.raises(UsageError, match="--weights"):
+        demo.check(tmp_path / "new", ranks=1, weights=tmp_path / "absent.pt")
+    monkeypatch.setattr(demo.shutil, "which", lambda name, path: None)
+    with pytest.raises(RefusedError, match="make setup"):
+        demo.check(tmp_path / "new", ranks=2, weights=None)
+    demo.check(tmp_path / "new", ranks=1, weights=None)
+
+
+def test_the_table_compares_time_gain_accuracy_and_cuts(tmp_path: Path) -> None:
+    decisions = [vote(20, before=0, after=2, proposals=[2, 2], weights=[1.0, 1.0])]
+    paths = [
+        write_run(tmp_path / "full", accuracies=[0.5, 0.95, 0.9]),
+        write_run(tmp_path / "voted", accuracies=[0.5, 0.6, 0.9], speed=2.0, freeze="linear", decisions=decisions),
+    ]
+    table = comparison_table(load_runs(paths))
+    assert table.columns == ("2 ranks", "full", "voted")
+    rows = {name: cells for name, *cells in table.rows}
+    assert rows["training time"] == ["11.5 s", "5.77 s"]
+    assert rows["- forward"] == ["3.00 s", "1.50 s"]
+    assert rows["speed-up"] == ["1.00x", "2.00x"]
+    assert rows["time saved"] == ["0.0 %", "50.0 %"]
+    assert rows["test accuracy, best epoch"] == ["95.0 %", "90.0 %"]
+    assert rows["cut (epoch of the change)"] == ["0", "0, 2 (1)"]

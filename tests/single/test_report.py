@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from hvfreeze.__main__ import main
+from hvfreeze.comparison import Group, compare, group_by_seed, spread
+from hvfreeze.drawing import COLOURS, NARROW, WIDE, save_figure, spread_out
+from hvfreeze.errors import RefusedError
+from hvfreeze.figures import accuracy_curve, colours, plot_accuracy_against_time, plot_cuts, plot_phases
+from hvfreeze.page import Section, write_page
+from hvfreeze.report import write_report
+from hvfreeze.runs import load_run, load_runs
+from hvfreeze.tables import Table, command, percent, seconds, shown, summary_table, vote_table
+from tests.single.run_directories import PHASES, vote, write_run
+
+VOTES = [
+    vote(10, before=0, after=1, proposals=[1, 2], weights=[1.0, 0.5]),
+    vote(20, before=1, after=1, proposals=[1, 2], weights=[1.0, 0.25]),
+]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    full = write_run(tmp_path / "full", accuracies=[0.5, 0.9, 0.8])
+    voted = write_run(
+        tmp_path / "voted", accuracies=[0.5, 0.7, 0.75], speed=1.25, freeze="gradient-norm", decisions=VOTES
+    )
+    return [full, voted]
+
+
+def test_a_run_is_read_with_what_came_of_it(pair: list[Path]) -> None:
+    run = load_run(pair[1])
+    assert (run.name, run.size, run.finished, run.final_cut) == ("voted", 2, True, 1)
+    assert (run.test_accuracy, run.best_accuracy) == (0.75, 0.75)
+    assert load_run(pair[0]).best_accuracy == 0.9
+    assert run.train_seconds == pytest.approx(3 * sum(PHASES.values()) / 1.25)
+    assert run.allreduce_bytes == 30_000_000
+    assert run.cut_history[0] == (0, 0, 0)
+    assert run.settings["freeze"] == "gradient-norm"
+
+
+def test_an_unfinished_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "cut-off", accuracies=[0.1, 0.2, 0.3], epochs=9, finished=False, decisions=VOTES)
+    whole = load_run(directory)
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "step"')
+    run = load_run(directory)
+    assert len(run.metrics) == 3 and not run.finished
+    assert run.images_per_second == pytest.approx(640 / sum(PHASES.values()))
+    assert run.train_seconds == whole.train_seconds == pytest.approx(3 * sum(PHASES.values()))
+    assert run.cut_history == [(0, 0, 0), (1, 10, 1)]
+
+
+def test_a_setting_that_an_older_version_did_not_know_has_its_default(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "old", accuracies=[0.1])
+    (directory / "config.yaml").write_text("freeze: {freeze: percentile}\nlater: {unheard_of: 1}\n")
+    settings = load_run(directory).settings
+    assert (settings["freeze"], settings["model"], settings["unheard_of"]) == ("percentile", "resnet18", 1)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl"])
+def test_a_run_directory_without_one_of_its_files_is_refused_by_the_files_name(tmp_path: Path, name: str) -> None:
+    directory = write_run(tmp_path / "run", accuracies=[0.1])
+    (directory / name).unlink()
+    with pytest.raises(RefusedError, match=re.escape(str(directory / name))):
+        load_run(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.yaml", "[1, 2", "damaged"),
+        ("config.yaml", "- 1\n", "sections"),
+        ("config.yaml", "freeze: 3\n", "sections"),
+        ("environment.json", "{", "damaged"),
+        ("environment.json", "{}", "lacks size"),
+        ("metrics.jsonl", "", "no epoch yet"),
+        ("metrics.jsonl", '{"epoch": 0}\n', "line 1 is damaged: it lacks step"),
+        ("metrics.jsonl", "7\n", "no object"),
+        ("decisions.jsonl", "\n", "line 1 is damaged"),
+        ("summary.json", '{"test_accuracy": 1}', "lacks best_test_accuracy"),
+        ("summary.json", b"\xff\xfe", "damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, content: str | bytes, said: str) -> None:
+    directory = write_run(tmp_path / "run", accuracies=[0.1])
+    (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RefusedError, match=said) as caught:
+        load_run(directory)
+    assert str(directory / name) in str(caught.value)
+
+
+def test_the_command_ends_with_code_3_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 3
+    assert f"run directory {tmp_path / 'nowhere'} does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_is_a_file_is_refused(pair: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(RefusedError, match="--out"):
+        write_report(pair, out=tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_runs_of_equal_name_are_told_apart_and_repeated_ones_are_read_once(tmp_path: Path) -> None:
+    first, second = (write_run(tmp_path / parent / "full", accuracies=[0.1]) for parent in ("a", "b"))
+    assert [run.name for run in load_runs([first, second, first])] == ["a/full", "b/full"]
+
+
+def test_runs_that_differ_in_the_seed_only_are_one_group(tmp_path: Path) -> None:
+    flags = ({"seed": 1}, {"seed": 2, "data_seed": 5}, {"seed": 1, "lr": 0.5}, {"seed": 3})
+    runs = [
+        load_run(write_run(tmp_path / f"work-seed{number}", accuracies=[0.1], finished=number < 3, **leaves))
+        for number, leaves in enumerate(flags)
+    ]
+    assert [[run.name for run in group.runs] for group in group_by_seed(runs)] == [
+        ["work-seed0", "work-seed1"],
+        ["work-seed2"],
+        ["work-seed3"],
+    ]
+    assert group_by_seed(runs)[0].name == "work"
+
+
+def test_speed_up_and_time_saved_say_the_same_in_two_forms(pair: list[Path]) -> None:
+    groups = group_by_seed(load_runs(pair))
+    comparison = compare(groups[1], groups)
+    assert comparison is not None and compare(groups[0], groups) is None
+    assert comparison.baseline.name == "full"
+    assert comparison.speed_up.mean == pytest.approx(1.25)
+    assert comparison.time_saved.mean == pytest.approx(0.2)
+
+
+def test_a_slower_run_saves_a_negative_time(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "full", accuracies=[0.1]),
+        write_run(tmp_path / "slow", accuracies=[0.1], speed=0.5, freeze="linear"),
+    ]
+    groups = group_by_seed(load_runs(runs))
+    comparison = compare(groups[1], groups)
+    assert comparison is not None and comparison.time_saved.mean == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"epochs": 7},
+        {"batch_size": 64},
+        {"size": 4},
+        {"precision": "bfloat16"},
+        {"environment": {"processor": "another"}},
+        {"environment": {"hosts": ["node0", "node1"]}},
+        {"finished": False},
+        {"cache": "auto"},
+        {"shadow": "linear"},
+    ],
+)
+def test_a_run_of_other_work_is_no_baseline(tmp_path: Path, other: dict[str, object]) -> None:
+    runs = [
+        write_run(tmp_path / "full", accuracies=[0.1], **other),  # type: ignore[arg-type]
+        write_run(tmp_path / "voted", accuracies=[0.1], freeze="linear"),
+    ]
+    groups = group_by_seed(load_runs(runs))
+    assert compare(groups[1], groups) is None
+
+
+def test_a_run_is_compared_with_the_baseline_of_its_seed(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.1], seed=s, speed=1 + s) for s in (0, 1)]
+    paths += [write_run(tmp_path / f"voted-{s}", accuracies=[0.1], seed=s, speed=4.0, freeze="linear") for s in (0, 1)]
+    groups = group_by_seed(load_runs(paths))
+    comparison = compare(groups[1], groups)
+    assert comparison is not None
+    assert (comparison.speed_up.low, comparison.speed_up.high, comparison.speed_up.n) == pytest.approx((2, 4, 2))
+    alone = Group(
+        "voted-9", tuple(load_runs([write_run(tmp_path / "voted-9", accuracies=[0.1], seed=9, freeze="linear")]))
+    )
+    against_mean = compare(alone, groups)
+    assert against_mean is not None and against_mean.speed_up.mean == pytest.approx(0.75)
+
+
+def test_a_mean_is_shown_with_its_range_and_n_with_its_name(tmp_path: Path) -> None:
+    assert shown(spread([0.5, 0.6]), percent) == "55.0 % (50.0 to 60.0)"
+    assert shown(spread([0.5, 0.5]), percent) == "50.0 %"
+    assert [seconds(value) for value in (1.234, 12.34, 1234.5)] == ["1.23 s", "12.3 s", "1234 s"]
+    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.9 + s / 100], seed=s) for s in (0, 1)]
+    row = dict(zip(summary_table([]).columns, summary_table(group_by_seed(load_runs(paths))).rows[0]))
+    assert row["Run"] == "full (2 seeds)"
+    assert row["Accuracy"] == "90.5 % (90.0 to 91.0)"
+    assert row["Speed-up"] == "baseline"
+    assert row["Allreduce"] == "10.0 MB"
+
+
+def test_a_vote_is_a_row_that_a_person_can_follow(pair: list[Path]) -> None:
+    table = vote_table(load_run(pair[1]))
+    assert table.title == "voted: 2 votes, 1 change of the cut"
+    first, second = (dict(zip(table.columns, row)) for row in table.rows)
+    assert (first["Proposals"], first["Weights"]) == ("1, 2", "1, 0.5")
+    assert (first["Support"], first["Quorum"]) == ("cut 1: 100 %, cut 2: 33 %", "50 %")
+    assert first["Cut"] == "0 → 1"
+    assert (second["Cut"], second["Support"]) == ("stays 1", "cut 2: 20 %")
+
+
+def test_ballots_of_many_ranks_are_counted(tmp_path: Path) -> None:
+    line = vote(10, before=0, after=0, proposals=[0] * 30 + [1] * 10, weights=[1.0] * 40)
+    run = load_run(write_run(tmp_path / "many", accuracies=[0.1], size=40, freeze="linear", decisions=[line]))
+    row = dict(zip(vote_table(run).columns, vote_table(run).rows[0]))
+    assert row["Proposals"] == "30 times 0, 10 times 1"
+
+
+def test_a_shadow_criterion_has_a_column_and_no_part_in_the_cut(tmp_path: Path) -> None:
+    shadow = {"linear": {"proposals": [2, 3], "cut": 2}}
+    line = vote(10, before=0, after=0, proposals=[], weights=[1.0, 1.0], shadow=shadow, tally=[], total=0)
+    run = load_run(write_run(tmp_path / "watched", accuracies=[0.1], shadow="linear", decisions=[line]))
+    row = dict(zip(vote_table(run).columns, vote_table(run).rows[0]))
+    assert (row["Shadow linear"], row["Proposals"], row["Cut"]) == ("2 (2, 3)", "", "stays 0")
+
+
+def test_the_command_of_a_run_names_what_differs_from_the_defaults(pair: list[Path]) -> None:
+    assert command(load_run(pair[1])) == "horovodrun -np 2 hvfreeze train --epochs 3 --freeze gradient-norm"
+
+
+def test_a_table_as_text_is_aligned_and_marks_its_columns() -> None:
+    table = Table(columns=("a", "number"), rows=(("long name", "1"), ("b", "22")))
+    assert (
+        table.to_text()
+        == "| a         | number |\n|:----------|-------:|\n| long name |      1 |\n| b         |     22 |\n"
+    )
+
+
+def test_a_report_holds_page_figures_and_numbers(pair: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    assert write_report(pair, out=out) == 0
+    page = (out / "index.html").read_text()
+    for text in ("1.25x", "20.0 %", "80.0 %", "cut 1: 100 %, cut 2: 33 %", "Some CPU", "not installed"):
+        assert text in page
+    for name in ("accuracy-against-time", "phases", "cuts"):
+        assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (out / "figures" / f"{name}.svg").read_text()
+    rows, epochs, votes = (
+        list(csv.DictReader((out / "data" / f"{name}.csv").read_text().splitlines()))
+        for name in ("runs", "epochs", "votes")
+    )
+    assert [row["run"] for row in rows] == ["full", "voted"]
+    assert float(rows[1]["speed_up"]) == pytest.approx(1.25) and rows[0]["speed_up"] == ""
+    assert len(epochs) == 6
+    assert [line["proposals"] for line in votes] == ["1 2", "1 2"]
+
+
+def test_a_page_asks_for_nothing_beside_its_own_folder(pair: list[Path], tmp_path: Path) -> None:
+    write_report(pair, out=tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "<script" not in page
+    linked = re.findall(r'(?:src|href|srcset)="([^"]*)"', page)
+    assert linked
+    for link in linked:
+        assert link.startswith(("data:image/svg+xml;base64,", "#section-")) or (tmp_path / "report" / link).is_file()
+
+
+def test_two_reports_on_the_same_runs_are_the_same_bytes(pair: list[Path], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_report(pair, out=tmp_path / name)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    assert len(files) == 16
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+def test_a_runs_name_cannot_put_markup_into_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "<b>$x_{$", accuracies=[0.1, 0.2], freeze="linear", decisions=VOTES)
+    write_report([run], out=tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "<b>" not in page and "&lt;b&gt;$x_{$" in page
+
+
+def test_an_unfinished_run_is_shown_as_such_and_not_compared(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "full", accuracies=[0.1] * 5),
+        write_run(tmp_path / "voted", accuracies=[0.1], epochs=5, freeze="linear", finished=False),
+    ]
+    row = dict(zip(summary_table([]).columns, summary_table(group_by_seed(load_runs(runs))).rows[1]))
+    assert row["Run"] == "voted (not finished: 1 of 5 epochs)"
+    assert (row["Speed-up"], row["Time saved"]) == ("", "")
+
+
+def test_one_run_of_one_epoch_without_votes_makes_a_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "only", accuracies=[0.1], size=1)
+    write_report([run], out=tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "report on 1 run<" in page and "Votes and cuts" not in page
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_many_runs_are_drawn_at_any_width(tmp_path: Path, width: float) -> None:
+    paths = [
+        write_run(tmp_path / f"_run-{lr}", accuracies=[0.1, 0.2], lr=lr, freeze="linear", decisions=VOTES)
+        for lr in range(1, 15)
+    ]
+    runs = load_runs(paths)
+    for plot in (plot_accuracy_against_time, plot_phases, plot_cuts):
+        figure = plot(runs, width=width)
+        save_figure(figure, tmp_path / "figure")
+        assert figure.get_figwidth() == width
+    assert len(plot_cuts(runs, width=width).axes) == 12
+
+
+def test_runs_of_different_lengths_are_drawn_to_their_ends(tmp_path: Path) -> None:
+    lengths = {"short": 2, "long": 9, "middle": 4}
+    paths = [
+        write_run(tmp_path / name, accuracies=[0.1] * length, freeze="linear", decisions=VOTES)
+        for name, length in lengths.items()
+    ]
+    for axes in plot_cuts(load_runs(paths)).axes:
+        assert axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 9
+
+
+def test_stacked_phases_add_up_to_the_training_time(pair: list[Path]) -> None:
+    runs = load_runs(pair)
+    bars = plot_phases(runs).axes[0].patches
+    for row, run in enumerate(runs):
+        ends = [bar.get_x() + bar.get_width() for bar in bars if round(bar.get_y() + bar.get_height() / 2) == row]  # type: ignore[attr-defined]
+        assert max(ends) == pytest.approx(run.train_seconds)
+
+
+def test_a_curve_of_several_seeds_is_their_mean_over_the_epochs_that_all_have(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", accuracies=[0.2, 0.4, 0.6], epochs=3)
+    second = write_run(tmp_path / "b", accuracies=[0.4, 0.8], epochs=3, speed=2.0)
+    times, accuracies = accuracy_curve(load_runs([first, second]))
+    assert accuracies == pytest.approx([30, 60])
+    assert times == pytest.approx([0.75 * sum(PHASES.values()), 1.5 * sum(PHASES.values())])
+
+
+def test_the_baseline_is_grey_and_no_two_of_many_lines_look_the_same(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / "full", accuracies=[0.1])]
+    paths += [write_run(tmp_path / f"run-{k}", accuracies=[0.1], freeze="static", cut=k, lr=k + 1) for k in range(12)]
+    looks = colours(group_by_seed(load_runs(paths)))
+    assert looks[0][0] not in COLOURS
+    assert len(set(looks)) == 13
+
+
+@pytest.mark.parametrize("places", [[0.5, 0.5, 0.5], [0.99, 1.0, 0.2], [0.0, 0.01, 0.02], [1.0]])
+def test_labels_keep_their_order_and_do_not_overlap(places: list[float]) -> None:
+    found = spread_out(places, [0.1] * len(places))
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    gaps = [found[b] - found[a] for a, b in itertools.pairwise(order)]
+    assert all(gap >= 0.1 - 1e-9 for gap in gaps)
+    assert max(found) <= 0.95 + 1e-9
+
+
+def test_a_page_of_any_sections_can_be_written(tmp_path: Path) -> None:
+    table = Table(columns=("x", "y"), rows=(("1 < 2", "3"),), title="folded away", folded=True)
+    path = write_page(
+        "A & B", [Section(heading="Six", text=("One.",), points=("a point",), tables=(table,))], out=tmp_path
+    )
+    page = path.read_text()
+    for text in ("<title>A &amp; B</title>", "<li>a point</li>", "<summary>folded away</summary>", "1 &lt; 2"):
+        assert text in page

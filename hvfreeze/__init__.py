@@ -27,7 +27,7 @@ _HOMES = {
     "open_world": "world",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -51,7 +51,7 @@ Criterion = Callable[[Evidence], Proposal]
 
 
 def rates_of_change(evidence: Evidence) -> tuple[float | None, ...]:
-    """Return eta per block: |N(T-1) - N(T)| / N(T-1); None for frozen blocks, the head, and blocks without parameters."""
+    """Return eta per block: |N(T-1) - N(T)| / N(T-1); None where frozen, parameterless, or the head."""
     if evidence.norms is None or evidence.previous_norms is None:
         return (None,) * evidence.num_blocks
     etas: list[float | None] = [None] * evidence.num_blocks

@@ -85,7 +85,7 @@ class GradientSums:
 
 
 def coverage(labels: Sequence[int], num_classes: int) -> float:
-    """Return the entropy of the labels over its greatest value, times their number: how much of the task a rank sees."""
+    """Return the relative entropy of the labels (0-1) times their number: how much of the task a rank sees."""
     counts = torch.bincount(torch.as_tensor(labels, dtype=torch.int64), minlength=num_classes).double()
     shares = counts[counts > 0] / counts.sum()
     entropy = float(-(shares * shares.log()).sum())

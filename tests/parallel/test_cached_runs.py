@@ -1,4 +1,4 @@
-"""A cached run is the uncached run, bit for bit: through a moving cut, a resumption, and from an earlier run's files."""
+"""A cached run is the uncached run, bit for bit, through a moving cut, a resumption, and from older files."""
 
 from __future__ import annotations
 

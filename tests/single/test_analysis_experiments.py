@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import adaptive, baseline, figures, paper, scaling, static_sweep, summary, sweep, votes
+from analysis import adaptive, baseline, figures, paper, scaling, static_sweep, summary, sweep, votes, writeup
 from analysis.plans import REDUCED, SMOKE
 from analysis.rows import open_results, read_rows
 from analysis.scaling import Model, Point, fit
@@ -17,6 +17,12 @@ from tests.single.experiment_runs import a_vote, carried_out, made_up
 @pytest.fixture(autouse=True)
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "launch", made_up)
+
+
+@pytest.fixture
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn but not written, which takes most of the time."""
+    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
 
 
 def test_the_studys_speed_ups_are_those_of_its_seconds() -> None:
@@ -72,15 +78,13 @@ def test_more_ranks_than_cores_take_longer_and_no_exchange_takes_less_than_none(
     assert model.step(dataclasses.replace(fast, bandwidth=1e15)) == fast.work
 
 
-def test_the_left_out_size_is_not_part_of_the_fit(tmp_path: Path) -> None:
+def test_the_left_out_size_is_not_part_of_the_fit(tmp_path: Path, no_files: None) -> None:
     results = carried_out(scaling.EXPERIMENT, REDUCED, tmp_path)
     assert {point.nodes for point in scaling.points_of(results)} == {2, 3, 4}
     assert scaling.LEFT_OUT not in scaling.FIT
 
 
-def test_the_front_runs_at_the_learning_rate_that_was_best_on_held_out_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_front_runs_at_the_learning_rate_that_was_best_on_held_out_samples(tmp_path: Path, no_files: None) -> None:
     results = carried_out(baseline.EXPERIMENT, REDUCED, tmp_path)
     tried = {row["lr"] for row in results.rows if row["label"].startswith("lr")}
     assert tried == set(baseline.LEARNING_RATES)
@@ -88,7 +92,9 @@ def test_the_front_runs_at_the_learning_rate_that_was_best_on_held_out_samples(
     assert all(not row["validation_fraction"] for row in results.rows if not row["label"].startswith("lr"))
 
 
-def test_the_others_take_the_baselines_learning_rate_and_are_drawn_against_its_front(tmp_path: Path) -> None:
+def test_the_others_take_the_baselines_learning_rate_and_are_drawn_against_its_front(
+    tmp_path: Path, no_files: None
+) -> None:
     carried_out(baseline.EXPERIMENT, REDUCED, tmp_path)
     options = sweep.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
     assert sweep.preset_of(options, root=options.results).lr == 0.005
@@ -104,7 +110,7 @@ def test_a_cut_of_the_finer_split_on_a_boundary_of_the_coarser_is_run_once() -> 
 
 
 @pytest.fixture
-def readme(tmp_path: Path) -> Path:
+def readme(tmp_path: Path, no_files: None) -> Path:
     path = tmp_path / "README.md"
     path.write_text("# x\n\n<!-- results -->\n<!-- /results -->\n\nrest\n")
     carried_out(static_sweep.EXPERIMENT, REDUCED, tmp_path)

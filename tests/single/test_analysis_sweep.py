@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis import caching, experiments, static_sweep, sweep
+from analysis import caching, experiments, static_sweep, sweep, writeup
 from analysis.estimates import bits_per_second, duration, total_seconds
 from analysis.launching import Site, command_of, flags_of
 from analysis.plans import FULL, PRESETS, REDUCED, SMOKE, Experiment, Preset
@@ -84,6 +84,7 @@ def test_half_of_the_results_are_written_up_too(
         return made_up(planned, site)
 
     monkeypatch.setattr(sweep, "launch", launch)
+    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
     one = dataclasses.replace(REDUCED, seeds=(0,))
     assert sweep.carry_out(experiment, one, Site(work=tmp_path / "work"), root=tmp_path) == 1
 

@@ -1,0 +1,150 @@
+"""What is the best that full fine-tuning does, and for how many epochs? And what does DistributedDataParallel do?
+
+    python -m analysis.baseline --preset reduced --data-dir DIR --weights FILE
+
+First the learning rate is chosen on held-out training samples. With it, full fine-tuning is run for several numbers of
+epochs and reported on the test set: training for fewer epochs is what anybody can do instead of freezing, so this front
+is what every other experiment is drawn against. Run this one first: the others take the learning rate from it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from analysis import paper
+from analysis.charts import accuracy_time_chart
+from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
+from analysis.rows import Results, best_lr
+from analysis.statistics import shown, signed_points, time_saved
+from analysis.sweep import main
+from hvfreeze.tables import Table, factor, percent, seconds
+
+LEARNING_RATES = (0.005, 0.01, 0.02, 0.05)
+HELD_OUT = 0.2
+BUDGETS = (0.2, 0.4, 0.6, 1.0, 1.6)
+"""Epochs as parts of the preset's."""
+RIVAL_CUT = 4
+"""Frozen groups in the comparison with DistributedDataParallel; the study's headline."""
+DDP = "analysis.ddp"
+
+
+def runs(preset: Preset) -> list[PlannedRun]:
+    """Return the runs that choose the learning rate."""
+    seeds = preset.seeds[:2]
+    return [
+        preset.run(f"lr{lr:g}", seed, {"lr": lr, "validation_fraction": HELD_OUT})
+        for lr in preset.few(LEARNING_RATES)
+        for seed in seeds
+    ]
+
+
+def then(preset: Preset, results: Results) -> list[PlannedRun]:
+    """Return the front at the learning rate chosen, and the rivals on the same work."""
+    lr = best_lr(results.rows) or preset.lr
+    budgets = sorted({max(1, round(part * preset.epochs)) for part in preset.few(BUDGETS)} | {preset.epochs})
+    if preset.is_smoke:
+        budgets = [1]
+    full: dict[str, Value] = {"lr": lr}
+    frozen: dict[str, Value] = {**full, "blocks": preset.coarse, "freeze": "static", "cut": RIVAL_CUT}
+    planned = [
+        preset.run(f"epochs{epochs}", seed, {**full, "epochs": epochs}) for epochs in budgets for seed in preset.seeds
+    ]
+    # Side by side in time, so that whatever else the machine does meets all of them.
+    for seed in preset.seeds:
+        if not preset.is_smoke:
+            planned.append(preset.run("static", seed, frozen))
+            planned.append(preset.run("ddp", seed, full, program=DDP))
+        planned.append(preset.run("ddp-static", seed, frozen, program=DDP))
+    return planned
+
+
+def budgets_of(results: Results) -> list[str]:
+    """Return the labels of the front, fewest epochs first."""
+    return sorted((label for label in results.labels if label.startswith("epochs")), key=lambda b: int(b[6:]))
+
+
+def whole(results: Results) -> str:
+    """Return the label of full fine-tuning for as many epochs as the rivals had."""
+    epochs = next((row["epochs"] for row in results.of("ddp-static")), None)
+    return f"epochs{epochs}"
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return what the baseline reaches, and how DistributedDataParallel compares."""
+    front, found = budgets_of(results), []
+    if front:
+        best = max(front, key=lambda label: results.mean(label, "test_accuracy").mean)
+        accuracy, time = results.mean(best, "test_accuracy"), results.mean(best, "train_seconds")
+        text = (
+            f"{shown(accuracy, percent, count=True)} on test after {best[6:]} epochs in {shown(time, seconds)}, "
+            f"learning rate {results.of(best)[0]['lr']:g} chosen on held-out training samples. The study's own full "
+            f"run reached {percent(paper.FULL.accuracy)} ({paper.TABLE_1_SOURCE}), in another setting and not the "
+            f"bar."
+        )
+        found.append(Answer(question="How good is full fine-tuning here?", text=text, n=accuracy.n))
+    if "ddp" in results.labels and whole(results) in results.labels:
+        full, frozen = results.gain(whole(results), "ddp"), results.gain("static", "ddp-static")
+        text = (
+            f"hvfreeze's speed-up over it is {shown(full, factor, count=True)} in full, and {shown(frozen, factor)} "
+            f"with {RIVAL_CUT} groups frozen statically in both."
+        )
+        question = "And DistributedDataParallel over gloo on the same work?"
+        found.append(Answer(question=question, text=text, n=full.n, negative=min(full.mean, frozen.mean) < 1))
+    return found
+
+
+def tables(results: Results) -> list[Table]:
+    """Return the choice of the learning rate, the front, and the rivals."""
+    rates = [label for label in results.labels if label.startswith("lr")]
+    tried = tuple((label[2:], shown(results.mean(label, "test_accuracy"), percent)) for label in rates)
+    reference = whole(results)
+    reached = []
+    for label in [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]:
+        gain = results.gain(label, reference)
+        reached.append(
+            (
+                label,
+                shown(results.mean(label, "train_seconds"), seconds),
+                shown(gain, factor),
+                shown(time_saved(gain), percent),
+                shown(results.mean(label, "test_accuracy"), percent),
+                shown(results.change(label, reference), signed_points),
+            )
+        )
+    columns = ("Run", "Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
+    return [
+        Table(title="Learning rates", columns=("Learning rate", "Accuracy on held-out samples"), rows=tried),
+        Table(title=f"Against {reference}", columns=columns, rows=tuple(reached)),
+    ]
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return accuracy against time."""
+    labels = [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]
+    n = max((len(results.of(label)) for label in labels), default=0)
+    if not labels:
+        return []
+    caption = (
+        f"Test accuracy against training time of full fine-tuning and its rivals; mean and 95 % interval, n = {n}."
+    )
+    return [Drawing(name="front", caption=caption, figure=accuracy_time_chart(results, labels))]
+
+
+EXPERIMENT = Experiment(
+    name="baseline",
+    title="Full fine-tuning for several numbers of epochs, and DistributedDataParallel",
+    runs=runs,
+    then=then,
+    answers=answers,
+    tables=tables,
+    drawings=drawings,
+    shown=2,
+    limits=(
+        "The learning rate was chosen for full fine-tuning, at the default number of epochs; frozen runs use it too.",
+        "DistributedDataParallel was given channels_last and our batches; its exchange is part of its backward phase.",
+        "Ranks share one machine and its memory: no network is involved.",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

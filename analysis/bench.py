@@ -1,0 +1,110 @@
+"""`make bench`: our time over that of reference loops written by hand, into build/bench.json.
+
+    python -m analysis.bench                          everything, at most 15 minutes on 2 cores
+    python -m analysis.bench --only NAME[,NAME]       these rows, merged into the file
+    python -m analysis.bench --list                   the names
+    python -m analysis.bench --quick                  only see that everything runs
+
+Both sides of a row live in the same two ranks and take turns, so that whatever else the machine does meets both.
+`ratio` is the median of the pairs, `low` and `high` its 95 % bootstrap interval; a row is ok when `low` keeps the bound
+and the interval is at most 6 % wide. Use a machine that is otherwise idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+
+from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS, Case
+from analysis.benchmarks.judging import Row
+from analysis.benchmarks.launching import run_case
+from analysis.benchmarks.table import HEADER, merged, read_rows, table, write_rows
+from hvfreeze.config import did_you_mean
+from hvfreeze.errors import HvfreezeError, UsageError
+
+OUT = Path("build") / "bench.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench; return 0 when every row was measured, whether or not it keeps its bound."""
+    options = parse(arguments)
+    if options.list:
+        print("\n".join(ROWS))
+        return 0
+    try:
+        wanted = choose(options.only)
+    except HvfreezeError as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return error.exit_code
+    rows, failed = measure(wanted, quick=options.quick, out=options.out)
+    print("\n" + table(rows) + f"\n\nwritten to {options.out}")
+    for name in failed:
+        print(f"bench: error: {name} could not be measured", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="NAME[,NAME]", help="measure these rows and merge them into the file")
+    parser.add_argument("--list", action="store_true", help="print the names of all rows")
+    parser.add_argument("--quick", action="store_true", help="tiny batches and two pairs: see that everything runs")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"the file ({OUT})")
+    return parser.parse_args(arguments)
+
+
+def choose(only: str | None) -> tuple[str, ...]:
+    """Return the rows to measure.
+
+    Raises:
+        UsageError: a name is no row's.
+    """
+    if only is None:
+        return ROWS
+    names = tuple(name.strip() for name in only.split(","))
+    for name in names:
+        if name not in ROWS:
+            hint = did_you_mean(name, dict.fromkeys(ROWS))
+            raise UsageError(f"--only ({name}) must be the name of a row{hint}; --list shows them all")
+    return names
+
+
+def measure(wanted: tuple[str, ...], *, quick: bool, out: Path) -> tuple[list[Row], list[str]]:
+    """Run the cases one after another, writing the file after each.
+
+    Returns:
+        The rows in the file, and the names of those that could not be measured.
+    """
+    started, found = monotonic(), [] if wanted == ROWS else read_rows(out)
+    cases = [case for case in CASES if case.chosen(wanted)]
+    failed: list[str] = []
+    print(HEADER, flush=True)
+    for position, case in enumerate(cases):
+        chosen = case.chosen(wanted)
+        passed = monotonic() - started
+        print(f"[{position + 1}/{len(cases)}] {case.module}, after {passed:.0f} s", flush=True)
+        seconds = case.seconds * share_of_time(cases[position:], wanted, left=TOTAL_SECONDS - passed)
+        rows, code = run_case(case, chosen, seconds=seconds, quick=quick, folder=out.parent)
+        missing = [name for name in chosen if name not in {row.name for row in rows}]
+        if code != 0 and not missing:
+            print(f"bench: note: {case.module} ended with exit code {code}", file=sys.stderr)
+        failed += missing
+        kept = [row for row in found if row.name not in missing]
+        found = merged(kept, rows, order=ROWS)
+        write_rows(out, found)
+    return found, failed
+
+
+def share_of_time(cases: Sequence[Case], wanted: tuple[str, ...], *, left: float) -> float:
+    """Return the part of their planned time that the remaining cases can have, at most 1."""
+    setup = sum(case.setup_seconds for case in cases)
+    planned = sum(case.planned_seconds(wanted) for case in cases) - setup
+    return min(1.0, max(0.1, (left - setup) / planned))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

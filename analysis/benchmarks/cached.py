@@ -1,0 +1,93 @@
+"""A step from the cache against the same suffix step on activations that are in memory already."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from analysis.benchmarks.contest import Duel, Pace, Side, hold
+from analysis.benchmarks.judging import Row
+from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldBatch, Setting, held_batches
+from analysis.benchmarks.ranks import Ranks
+from analysis.benchmarks.references import ReducedLoop, repeated
+from hvfreeze.config import CacheConfig
+from hvfreeze.feed import Batch
+from hvfreeze.job import Job
+from hvfreeze.progress import Silence
+from hvfreeze.training import train_epoch, train_step
+
+SLACK_SECONDS = 0.3e-3
+STEPS = 12
+LARGE_SIDE, LARGE_ROWS, LARGE_STEPS = 224, 16, 3
+LARGE_CUTS = (2, 4)
+
+KEPT = CacheConfig(cache="on")
+
+
+def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
+    """Yield the rows of this case. Collective: every rank must call this."""
+    small = Setting(
+        world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS), steps=2 if pace.quick else STEPS
+    )
+    large = Setting(
+        world=ranks.world,
+        scratch=scratch,
+        batch_rows=2 if pace.quick else LARGE_ROWS,
+        steps=LARGE_STEPS,
+        side=LARGE_SIDE,
+    )
+    cases = [(f"cached_step_cut{cut}", cut, small) for cut in CUTS]
+    cases += [(f"cached_step_{LARGE_SIDE}px_cut{cut}", cut, large) for cut in LARGE_CUTS]
+    for name, cut, setting in cases:
+        if name in wanted:
+            yield from contest(ranks, name, cut, setting, pace)
+
+
+def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> list[Row]:
+    """Fill a cache, then measure. Collective: every rank must call this."""
+    job = setting.job(name, cut=cut, cache=KEPT)
+    job.prefix.move(job.freezer.cut_history)
+    train_epoch(job, 0, Silence())
+    loop = ReducedLoop(ranks.world, cut=cut)
+    for x, labels in held_batches(job):
+        loop.whole_step(x, labels)
+    memory: list[HeldBatch] = [(loop.output_of_prefix(x), labels) for x, labels in held_batches(job, epoch=1)]
+    steps = CachedSteps(job)
+    duel = Duel(
+        name=name,
+        ours="cache",
+        reference="memory",
+        bound=1.05,
+        slack_seconds=SLACK_SECONDS,
+        what=f"training step from the cache, ResNet-18, {setting.side} px, cut {cut}, batch {setting.batch_rows}, "
+        "against the same suffix step on activations in memory",
+    )
+    sides = [
+        Side("cache", steps.step, prepare=steps.prepare),
+        Side("memory", repeated(loop.suffix_step, memory)),
+    ]
+    rows = hold(ranks, sides, [duel], pace=pace)
+    if job.prefix.caching.activations.counters.forwards > setting.steps:
+        raise ValueError(f"{name}: the prefix was computed while it should have been read")
+    job.prefix.close()
+    return rows
+
+
+class CachedSteps:
+    """The steps of a job's epochs from the second on."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.epoch = job, 0
+        self.left: list[Batch] = []
+
+    def prepare(self) -> None:
+        """Begin the next epoch where one has ended. Collective: every rank must call this."""
+        if not self.left:
+            self.epoch += 1
+            self.left = self.job.feed.epoch(self.epoch)
+            self.job.chain.model.train()
+            self.job.prefix.begin_epoch(self.left)
+
+    def step(self) -> float:
+        """Make one step of the real loop; return the loss."""
+        return train_step(self.job, self.left.pop(0))

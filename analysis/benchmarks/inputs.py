@@ -1,0 +1,82 @@
+"""What data, augmentation and logging add to an unfrozen step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from analysis.benchmarks.contest import Duel, Pace, Side, hold
+from analysis.benchmarks.judging import Row
+from analysis.benchmarks.material import BATCH_ROWS, NUM_CLASSES, HeldSteps, Setting
+from analysis.benchmarks.ranks import Ranks
+from hvfreeze.clock import train_seconds
+from hvfreeze.evaluation import Totals
+from hvfreeze.feed import Batch
+from hvfreeze.job import Job
+from hvfreeze.progress import Progress, open_progress
+from hvfreeze.record import NullRecord, describe_environment, open_record
+
+STEPS_OF_CIFAR = 195
+
+DUEL = Duel(
+    name="data_and_logging",
+    ours="extra",
+    reference="step",
+    bound=1.03,
+    ratio=lambda extra, step: 1 + extra / step,
+    alike=False,
+    what="1 + (load and augment a batch of 25000 images a rank, count, show progress, write a line of metrics) / "
+    "(training step of a ResNet-18, 32 px, nothing frozen)",
+)
+
+
+def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
+    """Yield the rows of this case. Collective: every rank must call this."""
+    rows = pace.rows(BATCH_ROWS)
+    steps = HeldSteps(Setting(world=ranks.world, scratch=scratch, batch_rows=rows).job("step"))
+    job = Setting(world=ranks.world, scratch=scratch, batch_rows=rows, steps=STEPS_OF_CIFAR).job("x", augment="fresh")
+    environment = describe_environment(ranks.world)
+    job.record = open_record(scratch / "run", job.config, environment=environment) if ranks.rank == 0 else NullRecord()
+    sides = [Side("extra", Extra(job, open_progress(ranks.rank, 1000, done=0)).step), Side("step", steps.step)]
+    yield from hold(ranks, sides, [DUEL], pace=pace)
+
+
+class Extra:
+    """Everything in a step but the training, and a line of metrics, which a run writes once an epoch."""
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self.job, self.progress = job, progress
+        self.totals = Totals()
+        self.logits = torch.zeros(job.config.optimizer.batch_size, NUM_CLASSES)
+        self.steps = 0
+        self.left: list[Batch] = []
+
+    def step(self) -> float:
+        """Do it for one step; return a pixel."""
+        job = self.job
+        if not self.left:
+            self.left = job.feed.epoch(self.steps // job.steps_per_epoch)
+        batch = self.left.pop(0)
+        with job.clock.within("data"):
+            images = job.feed.images.load(batch.ids, batch.views)
+        self.totals.add(self.logits, batch.labels, 2.3)
+        self.progress.step(self.steps, f"epoch 0 loss {2.3:.3f} cut {job.freezer.cut}")
+        seconds = job.clock.read()
+        job.record.metrics(
+            {
+                "epoch": 0,
+                "step": self.steps,
+                "train_loss": 2.3,
+                "train_accuracy": 0.1,
+                "test_loss": 2.3,
+                "test_accuracy": 0.1,
+                "train_seconds": train_seconds(seconds),
+                "seconds": seconds,
+                "allreduce_bytes": job.reducer.payload_bytes,
+                "cache": job.prefix.caching.report(),
+            }
+        )
+        self.steps += 1
+        return float(images[0, 0, 0, 0])

@@ -1,0 +1,66 @@
+"""From paired times to a verdict: the median ratio, its bootstrap interval, and whether it keeps a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+WIDEST = 0.06
+"""A wider interval, relative to the ratio, settles nothing."""
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One comparison, as it stands in bench.json.
+
+    Attributes:
+        name: of the comparison, the same in every version.
+        ratio: median of our time over the reference's; smaller is better.
+        bound: the ratio that is asked for.
+        ok: whether `low` keeps the bound and the interval is narrow enough to say so.
+        n: number of pairs.
+        low: lower end of the 95 % interval of the median ratio.
+        high: upper end.
+        what: what was compared, in words, with the times.
+    """
+
+    name: str
+    ratio: float
+    bound: float
+    ok: bool
+    n: int
+    low: float
+    high: float
+    what: str
+
+
+def bootstrap_interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % percentile interval of the median of `ratios`, the same for the same numbers."""
+    values = np.asarray(ratios, dtype=np.float64)
+    chosen = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    medians = np.median(values[chosen], axis=1)
+    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def is_narrow(row: Row, *, width: float = WIDEST) -> bool:
+    """Tell whether the interval is at most `width` of the ratio wide."""
+    return row.high - row.low <= width * row.ratio
+
+
+def judge(name: str, ratios: Sequence[float], *, bound: float, what: str) -> Row:
+    """Return the verdict on paired `ratios`, ours over reference."""
+    low, high = bootstrap_interval(ratios)
+    ratio = float(np.median(ratios))
+    row = Row(name=name, ratio=ratio, bound=bound, ok=False, n=len(ratios), low=low, high=high, what=what)
+    ok = low <= bound and is_narrow(row)
+    return Row(name=name, ratio=ratio, bound=bound, ok=ok, n=len(ratios), low=low, high=high, what=what)
+
+
+def with_slack(bound: float, *, slack_seconds: float, reference_seconds: float) -> float:
+    """Return the bound where `slack_seconds` more than the reference are allowed too, which counts for short steps."""
+    return max(bound, 1 + slack_seconds / reference_seconds)

@@ -1,0 +1,149 @@
+"""What the benchmarks train: a ResNet-18 on made-up images of CIFAR's shape, as the program itself would set it up."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.compute import NullActivations
+from hvfreeze.caching import NoCache
+from hvfreeze.config import CacheConfig, Config, DataConfig, FreezeConfig, OptimizerConfig
+from hvfreeze.data import ImageSet
+from hvfreeze.feed import Batch, Ids
+from hvfreeze.images import ArraySource
+from hvfreeze.job import Corpus, Job, assemble, build_chain
+from hvfreeze.shards import plan_shards
+from hvfreeze.training import train_step
+from hvfreeze.world import World
+
+BATCH_ROWS = 128
+NUM_CLASSES = 10
+CUTS = range(1, 6)
+LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
+NEVER = 10**9
+"""Steps after which a vote is due that no benchmark reaches."""
+
+OBSERVED = FreezeConfig(freeze="gradient-norm", interval=NEVER, freeze_warmup=NEVER)
+
+HeldBatch = tuple[Tensor, Tensor]
+"""Images or activations, (B, C, H, W), and (B,) labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the jobs of a case have in common.
+
+    Attributes:
+        world: the ranks.
+        scratch: a folder that this case may fill.
+        batch_rows: samples of a rank and step.
+        steps: of an epoch.
+        side: of the images, in pixels.
+        epochs: that a run is to have; some plans depend on it.
+    """
+
+    world: World
+    scratch: Path
+    batch_rows: int = BATCH_ROWS
+    steps: int = 4
+    side: int = 32
+    epochs: int = 10
+
+    def folder(self, name: str) -> Path:
+        """Return an empty folder of this rank."""
+        folder = self.scratch / f"{name}-{self.world.rank}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def job(
+        self,
+        name: str,
+        *,
+        cut: int = 0,
+        augment: str = "none",
+        cache: CacheConfig = CacheConfig(),  # noqa: B008  (frozen)
+        freeze: FreezeConfig | None = None,
+    ) -> Job:
+        """Return a job as the program makes it, its model in training mode; all jobs start with equal weights.
+
+        Collective: every rank of the world must call this.
+        """
+        static = FreezeConfig(freeze="static", cut=cut) if cut else FreezeConfig()
+        config = Config(
+            data=DataConfig(data="cifar10", augment=augment),
+            optimizer=OptimizerConfig(
+                epochs=self.epochs,
+                batch_size=self.batch_rows,
+                lr=LEARNING_RATE,
+                momentum=MOMENTUM,
+                weight_decay=WEIGHT_DECAY,
+            ),
+            freeze=freeze or static,
+            cache=cache,
+        )
+        corpus = made_up_corpus(self)
+        chain, _ = build_chain(config, corpus)
+        chain.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        job = assemble(config, self.world, self.folder(name), chain, corpus, [])
+        job.chain.model.train()
+        return job
+
+
+def made_up_corpus(setting: Setting) -> Corpus:
+    """Return random images with random labels, the same on every rank."""
+    size = setting.world.size
+    samples = size * setting.batch_rows * setting.steps
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (samples, 3, setting.side, setting.side), dtype=np.uint8)
+    labels = generator.permutation(np.arange(samples) % NUM_CLASSES)
+    images = ImageSet(
+        name="cifar10",
+        classes=tuple(map(str, range(NUM_CLASSES))),
+        labels=torch.from_numpy(labels),
+        mean=(0.5, 0.5, 0.5),
+        std=(0.25, 0.25, 0.25),
+        flips=True,
+        source=ArraySource(pixels=pixels, side=None),
+    )
+    ids = np.arange(samples, dtype=np.int64)
+    plan = plan_shards(labels, ids, size=size, batch_size=setting.batch_rows, seed=0)
+    return Corpus(train=images, evaluated=images, evaluated_ids=ids[:size], plan=plan, notes=[])
+
+
+def held_batches(job: Job, *, epoch: int = 0) -> list[HeldBatch]:
+    """Return an epoch's images and labels, loaded."""
+    return [(job.feed.images.load(batch.ids, batch.views), batch.labels) for batch in job.feed.epoch(epoch)]
+
+
+class HeldSteps:
+    """Training steps of a job without a cache, on the images of its first epoch, which are in memory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        batches = job.feed.epoch(0)
+        images = {int(batch.ids[0]): x for batch, (x, _) in zip(batches, held_batches(job), strict=True)}
+
+        def load(ids: Ids, views: Ids) -> Tensor:
+            with job.clock.within("data"):
+                return images[int(ids[0])]
+
+        def run_blocks(x: Tensor, start: int, stop: int) -> Tensor:
+            with job.clock.within("forward"):
+                return job.prefix.halves.run(x, start, stop)
+
+        rows = job.config.optimizer.batch_size
+        job.prefix.caching = NoCache(NullActivations(run_blocks=run_blocks, load_images=load, batch_rows=rows))
+        job.prefix.move(job.freezer.cut_history)
+        self._batches: Iterator[Batch] = cycle(batches)
+
+    def step(self) -> float:
+        """Make one step of the real loop; return the loss."""
+        return train_step(self.job, next(self._batches))

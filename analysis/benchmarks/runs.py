@@ -1,0 +1,41 @@
+"""Whole runs, as the program makes them, but for evaluation and checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from analysis.benchmarks.material import Setting
+from hvfreeze.job import Job
+from hvfreeze.progress import Silence
+from hvfreeze.training import train_epoch
+
+
+class ProgramRun:
+    """A run from an empty directory to its last step, again and again; `options` are those of `Setting.job`."""
+
+    def __init__(self, setting: Setting, name: str, **options: Any) -> None:
+        self.setting, self.name, self.options = setting, name, options
+        self.predicted_seconds: list[float] = []
+        """What each run said that its cache would save."""
+
+    def prepare(self) -> None:
+        """Set up a new run. Collective: every rank must call this."""
+        self.job: Job = self.setting.job(self.name, **self.options)
+
+    def step(self) -> float:
+        """Make the run; return its mean loss. Collective: every rank must call this."""
+        job = self.job
+        job.prefix.move(job.freezer.cut_history)
+        for epoch in range(self.setting.epochs):
+            train_epoch(job, epoch, Silence())
+        job.prefix.close()
+        self.predicted_seconds.append(float(job.prefix.caching.report()["seconds_saved_predicted"]))
+        shutil.rmtree(job.directory)
+        return job.totals.loss / job.totals.count
+
+
+def epoch_of(job: Job) -> float:
+    """Make the next epoch of a job; return the mean of all losses so far. Collective: every rank must call this."""
+    train_epoch(job, job.step // job.steps_per_epoch, Silence())
+    return job.totals.loss / job.totals.count

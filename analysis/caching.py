@@ -1,0 +1,186 @@
+"""What does caching the frozen prefix's output save? (Left open by the study.)
+
+    python -m analysis.caching --preset reduced --data-dir DIR --weights FILE
+
+Default: four of the six stages frozen statically, two views of each sample, the cache on, stored as computed. Changed
+one at a time: the cache, the cut, the number of views (and fresh draws, which cannot be cached), the stored type, the
+image size (phase times of a few steps). Last, what users run: a voted prefix with `--cache auto`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from analysis import paper
+from analysis.charts import Line, accuracy_time_chart, bar_chart, line_chart
+from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
+from analysis.rows import Results
+from analysis.statistics import mean_interval, shown, signed_points, time_saved
+from analysis.sweep import main
+from hvfreeze.comparison import group_by_seed
+from hvfreeze.drawing import COLOURS
+from hvfreeze.figures import plot_phases
+from hvfreeze.tables import Table, factor, megabytes, percent, phase_table, seconds
+
+CUT = 4
+CUTS = (3, 4, 5)
+VIEWS = (1, 2, 4, 8)
+SIZES = (32, 64, 224)
+STUDY_GROUPS = {3: 4, 4: 5, 5: 6}
+"""Cut of the stages -> frozen groups of the study's split."""
+BASE: dict[str, Value] = {"augment": "views:2", "freeze": "static", "cut": CUT}
+ON, OFF = "cut4-on", "cut4-off"
+
+
+def variants() -> dict[str, dict[str, Value]]:
+    """Return the flags of every variant with full-length runs, by label."""
+    found: dict[str, dict[str, Value]] = {"full": {}}
+    for cut in CUTS:
+        for cache in ("off", "on"):
+            found[f"cut{cut}-{cache}"] = {**BASE, "cut": cut, "cache": cache}
+    found["fresh"] = {**BASE, "augment": "fresh"}
+    for views in (1, 4, 8):
+        found[f"views{views}"] = {**BASE, "augment": f"views:{views}", "cache": "on"}
+    for dtype in ("float16", "bfloat16"):
+        found[dtype] = {**BASE, "cache": "on", "cache_dtype": dtype}
+    voted: dict[str, Value] = {"augment": "views:2", "freeze": "percentile", "eta_max": 1.0}
+    found["voted"], found["voted-auto"] = voted, {**voted, "cache": "auto"}
+    return found
+
+
+def runs(preset: Preset) -> list[PlannedRun]:
+    """Return all variants; a seed's runs follow each other in time. The phase times have one seed."""
+    chosen = variants()
+    if preset.is_smoke:
+        chosen = {label: chosen[label] for label in (OFF, ON)}
+    planned = [preset.run(label, seed, flags) for seed in preset.seeds for label, flags in chosen.items()]
+    if not preset.is_smoke:
+        for size in SIZES:
+            for cache in ("off", "on"):
+                flags: dict[str, Value] = {
+                    **BASE,
+                    "augment": "none",
+                    "cache": cache,
+                    "image_size": size,
+                    "batch_size": 32,
+                    "epochs": 4,
+                }
+                short = {**flags, "train_samples": 512, "validation_fraction": 0.1, "checkpoint_every": "0"}
+                planned.append(preset.run(f"size{size}-{cache}", preset.seeds[0], short))
+    return planned
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return the answer to question 5."""
+    gain = results.gain(ON, OFF)
+    if gain.n == 0:
+        return []
+    study = STUDY_GROUPS[CUT]
+    ideal = paper.CACHED_SPEED_UP[study] / paper.SPEED_UP[study]
+    whole, ahead = results.gain(ON, "full"), results.over_front(ON)
+    accuracy = results.change(ON, "fresh")
+    text = (
+        f"With {CUT} of 6 stages frozen and two views a sample, the cache's speed-up is "
+        f"{shown(gain, factor, count=True)}, {shown(time_saved(gain), percent)} less time; on the "
+        f"study's timings a perfect cache would give {factor(ideal)}. Freezing and cache together: "
+        f"{shown(whole, factor)} over full fine-tuning. Two views instead of fresh draws change accuracy by "
+        f"{shown(accuracy, signed_points)}; against full fine-tuning that stops after as many seconds: "
+        f"{shown(ahead, signed_points)}."
+    )
+    negative = not gain.mean > 1 or (ahead.n > 0 and ahead.mean < 0)
+    question = "5. What does caching the frozen prefix's output save?"
+    return [Answer(question=question, text=text, n=gain.n, negative=negative)]
+
+
+def long_labels(results: Results) -> list[str]:
+    """Return the labels of full-length runs."""
+    return [label for label in results.labels if not label.startswith("size")]
+
+
+def tables(results: Results) -> list[Table]:
+    """Return a row per variant, and the phases by image size."""
+    rows = []
+    for label in long_labels(results):
+        saved = mean_interval([row["cache_seconds_saved"] for row in results.of(label) if row["cache_bytes"]])
+        predicted = mean_interval(
+            [row["cache_seconds_saved_predicted"] for row in results.of(label) if row["cache_bytes"]]
+        )
+        exact = {row["cache_exact"] for row in results.of(label) if row["cache_bytes"]}
+        rows.append(
+            (
+                label,
+                shown(results.mean(label, "train_seconds"), seconds),
+                shown(results.gain(label, "full"), factor),
+                shown(results.mean(label, "test_accuracy"), percent),
+                shown(results.change(label, "full"), signed_points),
+                shown(results.over_front(label), signed_points),
+                shown(results.mean(label, "cache_bytes"), megabytes),
+                shown(saved, seconds) if saved.n else "",
+                shown(predicted, seconds) if predicted.n else "",
+                "" if not exact else "yes" if exact == {True} else "no",
+            )
+        )
+    columns = ("Variant", "Training time", "Speed-up", "Test accuracy", "Against full", "Same time, full", "Stored")
+    found = [Table(columns=(*columns, "Saved, a rank", "Predicted", "Exact"), rows=tuple(rows))]
+    short = [label for label in results.labels if label.startswith("size")]
+    if short:
+        phases = phase_table(group_by_seed(results.runs_of(*short)))
+        found.append(
+            Table(title="Seconds by phase and image size, a few steps", columns=phases.columns, rows=phases.rows)
+        )
+    return found
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return speed-ups by cut, accuracy by views, phases by image size, and accuracy against time."""
+    labels = long_labels(results)
+    if not labels:
+        return []
+    n = max(len(results.of(label)) for label in labels)
+    spread = f"mean and 95 % interval, n = {n} seeds"
+    found = []
+    if results.of("full"):
+        known = [cut for cut in CUTS if results.of(f"cut{cut}-on")]
+        lines = [
+            Line(
+                label=f"cache {cache}",
+                points={cut: results.gain(f"cut{cut}-{cache}", "full") for cut in known},
+                colour=COLOURS[place],
+            )
+            for place, cache in enumerate(("off", "on"))
+        ]
+        figure = line_chart(lines, x="frozen stages (of 6)", y="speed-up over full fine-tuning")
+        found.append(Drawing(name="speed-up", caption=f"Speed-up by cut, two views; {spread}.", figure=figure))
+    draws = {"1": "views1", "2": ON, "4": "views4", "8": "views8", "fresh, not cached": "fresh"}
+    bars = {
+        f"views: {name}": results.mean(label, "test_accuracy") for name, label in draws.items() if results.of(label)
+    }
+    figure = bar_chart(bars, x="test accuracy (%)", scale=100, from_zero=False)
+    found.append(
+        Drawing(name="views", caption=f"Accuracy by the number of views of a sample; {spread}.", figure=figure)
+    )
+    short = [label for label in results.labels if label.startswith("size")]
+    if short:
+        caption = "Training time of rank 0 by phase at three image sizes, a few steps, no augmentation; n = 1 run each."
+        found.append(Drawing(name="sizes", caption=caption, figure=plot_phases(results.runs_of(*short))))
+    caption = f"Accuracy against training time; {spread}."
+    found.append(Drawing(name="accuracy-time", caption=caption, figure=accuracy_time_chart(results, labels)))
+    return found
+
+
+EXPERIMENT = Experiment(
+    name="caching",
+    title="Caching the frozen prefix's output",
+    runs=runs,
+    answers=answers,
+    tables=tables,
+    drawings=drawings,
+    limits=(
+        "Files lie on the local disk and mostly in the page cache; a network file system is another case.",
+        "Phase times by image size are of a few steps and have no repetition.",
+        "A full run draws fresh views; a cached run has its fixed views, as its users would have.",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

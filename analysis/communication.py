@@ -1,0 +1,207 @@
+"""What does the network cost, and what do freezing, caching and compression save of it? (Left open by the study.)
+
+    python -m analysis.communication --preset reduced --data-dir DIR --weights FILE
+
+One rank a node, on nodes of the local cluster (root and network namespaces needed; `launch/cluster check` says). Bytes
+are counted at each node's interface, epoch by epoch. A few steps an epoch; the spread is over epochs after the first.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from analysis.charts import bar_chart
+from analysis.estimates import bits_per_second
+from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
+from analysis.rows import Results
+from analysis.statistics import NOTHING, Interval, mean_interval, shown
+from analysis.sweep import main
+from hvfreeze.figures import plot_phases
+from hvfreeze.runs import Run
+from hvfreeze.tables import Table, factor, megabytes, number
+
+NODES = (1, 2, 4)
+BANDWIDTHS = ("", "1gbit", "200mbit")
+FROZEN: dict[str, Value] = {"freeze": "static", "cut": 4}
+VARIANTS: dict[str, dict[str, Value]] = {
+    "full": {},
+    "fp16": {"compression": "fp16"},
+    "frozen": FROZEN,
+    "frozen-fp16": {**FROZEN, "compression": "fp16"},
+    "frozen-cached": {**FROZEN, "cache": "on"},
+}
+BATCH, STEPS, EPOCHS = 64, 4, 6
+
+
+def runs(preset: Preset) -> list[PlannedRun]:
+    """Return every variant on every network; in the full preset the network is the one between --hosts."""
+    if preset.is_smoke:
+        return [short(preset, "full", nodes, bandwidth, {}) for nodes, bandwidth in ((1, ""), (2, "1gbit"))]
+    limits = [""] if preset.name == "full" else list(BANDWIDTHS)
+    networks = [(nodes, limit) for nodes in NODES for limit in limits if nodes > 1 or not limit]
+    return [
+        short(preset, name, nodes, bandwidth, flags)
+        for nodes, bandwidth in networks
+        for name, flags in VARIANTS.items()
+    ]
+
+
+def short(preset: Preset, name: str, nodes: int, bandwidth: str, flags: dict[str, Value]) -> PlannedRun:
+    """Return a run of a few steps an epoch on a network, with the same work for every rank on any number of nodes."""
+    batch = preset.batch_size if preset.is_smoke else BATCH
+    work: dict[str, Value] = {
+        "batch_size": batch,
+        "epochs": 2 if preset.is_smoke else EPOCHS,
+        # A tenth is held out and evaluated on, for time is all that matters.
+        "train_samples": nodes * batch * (STEPS + 1),
+        "validation_fraction": 0.1,
+        "augment": "none",
+        "checkpoint_every": "0",
+    }
+    return preset.run(
+        label_of(name, nodes, bandwidth),
+        preset.seeds[0],
+        {**work, **flags},
+        ranks=nodes,
+        nodes=0 if preset.name == "full" else nodes,
+        bandwidth=bandwidth,
+    )
+
+
+def label_of(name: str, nodes: int, bandwidth: str) -> str:
+    """Return a variant's label on a network."""
+    return f"{name}-{nodes}x" + (f"-{bandwidth}" if bandwidth else "")
+
+
+def phase(run: Run, *names: str) -> Interval:
+    """Return seconds a step in some phases, over the epochs after the first."""
+    found = []
+    for before, line in zip(run.metrics, run.metrics[1:]):
+        spent = sum(line["seconds"].get(name, 0.0) for name in names)
+        found.append(spent / (line["step"] - before["step"]))
+    return mean_interval(found)
+
+
+def step(run: Run) -> Interval:
+    """Return seconds a step."""
+    return phase(run, *run.seconds.keys() - {"evaluate"})
+
+
+def compute(run: Run) -> Interval:
+    """Return seconds a step in which the rank computes."""
+    return phase(run, "forward", "backward", "optimizer")
+
+
+def measured(results: Results, name: str, nodes: int, bandwidth: str) -> Run | None:
+    """Return a variant's run on a network, None where there is none."""
+    found = results.runs_of(label_of(name, nodes, bandwidth)) if results.of(label_of(name, nodes, bandwidth)) else []
+    return found[0] if found else None
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return the answer to question 6, at 1 Gbit/s on two nodes."""
+    network = (2, "1gbit")
+    chosen = {name: measured(results, name, *network) for name in VARIANTS}
+    alone, full, frozen, cached = (
+        measured(results, "full", 1, ""),
+        *(chosen[k] for k in ("full", "frozen", "frozen-cached")),
+    )
+    if alone is None or full is None or frozen is None or cached is None:
+        return []
+    waits = {name: phase(run, "allreduce") for name, run in (("full", full), ("frozen", frozen), ("cached", cached))}
+    sent = {name: results.mean(label_of(name, *network), "wire_bytes_per_step") for name in VARIANTS}
+    gain = step(full).mean / step(cached).mean
+    text = (
+        f"On 2 nodes at 1 Gbit/s a full step of batch {BATCH} takes {shown(step(full), milliseconds, count=True)} "
+        f"against {shown(step(alone), milliseconds)} on one node; {shown(waits['full'], milliseconds)} of it is "
+        f"exposed waiting for {megabytes(sent['full'].mean)} on the wire. Freezing four of six stages leaves "
+        f"{megabytes(sent['frozen'].mean)} and {shown(waits['frozen'], milliseconds)} of waiting, fp16 without "
+        f"freezing {megabytes(sent['fp16'].mean)}; frozen and cached, a step is {factor(gain)} as fast as the full "
+        f"one on the same network."
+    )
+    question = "6. What does communication cost, with freezing and caching, against one node?"
+    return [Answer(question=question, text=text, n=waits["full"].n, negative=gain < 1)]
+
+
+def milliseconds(value: float) -> str:
+    """Return seconds as milliseconds."""
+    return f"{1000 * value:.0f} ms"
+
+
+def tables(results: Results) -> list[Table]:
+    """Return a row per variant and network."""
+    rows = []
+    for label in results.labels:
+        row, run = results.of(label)[0], results.runs_of(label)[0]
+        wire = row["wire_bytes_per_step"]
+        line = 8 * wire / bits_per_second(row["bandwidth"] or "") if wire else 0.0
+        waiting = phase(run, "allreduce")
+        rows.append(
+            (
+                label.rpartition("x")[0].rpartition("-")[0],
+                f"{row['ranks']}{' *' if row['ranks'] > (run.environment.get('cores') or 1) else ''}",
+                row["bandwidth"] or "unlimited",
+                shown(step(run), milliseconds),
+                shown(compute(run), milliseconds),
+                shown(waiting, milliseconds),
+                number(compute(run).mean / waiting.mean) if waiting.mean > 0.0005 else "",
+                megabytes(row["allreduce_bytes"] / row["steps"]),
+                megabytes(wire) if wire is not None else "",
+                milliseconds(line) if line else "",
+            )
+        )
+    columns = (
+        "Variant",
+        "Nodes",
+        "Link",
+        "Step",
+        "Compute",
+        "Exposed allreduce",
+        "Compute / exposed",
+        "Payload, a step",
+    )
+    title = "Seconds of rank 0, a step; * more ranks than cores"
+    return [Table(title=title, columns=(*columns, "On the wire, a node", "At line rate"), rows=tuple(rows))]
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return exposed waiting, bytes on the wire, and phases on the slowest network."""
+    if not results.rows:
+        return []
+    several = [label for label in results.labels if results.of(label)[0]["ranks"] > 1]
+    waits = {label: phase(results.runs_of(label)[0], "allreduce") for label in several}
+    sent = {label: results.mean(label, "wire_bytes_per_step") for label in several}
+    n = max((interval.n for interval in waits.values()), default=0)
+    found = [
+        Drawing(
+            name="exposed",
+            caption=f"Time a step waits for gradients; mean and 95 % interval over n = {n} epochs.",
+            figure=bar_chart(waits, x="exposed allreduce, a step (ms)", scale=1000),
+        ),
+        Drawing(
+            name="wire",
+            caption="Bytes that the busiest node sends in a step, counted at its interface; n = 1 run each.",
+            figure=bar_chart({k: v for k, v in sent.items() if v != NOTHING}, x="sent, a step (MB)", scale=1e-6),
+        ),
+    ]
+    two = [label for label in results.labels if results.of(label)[0]["ranks"] <= 2]
+    caption = "Training time of rank 0 by phase, one node and two; n = 1 run each."
+    return [*found, Drawing(name="phases", caption=caption, figure=plot_phases(results.runs_of(*two)))]
+
+
+EXPERIMENT = Experiment(
+    name="communication",
+    title="Communication on 1, 2 and 4 nodes",
+    runs=runs,
+    answers=answers,
+    tables=tables,
+    drawings=drawings,
+    limits=(
+        "The nodes are network namespaces of one machine: links are limited, processors are shared.",
+        "Four ranks share two cores (marked *): their compute takes twice as long and hides more of the exchange.",
+        "No latency is added to the links; every run is one run, its spread is over epochs.",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

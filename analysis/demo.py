@@ -1,0 +1,293 @@
+"""`make demo`: fine-tune a ResNet-18 with 2 ranks, in full, frozen by vote, and cached too; compare.
+
+    python -m analysis.demo                       scikit-learn's digits: no network, under 3 minutes on 2 cores
+    python -m analysis.demo --data-dir DIR        CIFAR-10 instead, also with $HVFREEZE_DATA set: some minutes
+    python -m analysis.demo --data-dir DIR --weights FILE    starting from these weights
+
+The network is first pretrained on one half of the classes, then fine-tuned on the other half (CIFAR-10: on all). Every
+run is the real program, started with horovodrun; its files, figures and a report stay under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from PIL import Image
+
+from hvfreeze.comparison import compare, group_by_seed
+from hvfreeze.data import DataSplits, ImageSet, open_data
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.report import write_report
+from hvfreeze.runs import Run, load_runs
+from hvfreeze.tables import Table, factor, megabytes, number, percent, phase_table, plural, shown
+
+FIRST_HALF, SECOND_HALF = range(5), range(5, 10)
+LAST_LINES = 12
+TAG = re.compile(r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>:")
+"""What horovodrun puts before each line of a rank, and now and then behind it."""
+
+PRETRAINED = "pretrained"
+CIFAR_PER_CLASS = {"train": 500, "test": 100}
+# Checkpoints would be most of what such short runs write and wait for; the model is kept at the end all the same.
+COMMON = ("--model", "resnet18", "--schedule", "cosine", "--checkpoint-every", "0")
+
+Flags = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained on, and with which flags."""
+
+    first: str
+    second: str
+    pretraining: Flags
+    tuning: Flags
+    vote: Flags
+
+
+# A mirrored digit is no digit: the folder's images are taken as they are, which also makes every epoch cacheable.
+DIGITS = Task(
+    first="the digits 0 to 4",
+    second="the digits 5 to 9",
+    pretraining=("--augment", "none", "--batch-size", "24", "--epochs", "6", "--lr", "0.05"),
+    tuning=("--augment", "none", "--batch-size", "24", "--epochs", "10", "--lr", "0.01"),
+    vote=("--freeze", "percentile", "--interval", "4", "--eta-max", "1", "--vote-weight", "loss"),
+)
+CIFAR = Task(
+    first="the first half of CIFAR-10's classes",
+    second="CIFAR-10, 3000 images",
+    pretraining=("--batch-size", "16", "--epochs", "8", "--lr", "0.02"),
+    tuning=("--augment", "views:2", "--train-samples", "3000", "--batch-size", "25", "--epochs", "5", "--lr", "0.01"),
+    vote=("--freeze", "percentile", "--interval", "12", "--eta-max", "1", "--vote-weight", "loss"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One run of the program."""
+
+    title: str
+    run_dir: Path
+    flags: Flags
+
+
+class StageError(HvfreezeError):
+    """A stage failed; carries the program's exit code."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo and return its exit code."""
+    options = parse(arguments)
+    try:
+        demonstrate(options.out, ranks=options.ranks, data_dir=options.data_dir, weights=options.weights)
+    except HvfreezeError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m analysis.demo", description=__doc__.partition("\n")[0])
+    data = os.environ.get("HVFREEZE_DATA")
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path(data) if data else None, help="CIFAR-10 instead of digits"
+    )
+    parser.add_argument("--weights", type=Path, help="start from this state_dict instead of pretraining")
+    parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
+    parser.add_argument("--ranks", type=int, default=2)
+    return parser.parse_args(arguments)
+
+
+def demonstrate(out: Path, *, ranks: int, data_dir: Path | None, weights: Path | None) -> None:
+    """Run all stages, print the table and write the report.
+
+    Raises:
+        HvfreezeError: what cannot be used, or which stage failed.
+    """
+    started = time.monotonic()
+    check(out, ranks=ranks, weights=weights)
+    stages = plan(out, data_dir=data_dir, weights=weights)
+    for position, stage in enumerate(stages, 1):
+        print(f"\n[{position}/{len(stages)}] {stage.title}", flush=True)
+        run_stage(stage, ranks=ranks)
+    compared = [stage.run_dir for stage in stages if stage.run_dir.name != PRETRAINED]
+    runs = load_runs(compared)
+    print("\n" + comparison_table(runs).to_text())
+    print("One run each: a point of accuracy more or less, or a few percent of time, says nothing.")
+    write_report(compared, out=out / "report")
+    print(f"figures: {out / 'report' / 'figures'}\ndone in {time.monotonic() - started:.0f} s")
+
+
+def check(out: Path, *, ranks: int, weights: Path | None) -> None:
+    """Refuse what would fail minutes later."""
+    if ranks < 1:
+        raise UsageError(f"--ranks ({ranks}) must be at least 1")
+    if weights is not None and not weights.is_file():
+        raise UsageError(f"--weights ({weights}) must be a file")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out ({out}) must be a new or an empty folder")
+    if ranks > 1 and shutil.which("horovodrun", path=environment(ranks)["PATH"]) is None:
+        raise RefusedError("horovodrun is not there; run `make setup` first, or use --ranks 1")
+
+
+def plan(out: Path, *, data_dir: Path | None, weights: Path | None) -> list[Stage]:
+    """Write the images of the halves and return the stages in order."""
+    first, second = out / "first-half", out / "second-half"
+    if data_dir is None:
+        for folder, classes in ((first, FIRST_HALF), (second, SECOND_HALF)):
+            write_images(open_data("digits"), classes=classes, folder=folder)
+        data: Flags = ("--data", "imagefolder", "--data-dir", str(second))
+        task = DIGITS
+    else:
+        if weights is None:
+            write_images(open_data("cifar10", data_dir), classes=FIRST_HALF, folder=first, most=CIFAR_PER_CLASS)
+        data = ("--data", "cifar10", "--data-dir", str(data_dir))
+        task = CIFAR
+    stages = []
+    if weights is None:
+        flags = ("--data", "imagefolder", "--data-dir", str(first), *task.pretraining, *COMMON)
+        stages.append(Stage(title=f"pretrain on {task.first}", run_dir=out / PRETRAINED, flags=flags))
+        weights = out / PRETRAINED / "model.pt"
+    tuning = (*data, *task.tuning, *COMMON, "--weights", str(weights))
+    stages.append(Stage(title=f"fine-tune in full on {task.second}", run_dir=out / "full", flags=tuning))
+    frozen = (*tuning, *task.vote)
+    cached = (*frozen, "--cache", "auto")
+    stages.append(Stage(title="the same, frozen by vote", run_dir=out / "voted", flags=frozen))
+    stages.append(Stage(title="the same again, frozen blocks' output cached", run_dir=out / "cached", flags=cached))
+    return stages
+
+
+def write_images(
+    splits: DataSplits, *, classes: Iterable[int], folder: Path, most: Mapping[str, int] | None = None
+) -> None:
+    """Write the images of some classes as PNG files, `folder`/{train,test}/<class>/*.png, at most so many a class."""
+    wanted = frozenset(classes)
+    for part, images in (("train", splits.train), ("test", splits.test)):
+        chosen = chosen_ids(images, wanted, most=(most or {}).get(part))
+        for sample in chosen:
+            path = folder / part / images.classes[int(images.labels[sample])] / f"{sample:05d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(images.decode(sample).transpose(1, 2, 0)).save(path)
+
+
+def chosen_ids(images: ImageSet, classes: frozenset[int], *, most: int | None) -> list[int]:
+    """Return the ids of the first `most` samples of each class, of all where it is None."""
+    taken = dict.fromkeys(classes, 0)
+    chosen = []
+    for sample, label in enumerate(images.labels.tolist()):
+        if label in classes and (most is None or taken[label] < most):
+            taken[label] += 1
+            chosen.append(sample)
+    return chosen
+
+
+def run_stage(stage: Stage, *, ranks: int) -> None:
+    """Run the program, showing rank 0's lines and keeping all of them in a log beside the run directory.
+
+    Raises:
+        StageError: the program failed; with its last lines.
+    """
+    command = launch(ranks, ("train", *stage.flags, "--run-dir", str(stage.run_dir)))
+    log = stage.run_dir.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        file.write(shlex.join(command) + "\n")
+        code = follow(command, file, environment=environment(ranks))
+    if code != 0:
+        raise StageError(f"'{stage.title}' failed with exit code {code}:\n{last_words(log)}\nall: {log}", code=code)
+    print(f"  {time.monotonic() - started:.0f} s with start-up", flush=True)
+
+
+def follow(command: Sequence[str], log: IO[str], *, environment: Mapping[str, str]) -> int:
+    """Run a command, copying its output to the log and rank 0's progress to the screen; return its exit code."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                log.write(line)
+                if is_progress(line):
+                    print("  " + TAG.sub("", line.rstrip()), flush=True)
+        except BaseException:
+            process.terminate()
+            raise
+    return process.returncode
+
+
+def last_words(log: Path) -> str:
+    """Return the last lines that ranks wrote; where none came so far, the launcher's."""
+    lines = log.read_text(encoding="utf-8").splitlines()[1:]
+    from_ranks = [TAG.sub("", line) for line in lines if TAG.match(line)]
+    return "\n".join(f"    {line}" for line in (from_ranks or lines)[-LAST_LINES:])
+
+
+def is_progress(line: str) -> bool:
+    """Return whether a line of output says how far the run is: rank 0's about epochs and steps."""
+    tag = TAG.match(line)
+    return (tag is None or tag["rank"] == "0") and TAG.sub("", line).startswith(("epoch ", "step ", "resnet18 "))
+
+
+def launch(ranks: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command that starts the program with this many ranks on this machine."""
+    launcher = ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}"] if ranks > 1 else []
+    return [*launcher, "hvfreeze", *arguments]
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """Return the environment of the launcher and so of every rank: this interpreter's programs first."""
+    found = dict(os.environ)
+    programs = str(Path(sys.executable).parent)
+    found["PATH"] = programs + os.pathsep + found.get("PATH", os.defpath)
+    found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if os.geteuid() == 0:
+        found.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    return found
+
+
+def comparison_table(runs: Sequence[Run]) -> Table:
+    """Return what came of the runs, a column each: seconds by phase, gain, accuracy and cuts."""
+    groups = group_by_seed(runs)
+    phases = phase_table(groups)
+    gains = [compare(group, groups) for group in groups]
+    rows = [
+        ("training time", *phases.rows[-1][1:]),
+        *((f"- {name}", *cells) for name, *cells in phases.rows[:-1]),
+        ("speed-up", *(shown(gain.speed_up, factor) if gain else factor(1) for gain in gains)),
+        ("time saved", *(shown(gain.time_saved, percent) if gain else percent(0) for gain in gains)),
+        ("images/s", *(number(run.images_per_second) for run in runs)),
+        ("gradients exchanged by a rank", *(megabytes(run.allreduce_bytes) for run in runs)),
+        ("test accuracy, last epoch", *(percent(run.test_accuracy) for run in runs)),
+        ("test accuracy, best epoch", *(percent(run.best_accuracy) for run in runs)),
+        ("cut (epoch of the change)", *(cut_history(run) for run in runs)),
+    ]
+    return Table(columns=(plural(runs[0].size, "rank"), *(run.name for run in runs)), rows=tuple(rows))
+
+
+def cut_history(run: Run) -> str:
+    """Return the cuts that a run had, each but the first with the epoch it began in."""
+    (_, _, first), *changes = run.cut_history
+    return ", ".join([str(first), *(f"{cut} ({epoch})" for epoch, _, cut in changes)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

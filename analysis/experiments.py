@@ -1,0 +1,38 @@
+"""All experiments, in the order in which they are to be run: the baseline's learning rate and front serve the others.
+
+python -m analysis.experiments --preset reduced --data-dir DIR --weights FILE     all of them, one after another
+python -m analysis.experiments --estimate                                        how long each takes
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from analysis import adaptive, baseline, caching, communication, scaling, static_sweep, sweep, votes
+
+EXPERIMENTS = (
+    baseline.EXPERIMENT,
+    static_sweep.EXPERIMENT,
+    adaptive.EXPERIMENT,
+    votes.EXPERIMENT,
+    caching.EXPERIMENT,
+    communication.EXPERIMENT,
+    scaling.EXPERIMENT,
+)
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all experiments with the same arguments; return the worst exit code, at once where one was interrupted."""
+    worst = 0
+    for experiment in EXPERIMENTS:
+        code = sweep.main(experiment, arguments)
+        if code == INTERRUPTED:
+            return code
+        worst = max(worst, code)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

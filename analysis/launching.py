@@ -1,0 +1,185 @@
+"""Starts a planned run: alone, under mpirun, on given hosts or on nodes of the local cluster. Never loads MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from analysis.benchmarks.launching import environment
+from analysis.plans import PlannedRun
+from hvfreeze.errors import RefusedError
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_SECONDS = 15.0
+LOOK_SECONDS = 0.05
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where runs find what they need on this machine."""
+
+    work: Path
+    """Folder for run directories while they are under way."""
+    data_dir: Path | None = None
+    weights: Path | None = None
+    hosts: str = ""
+    """HOST:SLOTS,... that see the same folders; empty is this machine."""
+
+
+class Meter(Protocol):
+    """Counts something while a run is under way."""
+
+    def look(self) -> None:
+        """Count now."""
+
+
+class NoMeter:
+    """Counts nothing."""
+
+    def look(self) -> None:
+        """Do nothing."""
+
+
+class WireMeter:
+    """Counts the bytes that each node has sent at the end of every epoch, into the run directory's wire.json."""
+
+    def __init__(self, processes: dict[str, int], run_dir: Path) -> None:
+        self._processes, self._run_dir = processes, run_dir
+        self._sent: dict[int, dict[str, int]] = {}
+
+    def look(self) -> None:
+        """Write the counts down when another epoch has ended."""
+        try:
+            epochs = (self._run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return
+        if epochs and epochs not in self._sent:
+            self._sent[epochs] = {name: sent_bytes(pid) for name, pid in self._processes.items()}
+            (self._run_dir / "wire.json").write_text(json.dumps(self._sent), encoding="utf-8")
+
+
+def sent_bytes(pid: int) -> int:
+    """Return what the interface eth0 of this process's network has sent."""
+    lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
+    counters = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(counters[8])
+
+
+def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
+    """Return the arguments behind the program's name."""
+    values: dict[str, object] = {**planned.flags, "seed": planned.seed, "run_dir": run_dir.resolve()}
+    if site.data_dir is not None:
+        values["data_dir"] = site.data_dir.resolve()
+    if site.weights is not None and "weights" in values:
+        values["weights"] = site.weights.resolve()
+    words = ["train"]
+    for name, value in values.items():
+        words += ["--" + name.replace("_", "-")] if value is True else ["--" + name.replace("_", "-"), str(value)]
+    return [*words, "--resume"]
+
+
+def command_of(planned: PlannedRun, site: Site, run_dir: Path, *, cluster: str = "") -> list[str]:
+    """Return the command that starts or continues the run."""
+    program = [sys.executable, "-m", planned.program, *flags_of(planned, site, run_dir)]
+    launcher = [str(ROOT / "launch" / "horovodrun.sh"), "-np", str(planned.ranks)]
+    if cluster:
+        return [str(ROOT / "launch" / "cluster"), "run", "--name", cluster, "--", *launcher, *program]
+    if site.hosts:
+        return [*launcher, "-H", site.hosts, *program]
+    if planned.ranks == 1:
+        return program
+    return ["mpirun", "-n", str(planned.ranks), "--bind-to", "none", "--oversubscribe", *program]
+
+
+def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
+    """Bring a run to its end and return its directory.
+
+    Raises:
+        RefusedError: it failed, with its last lines; or the local cluster cannot be brought up.
+    """
+    run_dir = site.work / planned.name
+    if planned.nodes or planned.program != "hvfreeze":
+        # Bytes are counted over a whole run, and other programs cannot go on.
+        shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log = run_dir.with_name(f"{planned.name}.log")
+    with contextlib.ExitStack() as stack:
+        cluster: str = ""
+        meter: Meter = NoMeter()
+        if planned.nodes:
+            cluster, processes = stack.enter_context(nodes_up(planned))
+            meter = WireMeter(processes, run_dir)
+        code = follow(command_of(planned, site, run_dir, cluster=cluster), log, meter, timeout=timeout)
+    if code != 0 or not (run_dir / "summary.json").exists():
+        last = "\n".join(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-12:])
+        raise RefusedError(f"run {planned.name} ended with exit code {code}:\n{last}\n    all: {log}")
+    return run_dir
+
+
+@contextlib.contextmanager
+def nodes_up(planned: PlannedRun) -> Iterator[tuple[str, dict[str, int]]]:
+    """Bring a local cluster up for a run; yields its name and each node's process."""
+    program, name = str(ROOT / "launch" / "cluster"), f"sweep{os.getpid()}"
+    limit = ["--bandwidth", planned.bandwidth] if planned.bandwidth else []
+    up = [program, "up", "--name", name, "--nodes", str(planned.nodes), "--owner", str(os.getpid()), *limit]
+    said = subprocess.run(up, capture_output=True, text=True, check=False)
+    if said.returncode != 0:
+        raise RefusedError(f"run {planned.name} needs a local cluster: {said.stderr.strip()}")
+    try:
+        status = subprocess.run(
+            [program, "status", "--name", name, "--json"], capture_output=True, text=True, check=True
+        )
+        yield name, {node["name"]: int(node["pid"]) for node in json.loads(status.stdout)[0]["nodes"]}
+    finally:
+        subprocess.run([program, "down", "--name", name], check=False)
+
+
+def follow(command: Sequence[str], log: Path, meter: Meter, *, timeout: float) -> int:
+    """Run a command to its end with its output in a file; returns its exit code, 110 when it took too long."""
+    variables = environment(os.environ)
+    with log.open("ab") as output:
+        job = subprocess.Popen(
+            command,
+            env=variables,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    deadline = time.monotonic() + timeout
+    try:
+        while job.poll() is None and time.monotonic() < deadline:
+            meter.look()
+            time.sleep(LOOK_SECONDS)
+        return 110 if job.poll() is None else job.returncode
+    finally:
+        end(job)
+
+
+def die_with_parent() -> None:
+    """Let the job end with the sweep, however that ends: two jobs in one run directory would spoil each other."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """End a job with all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if job.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(GRACE_SECONDS)

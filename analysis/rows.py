@@ -1,0 +1,279 @@
+"""What is kept of an experiment: each run's small logs, and a CSV row per run made from them.
+
+RESULTS/<experiment>/runs/<run>/    config.yaml environment.json metrics.jsonl decisions.jsonl summary.json plan.json
+RESULTS/<experiment>/rows.csv       seconds, bytes, accuracies 0-1
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from analysis.plans import PlannedRun
+from analysis.statistics import NOTHING, Interval, mean_interval, of_seeds, paired_difference, paired_ratio
+from hvfreeze.errors import RefusedError
+from hvfreeze.exports import to_csv
+from hvfreeze.runs import TRAINING_PHASES, Run, load_run
+
+LOGS = ("config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl", "summary.json", "wire.json")
+PLAN = "plan.json"
+ROWS = "rows.csv"
+SETTINGS = (
+    "model",
+    "data",
+    "train_samples",
+    "validation_fraction",
+    "image_size",
+    "blocks",
+    "epochs",
+    "batch_size",
+    "lr",
+    "augment",
+    "partition",
+    "shard_sizes",
+    "freeze",
+    "cut",
+    "signal",
+    "vote_weight",
+    "quorum",
+    "eta_max",
+    "cache",
+    "cache_dtype",
+    "compression",
+    "precision",
+)
+
+Row = dict[str, Any]
+
+
+def publish(path: Path, text: str) -> None:
+    """Replace a file at once, so that whoever reads it never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def keep(run_dir: Path, planned: PlannedRun, kept: Path) -> None:
+    """Copy a finished run's small logs to the folder `kept`, complete or not at all, without this machine's paths."""
+    part = kept.with_name(f".{kept.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for name in LOGS:
+        if (run_dir / name).exists():
+            shutil.copy(run_dir / name, part / name)
+    tree = yaml.safe_load((part / "config.yaml").read_text(encoding="utf-8"))
+    tree["data"]["data_dir"] = None
+    tree["run"]["run_dir"] = None
+    tree["model"]["weights"] = Path(tree["model"]["weights"]).name
+    # So that runs which differ in these alone are never taken for repetitions of each other.
+    tree["sweep"] = {"program": planned.program, "nodes": planned.nodes, "bandwidth": planned.bandwidth}
+    (part / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    known = json.loads((part / "environment.json").read_text(encoding="utf-8"))
+    names = {host: f"host{number}" for number, host in enumerate(dict.fromkeys(known.get("hosts", [])))}
+    known["hosts"] = [names[host] for host in known.get("hosts", [])]
+    (part / "environment.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    (part / PLAN).write_text(json.dumps(planned.identity(), indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(kept, ignore_errors=True)
+    os.replace(part, kept)
+
+
+def is_kept(planned: PlannedRun, kept: Path) -> bool:
+    """Tell whether the run's logs are there already.
+
+    Raises:
+        RefusedError: another run's logs have its name; the message shows the difference.
+    """
+    if not (kept / "summary.json").exists() or not (kept / PLAN).exists():
+        return False
+    held, asked = flat(json.loads((kept / PLAN).read_text(encoding="utf-8"))), flat(planned.identity())
+    names = sorted(key for key in held | asked if held.get(key) != asked.get(key))
+    if names:
+        shown = "; ".join(f"{name}: {held.get(name)!r} there, {asked.get(name)!r} here" for name in names)
+        raise RefusedError(f"{kept} holds another run ({shown}); remove that folder, or give another --results")
+    return True
+
+
+def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's identity without its inner level."""
+    return {**{key: value for key, value in identity.items() if key != "flags"}, **identity["flags"]}
+
+
+def row_of(plan: Mapping[str, Any], run: Run) -> Row:
+    """Return a run as plain numbers. `step_*` are seconds of rank 0 per step, in the epochs after the first."""
+    summary, settings = run.summary or {}, run.settings
+    row: Row = {
+        "run": run.name,
+        **{key: plan[key] for key in ("label", "seed", "program", "ranks", "nodes", "bandwidth")},
+    }
+    row.update({name: settings.get(name) for name in SETTINGS})
+    row.update(test_accuracy=run.test_accuracy, best_test_accuracy=run.best_accuracy, train_seconds=run.train_seconds)
+    row.update(steps=int(run.metrics[-1]["step"]), images_per_second=run.images_per_second)
+    row.update(allreduce_bytes=run.allreduce_bytes, other_bytes=summary.get("other_collective_bytes"))
+    row["final_cut"] = run.final_cut
+    row["cut_history"] = " ".join(f"{cut}@{step}" for _, step, cut in run.cut_history)
+    row.update(vote_columns(run))
+    cache = summary.get("cache") or {}
+    wanted = ("exact", "bytes", "rows_written", "rows_read", "seconds_saved_predicted", "seconds_saved")
+    row.update({f"cache_{key}": cache.get(key) for key in wanted})
+    row.update({f"seconds_{phase}": run.seconds[phase] for phase in TRAINING_PHASES})
+    row.update(steady_columns(run))
+    row["wire_bytes_per_step"] = wire_bytes_per_step(run)
+    return row
+
+
+def vote_columns(run: Run) -> Row:
+    """Return the number of votes, of moves, and of votes in which ranks proposed different cuts."""
+    votes = [line for line in run.decisions if line["proposals"]]
+    split = sum(len(set(line["proposals"])) > 1 for line in votes)
+    moves = sum(line["cut_after"] != line["cut_before"] for line in votes)
+    return {"votes": len(votes), "moves": moves, "disagreements": split}
+
+
+def steady_columns(run: Run) -> Row:
+    """Return seconds per step by phase over the epochs after the first, over all where there is one only."""
+    first, lines = (run.metrics[0]["step"], run.metrics[1:]) if len(run.metrics) > 1 else (0, run.metrics)
+    steps = max(1, lines[-1]["step"] - first)
+    columns = {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) / steps for phase in TRAINING_PHASES}
+    return {"step_seconds": sum(columns.values()), **{f"step_{phase}": value for phase, value in columns.items()}}
+
+
+def wire_bytes_per_step(run: Run) -> float | None:
+    """Return the bytes that the busiest node sent per step after the first epoch, None where nobody counted."""
+    path = run.directory / "wire.json"
+    if not path.exists():
+        return None
+    sent: dict[int, dict[str, int]] = {
+        int(epochs): nodes for epochs, nodes in json.loads(path.read_text(encoding="utf-8")).items()
+    }
+    first, last = min(sent), max(sent)
+    if first == last:
+        return None
+    steps = run.metrics[last - 1]["step"] - run.metrics[first - 1]["step"]
+    return float(max(sent[last][node] - sent[first][node] for node in sent[last]) / steps)
+
+
+def collect(directory: Path, names: Sequence[str]) -> list[Row]:
+    """Return the rows of those of these runs whose logs are kept."""
+    folders = [directory / "runs" / name for name in names]
+    done = [folder for folder in folders if (folder / "summary.json").exists()]
+    return [row_of(json.loads((folder / PLAN).read_text(encoding="utf-8")), load_run(folder)) for folder in done]
+
+
+def write_rows(directory: Path, rows: Sequence[Row]) -> None:
+    """Replace the CSV file."""
+    publish(directory / ROWS, to_csv(rows) if rows else "")
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """Return the rows of a CSV file, none where it is absent: numbers as numbers, empty cells as None."""
+    path = directory / ROWS
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{key: cell(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+
+def cell(text: str) -> Any:
+    """Return a CSV cell's value."""
+    if text in ("", "None"):
+        return None
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of an experiment, with what a sentence or a figure needs of them."""
+
+    directory: Path
+    rows: list[Row] = field(default_factory=list)
+    front: tuple[tuple[float, float], ...] = ()
+    """(seconds, accuracy) of full fine-tuning at several budgets of epochs, from the baseline's own results."""
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels in the order of their first row."""
+        return list(dict.fromkeys(str(row["label"]) for row in self.rows))
+
+    def of(self, label: str) -> list[Row]:
+        """Return the rows of a label."""
+        return [row for row in self.rows if row["label"] == label]
+
+    def values(self, label: str, column: str) -> dict[int, float]:
+        """Return a column's number for each seed of a label."""
+        return {int(row["seed"]): float(row[column]) for row in self.of(label) if row[column] is not None}
+
+    def mean(self, label: str, column: str) -> Interval:
+        """Return a column's mean over the seeds of a label."""
+        return of_seeds(self.values(label, column))
+
+    def gain(self, label: str, reference: str, column: str = "train_seconds") -> Interval:
+        """Return the reference's time over this label's, paired by seed."""
+        return paired_ratio(self.values(reference, column), self.values(label, column))
+
+    def change(self, label: str, reference: str, column: str = "test_accuracy") -> Interval:
+        """Return this label's column minus the reference's, paired by seed."""
+        return paired_difference(self.values(label, column), self.values(reference, column))
+
+    def over_front(self, label: str) -> Interval:
+        """Return accuracy minus that of full fine-tuning for as many epochs as take equally long."""
+        if not self.front:
+            return NOTHING
+        rows = self.of(label)
+        return mean_interval([row["test_accuracy"] - front_accuracy(self.front, row["train_seconds"]) for row in rows])
+
+    @functools.cached_property
+    def runs(self) -> dict[str, Run]:
+        """The kept runs by name, those of the rows only."""
+        return {str(row["run"]): load_run(self.directory / "runs" / str(row["run"])) for row in self.rows}
+
+    def runs_of(self, *labels: str) -> list[Run]:
+        """Return the kept runs of some labels, of all where none is named."""
+        wanted = labels or tuple(self.labels)
+        return [self.runs[str(row["run"])] for label in wanted for row in self.of(label)]
+
+
+def front_accuracy(front: Sequence[tuple[float, float]], seconds: float) -> float:
+    """Return the front's accuracy at a time: between budgets linear, beyond them that of the nearest."""
+    points = sorted(front)
+    if seconds <= points[0][0]:
+        return points[0][1]
+    for (t0, a0), (t1, a1) in itertools.pairwise(points):
+        if seconds <= t1:
+            return a0 + (a1 - a0) * (seconds - t0) / (t1 - t0)
+    return points[-1][1]
+
+
+def best_lr(rows: Sequence[Row]) -> float | None:
+    """Return the learning rate whose runs, on held-out training samples, were best on average; None without such."""
+    tried: dict[float, list[float]] = {}
+    for row in rows:
+        if str(row["label"]).startswith("lr") and row["validation_fraction"]:
+            tried.setdefault(float(row["lr"]), []).append(float(row["test_accuracy"]))
+    return max(tried, key=lambda lr: sum(tried[lr]) / len(tried[lr]), default=None)
+
+
+def open_results(root: Path, name: str) -> Results:
+    """Return an experiment's results, with the front that the baseline's give."""
+    rows = read_rows(root / "baseline")
+    budgets = sorted({row["label"] for row in rows if str(row["label"]).startswith("epochs")})
+    baseline = Results(root / "baseline", rows)
+    points = [(baseline.mean(b, "train_seconds").mean, baseline.mean(b, "test_accuracy").mean) for b in budgets]
+    return Results(root / name, read_rows(root / name), tuple(sorted(points)))

@@ -1,0 +1,274 @@
+"""How far does data-parallel fine-tuning scale, with and without a frozen prefix? A model from measurements.
+
+    python -m analysis.scaling --preset reduced --data-dir DIR --weights FILE
+
+The step's own work is measured on one node, the exchange on two and three nodes of the local cluster at two bandwidths;
+four nodes are left out of the fit and predicted. The model then says what up to 256 nodes would do at given bandwidths:
+
+    step(n) = work * crowd + max(0, exchange(n) - hidden * backward * crowd)
+    exchange(n) = bytes * 8 / (efficiency * bandwidth) + latency * (n - 1)
+
+bytes = 2 (n - 1) / n * payload, as a ring sends them; crowd = ranks per core where there are more ranks than cores.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize
+
+from analysis.charts import Line, line_chart
+from analysis.communication import FROZEN, milliseconds, phase, short, step
+from analysis.estimates import bits_per_second
+from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
+from analysis.rows import Results
+from analysis.statistics import Interval, mean_interval, shown
+from analysis.sweep import main
+from hvfreeze.drawing import COLOURS, DASHES
+from hvfreeze.tables import Table, percent
+
+FIT, LEFT_OUT = (2, 3), 4
+BANDWIDTHS = ("1gbit", "200mbit")
+VARIANTS: dict[str, dict[str, Value]] = {"full": {}, "frozen": FROZEN}
+PREDICTED_NODES = (2, 4, 8, 16, 32, 64, 128, 256)
+PREDICTED_BANDWIDTHS = ("1gbit", "10gbit", "25gbit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A step on a network: what it consists of, and how long it took."""
+
+    variant: str
+    nodes: int
+    bandwidth: float
+    """Bits per second."""
+    work: float
+    """Seconds of a step on one node."""
+    backward: float
+    """Seconds of its backward pass, which hides some of the exchange."""
+    payload: float
+    """Bytes of gradients a step."""
+    cores: int
+    """Cores that all nodes share; with as many as nodes, each has its own."""
+    seconds: float = float("nan")
+
+    @property
+    def crowd(self) -> float:
+        """Ranks per core."""
+        return max(1.0, self.nodes / self.cores)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the fit found."""
+
+    efficiency: float
+    """Part of the link's rate that gradients travel at."""
+    latency: float
+    """Seconds a step for every further node."""
+    hidden: float
+    """Part of the backward pass that the exchange can hide behind."""
+
+    def step(self, point: Point) -> float:
+        """Return the predicted seconds of a step."""
+        sent = 2 * (point.nodes - 1) / point.nodes * point.payload
+        exchange = 8 * sent / (self.efficiency * point.bandwidth) + self.latency * (point.nodes - 1)
+        return point.work * point.crowd + max(0.0, exchange - self.hidden * point.backward * point.crowd)
+
+
+def fit(points: Sequence[Point]) -> Model:
+    """Return the model with the smallest relative errors."""
+
+    def errors(values: NDArray[np.float64]) -> list[float]:
+        model = Model(*map(float, values))
+        return [(model.step(point) - point.seconds) / point.seconds for point in points]
+
+    found = optimize.least_squares(errors, x0=(0.7, 0.005, 0.5), bounds=((0.02, 0, 0), (1, 1, 1)), x_scale=(1, 0.01, 1))
+    return Model(*map(float, found.x))
+
+
+def runs(preset: Preset) -> list[PlannedRun]:
+    """Return the runs that are measured."""
+    if preset.is_smoke:
+        return [short(preset, "full", nodes, bandwidth, {}) for nodes, bandwidth in ((1, ""), (2, "200mbit"))]
+    networks = [(1, ""), *((nodes, limit) for nodes in (*FIT, LEFT_OUT) for limit in BANDWIDTHS)]
+    return [short(preset, name, nodes, limit, flags) for nodes, limit in networks for name, flags in VARIANTS.items()]
+
+
+def points_of(results: Results) -> list[Point]:
+    """Return the measured steps on several nodes."""
+    alone = {variant_of(row["label"]): row for row in results.rows if row["ranks"] == 1}
+    found = []
+    for row in results.rows:
+        single = alone.get(variant_of(row["label"]))
+        if row["ranks"] == 1 or single is None or not row["bandwidth"]:
+            continue
+        found.append(
+            Point(
+                variant=variant_of(row["label"]),
+                nodes=row["ranks"],
+                bandwidth=bits_per_second(row["bandwidth"]),
+                work=single["step_seconds"],
+                backward=single["step_backward"],
+                payload=row["allreduce_bytes"] / row["steps"],
+                cores=int(results.runs[row["run"]].environment.get("cores") or 1),
+                seconds=row["step_seconds"],
+            )
+        )
+    return found
+
+
+def variant_of(label: str) -> str:
+    """Return the variant that a label begins with."""
+    return label.partition("-")[0]
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return how well the left-out size is predicted, and what the model says of many nodes."""
+    points = points_of(results)
+    known, left_out = [p for p in points if p.nodes in FIT], [p for p in points if p.nodes == LEFT_OUT]
+    if not known or not left_out or {point.variant for point in points} != set(VARIANTS):
+        return []
+    model = fit(known)
+    errors = mean_interval([abs(model.step(point) - point.seconds) / point.seconds for point in left_out])
+    full, frozen = (efficiency(model, predicted(points, name, 256, "10gbit")) for name in ("full", "frozen"))
+    text = (
+        f"The model, fitted on {' and '.join(map(str, FIT))} nodes, misses the left-out {LEFT_OUT} nodes by "
+        f"{shown(errors, percent, count=True)} on average; at 256 nodes with 10 Gbit/s it predicts "
+        f"{percent(full, 0)} of ideal throughput in full and {percent(frozen, 0)} with four stages frozen."
+    )
+    question = "How far does it scale?"
+    return [Answer(question=question, text=text, n=errors.n, negative=errors.mean > 0.2 or frozen < full)]
+
+
+def predicted(points: Sequence[Point], variant: str, nodes: int, bandwidth: str) -> Point:
+    """Return a step on a network that was not measured, with a core for every node."""
+    like = next(point for point in points if point.variant == variant)
+    return Point(
+        variant=variant,
+        nodes=nodes,
+        bandwidth=bits_per_second(bandwidth),
+        work=like.work,
+        backward=like.backward,
+        payload=like.payload,
+        cores=nodes,
+    )
+
+
+def efficiency(model: Model, point: Point) -> float:
+    """Return the throughput as a part of that of as many nodes that need not communicate."""
+    return point.work / model.step(point)
+
+
+def tables(results: Results) -> list[Table]:
+    """Return measured against predicted steps, and the predictions."""
+    points = points_of(results)
+    known = [point for point in points if point.nodes in FIT]
+    if not known:
+        return []
+    model = fit(known)
+    checked = tuple(
+        (
+            point.variant,
+            f"{point.nodes}{' *' if point.crowd > 1 else ''}{' (left out)' if point.nodes == LEFT_OUT else ''}",
+            f"{point.bandwidth / 1e6:.0f} Mbit/s",
+            milliseconds(point.seconds),
+            milliseconds(model.step(point)),
+            percent(model.step(point) / point.seconds - 1, 0),
+        )
+        for point in points
+    )
+    variants = [name for name in VARIANTS if any(point.variant == name for point in points)]
+    columns = tuple(f"{name}, {limit}/s" for name in variants for limit in PREDICTED_BANDWIDTHS)
+    forecast = tuple(
+        (
+            str(nodes),
+            *(
+                percent(efficiency(model, predicted(points, name, nodes, limit)), 0)
+                for name in variants
+                for limit in PREDICTED_BANDWIDTHS
+            ),
+        )
+        for nodes in PREDICTED_NODES
+    )
+    found = (
+        f"Fitted: {percent(model.efficiency, 0)} of the line rate, {milliseconds(model.latency)} a step for every "
+        f"further node, {percent(model.hidden, 0)} of the backward pass hides the exchange; * more ranks than cores"
+    )
+    titles = ("Variant", "Nodes", "Link", "Measured step", "Model", "Error")
+    return [
+        Table(title=found, columns=titles, rows=checked),
+        Table(title="Predicted part of ideal throughput", columns=("Nodes", *columns), rows=forecast),
+    ]
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return measured and modelled steps, and the predicted efficiency."""
+    points = points_of(results)
+    known = [point for point in points if point.nodes in FIT]
+    if not known:
+        return []
+    model = fit(known)
+    variants = [name for name in VARIANTS if any(point.variant == name for point in points)]
+    lines, forecast = [], []
+    for place, name in enumerate(variants):
+        for dash, limit in zip(DASHES, BANDWIDTHS):
+            mine = [p for p in points if p.variant == name and p.bandwidth == bits_per_second(limit)]
+            seconds = {p.nodes: interval_of(results, p, limit) for p in mine}
+            modelled = {p.nodes: exact(model.step(p)) for p in mine}
+            colour = COLOURS[place]
+            lines.append(Line(label=f"{name}, {limit}/s", points=seconds, colour=colour, dash=""))
+            lines.append(Line(label=f"{name}, {limit}/s, model", points=modelled, colour=colour, dash=dash))
+        for dash, limit in zip(DASHES, PREDICTED_BANDWIDTHS):
+            values = {n: exact(efficiency(model, predicted(points, name, n, limit))) for n in PREDICTED_NODES}
+            forecast.append(Line(label=f"{name}, {limit}/s", points=values, colour=COLOURS[place], dash=dash))
+    return [
+        Drawing(
+            name="model",
+            caption=(
+                f"Measured steps (mean and 95 % interval over epochs, n = 1 run each) and the model; {LEFT_OUT} "
+                f"nodes were left out of the fit, and three and four ranks share two cores."
+            ),
+            figure=line_chart(lines, x="nodes", y="a step (s)"),
+        ),
+        Drawing(
+            name="prediction",
+            caption="Predicted throughput as a part of the ideal; a model's extrapolation, not a measurement.",
+            figure=line_chart(forecast, x="nodes", y="part of ideal throughput (%)", scale=100, log_x=True),
+        ),
+    ]
+
+
+def interval_of(results: Results, point: Point, limit: str) -> Interval:
+    """Return the spread of a measured step over its epochs."""
+    label = f"{point.variant}-{point.nodes}x-{limit}"
+    run = results.runs_of(label)[0]
+    return step(run) if phase(run, "backward").n else exact(point.seconds)
+
+
+def exact(value: float) -> Interval:
+    """Return a number without a spread."""
+    return Interval(value, float("nan"), float("nan"), 1)
+
+
+EXPERIMENT = Experiment(
+    name="scaling",
+    title="A model of scaling, checked on a size left out of its fit",
+    runs=runs,
+    answers=answers,
+    tables=tables,
+    drawings=drawings,
+    shown=2,
+    limits=(
+        "Beyond four nodes nothing was measured: these numbers are an extrapolation.",
+        "Three and four ranks share two cores; the model accounts for that by more work, not by contention.",
+        "One switch without oversubscription, a ring, no latency of a real network.",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

@@ -1,0 +1,97 @@
+# Hosts and arguments of horovodrun.sh and mpirun.sh: read, checked before anything starts.
+# shellcheck shell=bash
+
+# hvfreeze_arguments SCRIPT ARGUMENTS...: sets np, hosts (NAME:SLOTS,...; "" for those of the Slurm or PBS job), ranks_per_node
+# and command.
+hvfreeze_arguments() {
+    local script=$1 hostfile='' usage
+    usage="usage: $script -np N [-H HOST:SLOTS,... | --hostfile FILE] COMMAND..."
+    shift
+    np='' hosts=''
+    while (($# > 0)); do
+        case $1 in
+            -np | -n) np=${2:-} ;;
+            -H | --host | --hosts) hosts=${2:-} ;;
+            -hostfile | --hostfile) hostfile=${2:-} ;;
+            -*) echo "$script: $1 is not known here (Open MPI's settings: variables OMPI_MCA_*); $usage" >&2; exit 2 ;;
+            *) break ;;
+        esac
+        shift $(($# > 1 ? 2 : 1))
+    done
+    command=("$@")
+    if [[ -n $hostfile ]]; then
+        [[ -r $hostfile ]] || { echo "$script: hostfile $hostfile cannot be read" >&2; exit 2; }
+        hosts=$(sed -E 's/#.*//; s/^\s+//; s/\s+$//; /^$/d; s/\s+slots\s*=\s*/:/; s/^[^:]+$/&:1/' "$hostfile" | paste -sd,)
+    fi
+    if [[ -z $hosts && -n ${SLURM_NNODES:-} ]]; then
+        np=${np:-${SLURM_NTASKS:-$SLURM_NNODES}}
+        ranks_per_node=$(((np + SLURM_NNODES - 1) / SLURM_NNODES))
+        return
+    fi
+    [[ -n $hosts ]] || hosts=localhost:${np:-1}
+    local slots total=0 most=0
+    for slots in ${hosts//,/ }; do
+        [[ $slots == *:* ]] && slots=${slots##*:} || slots=1
+        [[ $slots =~ ^[1-9][0-9]*$ && $hosts =~ ^[A-Za-z0-9._:,-]+$ && ,$hosts != *,-* ]] || { echo "$script: hosts $hosts: HOST:SLOTS,... is wanted; $usage" >&2; exit 2; }
+        ((total += slots, most = slots > most ? slots : most))
+    done
+    np=${np:-$total}
+    [[ $np =~ ^[1-9][0-9]*$ && ${#command[@]} -gt 0 ]] || { echo "$usage" >&2; exit 2; }
+    ((np <= total)) || { echo "$script: -np $np, but the hosts have $total slots: $hosts" >&2; exit 2; }
+    # shellcheck disable=SC2034
+    ranks_per_node=$((most < np ? most : np))
+}
+
+# hvfreeze_probe COMMAND...: runs on a node; one line for what a rank would lack there.
+hvfreeze_probe() {
+    local directory
+    cd "$start" 2>/dev/null || { echo "has no directory $start (use a shared file system, or the same path on all nodes)"; return; }
+    for directory in "${TMPDIR:-/tmp}" "${HVFREEZE_CACHE_DIR:-}"; do
+        while [[ -n $directory && ! -e $directory ]]; do directory=$(dirname "$directory"); done
+        [[ -z $directory ]] || (umask 077; f=$(mktemp "$directory/.hvfreeze.XXXXXX") && head -c 1048576 /dev/zero >"$f"; code=$?; rm -f "$f"; exit $code) 2>/dev/null ||
+            { echo "cannot write 1 MiB to $directory ($(df -h --output=avail "$directory" 2>/dev/null | tail -n 1 | tr -d ' ') free): make room, or set TMPDIR or --cache-dir"; return; }
+    done
+    command -v "$1" >/dev/null || { echo "has no $1 in PATH=$PATH (run \`make setup\` there, or share the environment)"; return; }
+    [[ "$2 $3" != "-m hvfreeze" ]] || "$1" -c 'import importlib.util as u, sys
+lacking = [n for n in ("hvfreeze", "torch", "horovod", "mpi4py") if u.find_spec(n) is None]
+print("has no Python package " + ", ".join(lacking) + " for " + sys.executable + " (run `make setup` there)" if lacking else "", end="")'
+}
+
+# hvfreeze_check_hosts SCRIPT SSH_OPTION...: every host answers and can run `command`, or one line a host says what to mend.
+# Exit code 2: to be mended by hand; 1: a host does not answer, which may pass.
+hvfreeze_check_hosts() {
+    local script=$1 directory name host message code=0 remote=''
+    shift
+    directory=$(mktemp -d)
+    for name in PATH PYTHONPATH LD_LIBRARY_PATH TMPDIR; do [[ -z ${!name:-} ]] || remote+="export $name=${!name@Q}; "; done
+    for ((i = 1; i < ${#command[@]}; i++)); do
+        [[ ${command[i - 1]} != --cache-dir ]] || remote+="HVFREEZE_CACHE_DIR=${command[i]@Q}; "
+    done
+    # The mark tells the answer from what a login script prints.
+    remote+="start=${PWD@Q}; $(declare -f hvfreeze_probe); echo \"hvfreeze: \$(hvfreeze_probe ${command[*]@Q})\""
+    for host in ${hosts//,/ }; do
+        host=${host%%:*}
+        case $host in
+            localhost | 127.0.0.1 | "$(hostname)") bash -s <<<"$remote" >"$directory/$host" 2>&1 & ;;
+            *) ssh -o BatchMode=yes -o ConnectTimeout=5 "$@" "$host" bash -s <<<"$remote" >"$directory/$host" 2>&1 & ;;
+        esac
+    done
+    wait
+    for host in ${hosts//,/ }; do
+        host=${host%%:*}
+        message=$(<"$directory/$host")
+        case $message in
+            *"hvfreeze: "*) message=${message##*hvfreeze: } ;;
+            *"not resolve"*) message='this name has no address: correct -H or the hostfile' ;;
+            *"Permission denied"*) message="ssh refuses the key: \`ssh-copy-id $host\`, then \`ssh $host true\` must ask nothing" ;;
+            *"Host key verification failed"*) message="ssh does not trust its host key: compare it, then \`ssh-keyscan $host >> ~/.ssh/known_hosts\`" ;;
+            *"timed out"* | *refused* | *"No route"* | *unreachable*) message="does not answer ssh (${message##*: }): is it up, is sshd running?" ;;
+            *) message="ssh says: ${message##*$'\n'}" ;;
+        esac
+        [[ -n $message ]] || continue
+        echo "$script: $host: $message" >&2
+        if [[ $message != "does not answer"* ]]; then code=2; elif ((code == 0)); then code=1; fi
+    done
+    rm -rf "$directory"
+    ((code == 0)) || exit "$code"
+}

@@ -1,0 +1,273 @@
+"""Clusters of several nodes on this machine: bring up, run something on, count bytes, take down.
+
+A cluster is one supervisor process. The bridge lives in the supervisor's own network namespace and every node in its
+own, so the host's network is never touched and clusters cannot collide; when the supervisor ends, however it ends, the
+kernel ends the nodes with everything in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import cluster_node
+import guard
+import namespaces
+from cluster_state import PREFIX, Cluster, ClusterError, Node, Plan, clusters, load, try_lock
+
+LAUNCH = Path(__file__).resolve().parent
+STOP_SECONDS = 10.0
+
+
+def missing() -> list[str]:
+    """What this machine lacks, each with its remedy; empty when a cluster can be brought up."""
+    if os.geteuid() != 0:
+        return ["not root: namespaces and a bridge need root; start it with sudo"]
+    lacking = [
+        f"{program} is missing: apt-get install {package}"
+        for program, package in (
+            ("ip", "iproute2"),
+            ("tc", "iproute2"),
+            (cluster_node.SSHD, "openssh-server"),
+            ("ssh", "openssh-client"),
+            ("ssh-keygen", "openssh-client"),
+        )
+        if shutil.which(program) is None
+    ]
+    if not lacking and (refusal := namespaces.refusal()):
+        lacking.append(refusal)
+    return lacking
+
+
+def _claim(name: str | None) -> tuple[str, int]:
+    """A new, locked state directory: (the cluster's name, the descriptor that holds the lock)."""
+    clusters()
+    for candidate in [name] if name else (f"c{number}" for number in range(1000)):
+        directory = Path(PREFIX + candidate)
+        try:
+            directory.mkdir(mode=0o700)
+            descriptor = try_lock(directory)
+        except FileExistsError:
+            continue
+        except FileNotFoundError:
+            descriptor = None
+        # A sweep of stale directories may come between mkdir and the lock; then this one was taken for stale.
+        if descriptor is not None and directory.exists() and os.stat(directory).st_ino == os.fstat(descriptor).st_ino:
+            return candidate, descriptor
+    raise ClusterError(f"cluster {name!r} is up already: choose another --name, or `launch/cluster down --name {name}`")
+
+
+def _write_files(directory: Path, nodes: Sequence[Node]) -> None:
+    """Throw-away keys and what the nodes see as /etc/hosts, /etc/ssh/ssh_config and /etc/shadow."""
+    for key in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", key, "-f", directory / key], check=True)
+    (directory / "local").mkdir()
+    host_key = (directory / "host_key.pub").read_text().strip()
+    (directory / "hosts").write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in nodes)
+    )
+    (directory / "known_hosts").write_text("".join(f"{node.name},{node.address} {host_key}\n" for node in nodes))
+    (directory / "ssh_config").write_text(
+        f"IdentityFile {directory}/user_key\nIdentitiesOnly yes\nBatchMode yes\nLogLevel ERROR\n"
+        f"UserKnownHostsFile {directory}/known_hosts\nGlobalKnownHostsFile /dev/null\nStrictHostKeyChecking yes\n"
+    )
+    (directory / "shadow").touch(mode=0o600)
+    (directory / "shadow").write_text("root:*:19000:0:99999:7:::\n")
+
+
+def up(plan: Plan, *, name: str | None = None, owner: int | None = None) -> Cluster:
+    """A cluster whose nodes all answer ssh; it lives until `down`, or until the process `owner` ends.
+
+    Raises:
+        ClusterError: something is missing, the name is taken, or a node did not start; nothing is left then.
+    """
+    if lacking := missing():
+        raise ClusterError("; ".join(lacking))
+    name, lock = _claim(name)
+    reader, writer = os.pipe()
+    supervisor = os.fork()
+    if supervisor == 0:
+        os.close(reader)
+        _supervise(name, lock, writer, plan, owner)
+    os.close(writer)
+    os.close(lock)
+    try:
+        with os.fdopen(reader, "r") as answers:
+            answer = answers.read().strip()
+    except BaseException:
+        os.kill(supervisor, signal.SIGTERM)
+        os.waitpid(supervisor, 0)
+        raise
+    if answer != "ready":
+        os.waitpid(supervisor, 0)
+        raise ClusterError(answer or "the supervisor ended while starting")
+    return load(name)
+
+
+def _supervise(name: str, lock: int, answers: int, plan: Plan, owner: int | None) -> None:
+    """The supervisor's whole life; never returns."""
+    directory = Path(PREFIX + name)
+    stop = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    code = 1
+    try:
+        # Until it has answered, it must not survive the command that started it.
+        namespaces.die_with_parent(signal.SIGTERM)
+        os.setsid()
+        # Whoever reads the output of the command must not wait for the nodes.
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(null, standard)
+        for number in stop:
+            signal.signal(number, _raise_interrupt)
+        cluster, keepers = _start(name, plan, unwanted=(lock, answers))
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop | {signal.SIGCHLD})
+        namespaces.outlive_parent()
+        os.write(answers, b"ready")
+        os.close(answers)
+        _watch(cluster, keepers, stop, owner)
+        code = 0
+    except KeyboardInterrupt:
+        os.write(answers, b"interrupted")
+    except BaseException as error:
+        os.write(answers, f"{error}".encode())
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        # Its end is what ends the nodes.
+        os._exit(code)
+
+
+def _raise_interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster, dict[int, str]]:
+    """Switch and nodes are there and in the state file: (the cluster, node name by its keeper's PID)."""
+    directory = Path(PREFIX + name)
+    planned = [Node(f"node{index}", f"10.77.0.{11 + index}", 0) for index in range(plan.nodes)]
+    _write_files(directory, planned)
+    namespaces.unshare(namespaces.NEW_NETWORK)
+    cluster_node.run("ip link add switch type bridge")
+    cluster_node.run("ip link set switch up")
+    nodes, keepers = [], {}
+    for index, node in enumerate(planned):
+        spec = cluster_node.NodeSpec(node.name, node.address, plan.bandwidth, plan.disk, str(directory))
+
+        def connect(pid: int, port: str = f"port{index}") -> None:
+            cluster_node.run(f"ip link add {port} type veth peer name eth0 netns {pid}")
+            cluster_node.run(f"ip link set {port} master switch up")
+            # A port of a real switch limits both directions; the node's own end limits what it sends.
+            for line in cluster_node.limit(port, plan.bandwidth):
+                cluster_node.run(line)
+
+        keeper, pid = cluster_node.start_node(spec, connect, inherited=unwanted)
+        keepers[keeper] = node.name
+        nodes.append(dataclasses.replace(node, pid=pid))
+    cluster = Cluster(name, os.getpid(), plan.slots, plan.bandwidth, tuple(nodes), {})
+    cluster.save()
+    return cluster, keepers
+
+
+def _watch(cluster: Cluster, keepers: dict[int, str], stop: set[signal.Signals], owner: int | None) -> None:
+    """Returns when told to stop or when the owner has ended; writes down which nodes died meanwhile."""
+    while owner is None or _lives(owner):
+        received = signal.sigtimedwait(stop | {signal.SIGCHLD}, 0.5)
+        if received is not None and received.si_signo != signal.SIGCHLD:
+            return
+        while keepers:
+            dead, _ = os.waitpid(-1, os.WNOHANG)
+            if dead == 0:
+                break
+            name = keepers.pop(dead, "")
+            state = load(cluster.name)
+            nodes = tuple(dataclasses.replace(node, pid=0) if node.name == name else node for node in state.nodes)
+            dataclasses.replace(state, nodes=nodes).save()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        # A zombie has ended too, although its PID is still taken.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def down(name: str) -> None:
+    """The cluster and all that ran in it are gone; nothing happens when it is not up."""
+    number, patience = signal.SIGTERM, 0.0
+    while name in clusters():
+        if time.monotonic() > patience:
+            try:
+                os.kill(load(name).supervisor, number)
+                number = signal.SIGKILL
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+            patience = time.monotonic() + STOP_SECONDS
+        time.sleep(0.02)
+
+
+def cut_power(cluster: Cluster, name: str) -> None:
+    """The node and all in it are dead, and as its link went first, nobody was told."""
+    node = cluster.node(name)
+    child = os.fork()
+    if child == 0:
+        namespaces.enter(cluster.supervisor, ("net",))
+        cluster_node.run(f"ip link set port{cluster.nodes.index(node)} down")
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.kill(node.pid, signal.SIGKILL)
+    while load(cluster.name).nodes[cluster.nodes.index(node)].pid:
+        time.sleep(0.02)
+
+
+def traffic(cluster: Cluster) -> dict[str, tuple[int, int]]:
+    """Bytes that each living node's eth0 has (sent, received) since it came up."""
+    counted = {}
+    for node in cluster.nodes:
+        if node.pid:
+            lines = Path(f"/proc/{node.pid}/net/dev").read_text().splitlines()
+            fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
+            counted[node.name] = (int(fields[8]), int(fields[0]))
+    return counted
+
+
+def run(cluster: Cluster, node: Node, command: Sequence[str]) -> int:
+    """Runs `command` on the node with launch/settings.sh and the environment that it lets through; its exit code.
+
+    Signals are passed on to the command; when this process ends, so does the command.
+    """
+    local = f"{cluster.directory}/local"
+    environment = {**os.environ, **cluster.environment, "TMPDIR": local, "PATH": _path()}
+    # The nodes share the cores of this machine, which each of them believes to own.
+    environment.setdefault("HVFREEZE_CORES", str(max(1, len(os.sched_getaffinity(0)) // len(cluster.nodes))))
+    script = '. "$1"; hvfreeze_settings "$2"; shift 2; hvfreeze_exec "$@"'
+    words = ["bash", "-c", script, "bash", str(LAUNCH / "settings.sh"), str(cluster.slots), *command]
+    directory = os.getcwd()
+
+    def enter() -> None:
+        namespaces.enter(node.pid, ("net", "uts", "ipc", "mnt"))
+        os.chdir(directory)
+
+    namespaces.enter(node.pid, ("pid",))
+    # The second guard is inside the node's PID namespace, where the command's orphans are.
+    return guard.run([sys.executable, guard.__file__, *words], environment=environment, prepare=enter).code
+
+
+def call(node: Node, command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What `command` said on the node; unlike after `run`, daemons that it started stay."""
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    words = [sys.executable, str(LAUNCH / "namespaces.py"), str(node.pid), *command]
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PATH": path, **environment})
+
+
+def _path() -> str:
+    """PATH, with the environment of `make setup` first unless another one is active."""
+    own = LAUNCH.parent / ".venv" / "bin"
+    path = os.environ.get("PATH", os.defpath)
+    return path if "VIRTUAL_ENV" in os.environ or not own.is_dir() else f"{own}:{path}"

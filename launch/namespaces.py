@@ -1,0 +1,110 @@
+"""Linux namespaces through the C library: what Python 3.10 does not offer itself.
+
+python3 namespaces.py PID COMMAND...        runs COMMAND in the namespaces of PID
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+
+NEW_MOUNTS = 0x00020000
+NEW_HOST_NAME = 0x04000000
+NEW_IPC = 0x08000000
+NEW_PIDS = 0x20000000
+NEW_NETWORK = 0x40000000
+NEW_NODE = NEW_MOUNTS | NEW_HOST_NAME | NEW_IPC | NEW_PIDS | NEW_NETWORK
+
+_BIND = 4096
+_RECURSIVE = 16384
+_SLAVE = 1 << 19
+_SET_PARENT_DEATH_SIGNAL = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def unshare(kinds: int) -> None:
+    """The calling process has new namespaces of these kinds (a new PID namespace holds its next child)."""
+    _checked(_libc.unshare(kinds), "unshare")
+
+
+def enter(pid: int, kinds: tuple[str, ...]) -> None:
+    """The calling process is in the namespaces of `pid`.
+
+    Args:
+        pid: as the caller counts.
+        kinds: names under /proc/PID/ns; "pid" moves only the children of the caller.
+    """
+    descriptors = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+    for descriptor, kind in zip(descriptors, kinds, strict=True):
+        _checked(_libc.setns(descriptor, 0), f"setns {kind}")
+        os.close(descriptor)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """The calling process receives this signal when its parent ends, however the parent ends."""
+    _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0), "prctl")
+
+
+def outlive_parent() -> None:
+    """Undoes `die_with_parent`."""
+    _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, 0, 0, 0, 0), "prctl")
+
+
+def keep_mounts_private() -> None:
+    """Mounts made from here on stay in this mount namespace; the host's later mounts still appear in it."""
+    _checked(_libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount --make-rslave /")
+
+
+def mount(kind: str, target: str, *, options: str = "") -> None:
+    """A new file system of this kind ("tmpfs", "proc", "sysfs") covers `target`."""
+    data = options.encode() or None
+    _checked(_libc.mount(kind.encode(), target.encode(), kind.encode(), 0, data), f"mount {kind} on {target}")
+
+
+def bind(source: str, target: str) -> None:
+    """`target` shows the file or directory `source`."""
+    _checked(_libc.mount(source.encode(), target.encode(), None, _BIND, None), f"bind {source} on {target}")
+
+
+def refusal() -> str:
+    """Why a node cannot be made on this machine, tried in a child that leaves nothing; "" when it can."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        message = ""
+        try:
+            unshare(NEW_NODE & ~NEW_PIDS)
+            for line in (
+                "ip link add switch type bridge",
+                "ip link add port type veth peer name eth0",
+                "tc qdisc add dev port root tbf rate 1gbit burst 256kb latency 100ms",
+            ):
+                done = subprocess.run(line.split(), capture_output=True, text=True)
+                if done.returncode != 0:
+                    message = f"the kernel refuses `{line}`: {done.stderr.strip()}"
+                    break
+            unshare(NEW_PIDS)
+        except OSError as error:
+            message = f"the kernel refuses new namespaces ({error.strerror}): a container needs --privileged"
+        os.write(writer, message.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        message = stream.read().decode()
+    os.waitpid(child, 0)
+    return message
+
+
+if __name__ == "__main__":
+    enter(int(sys.argv[1]), ("pid", "net", "uts", "ipc", "mnt"))
+    sys.exit(subprocess.run(sys.argv[2:]).returncode)

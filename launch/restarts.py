@@ -1,0 +1,194 @@
+"""Runs a training command again, from its last checkpoint, when a rank has died.
+
+    launch/restart --max-restarts 3 -- launch/horovodrun.sh -np 4 --hostfile FILE python -m hvfreeze train --run-dir DIR
+
+--resume is added from the second attempt on. What happened is in RUN_DIR/restarts.jsonl, a line an attempt. The number
+of ranks never changes, because only the same number resumes bit for bit: with --drop-dead-hosts, the ranks of a dead
+host move to the hosts that are left.
+
+Not tried again are the codes of FINAL: they come out the same however often it is tried. A job that was preempted (75)
+starts again at once, without backoff. A signal to this program goes on to the job, and is the end of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import guard
+
+FINAL = {
+    0: "done",
+    2: "usage",
+    3: "data, cache or checkpoint refused",
+    4: "ranks diverged",
+    5: "numerics",
+    126: "the command cannot be run",
+    127: "there is no such command",
+}
+PREEMPTED = 75
+REASONS = {**FINAL, 6: "a rank stalled", PREEMPTED: "preempted", 110: "the deadline passed", 205: "a node was lost"}
+HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
+FILE_FLAGS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile")
+LONGEST_PAUSE_SECONDS = 300.0
+
+
+def reason(code: int) -> str:
+    """What an exit code means, in words."""
+    if code not in REASONS and code > 128 and code - 128 in set(signal.Signals):
+        return f"ended by {signal.Signals(code - 128).name}"
+    return REASONS.get(code, "failed")
+
+
+def with_resume(command: Sequence[str]) -> list[str]:
+    """`command` with --resume, once."""
+    return list(command) if "--resume" in command else [*command, "--resume"]
+
+
+def value_of(command: Sequence[str], flags: Sequence[str]) -> tuple[int, str] | None:
+    """Place and value of the first of these flags, given as `FLAG VALUE` or `FLAG=VALUE`."""
+    for index, word in enumerate(command):
+        flag, equals, value = word.partition("=")
+        if flag in flags and (equals or index + 1 < len(command)):
+            return index, value if equals else command[index + 1]
+    return None
+
+
+def hosts_of(command: Sequence[str]) -> dict[str, int]:
+    """Slots by host, from -H or the hostfile in `command`; empty when it names none."""
+    if found := value_of(command, HOST_FLAGS):
+        parts = found[1].split(",")
+    elif found := value_of(command, FILE_FLAGS):
+        lines = [line.partition("#")[0].strip() for line in Path(found[1]).read_text().splitlines()]
+        parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
+    else:
+        return {}
+    return {part.partition(":")[0]: int(part.partition(":")[2] or 1) for part in parts}
+
+
+def with_hosts(command: Sequence[str], hosts: dict[str, int]) -> list[str]:
+    """`command` with these hosts in place of those that it names."""
+    found = value_of(command, (*HOST_FLAGS, *FILE_FLAGS))
+    assert found is not None
+    index = found[0]
+    after = index + (1 if "=" in command[index] else 2)
+    text = ",".join(f"{name}:{slots}" for name, slots in hosts.items())
+    return [*command[:index], "-H", text, *command[after:]]
+
+
+def spread(hosts: dict[str, int], ranks: int) -> dict[str, int]:
+    """The hosts with enough slots for `ranks`: their own where those suffice, else evenly more on each."""
+    if sum(hosts.values()) >= ranks:
+        return hosts
+    return {name: max(slots, math.ceil(ranks / len(hosts))) for name, slots in hosts.items()}
+
+
+def answers(host: str) -> bool:
+    """Whether a command can be run on the host over ssh."""
+    if host in ("localhost", "127.0.0.1", os.uname().nodename):
+        return True
+    words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, "true"]
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+
+
+def without_dead_hosts(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(`command` on the hosts that answer, the hosts that do not); unchanged when it names none or none answers."""
+    hosts = hosts_of(command)
+    if not hosts:
+        return list(command), []
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        alive = {host for host, answered in zip(hosts, pool.map(answers, hosts), strict=True) if answered}
+    dead = [host for host in hosts if host not in alive]
+    if not dead or not alive:
+        return list(command), []
+    found = value_of(command, ("-np", "-n", "--num-proc"))
+    ranks = int(found[1]) if found else sum(hosts.values())
+    return with_hosts(command, spread({host: hosts[host] for host in hosts if host in alive}, ranks)), dead
+
+
+def write_line(run_dir: Path, entry: dict[str, Any]) -> None:
+    """The entry is the last line of the run directory's restarts.jsonl."""
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(run_dir / "restarts.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(json.dumps(entry) + "\n")
+
+
+def pause(seconds: float) -> bool:
+    """Waits; True when told to end meanwhile."""
+    waited = set(guard.PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    told = signal.sigtimedwait(waited, seconds) is not None
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
+    return told
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
+    """Options, command and run directory; ends with code 2 when something is wrong."""
+    parser = argparse.ArgumentParser(prog="launch/restart", usage="%(prog)s [options] -- COMMAND...")
+    parser.add_argument("--max-restarts", type=int, default=3, help="how often to start again, whatever the reason (3)")
+    parser.add_argument(
+        "--backoff", type=float, default=5.0, help="seconds before the first restart, doubled each time (5)"
+    )
+    parser.add_argument("--drop-dead-hosts", action="store_true", help="leave out hosts that do not answer ssh")
+    parser.add_argument("command", nargs="*", help="must contain --run-dir")
+    options = parser.parse_args(argv)
+    if options.max_restarts < 0 or options.backoff < 0:
+        parser.error("--max-restarts and --backoff must not be negative")
+    run_dir = value_of(options.command, ("--run-dir",))
+    if run_dir is None:
+        parser.error("COMMAND must contain --run-dir DIR: without it there is nothing to resume from")
+    return options, options.command, Path(run_dir[1])
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of the last attempt."""
+    options, command, run_dir = parse(argv)
+    attempt, failures, dropped = 1, 0, list[str]()
+    while True:
+        began, start = time.time(), time.monotonic()
+        outcome = guard.run(command)
+        told = bool(outcome.signals)
+        preempted = outcome.code == PREEMPTED
+        again = outcome.code not in FINAL and attempt <= options.max_restarts and not told
+        failures += not preempted
+        seconds = min(options.backoff * 2 ** (failures - 1), LONGEST_PAUSE_SECONDS) if again and not preempted else 0.0
+        entry = {
+            "attempt": attempt,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+            "seconds": round(time.monotonic() - start, 3),
+            "code": outcome.code,
+            "reason": reason(outcome.code),
+            "signals": sorted(number.name for number in outcome.signals),
+            "hosts": hosts_of(command),
+            "dropped": dropped,
+            "next": f"restart after {seconds:g} s" if again else "end",
+            "command": command,
+        }
+        # A run directory that the command never made would only be in the way of the next try.
+        if again or run_dir.exists():
+            write_line(run_dir, entry)
+        if not again:
+            return outcome.code
+        print(
+            f"launch/restart: attempt {attempt}: {entry['reason']} (code {outcome.code}); {entry['next']}",
+            file=sys.stderr,
+        )
+        if pause(seconds):
+            write_line(run_dir, {"attempt": attempt, "next": "told to end while waiting"})
+            return outcome.code
+        command = with_resume(command)
+        if options.drop_dead_hosts:
+            command, dropped = without_dead_hosts(command)
+        attempt += 1

@@ -1,0 +1,66 @@
+# The settings of every way to start hvfreeze, sourced by the scripts beside it. A variable that is already set wins.
+# shellcheck shell=bash
+
+# hvfreeze_settings RANKS: exports the settings for nodes that take up to RANKS ranks each.
+hvfreeze_settings() {
+    local ranks=$1 cores=${HVFREEZE_CORES:-$(nproc)}
+
+    # Threads beyond a rank's share of the cores only get in each other's way.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+    # Ranks that share a core spin while they wait and take it from the rank they wait for: 100 times slower without this.
+    if ((ranks > cores)); then export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}; fi
+    # Open MPI's own binding gives a rank one core, and on every node the same one when nodes share a machine.
+    export OMPI_MCA_hwloc_base_binding_policy=${OMPI_MCA_hwloc_base_binding_policy:-none}
+    # Fill the slots of a host before the next, so that neighbours in rank share a node.
+    export OMPI_MCA_rmaps_base_mapping_policy=${OMPI_MCA_rmaps_base_mapping_policy:-slot}
+    # What horovodrun asks for; the same transport and so the same bits under every launcher.
+    export OMPI_MCA_pml=${OMPI_MCA_pml:-ob1} OMPI_MCA_btl=${OMPI_MCA_btl:-^openib}
+    # A node that lost power says nothing: found in half a minute by these probes, in eight minutes without.
+    export OMPI_MCA_oob_tcp_keepalive_time=${OMPI_MCA_oob_tcp_keepalive_time:-10}
+    export OMPI_MCA_oob_tcp_keepalive_intvl=${OMPI_MCA_oob_tcp_keepalive_intvl:-5}
+    export OMPI_MCA_oob_tcp_keepalive_probes=${OMPI_MCA_oob_tcp_keepalive_probes:-4}
+    # The reducer lays out its own buckets; fusion by timing would change the order of sums from run to run.
+    export HOROVOD_FUSION_THRESHOLD=${HOROVOD_FUSION_THRESHOLD:-0}
+    # A rank that does not come: name it after a minute, end the job after ten (must not be below the first).
+    export HOROVOD_STALL_CHECK_TIME_SECONDS=${HOROVOD_STALL_CHECK_TIME_SECONDS:-60}
+    export HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=${HOROVOD_STALL_SHUTDOWN_TIME_SECONDS:-600}
+    # A stopped process escapes the stall check: mpirun itself ends the job after so many seconds, with code 110.
+    export MPIEXEC_TIMEOUT=${MPIEXEC_TIMEOUT:-${HVFREEZE_DEADLINE:-86400}}
+
+    # The network between the nodes, where the first one found is the wrong one (docker0, a management network).
+    if [[ -n ${HVFREEZE_INTERFACES:-} ]]; then
+        export OMPI_MCA_btl_tcp_if_include=$HVFREEZE_INTERFACES OMPI_MCA_oob_tcp_if_include=$HVFREEZE_INTERFACES
+    fi
+    # MPI's ports (FIRST-LAST), where a firewall lets only some through.
+    if [[ -n ${HVFREEZE_PORTS:-} ]]; then
+        export OMPI_MCA_oob_tcp_dynamic_ipv4_ports=$HVFREEZE_PORTS
+        export OMPI_MCA_btl_tcp_port_min_v4=${HVFREEZE_PORTS%-*}
+        export OMPI_MCA_btl_tcp_port_range_v4=$((${HVFREEZE_PORTS#*-} - ${HVFREEZE_PORTS%-*} + 1))
+    fi
+}
+
+# hvfreeze_variables: names of the variables that ranks on other nodes need; HVFREEZE_KEEP="NAME NAME" adds to them.
+hvfreeze_variables() {
+    local name
+    for name in $(compgen -e); do
+        case $name in
+            PATH | LD_LIBRARY_PATH | VIRTUAL_ENV | CONDA_PREFIX | PYTHON* | LANG | LC_* | TZ) echo "$name" ;;
+            OMP_* | MKL_* | OMPI_MCA_* | UCX_* | HOROVOD_* | HVFREEZE_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;
+            *) [[ " ${HVFREEZE_KEEP:-} " != *" $name "* ]] || echo "$name" ;;
+        esac
+    done
+}
+
+# hvfreeze_exec COMMAND...: runs it with these variables and what a launcher needs, and no other: horovodrun sends its whole
+# environment to all nodes, tokens and passwords included.
+hvfreeze_exec() {
+    local name keep=()
+    for name in $(hvfreeze_variables) $(compgen -e); do
+        case $name in
+            SLURM_JWT) ;;
+            HOME | USER | LOGNAME | SHELL | TERM | TMPDIR | SSH_AUTH_SOCK | MPIEXEC_* | SLURM_* | PBS_*) keep+=("$name=${!name}") ;;
+        esac
+    done
+    for name in $(hvfreeze_variables); do keep+=("$name=${!name}"); done
+    exec env -i "${keep[@]}" "$@"
+}

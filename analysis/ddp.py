@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvfreeze.cli import configuration, parse
 from hvfreeze.clock import PhaseClock, train_seconds
-from hvfreeze.config import Config, to_dict
+from hvfreeze.config import Config
+from hvfreeze.configfile import to_dict
 from hvfreeze.data import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.feed import Batch, Images, TrainFeed, padded_batches

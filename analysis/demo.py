@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -93,6 +94,8 @@ class StageError(HvfreezeError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code."""
     options = parse(arguments)
+    # An exception, so that the ranks are ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         demonstrate(options.out, ranks=options.ranks, data_dir=options.data_dir, weights=options.weights)
     except HvfreezeError as error:
@@ -219,8 +222,15 @@ def run_stage(stage: Stage, *, ranks: int) -> None:
 
 def follow(command: Sequence[str], log: IO[str], *, environment: Mapping[str, str]) -> int:
     """Run a command, copying its output to the log and rank 0's progress to the screen; return its exit code."""
+    # A session of its own: horovodrun is a shell around mpirun, and a signal must reach both.
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     ) as process:
         try:
             for line in process.stdout or ():
@@ -228,7 +238,7 @@ def follow(command: Sequence[str], log: IO[str], *, environment: Mapping[str, st
                 if is_progress(line):
                     print("  " + TAG.sub("", line.rstrip()), flush=True)
         except BaseException:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)
             raise
     return process.returncode
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from matplotlib.figure import Figure
 
-from hvfreeze.config import Config, from_dict
+from hvfreeze.config import Config
+from hvfreeze.configfile import from_dict
 from hvfreeze.tables import Table
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ _HOMES = {
     "Reducer": "reducer",
     "SoloWorld": "world",
     "World": "world",
-    "broadcast_model": "world",
+    "broadcast_model": "agreement",
     "cut_into_blocks": "blocks",
     "freeze_by_vote": "freezing",
     "open_world": "world",

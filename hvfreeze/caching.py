@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvfreeze.agreement import together
 from hvfreeze.blocks import Chain
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks, permuted_batch_is_exact
@@ -20,7 +21,7 @@ from hvfreeze.cacheinputs import Misses, Outlook, Split, prefix_digest, rates_of
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
 from hvfreeze.feed import Batch, Ids, memory_budget
-from hvfreeze.world import World, together
+from hvfreeze.world import World
 
 STORED_TYPES = {"native": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MEMORY_FORMAT = "channels_last"

@@ -6,17 +6,9 @@ The leaves of the tree have unique names, and each is the command line flag of t
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
 import re
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from hvfreeze.errors import UsageError
 
@@ -215,6 +207,7 @@ class RunConfig:
     json: bool = False
 
     def __post_init__(self) -> None:
+        rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
         rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")
         rule(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         ok = re.fullmatch(r"\d+s?", self.checkpoint_every) is not None
@@ -274,104 +267,3 @@ def number_list(flag: str, text: str, *, also: str = "") -> list[float]:
     wanted = (also + ", or " if also else "") + "numbers separated by commas, one per rank"
     rule(not any(math.isnan(n) for n in numbers), flag, text, wanted)
     return numbers
-
-
-def leaves() -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
-    """Return for each flag (with underscores) its section, its dataclass field and its type."""
-    found: dict[str, tuple[str, dataclasses.Field[Any], Any]] = {}
-    for section, cls in typing.get_type_hints(Config).items():
-        types = typing.get_type_hints(cls)
-        for leaf in dataclasses.fields(cls):
-            found[leaf.name] = (section, leaf, types[leaf.name])
-    return found
-
-
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the tree as nested plain dicts, as written to config.yaml."""
-    return dataclasses.asdict(config)
-
-
-def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:
-    """Build a Config from nested dicts; a flat dict of flag names is accepted too.
-
-    Raises:
-        UsageError: an unknown key, a wrong type or a value out of its range; the message names `source`.
-    """
-    known = leaves()
-    types = typing.get_type_hints(Config)
-    sections: dict[str, dict[str, Any]] = {section: {} for section in types}
-    for leaf, value in flat(tree, source=source).items():
-        section, _, kind = known[leaf]
-        sections[section][leaf] = typed(leaf, value, kind, source=source)
-    return Config(**{section: types[section](**entries) for section, entries in sections.items()})
-
-
-def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Return the leaves of a configuration by name, their values as they are.
-
-    Raises:
-        UsageError: an unknown section or key, or a key in another section than its own.
-    """
-    known = leaves()
-    sections = typing.get_type_hints(Config)
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = str(key).replace("-", "_")
-        section = name if isinstance(value, Mapping) else None
-        if section is not None and section not in sections:
-            raise UsageError(f"{source}: unknown section '{key}'{did_you_mean(section, sections)}")
-        for leaf, entry in value.items() if section is not None else [(name, value)]:
-            leaf = str(leaf).replace("-", "_")
-            if leaf not in known or section not in (None, known[leaf][0]):
-                raise UsageError(f"{source}: unknown key '{leaf}'{did_you_mean(leaf, known)}")
-            found[leaf] = entry
-    return found
-
-
-def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
-    """Return `value` as the leaf's type; numbers are accepted where text is wanted (lists of weights, counts).
-
-    Raises:
-        UsageError: `value` has another type.
-    """
-    options = typing.get_args(kind) or (kind,)
-    if value is None and type(None) in options:
-        return None
-    if float in options and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if str in options and not isinstance(value, bool):
-        if isinstance(value, list) and all(isinstance(entry, (int, float, str)) for entry in value):
-            return ",".join(str(entry) for entry in value)
-        if isinstance(value, (int, float)):
-            return str(value)
-    for option in options:
-        if type(value) is option:
-            return value
-    names = " or ".join(option.__name__ for option in options if option is not type(None))
-    raise UsageError(f"{source}: {leaf} ({value!r}) must be of type {names}")
-
-
-def did_you_mean(word: str, known: Mapping[str, object]) -> str:
-    """Return a hint at the closest known key, or the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration file without building anything but plain values.
-
-    Raises:
-        UsageError: the file cannot be read, is no YAML, asks for an object, or is no mapping.
-    """
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config ({path}) cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"--config ({path}) is not plain YAML: {reason}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise UsageError(f"--config ({path}) must be a mapping of keys to values, not a {type(tree).__name__}")
-    return tree

@@ -34,6 +34,7 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
     common, count = Counter(digests).most_common(1)[0]
     if count < world.size:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
-        who = f"rank {', '.join(map(str, odd))} differ" if count > 1 else "all ranks differ"
+        named = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
+        who = named if count > 1 else "all ranks differ"
         raise DivergedError(f"replicas are not equal after step {step}: {who}; parameters must change by updates only")
     return common

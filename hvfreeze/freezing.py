@@ -21,7 +21,7 @@ from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.config import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence, rates_of_change
 from hvfreeze.errors import UsageError
-from hvfreeze.holding import hold_in_eval, prune_optimizer, release
+from hvfreeze.holding import Seal, hold_in_eval, prune_optimizer, release
 from hvfreeze.reducer import Reducer
 from hvfreeze.signals import GradientSums, Voter, voting_weight
 from hvfreeze.tracks import Cadence, Track
@@ -76,7 +76,11 @@ class Freezer:
 
         Returns:
             The decision where a vote was held, else None.
+
+        Raises:
+            DivergedError: something changed a frozen parameter or buffer since it was frozen.
         """
+        self._seal.check(step=self.step)
         self.step += 1
         self._loss_sum += loss
         self._loss_steps += 1
@@ -102,7 +106,7 @@ class Freezer:
             UsageError: `cut` is out of range.
         """
         self._check_cut(cut)
-        average_running_statistics(self.chain.modules(), self.world)
+        self.average_statistics()
         self._move(cut)
         self._begin_interval()
 
@@ -161,6 +165,19 @@ class Freezer:
         self._norms = [tuple(norms) for norms in state["norms"]]
         self._loss_sum, self._loss_steps = state["loss"]
 
+    def average_statistics(self) -> None:
+        """Make BatchNorm's running statistics equal on all ranks, those of frozen blocks too, which keep their bits.
+
+        Collective: every rank of the world must call this in the same step.
+        """
+        self.reducer.other_bytes += average_running_statistics(self.chain.modules(), self.world)
+        self.seal()
+
+    def seal(self) -> None:
+        """Take frozen parameters and buffers as they are now for what must not change any more."""
+        frozen = [*self.chain.named_parameters(0, self.cut), *self.chain.named_buffers(0, self.cut)]
+        self._seal = Seal(frozen)
+
     def _check_settings(self) -> None:
         self._check_cut(self.settings.cut or 0)
         if self.settings.vote_weight not in VOTE_WEIGHTS:
@@ -187,6 +204,7 @@ class Freezer:
                 parameter.grad = None
         prune_optimizer(self.optimizer, self._groups)
         self.cut = cut
+        self.seal()
         self.cut_history.append([self.step // self.cadence.steps_per_epoch, self.step, cut])
         for track in self._tracks.values():
             if self.step > 0 or cut > 0:
@@ -228,7 +246,7 @@ class Freezer:
         )
 
     def _vote(self) -> Decision:
-        average_running_statistics(self.chain.modules(), self.world)
+        self.average_statistics()
         evidence = self._evidence()
         mine = [track.propose(evidence, self.settings.patience) for track in self._tracks.values()]
         broken = not all(math.isfinite(norm) for norms in self._norms for norm in norms)

@@ -8,6 +8,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.errors import DivergedError
+
+
+class Seal:
+    """Notices when a tensor that must not change is written to; writes through `.data` escape it."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._sealed = [(name, tensor, tensor._version) for name, tensor in named]
+
+    def check(self, *, step: int) -> None:
+        """Raise DivergedError, on this rank alone, when a sealed tensor has been written to since."""
+        for name, tensor, version in self._sealed:
+            if tensor._version != version:
+                error = DivergedError(
+                    f"frozen {name} changed in step {step}, though no update may touch it; thaw its block with "
+                    "Freezer.thaw before you change it"
+                )
+                error.everywhere = False
+                raise error
+
 
 def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
     return self

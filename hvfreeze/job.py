@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,15 +11,23 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hvfreeze.agreement import (
+    broadcast_model,
+    check_equal,
+    crowding,
+    threads_of_environment,
+    threads_per_rank,
+    together,
+)
 from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.files import directory_bytes
 from hvfreeze.cacheinputs import Outlook, Split
 from hvfreeze.caching import open_caching
 from hvfreeze.clock import PhaseClock
-from hvfreeze.config import Config, to_dict
+from hvfreeze.config import Config
+from hvfreeze.configfile import to_dict
 from hvfreeze.data import DataSplits, ImageSet, open_data, prepare_data
-from hvfreeze.errors import UsageError
 from hvfreeze.evaluation import Evaluator, Totals
 from hvfreeze.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget, padded_batches
 from hvfreeze.freezing import Freezer
@@ -42,7 +49,7 @@ from hvfreeze.shards import ShardPlan, plan_shards, split_validation, stratified
 from hvfreeze.signals import Voter, coverage
 from hvfreeze.tracks import Cadence
 from hvfreeze.views import Augment, Transform, parse_augment, transform_for
-from hvfreeze.world import World, broadcast_model, crowding, threads_per_rank, together
+from hvfreeze.world import World
 
 # What torchvision's own weights were trained with, mean and standard deviation.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -66,6 +73,7 @@ class Job:
     notes: list[str]
     steps_per_epoch: int
     record: Record | NullRecord = field(default_factory=NullRecord)
+    data_identities: dict[str, str] = field(default_factory=dict)
     step: int = 0
     epochs_done: int = 0
     epoch_seconds: dict[str, float] = field(default_factory=dict)
@@ -108,7 +116,7 @@ def prepare(config: Config, world: World) -> Job:
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
     """
-    check_equal(world, "configuration", to_dict(config))
+    check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
@@ -116,7 +124,8 @@ def prepare(config: Config, world: World) -> Job:
     directory = choose_directory(config, world)
     together(world, lambda: claim_directory(directory, config) if world.rank == 0 else None, name="directory")
     corpus = open_corpus(config, world)
-    check_equal(world, "data", together(world, corpus.identities, name="identities"))
+    identities = together(world, corpus.identities, name="identities")
+    check_equal(world, "data", identities)
     if config.model.weights == "DEFAULT":
         # One rank per node downloads; the others find the file.
         together(world, lambda: build_chain(config, corpus) if world.local_rank == 0 else None, name="weights")
@@ -126,6 +135,7 @@ def prepare(config: Config, world: World) -> Job:
     if world.rank > 0:
         torch.manual_seed(config.run.seed + world.rank)
     job = assemble(config, world, directory, chain, corpus, [*corpus.notes, *notes, *crowding(world)])
+    job.data_identities = identities
     environment = describe_environment(world)
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = together(
@@ -308,40 +318,3 @@ def open_images(config: Config, image_set: ImageSet, ids: Any, augment: Augment,
     workers = max(1, torch.get_num_threads())
     pixels = load_pixels(image_set, ids, budget_bytes=memory_budget(local_size), workers=workers)
     return Images(pixels, transform)
-
-
-def threads_of_environment() -> int | None:
-    """Return OMP_NUM_THREADS as a number, None where it is not set or is no positive whole number."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) > 0 else None
-
-
-def check_equal(world: World, what: str, mine: dict[str, Any]) -> None:
-    """Refuse to go on when ranks were started differently.
-
-    Collective: every rank of `world` must call this.
-
-    Raises:
-        UsageError: names the first rank that differs from rank 0, and in what.
-    """
-    gathered = world.allgather_object(flatten(mine), name=f"equal.{what}")
-    for rank, theirs in enumerate(gathered):
-        for key in sorted(set(gathered[0]) | set(theirs)):
-            if theirs.get(key) != gathered[0].get(key):
-                error = UsageError(
-                    f"ranks were started with different {what}: {key} is {gathered[0].get(key)!r} on rank 0 "
-                    f"and {theirs.get(key)!r} on rank {rank}; start all ranks with one command"
-                )
-                error.everywhere = True
-                raise error
-
-
-def flatten(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a tree of dicts by dotted name, without those that may differ between ranks."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves.update({f"{key}.{inner}": leaf for inner, leaf in flatten(value).items()})
-        elif key not in PER_RANK:
-            leaves[key] = value
-    return leaves

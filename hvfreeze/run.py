@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvfreeze import state
+from hvfreeze.agreement import together
 from hvfreeze.clock import train_seconds
 from hvfreeze.config import Config
 from hvfreeze.digest import check_replicas
 from hvfreeze.job import Job, prepare
 from hvfreeze.progress import Progress, open_progress
 from hvfreeze.training import train
-from hvfreeze.world import World, together
+from hvfreeze.world import World
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def conclude(job: Job) -> dict[str, Any]:
 
     Collective: every rank of the world must call this.
     """
-    state.average_statistics(job)
+    job.freezer.average_statistics()
     digest = check_replicas(job.chain.model, job.world, step=job.step)
     state.export(job)
     seconds = job.clock.read()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hvfreeze import checkpoint
-from hvfreeze.batchnorm import average_running_statistics, running_statistics
+from hvfreeze.agreement import together
+from hvfreeze.batchnorm import running_statistics
 from hvfreeze.clock import PHASES
 from hvfreeze.digest import check_replicas
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.evaluation import Totals
 from hvfreeze.job import Job
-from hvfreeze.world import together
 
 
 def directory_of(job: Job) -> Path:
@@ -38,7 +38,7 @@ def save(job: Job, *, average: bool) -> None:
         RefusedError: the file cannot be written.
     """
     if average:
-        average_statistics(job)
+        job.freezer.average_statistics()
         check_replicas(job.chain.model, job.world, step=job.step)
     ranks = job.world.allgather_object(portable(rank_state(job)), name="checkpoint.ranks")
 
@@ -50,15 +50,11 @@ def save(job: Job, *, average: bool) -> None:
     together(job.world, write, name="checkpoint.write")
 
 
-def average_statistics(job: Job) -> None:
-    """Make running statistics equal on all ranks. Collective: every rank of the world must call this."""
-    job.reducer.other_bytes += average_running_statistics(job.chain.modules(), job.world)
-
-
 def shared_state(job: Job) -> dict[str, Any]:
     """Return what is equal on all ranks, or known to rank 0 alone."""
     return {
         "step": job.step,
+        "data": job.data_identities,
         "model": job.chain.model.state_dict(),
         "optimizer": job.optimizer.state_dict(),
         "position": job.record.position(),
@@ -120,13 +116,21 @@ def restore(job: Job) -> bool:
 
 def put_back(job: Job, state: dict[str, Any]) -> None:
     """Put a loaded state into the job, on this rank."""
-    mine = state["ranks"][job.world.rank]
+    if state.get("data") != job.data_identities:
+        raise RefusedError(
+            f"the checkpoint in {directory_of(job)} was trained on other data; restore that, or start anew"
+        )
     try:
-        job.freezer.load_state_dict(mine["freezer"])
-        job.chain.model.load_state_dict(state["model"])
-        job.optimizer.load_state_dict(state["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
+        fill(job, state, state["ranks"][job.world.rank])
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise RefusedError(f"the checkpoint in {directory_of(job)} is another model's: {first_line(error)}") from error
+
+
+def fill(job: Job, state: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Set every part of the job from what all ranks share and from what is this rank's."""
+    job.freezer.load_state_dict(mine["freezer"])
+    job.chain.model.load_state_dict(state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
     tensors = [tensor for pair in running_statistics(job.chain.modules()) for tensor in pair]
     for tensor, saved in zip(tensors, mine["statistics"], strict=True):
         tensor.copy_(saved)
@@ -138,6 +142,7 @@ def put_back(job: Job, state: dict[str, Any]) -> None:
     job.best_accuracy, job.last_accuracy = state["best_accuracy"], state["last_accuracy"]
     job.reducer.payload_bytes, job.reducer.other_bytes = state["bytes"]
     torch.set_rng_state(mine["random"])
+    job.freezer.seal()
 
 
 def first_line(error: Exception) -> str:

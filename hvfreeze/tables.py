@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvfreeze.comparison import WITHOUT_EFFECT, Comparison, Group, Spread, compare
-from hvfreeze.config import leaves
+from hvfreeze.configfile import leaves
 from hvfreeze.runs import TRAINING_PHASES, Run
 
 RANKS_SHOWN = 8

@@ -130,7 +130,7 @@ def follow_cut(job: Job) -> None:
 def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
     """Evaluate on all ranks and write the epoch's line. Collective."""
     with job.clock.within("evaluate"):
-        state.average_statistics(job)
+        job.freezer.average_statistics()
         loss, accuracy = job.evaluator.evaluate()
         train_loss, train_accuracy = job.totals.reduce(job.world, name="train")
         cache = job.prefix.caching.report()

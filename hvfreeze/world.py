@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hvfreeze.errors import DivergedError, HvfreezeError, StallError, UsageError
+from hvfreeze.errors import DivergedError, StallError, UsageError
 
 T = TypeVar("T")
 
@@ -262,71 +262,6 @@ def yield_when_crowded() -> None:
     local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if 2 * local > len(os.sched_getaffinity(0)):
         os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
-
-
-def sharing_ranks(world: World) -> list[tuple[str, int, int]]:
-    """Return for every rank its host, the cores it may run on, and how many ranks may run on one of these.
-
-    Collective: every rank of `world` must call this.
-    """
-    gathered = world.allgather_object((socket.gethostname(), os.sched_getaffinity(0)), name="affinity")
-    return [
-        (host, len(cores), sum(1 for other, theirs in gathered if other == host and theirs & cores))
-        for host, cores in gathered
-    ]
-
-
-def threads_per_rank(world: World) -> int:
-    """Return how many torch threads this rank should use: its share of the cores that it may run on.
-
-    Collective: every rank of `world` must call this.
-    """
-    _, cores, ranks = sharing_ranks(world)[world.rank]
-    return max(1, cores // ranks)
-
-
-def crowding(world: World) -> list[str]:
-    """Return what the user should know where ranks outnumber the cores of their host.
-
-    Collective: every rank of `world` must call this.
-    """
-    places = sharing_ranks(world)
-    crowded = {host: f"{ranks} ranks for {cores} cores" for host, cores, ranks in places if ranks > cores}
-    return [f"{host} has {what}: they take turns, and wait without occupying a core" for host, what in crowded.items()]
-
-
-def together(world: World, work: Callable[[], T], *, name: str) -> T:
-    """Run `work` on every rank; where it fails on one, it fails on all, with the first failing rank's message.
-
-    `work` may hold no collective. Collective: every rank of `world` must call this.
-    """
-    error: HvfreezeError | None = None
-    result: T | None = None
-    try:
-        result = work()
-    except HvfreezeError as mine:
-        error = mine
-    verdicts = world.allgather_object((type(error), str(error)) if error else None, name=f"together.{name}")
-    for rank, verdict in enumerate(verdicts):
-        if verdict is not None:
-            kind, message = verdict
-            common = all(v == verdict for v in verdicts)
-            failure = kind(message if common else f"rank {rank}: {message}")
-            failure.everywhere = True
-            raise failure from error
-    return result  # type: ignore[return-value]  # no verdict: work returned
-
-
-def broadcast_model(model: nn.Module, world: World) -> None:
-    """Make all parameters and buffers equal to rank 0's.
-
-    Collective: every rank of `world` must call this, before the optimizer's first step.
-    """
-    for name, tensor in model.state_dict().items():
-        whole = tensor.contiguous()
-        world.broadcast_(whole, name=f"initial.{name}")
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
 
 
 def end_job_on_exception(world: World) -> None:

@@ -48,7 +48,7 @@ def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> 
     job = setting.job(name, cut=cut, cache=KEPT)
     job.prefix.move(job.freezer.cut_history)
     train_epoch(job, 0, Silence())
-    loop = ReducedLoop(ranks.world, cut=cut)
+    loop = ReducedLoop(ranks.world, job.chain.model, cut=cut)
     for x, labels in held_batches(job):
         loop.whole_step(x, labels)
     memory: list[HeldBatch] = [(loop.output_of_prefix(x), labels) for x, labels in held_batches(job, epoch=1)]

@@ -21,7 +21,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
         name = f"frozen_step_cut{cut}"
         if name in wanted:
             job = setting.job(name, cut=cut)
-            loop = ReducedLoop(ranks.world, cut=cut)
+            loop = ReducedLoop(ranks.world, job.chain.model, cut=cut)
             sides = [
                 Side("ours", HeldSteps(job).step),
                 Side("by hand", repeated(loop.whole_step, held_batches(job))),

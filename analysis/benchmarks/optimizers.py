@@ -47,12 +47,11 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
 
 
 def horovod(batches: list[HeldBatch], *, per_block: bool) -> PlainLoop:
-    """Return a loop with a frozen prefix; only the suffix's weights are kept from channels_last."""
+    """Return a loop with a frozen prefix; the gradients of channels_last weights would be refused."""
     import horovod.torch as hvd
 
     model = resnet()
     prefix, suffix = split(model, CUT)
-    suffix.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizers = [
         hvd.DistributedOptimizer(sgd(module), named_parameters=[(names[p], p) for p in module.parameters()])

@@ -28,11 +28,22 @@ class Optimizer(Protocol):
         """Update the parameters."""
 
 
-def resnet(*, weights_channels_last: bool = True) -> Any:
-    """Return torchvision's ResNet-18 with the weights that every job starts with."""
+def resnet() -> Any:
+    """Return torchvision's ResNet-18 with the weights that every job starts with, in the layout that they come in.
+
+    With channels_last images all activations are channels_last too, and at 32 px this is faster than with
+    channels_last weights (0.95 of the step's time).
+    """
     torch.manual_seed(0)
-    model = torchvision.models.resnet18(num_classes=NUM_CLASSES)
-    return model.to(memory_format=torch.channels_last) if weights_channels_last else model
+    return torchvision.models.resnet18(num_classes=NUM_CLASSES)
+
+
+def resnet_like(model: nn.Module) -> Any:
+    """Return the same with the weights in the layout of `model`'s, so that kernels are the same too."""
+    made = resnet()
+    for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
+        mine.data = torch.empty_like(theirs).copy_(mine)
+    return made
 
 
 def parts_of(model: Any) -> list[nn.Module]:
@@ -96,8 +107,9 @@ class PlainLoop:
 class ReducedLoop:
     """A frozen prefix without gradient, and the suffix's step with hvfreeze's reducer and a plain optimizer."""
 
-    def __init__(self, world: World, *, cut: int) -> None:
-        self.prefix, self.suffix = split(resnet(), cut)
+    def __init__(self, world: World, model: nn.Module, *, cut: int) -> None:
+        """`model` is a job's, whose layout of weights is taken over."""
+        self.prefix, self.suffix = split(resnet_like(model), cut)
         self.optimizer = sgd(self.suffix)
         self.reducer = Reducer(world)
         self.reducer.carry(list(self.suffix.named_parameters()))

@@ -24,14 +24,14 @@ DUELS = (
         reference="horovod",
         bound=1.02,
         what=f"{STEP}, against a plain loop with hvd.DistributedOptimizer (default fusion; it takes no channels_last "
-        "weights, so its images alone are)",
+        "weights, so only its images are)",
     ),
     Duel(
         name="step_vs_ddp_gloo",
         ours="ours",
         reference="ddp",
         bound=1.02,
-        what=f"{STEP}, against DistributedDataParallel over gloo (gradients as bucket views, no buffer broadcasts)",
+        what=f"{STEP}, against DistributedDataParallel over gloo (gradients as bucket views, no buffer broadcasts, images channels_last)",
     ),
     Duel(
         name="observing_gradients",
@@ -70,7 +70,7 @@ def horovod(batches: list[HeldBatch], *, per_block: bool) -> PlainLoop:
     """Return the loop of a Horovod user; the gradients of channels_last weights would be refused."""
     import horovod.torch as hvd
 
-    model = resnet(weights_channels_last=False)
+    model = resnet()
     model.train()
     names = {parameter: name for name, parameter in model.named_parameters()}
     modules = parts_of(model) if per_block else [model]

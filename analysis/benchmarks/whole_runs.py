@@ -77,7 +77,7 @@ class IdealRun:
     def prepare(self) -> None:
         """Set up a new run. Collective: every rank must call this."""
         self.job = self.setting.job("ideal", cut=self.cut)
-        self.loop = ReducedLoop(self.setting.world, cut=self.cut)
+        self.loop = ReducedLoop(self.setting.world, self.job.chain.model, cut=self.cut)
 
     def step(self) -> float:
         """Make the run; return its mean loss. Collective: every rank must call this."""

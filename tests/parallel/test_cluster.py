@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.mpirun import ROOT
-from tests.parallel.nodes import Nodes, attempts, digest, launch, scratch, state, training, up, wait_until
+from tests.parallel.nodes import WAIT_SECONDS, Nodes, attempts, digest, launch, scratch, state, training, up, wait_until
 
 CLUSTER = str(ROOT / "launch/cluster")
 HOROVODRUN = str(ROOT / "launch/horovodrun.sh")
@@ -58,7 +58,7 @@ def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_on
     wait_until(lambda: list(folder.glob("disturbed/checkpoints/step-*.pt")), what="a checkpoint")
     killed = nodes.run("pkill", "-KILL", "-f", "[h]vfreeze train", on="node2")
     assert killed.returncode == 0, killed.stderr
-    output, errors = disturbed.communicate()
+    output, errors = disturbed.communicate(timeout=WAIT_SECONDS)
     assert disturbed.returncode == 0, output + errors
     assert "resumed after step" in output
     assert digest(folder / "disturbed") == digest(folder / "whole")
@@ -130,7 +130,7 @@ def test_a_preempted_job_behind_horovodruns_shell_gets_the_signal(nodes: Nodes, 
     job = nodes.start(HOROVODRUN, "-np", "2", "bash", "-c", waiting)
     wait_until(lambda: len(list(folder.iterdir())) == 2, what="two ranks")
     job.send_signal(signal.SIGUSR1)
-    output, errors = job.communicate()
+    output, errors = job.communicate(timeout=WAIT_SECONDS)
     assert job.returncode == 75, output + errors
     assert nodes.left(f"[t]ouch {folder}") == []
 
@@ -139,7 +139,7 @@ def test_a_job_ends_with_the_command_that_started_it(nodes: Nodes, folder: Path)
     job = nodes.start("horovodrun", "-np", "2", "bash", "-c", f"touch {folder}/$(hostname); sleep 1000")
     wait_until(lambda: len(list(folder.iterdir())) == 2, what="two ranks")
     job.kill()
-    job.communicate()
+    job.communicate(timeout=WAIT_SECONDS)
     assert nodes.left(f"[t]ouch {folder}") == []
 
 
@@ -175,7 +175,7 @@ def test_nothing_is_left_of_a_cluster_whose_supervisor_was_killed() -> None:
         job = nodes.start("ssh", "node1", "sleep", "3600")
         found = state(nodes.name)
         os.kill(found["supervisor"], signal.SIGKILL)
-        job.communicate()
+        job.communicate(timeout=WAIT_SECONDS)
         for node in found["nodes"]:
             wait_until(lambda pid=node["pid"]: not Path(f"/proc/{pid}").exists(), what="the node's end")
         launch([CLUSTER, "status"])

@@ -73,7 +73,7 @@ def test_what_may_pass_is_tried_again_but_not_for_ever(tmp_path: Path, code: int
 
 
 def test_a_preempted_job_goes_on_at_once(tmp_path: Path) -> None:
-    assert restart("--backoff", "1000", "--", *job(tmp_path, 75, 0)).returncode == 0
+    assert restart("--backoff", "200", "--", *job(tmp_path, 75, 0)).returncode == 0
     assert attempts(tmp_path / "run")[0]["next"] == "restart after 0 s"
 
 
@@ -84,7 +84,7 @@ def test_a_signal_ends_the_job_and_is_no_reason_to_start_it_again(tmp_path: Path
     running = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_until((tmp_path / "up").exists, what="the job")
     running.send_signal(number)
-    running.communicate()
+    running.communicate(timeout=60)
     assert running.returncode == (75 if number == signal.SIGUSR1 else 143)
     (line,) = attempts(tmp_path)
     assert (line["signals"], line["next"]) == ([number.name], "end")
@@ -94,7 +94,7 @@ def test_a_signal_while_waiting_ends_the_waiting(tmp_path: Path) -> None:
     running = subprocess.Popen([RESTART, "--backoff", "1000", "--", *job(tmp_path, 1, 0)], stderr=subprocess.PIPE)
     wait_until((tmp_path / "run/restarts.jsonl").exists, what="the first attempt's end")
     running.send_signal(signal.SIGTERM)
-    running.communicate()
+    running.communicate(timeout=60)
     assert running.returncode == 1
     assert len(calls(tmp_path)) == 1
 

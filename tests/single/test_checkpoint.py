@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,20 +138,21 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "absent.pt", size=1)
 
 
-@pytest.fixture
+@contextmanager
 def no_room() -> Iterator[None]:
-    """Lets no file grow beyond a kilobyte."""
+    """Lets no file grow beyond a kilobyte; for a moment only, since pytest's own output may go to a file too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     old = save(tmp_path, 1, 2)
     before = sorted(tmp_path.iterdir())
-    request.getfixturevalue("no_room")
-    with pytest.raises(RefusedError, match=rf"{checkpoint.path_of(tmp_path, 3)} cannot be written \(.+\)"):
+    with pytest.raises(RefusedError, match=rf"{checkpoint.path_of(tmp_path, 3)} cannot be written \(.+\)"), no_room():
         save(tmp_path, 3)
     assert sorted(tmp_path.iterdir()) == before
     assert step_in(old) == 2

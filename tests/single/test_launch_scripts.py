@@ -106,7 +106,7 @@ def test_in_a_slurm_job_the_ranks_are_those_of_the_job() -> None:
         ("-np four x", "usage:"),
         ("-np 4 -H a:1,b:1 x", "-np 4, but the hosts have 2 slots: a:1,b:1"),
         ("-H a:one x", "HOST:SLOTS,... is wanted"),
-        ("-H a:1,-oProxyCommand=y:1 x", "HOST:SLOTS,... is wanted"),
+        ("-H a:1,-V:1 x", "HOST:SLOTS,... is wanted"),
         ("--bind-to none x", "--bind-to is not known here"),
         ("--hostfile /no/such/file x", "hostfile /no/such/file cannot be read"),
     ],
@@ -188,14 +188,14 @@ def test_a_signal_passes_a_shell_that_does_not_handle_it() -> None:
     process = guarded(handler)
     assert read_line(process) == "up"
     process.send_signal(signal.SIGUSR1)
-    process.communicate()
+    process.communicate(timeout=60)
     assert process.returncode == 75
 
 
 def test_nothing_that_a_command_started_outlives_it() -> None:
     process = guarded("sleep 3600 & echo $!; exit 3")
     left = int(read_line(process))
-    process.communicate()
+    process.communicate(timeout=60)
     assert process.returncode == 3
     with pytest.raises(ProcessLookupError):
         os.kill(left, 0)
@@ -206,7 +206,7 @@ def test_a_command_that_ignores_its_end_is_killed_with_all_that_it_started() -> 
     process = guarded("trap '' TERM; sh -c 'echo $$; while :; do sleep 0.1; done'")
     left = int(read_line(process))
     process.send_signal(signal.SIGTERM)
-    process.communicate()
+    process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.kill(left, 0)
@@ -221,7 +221,7 @@ def test_a_guard_that_is_killed_takes_its_command_along() -> None:
     process = guarded('exec python3 -c "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"')
     left = int(read_line(process))
     process.kill()
-    process.communicate()
+    process.communicate(timeout=60)
     deadline = time.monotonic() + 60
     while Path(f"/proc/{left}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)

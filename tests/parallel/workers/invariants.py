@@ -104,6 +104,20 @@ def check_frozen_blocks_do_not_move(world: World) -> None:
     assert len(parts.optimizer.param_groups[0]["params"]) == len(parts.chain.named_parameters(1))
 
 
+def check_a_frozen_parameter_that_is_moved_by_hand_is_noticed(world: World) -> None:
+    parts = Parts(world)
+    parts.freezer.freeze(1)
+    parts.step()
+    with torch.no_grad():
+        parts.model[0][0].weight.add_(1e-3)
+    try:
+        parts.step()
+    except DivergedError as error:
+        assert "0.0.weight" in str(error)
+    else:
+        raise AssertionError("nobody noticed")
+
+
 def check_only_the_suffix_travels(world: World) -> None:
     for compression, width in (("none", 4), ("fp16", 2)):
         parts = Parts(world, compression=compression)

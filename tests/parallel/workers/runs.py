@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hvfreeze import training
-from hvfreeze.config import Config, from_dict
+from hvfreeze.config import Config
+from hvfreeze.configfile import from_dict
 from hvfreeze.digest import parameter_digest
 from hvfreeze.errors import Preempted
 from hvfreeze.feed import Batch

@@ -11,6 +11,7 @@ run is the real program, started with horovodrun; its files, figures and a repor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -238,7 +239,8 @@ def follow(command: Sequence[str], log: IO[str], *, environment: Mapping[str, st
                 if is_progress(line):
                     print("  " + TAG.sub("", line.rstrip()), flush=True)
         except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             raise
     return process.returncode
 

@@ -31,7 +31,8 @@ DUELS = (
         ours="ours",
         reference="ddp",
         bound=1.02,
-        what=f"{STEP}, against DistributedDataParallel over gloo (gradients as bucket views, no buffer broadcasts, images channels_last)",
+        what=f"{STEP}, against DistributedDataParallel over gloo (gradients as bucket views, no buffer broadcasts, "
+        "images channels_last)",
     ),
     Duel(
         name="observing_gradients",

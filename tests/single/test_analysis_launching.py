@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from analysis.launching import NoMeter, Site, WireMeter, follow, launch, sent_bytes
+from analysis.plans import SMOKE
+from hvfreeze.errors import RefusedError
+from hvfreeze.runs import Run, load_run
+
+
+def trained(folder: Path, program: str) -> Run:
+    planned = SMOKE.run(program, 0, {"freeze": "none"}, ranks=1, program=program)
+    return load_run(launch(planned, Site(work=folder), timeout=200.0))
+
+
+def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
+    ours, theirs = trained(tmp_path, "hvfreeze"), trained(tmp_path, "analysis.ddp")
+    same = ("epoch", "step", "train_loss", "train_accuracy", "test_accuracy")
+    assert [[line[key] for key in same] for line in theirs.metrics] == [
+        [line[key] for key in same] for line in ours.metrics
+    ]
+    assert theirs.finished
+    assert theirs.train_seconds == pytest.approx(sum(line["train_seconds"] for line in theirs.metrics), rel=0.05)
+
+
+def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
+    planned = SMOKE.run("bad", 0, {"model": "no-such-model"}, ranks=1)
+    with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 2:.*no-such-model"):
+        launch(planned, Site(work=tmp_path), timeout=200.0)
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    started = time.monotonic()
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]
+    assert follow(command, tmp_path / "log", NoMeter(), timeout=2.0) == 110
+    assert time.monotonic() - started < 300
+
+
+def test_bytes_are_written_down_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = iter(range(100, 1000, 100))
+    monkeypatch.setattr("analysis.launching.sent_bytes", lambda pid: next(counter))
+    meter = WireMeter({"node0": 1}, tmp_path)
+    meter.look()
+    assert not (tmp_path / "wire.json").exists()
+    for lines in (1, 1, 2):
+        (tmp_path / "metrics.jsonl").write_text("{}\n" * lines)
+        meter.look()
+    assert json.loads((tmp_path / "wire.json").read_text()) == {"1": {"node0": 100}, "2": {"node0": 200}}
+
+
+def test_sent_bytes_are_those_of_eth0(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "Inter-| Receive | Transmit\n face |bytes\n    lo: 1 2 3 4 5 6 7 8 9 10\n  eth0:11 0 0 0 0 0 0 0 77 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: lines)
+    assert sent_bytes(1) == 77

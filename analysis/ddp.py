@@ -134,7 +134,9 @@ def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any
         for batch in batches:
             loss, hits = train_step(training, batch, total=len(batches) * epochs)
             losses, correct = losses + loss, correct + hits
-        counted = torch.tensor([losses, correct, len(batches) * training.config.optimizer.batch_size]).double()
+        counted = torch.tensor(
+            [losses, correct, len(batches) * training.config.optimizer.batch_size], dtype=torch.float64
+        )
         with training.clock.within("evaluate"):
             dist.all_reduce(counted)
             test_loss, test_accuracy = evaluate(training)
@@ -199,7 +201,8 @@ def evaluate(training: Training) -> tuple[float, float]:
         logits = module(training.evaluation.load(batch.ids, batch.views))[: batch.counted]
         labels = batch.labels[: batch.counted]
         loss = functional.cross_entropy(logits.double(), labels, reduction="sum")
-        totals += torch.tensor([float(loss), int((logits.argmax(1) == labels).sum()), batch.counted])
+        hits = int((logits.argmax(1) == labels).sum())
+        totals += torch.tensor([float(loss), hits, batch.counted], dtype=torch.float64)
     dist.all_reduce(totals)
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])
 

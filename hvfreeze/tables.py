@@ -177,7 +177,7 @@ def vote_row(position: int, line: Mapping[str, Any]) -> tuple[str, ...]:
         ballots([str(proposal) for proposal in line["proposals"]]),
         ballots([f"{weight:.3g}" for weight in line["weights"]]),
         support(line),
-        percent(line["quorum"], 0),
+        percent(line["quorum"]),
         f"{line['cut_before']} → {line['cut_after']}" if moved else f"stays {line['cut_before']}",
         str(line["reason"]),
     )
@@ -194,7 +194,7 @@ def support(line: Mapping[str, Any]) -> str:
     """Return the share of the weight behind each cut that is deeper than the one before the vote."""
     deeper = range(line["cut_before"] + 1, len(line["tally"]))
     total = line["total"]
-    shares = [f"cut {cut}: {percent(line['tally'][cut] / total, 0)}" for cut in deeper if line["tally"][cut] > 0]
+    shares = [f"cut {cut}: {percent(line['tally'][cut] / total)}" for cut in deeper if line["tally"][cut] > 0]
     return ", ".join(shares) or "none for a deeper cut"
 
 

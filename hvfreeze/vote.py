@@ -83,6 +83,7 @@ def explain(tally: Sequence[int], *, quorum: float, cut_before: int, cut_after: 
     if total <= 0:
         return "no weight was cast"
     if cut_after == cut_before:
-        deeper = tally[cut_before + 1] / total if cut_before + 1 < len(tally) else 0.0
-        return f"cut {cut_before + 1} has {deeper:.3f} of the weight, quorum {quorum:g}"
+        if cut_before + 1 == len(tally):
+            return "every block but the head is frozen"
+        return f"cut {cut_before + 1} has {tally[cut_before + 1] / total:.3f} of the weight, quorum {quorum:g}"
     return f"cut {cut_after} has {tally[cut_after] / total:.3f} of the weight, quorum {quorum:g}"

@@ -24,6 +24,7 @@ from cluster_state import PREFIX, Cluster, ClusterError, Node, Plan, clusters, l
 
 LAUNCH = Path(__file__).resolve().parent
 STOP_SECONDS = 10.0
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def missing() -> list[str]:
@@ -90,15 +91,23 @@ def up(plan: Plan, *, name: str | None = None, owner: int | None = None) -> Clus
     """
     if lacking := missing():
         raise ClusterError("; ".join(lacking))
-    name, lock = _claim(name)
-    reader, writer = os.pipe()
-    supervisor = os.fork()
-    if supervisor == 0:
-        os.close(reader)
-        _supervise(name, lock, writer, plan, owner)
+    # An interruption waits until somebody is there who removes what has begun.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        name, lock = _claim(name)
+        reader, writer = os.pipe()
+        caller = os.getpid()
+        supervisor = os.fork()
+        if supervisor == 0:
+            os.close(reader)
+            _supervise(name, plan, caller, owner, lock=lock, answers=writer)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        raise
     os.close(writer)
     os.close(lock)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         with os.fdopen(reader, "r") as answers:
             answer = answers.read().strip()
     except BaseException:
@@ -111,27 +120,29 @@ def up(plan: Plan, *, name: str | None = None, owner: int | None = None) -> Clus
     return load(name)
 
 
-def _supervise(name: str, lock: int, answers: int, plan: Plan, owner: int | None) -> None:
+def _supervise(name: str, plan: Plan, caller: int, owner: int | None, *, lock: int, answers: int) -> None:
     """The supervisor's whole life; never returns."""
     directory = Path(PREFIX + name)
-    stop = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     code = 1
     try:
+        for number in ENDING:
+            signal.signal(number, _raise_interrupt)
         # Until it has answered, it must not survive the command that started it.
         namespaces.die_with_parent(signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        if os.getppid() != caller:
+            raise KeyboardInterrupt
         os.setsid()
         # Whoever reads the output of the command must not wait for the nodes.
         null = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(null, standard)
-        for number in stop:
-            signal.signal(number, _raise_interrupt)
         cluster, keepers = _start(name, plan, unwanted=(lock, answers))
-        signal.pthread_sigmask(signal.SIG_BLOCK, stop | {signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
         namespaces.outlive_parent()
         os.write(answers, b"ready")
         os.close(answers)
-        _watch(cluster, keepers, stop, owner)
+        _watch(cluster, keepers, owner)
         code = 0
     except KeyboardInterrupt:
         os.write(answers, b"interrupted")
@@ -144,6 +155,9 @@ def _supervise(name: str, lock: int, answers: int, plan: Plan, owner: int | None
 
 
 def _raise_interrupt(number: int, frame: object) -> None:
+    # A second one must not interrupt the cleaning up.
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -174,10 +188,10 @@ def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster
     return cluster, keepers
 
 
-def _watch(cluster: Cluster, keepers: dict[int, str], stop: set[signal.Signals], owner: int | None) -> None:
+def _watch(cluster: Cluster, keepers: dict[int, str], owner: int | None) -> None:
     """Returns when told to stop or when the owner has ended; writes down which nodes died meanwhile."""
     while owner is None or _lives(owner):
-        received = signal.sigtimedwait(stop | {signal.SIGCHLD}, 0.5)
+        received = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, 0.5)
         if received is not None and received.si_signo != signal.SIGCHLD:
             return
         while keepers:

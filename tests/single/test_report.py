@@ -200,9 +200,9 @@ def test_a_vote_is_a_row_that_a_person_can_follow(pair: list[Path]) -> None:
     assert table.title == "voted: 2 votes, 1 change of the cut"
     first, second = (dict(zip(table.columns, row)) for row in table.rows)
     assert (first["Proposals"], first["Weights"]) == ("1, 2", "1, 0.5")
-    assert (first["Support"], first["Quorum"]) == ("cut 1: 100 %, cut 2: 33 %", "50 %")
+    assert (first["Support"], first["Quorum"]) == ("cut 1: 100.0 %, cut 2: 33.3 %", "50.0 %")
     assert first["Cut"] == "0 → 1"
-    assert (second["Cut"], second["Support"]) == ("stays 1", "cut 2: 20 %")
+    assert (second["Cut"], second["Support"]) == ("stays 1", "cut 2: 20.0 %")
 
 
 def test_ballots_of_many_ranks_are_counted(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_report_holds_page_figures_and_numbers(pair: list[Path], tmp_path: Pat
     out = tmp_path / "report"
     assert write_report(pair, out=out) == 0
     page = (out / "index.html").read_text()
-    for text in ("1.25x", "20.0 %", "80.0 %", "cut 1: 100 %, cut 2: 33 %", "Some CPU", "not installed"):
+    for text in ("1.25x", "20.0 %", "80.0 %", "cut 1: 100.0 %, cut 2: 33.3 %", "Some CPU", "not installed"):
         assert text in page
     for name in ("accuracy-against-time", "phases", "cuts"):
         assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -40,7 +40,7 @@ class Circumstances:
     what: str
     cut: int = 0
     epochs: int = 4
-    steps: int = 16
+    steps: int = 12
     disk_rate: float | None = None
     limit: str = "none"
     freeze: FreezeConfig | None = None
@@ -63,12 +63,12 @@ TABLE = {
         what="cut 1, a disk of 4 MB/s", cut=1, epochs=3, steps=12, disk_rate=4 * MEGABYTE
     ),
     "cache_auto_slow_disk_cut5": Circumstances(
-        what="cut 5, a disk of 30 MB/s", cut=5, steps=40, disk_rate=30 * MEGABYTE
+        what="cut 5, a disk of 30 MB/s", cut=5, steps=25, disk_rate=30 * MEGABYTE
     ),
     "cache_auto_tiny_budget": Circumstances(what="cut 5, a budget of 100 KB", cut=5, epochs=3, steps=50, limit="100K"),
     "cache_auto_last_epoch": Circumstances(what="cut 4, one epoch", cut=4, epochs=1, steps=60),
     "cache_auto_moving_cut": Circumstances(
-        what="a cut that moves on schedule, every few steps", steps=15, freeze=FreezeConfig(freeze="linear")
+        what="a cut that moves on schedule, every few steps", steps=8, freeze=FreezeConfig(freeze="linear")
     ),
 }
 

@@ -178,9 +178,12 @@ class Course:
         if len(self.modes) > 1:
             return STEPS_AFTER_SWITCH
         self.meeting.use(self.modes[0])
+        taken = 0.0
         for _ in range(WARM_STEPS):
-            taken = sum(self._step(side) for side in self.sides)
-        return int(self.meeting.agree(max(1, min(MOST_STEPS, ROUND_SECONDS // max(taken, 1e-6)))))
+            # A step as long as a round is a whole run, which warms up by itself.
+            if taken < ROUND_SECONDS * len(self.sides):
+                taken = self.meeting.agree(sum(self._step(side) for side in self.sides))
+        return max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(taken, 1e-6))))
 
     def play(self, number: int, *, steps: int) -> None:
         """Let every side make `steps` timed steps, in turns that change from round to round."""

@@ -114,7 +114,7 @@ def _require(program: str) -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory that all nodes see, which pytest's own may not be after the nodes' /run has covered the host's."""
+    """A directory that all nodes see, removed at once: pytest would keep the checkpoints in its own."""
     with tempfile.TemporaryDirectory(prefix="hvfreeze-nodes-") as folder:
         yield Path(folder)
 

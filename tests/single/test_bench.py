@@ -18,7 +18,7 @@ from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row, bootstrap_interval, is_narrow, judge, with_slack
 from analysis.benchmarks.payload import row_of
 
-CONTRACT = {"name", "ratio", "bound", "ok", "n", "low", "high", "what"}
+FIELDS = {"name", "ratio", "bound", "ok", "n", "low", "high", "what"}
 QUIET = Pace(cap_seconds=5)
 
 
@@ -190,11 +190,11 @@ def test_bytes_must_be_exact_also_when_there_are_too_few(off: float) -> None:
     assert (row.ok, row.ratio) == (False, off)
 
 
-def test_the_file_has_the_fields_of_the_contract_and_nothing_else(tmp_path: Path) -> None:
+def test_the_file_has_these_fields_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "build" / "bench.json"
     table.write_rows(path, [make_row()])
     (entry,) = json.loads(path.read_text())
-    assert set(entry) == CONTRACT
+    assert set(entry) == FIELDS
     assert table.read_rows(path) == [make_row()]
 
 

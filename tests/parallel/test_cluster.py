@@ -162,8 +162,8 @@ def test_clusters_do_not_see_each_other_or_change_the_machine(nodes: Nodes) -> N
     with up("cluster", "--nodes", "2") as other:
         assert interfaces() == before
         assert other.run("ssh", "node1", "touch $TMPDIR/mark").returncode == 0
-        assert other.run("ssh", "node1", "ls $TMPDIR").stdout == "mark\n"
-        assert nodes.run("ssh", "node1", "ls $TMPDIR").stdout == ""
+        assert other.run("ssh", "node1", "test -e $TMPDIR/mark").returncode == 0
+        assert nodes.run("ssh", "node1", "test -e $TMPDIR/mark").returncode == 1
         assert nodes.run("ssh", "node3", "hostname").stdout == "node3\n"
         assert other.run("ssh", "node3", "hostname").returncode != 0
     assert interfaces() == before

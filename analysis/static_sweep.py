@@ -34,7 +34,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
     """Return a run for every cut of both splits; a seed's runs follow each other in time."""
     planned = []
     for seed in preset.seeds:
-        for cut in (GROUPS[0], GROUPS[5]) if preset.is_smoke else GROUPS:
+        for cut in preset.few(GROUPS[:6]) if preset.is_smoke else GROUPS:
             planned.append(preset.run(coarse(cut), seed, {"blocks": preset.coarse, "freeze": "static", "cut": cut}))
         for cut in preset.few(INNER):
             planned.append(preset.run(fine(cut), seed, {"blocks": preset.fine, "freeze": "static", "cut": cut}))

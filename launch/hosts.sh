@@ -63,6 +63,9 @@ hvfreeze_check_hosts() {
     local script=$1 directory name host message code=0 remote=''
     shift
     directory=$(mktemp -d)
+    # shellcheck disable=SC2064
+    trap "rm -rf '$directory'" EXIT
+    trap 'exit 143' TERM
     for name in PATH PYTHONPATH LD_LIBRARY_PATH TMPDIR; do [[ -z ${!name:-} ]] || remote+="export $name=${!name@Q}; "; done
     for ((i = 1; i < ${#command[@]}; i++)); do
         [[ ${command[i - 1]} != --cache-dir ]] || remote+="HVFREEZE_CACHE_DIR=${command[i]@Q}; "
@@ -92,6 +95,7 @@ hvfreeze_check_hosts() {
         echo "$script: $host: $message" >&2
         if [[ $message != "does not answer"* ]]; then code=2; elif ((code == 0)); then code=1; fi
     done
-    rm -rf "$directory"
     ((code == 0)) || exit "$code"
+    rm -rf "$directory"
+    trap - EXIT TERM
 }

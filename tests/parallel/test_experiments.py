@@ -56,7 +56,8 @@ def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path)
         assert row["step_seconds"] > 0
         assert 0 <= row["test_accuracy"] <= 1
     assert "## Limits" in (results.directory / "README.md").read_text()
-    assert list((results.directory / "figures").glob("*.svg"))
+    # The static sweep's smoke preset has no full run, and so nothing that a figure could compare.
+    assert name == "static_sweep" or list((results.directory / "figures").glob("*.svg"))
     left = [path.name for path in (folder / "work" / name).iterdir() if not path.name.endswith(".log")]
     assert left == [], "checkpoints or weights are left"
 

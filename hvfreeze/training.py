@@ -164,16 +164,23 @@ def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
 
 def checkpoint_when_due(job: Job) -> None:
     """Write a checkpoint when the step calls for one. Collective."""
-    every = job.config.run.checkpoint_steps(job.steps_per_epoch)
-    if every and (job.step % every == 0 or job.step == job.total_steps):
+    if checkpoint_is_due(job):
         with job.clock.within("checkpoint"):
             state.save(job, average=True)
 
 
+def checkpoint_is_due(job: Job) -> bool:
+    """Tell whether the step calls for a checkpoint; the last one does unless there are none at all."""
+    every = job.config.run.checkpoint_steps(job.steps_per_epoch)
+    return bool(every) and (job.step % every == 0 or job.step == job.total_steps)
+
+
 def leave(job: Job) -> None:
     """Write a checkpoint and leave with the code that says so. Collective."""
+    # The uninterrupted run averages here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
+    average = checkpoint_is_due(job) and job.step % job.steps_per_epoch != 0
     with job.clock.within("checkpoint"):
-        state.save(job, average=False)
+        state.save(job, average=average)
     raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; go on with --resume")
 
 

@@ -24,5 +24,5 @@ def test_parts_of_a_users_own_loop_keep_replicas_equal_and_frozen_blocks_still(s
 def test_equal_runs_are_equal_and_a_resumed_run_is_the_uninterrupted_one(size: int, tmp_path: Path) -> None:
     result = mpirun(size, WORKERS / "runs.py", args=[str(tmp_path)], timeout=280)
     assert result.returncode == 0, result
-    for history in (result.ranks[0]["voted"], result.ranks[0]["scheduled"]):
-        assert history[-1][2] > history[0][2], f"the cut never moved, so nothing was shown: {history}"
+    history = result.ranks[0]["scheduled"]
+    assert history[-1][2] > history[0][2], f"the cut never moved, so nothing was shown: {history}"

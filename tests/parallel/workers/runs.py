@@ -28,6 +28,7 @@ VOTED = {
     "eta_max": float("inf"),
     "interval": 1,
     "freeze_warmup": 2,
+    "quorum": 0.25,
     "shadow": "gradient-norm,linear",
 }
 SCHEDULED = {"freeze": "linear", "interval": 3, "freeze_warmup": 2}

@@ -6,8 +6,8 @@
     python -m analysis.bench --quick                  only see that everything runs
 
 Both sides of a row live in the same two ranks and take turns, so that whatever else the machine does meets both.
-`ratio` is the median of the pairs, `low` and `high` its 95 % bootstrap interval; a row is ok when `low` keeps the bound
-and the interval is at most 6 % wide. Use a machine that is otherwise idle.
+`ratio` is the median of the pairs, `low` and `high` its 95 % bootstrap interval; a row is ok when `high` keeps the
+bound, or `low` does and the interval is at most 6 % wide. Use a machine that is otherwise idle.
 """
 
 from __future__ import annotations

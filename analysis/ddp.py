@@ -13,14 +13,14 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +52,8 @@ class Training:
     clock: PhaseClock
     trained_bytes: int
     step: int = 0
+    exchanges: list[Any] = field(default_factory=list)
+    """Sums that were made; see `add_up`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +103,6 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         config, open_data(config.data.data, config.data.data_dir, image_size=config.data.image_size), size=size
     )
     chain, _ = build_chain(config, corpus)
-    chain.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     frozen = chain.named_parameters(0, config.freeze.cut or 0)
     for _, parameter in frozen:
         parameter.requires_grad_(False)
@@ -138,7 +139,7 @@ def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any
             [losses, correct, len(batches) * training.config.optimizer.batch_size], dtype=torch.float64
         )
         with training.clock.within("evaluate"):
-            dist.all_reduce(counted)
+            add_up(training, counted)
             test_loss, test_accuracy = evaluate(training)
         now = training.clock.read()
         spent = {phase: value - before.get(phase, 0.0) for phase, value in now.items()}
@@ -203,8 +204,18 @@ def evaluate(training: Training) -> tuple[float, float]:
         loss = functional.cross_entropy(logits.double(), labels, reduction="sum")
         hits = int((logits.argmax(1) == labels).sum())
         totals += torch.tensor([float(loss), hits, batch.counted], dtype=torch.float64)
-    dist.all_reduce(totals)
+    add_up(training, totals)
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])
+
+
+def add_up(training: Training, tensor: Tensor) -> None:
+    """Sum `tensor` over ranks, in place. Collective.
+
+    The exchange is kept until the end. Otherwise gloo's thread may be the last to hold it and with it the tensor, which
+    it can free with the interpreter's lock only; and the main thread has that lock while it waits for gloo's to end.
+    """
+    training.exchanges.append(dist.all_reduce(tensor, async_op=True))
+    training.exchanges[-1].wait()
 
 
 def describe(run_dir: Path, config: Config, *, size: int) -> None:

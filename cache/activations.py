@@ -90,7 +90,7 @@ class PrefixActivations:
 
         self._directory, self._explained = directory, False
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
-        self._prefetcher = Prefetcher(self._levels.locate, depth=prefetch)
+        self._prefetcher = Prefetcher(self._levels, depth=prefetch)
 
     @property
     def cut(self) -> int:
@@ -138,7 +138,7 @@ class PrefixActivations:
 
     def announce(self, batches: Sequence[Batch]) -> None:
         """These (sample ids, views) come next, in this order; they are read ahead when reading is slow."""
-        self._prefetcher.announce([self._request(*batch) for batch in batches])
+        self._prefetcher.announce(self._requests(batches))
 
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
         """Whether `get` will need no images for this batch."""
@@ -154,12 +154,15 @@ class PrefixActivations:
             Rows stored.
         """
         missing = self._missing_worth_a_sweep(everything=everything)
+        if len(missing) == 0:
+            return 0
         before, rows = self.counters.rows_written, self._prefix.batch_rows
         for first in range(0, len(missing), rows):
             if self.failed is None:
                 request = self._request(*unpack_keys(missing[first : first + rows]))
                 self._compute(request, self._read(request))
         self._prefetcher.forget()
+        self._prefetcher.locate()
         return self.counters.rows_written - before
 
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
@@ -179,7 +182,7 @@ class PrefixActivations:
         found = self._read(request)
         if found is not None and found[0].cut == self.cut:
             self.counters.rows_read += len(sample_ids) if counted is None else counted
-            return found[1][: len(sample_ids)]
+            return found[1] if len(sample_ids) == self._prefix.batch_rows else found[1][: len(sample_ids)]
         return self._compute(request, found)[: len(sample_ids)]
 
     def publish(self) -> None:
@@ -216,9 +219,9 @@ class PrefixActivations:
 
     def _missing_worth_a_sweep(self, *, everything: bool) -> Keys:
         batches = [request.keys for request in self._prefetcher.upcoming]
-        if self._levels.current is None or not (everything or batches):
+        store = self._levels.current.store if self._levels.current else None
+        if store is None or store.complete or not (everything or batches):
             return np.empty(0, np.int64)
-        store = self._levels.current.store
         wanted = store.universe if everything else np.unique(np.concatenate(batches))
         missing: Keys = wanted[store.missing(wanted) & contains(store.universe, wanted)]
         sweeps = -(-len(missing) // self._prefix.batch_rows)
@@ -227,6 +230,14 @@ class PrefixActivations:
 
     def _request(self, sample_ids: Keys, views: Keys) -> Request:
         return Request(sample_ids, views, self._prefix.pad(pack_keys(sample_ids, views)))
+
+    def _requests(self, batches: Sequence[Batch]) -> list[Request]:
+        """As `_request` makes them, but at once, which is several times faster."""
+        if not batches:
+            return []
+        keys = pack_keys(*(np.concatenate(column) for column in zip(*batches, strict=True)))
+        each = np.split(keys, np.cumsum([len(ids) for ids, _ in batches])[:-1])
+        return [Request(*batch, self._prefix.pad(own)) for batch, own in zip(batches, each, strict=True)]
 
     def _read(self, request: Request) -> tuple[Level, Tensor] | None:
         start = time.perf_counter()

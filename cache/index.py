@@ -7,9 +7,11 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from hvfreeze.cache.rows import Keys
+from hvfreeze.cache.rows import VIEW_BITS, Keys, unpack_keys
 
 MISSING = -1
+MOST_IDS_PER_KEY = 64
+"""A table by sample id may be this much longer than the keys."""
 Mask = npt.NDArray[np.bool_]
 
 
@@ -20,12 +22,40 @@ def contains(ascending: Keys, keys: Keys) -> Mask:
     return found
 
 
+class Positions:
+    """Positions of keys in a sorted vector.
+
+    Where sample ids and views are dense they are computed, which is ten times faster than a search.
+    """
+
+    def __init__(self, ascending: Keys) -> None:
+        self._keys = ascending
+        last = int(ascending[-1]) >> VIEW_BITS
+        starts = np.arange(last + 1) << VIEW_BITS if last < MOST_IDS_PER_KEY * len(ascending) else None
+        self._first = np.searchsorted(ascending, starts) if starts is not None else None
+
+    def find(self, keys: Keys) -> tuple[Keys, Mask]:
+        """For each of `keys` its position, and whether it is there; where it is not the position means nothing."""
+        if self._first is None:
+            at: Keys = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            return at, self._keys[at] == keys
+        ids, views = unpack_keys(keys)
+        at = self._first.take(ids, mode="clip") + views
+        there: Mask = self._keys.take(at, mode="clip") == keys
+        if not there.all():
+            # A sample whose views are not 0, 1, 2, ... without a gap, or a key that is not there at all.
+            at[~there] = np.searchsorted(self._keys, keys[~there])
+            there = self._keys.take(at, mode="clip") == keys
+        return at.clip(max=len(self._keys) - 1), there
+
+
 class RowIndex:
     """A (part, row) for each key that has one; one thread changes it, any may look."""
 
     def __init__(self, keys: Keys) -> None:
-        """`keys` (keys,), unique or not; their rows are missing at first."""
+        """`keys` (keys,), unique or not, at least one; their rows are missing at first."""
         self.keys = np.unique(keys)
+        self._positions = Positions(self.keys)
         self._part = np.zeros(len(self.keys), np.int64)
         self._row = np.full(len(self.keys), MISSING, np.int64)
         self._lock = threading.Lock()
@@ -33,8 +63,8 @@ class RowIndex:
     def locate(self, keys: Keys) -> tuple[Keys, Keys]:
         """Part and row number of each of `keys` (rows,); the row is -1 where it is missing."""
         with self._lock:
-            at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-            return self._part[at], np.where(self.keys[at] == keys, self._row[at], MISSING)
+            at, there = self._positions.find(keys)
+            return self._part[at], np.where(there, self._row[at], MISSING)
 
     def missing(self, keys: Keys) -> Mask:
         """For each of `keys` (rows,) whether its row is not there."""
@@ -56,3 +86,4 @@ class RowIndex:
         part[at], row[at] = self._part, self._row
         with self._lock:
             self.keys, self._part, self._row = known, part, row
+            self._positions = Positions(known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -94,6 +94,14 @@ class Levels:
             if place is not None:
                 return level, place
         return None
+
+    def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Level, Place] | None]:
+        """What `locate` gives for each of `batches`, looked up at once."""
+        found: list[tuple[Level, Place] | None] = [None] * len(batches)
+        for level in self._all() if batches else ():
+            for position, place in enumerate(level.store.locate_batches(batches)):
+                found[position] = (level, place) if place is not None else found[position]
+        return found
 
     def append(self, keys: Keys, batch: Tensor, *, exact: bool) -> int:
         """Stores what is missing of `keys` at the current cut; older cuts make room, and go when they are not needed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,4 +39,4 @@ class Place:
     """Where the rows of a batch lie: (part, positions in the batch, row numbers) for each part that has some."""
 
     num_rows: int
-    pieces: tuple[tuple[Part, Tensor | slice, Tensor], ...]
+    pieces: Sequence[tuple[Part, Tensor | slice, Tensor]]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from hvfreeze.cache.levels import Level
+from hvfreeze.cache.levels import Level, Levels
 from hvfreeze.cache.parts import Place
 from hvfreeze.cache.rows import Keys
 
-# Handing a batch from thread to thread costs about this much; rows in memory are read faster than that.
-WORTHWHILE_SECONDS = 0.0005
+# What handing a batch from thread to thread costs, and a rate that rows in memory are read faster than: a thread is for
+# disks only, because computing needs the cores and memory's bandwidth is shared.
+HANDOVER_SECONDS = 0.0005
+BYTES_PER_SECOND = 4e9
 AVERAGED_READS = 4
 
 
@@ -38,11 +40,11 @@ class Request:
 class Prefetcher:
     """Reads announced batches before they are asked for; what is read does not depend on whether it did."""
 
-    def __init__(self, locate: Callable[[Keys], tuple[Level, Place] | None], *, depth: int) -> None:
+    def __init__(self, levels: Levels, *, depth: int) -> None:
         """`depth` batches are read ahead; 0 never does."""
-        self._locate = locate
+        self._levels = levels
         self._depth = depth
-        self._usual_seconds = 0.0
+        self._usual_excess = 0.0
         self._upcoming: deque[Request] = deque()
         self._started: deque[Future[tuple[Level, Tensor] | None]] = deque()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
@@ -51,8 +53,7 @@ class Prefetcher:
         """From now on these come, in this order."""
         self.forget()
         self._upcoming = deque(requests)
-        for request in requests:
-            request.found = self._locate(request.keys)
+        self.locate()
 
     @property
     def upcoming(self) -> list[Request]:
@@ -73,7 +74,7 @@ class Prefetcher:
         if is_next:
             self._upcoming.popleft()
         result = self._started.popleft().result() if is_next and self._started else self._read(request)
-        if self._usual_seconds > WORTHWHILE_SECONDS:
+        if self._usual_excess > 0:
             self._read_ahead()
         return result
 
@@ -86,6 +87,12 @@ class Prefetcher:
         for request in self._upcoming:
             request.found = None
 
+    def locate(self) -> None:
+        """Finds the announced rows beforehand; `forget` undoes it."""
+        found = self._levels.locate_batches([request.keys for request in self._upcoming])
+        for request, place in zip(self._upcoming, found, strict=True):
+            request.found = place
+
     def close(self) -> None:
         """Waits for a read in progress and stops."""
         self._upcoming.clear()
@@ -93,12 +100,13 @@ class Prefetcher:
         self._reader.shutdown(wait=True)
 
     def _read(self, request: Request) -> tuple[Level, Tensor] | None:
-        found = request.found or self._locate(request.keys)
+        found = request.found or self._levels.locate(request.keys)
         if found is None:
             return None
         start = time.perf_counter()
         activations = found[0].store.read_at(found[1])
-        self._usual_seconds += (time.perf_counter() - start - self._usual_seconds) / AVERAGED_READS
+        excess = time.perf_counter() - start - HANDOVER_SECONDS - activations.nbytes / BYTES_PER_SECOND
+        self._usual_excess += (excess - self._usual_excess) / AVERAGED_READS
         return found[0], activations
 
     def _read_ahead(self) -> None:

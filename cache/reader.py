@@ -106,7 +106,7 @@ class ActivationFile:
             if self._verification is None:
                 raise RuntimeError(f"cache file {self.path} was read before it was verified")
             self._verification.result()
-        self._disk.read(len(rows) * self.manifest.row.row_bytes)
+        self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._rows.read(rows)
 
     def is_at(self, path: Path) -> bool:

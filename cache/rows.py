@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +89,7 @@ class RowFormat:
         """Shape of one row in the file: the dimensions in their physical order."""
         return tuple(self.shape[dim - 1] for dim in self.order)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row in the file."""
         return self.num_elements * self.stored.itemsize
@@ -113,16 +114,16 @@ class RowFormat:
 
     def unpack(self, raw: Tensor, *, batch_rows: int) -> Tensor:
         """The activations in `raw` (rows, elements), with the strides that a forward of `batch_rows` gives."""
-        flat = raw.to(self.computed)
+        flat = raw if self.stored == self.computed else raw.to(self.computed)
         if self._batch_is_outermost:
-            strides = (flat.shape[1], *self.strides[1:])
-            return flat.as_strided((len(raw), *self.shape), strides)
+            num_rows, num_elements = flat.shape
+            return flat.as_strided((num_rows, *self.shape), (num_elements, *self.strides[1:]))
         batch = torch.empty_strided((batch_rows, *self.shape), self._strides_at(batch_rows), dtype=self.computed)
         batch = batch[: len(raw)]
         batch.permute(0, *self.order).copy_(flat.view(len(raw), *self.stored_shape))
         return batch
 
-    @property
+    @cached_property
     def _batch_is_outermost(self) -> bool:
         others = [stride for stride, size in zip(self.strides[1:], self.shape, strict=True) if size > 1]
         return self.batch_rows == 1 or self.strides[0] >= max(others, default=1)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +47,8 @@ from hvfreeze.cache.parts import Part, Place
 from hvfreeze.cache.reader import ActivationFile
 from hvfreeze.cache.rows import Keys, RowFormat
 from hvfreeze.cache.writer import FileWriter
+
+WHOLE = slice(None)
 
 logger = logging.getLogger(__name__)
 
@@ -136,16 +139,30 @@ class Store:
     def locate(self, keys: Keys) -> Place | None:
         """Where the rows of `keys` lie, for good; None when one is missing."""
         parts, rows = self._index.locate(keys)
+        return None if (rows == MISSING).any() else self._place(parts, torch.from_numpy(rows))
+
+    def locate_batches(self, batches: Sequence[Keys]) -> list[Place | None]:
+        """What `locate` gives for each of `batches`, looked up at once, which is several times faster."""
+        parts, rows = self._index.locate(np.concatenate(batches))
+        numbers, stops = torch.from_numpy(rows), np.cumsum([len(keys) for keys in batches]).tolist()
+        bounds = list(zip([0, *stops], stops, strict=False))
         if (rows == MISSING).any():
-            return None
-        numbers = torch.from_numpy(rows)
+            there = [not (rows[start:stop] == MISSING).any() for start, stop in bounds]
+        else:
+            there = [True] * len(bounds)
+        return [
+            self._place(parts[start:stop], numbers[start:stop]) if found else None
+            for (start, stop), found in zip(bounds, there, strict=True)
+        ]
+
+    def _place(self, parts: Keys, rows: Tensor) -> Place:
         if len(self._parts) == 1 or (parts == parts[0]).all():
-            return Place(len(keys), ((self._parts[parts[0]], slice(None), numbers),))
+            return Place(len(parts), ((self._parts[parts[0]], WHOLE, rows),))
         pieces = []
         for part in np.unique(parts):
             where = torch.from_numpy(np.flatnonzero(parts == part))
-            pieces.append((self._parts[part], where, numbers[where]))
-        return Place(len(keys), tuple(pieces))
+            pieces.append((self._parts[part], where, rows[where]))
+        return Place(len(parts), pieces)
 
     def read_at(self, place: Place) -> Tensor:
         """The activations (rows, ...) that `locate` has found; raises as `read` does."""

@@ -96,7 +96,7 @@ class FileWriter:
 
     def read(self, rows: Tensor) -> Tensor:
         """A copy (len(rows), elements) of written rows, given as int64 row numbers."""
-        self._disk.read(len(rows) * self.manifest.row.row_bytes)
+        self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._mapped.read(rows)
 
     def is_at(self, path: Path) -> bool:

@@ -1,8 +1,9 @@
 """Averages the suffix's gradients over ranks while the backward pass still runs.
 
-Parameters are laid out, last first, in a few flat buckets; a hook copies each gradient into its bucket as soon as it
-is ready, and a full bucket starts on its way. Buckets, their order and their names depend on the cut alone, so sums
-are the same bits in every run. The gradient then *is* the bucket's slice: nothing is copied back.
+Parameters are laid out, last first, in a few flat buckets; a hook copies each gradient, divided by the number of
+ranks, into its bucket as soon as it is ready, and a full bucket starts on its way to be summed. Buckets, their order
+and names depend on the cut alone, so sums are the same bits in every run. The gradient then *is* the bucket's slice:
+nothing is copied back.
 Only the parameters that the reducer was told to carry travel; the frozen prefix costs no byte.
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from hvfreeze.errors import DivergedError
 from hvfreeze.world import World
 
-BUCKET_BYTES = 8 * 2**20
+BUCKET_BYTES = 4 * 2**20
 HASH_BITS = 24
 
 Observer = Callable[[int, Tensor], None]
@@ -102,7 +103,7 @@ class Reducer:
         self._next = 0
         header = [int(nonfinite), int(leave), self._set_hash, self._set_hash**2]
         self._header = torch.tensor(header, dtype=torch.int64)
-        self._header_handle = self.world.start_allreduce_(self._header, name="step.signals", average=False)
+        self._header_handle = self.world.start_allreduce_(self._header, name="step.signals")
         self.other_bytes += 8 * len(header) if self.world.size > 1 else 0
 
     def finish(self) -> Signals:
@@ -168,7 +169,8 @@ class Reducer:
                 self.observer(slot, gradient)
             if self._place:
                 bucket, i = self._place[slot]
-                bucket.views[i].copy_(gradient)
+                # Scaled on the way, which costs nothing here, and before a sum of large halves could overflow.
+                torch.mul(gradient, 1 / self.world.size, out=bucket.views[i])
                 parameter.grad = bucket.views[i]
                 bucket.missing -= 1
                 self._start_full_buckets()
@@ -179,12 +181,9 @@ class Reducer:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             bucket = self._buckets[self._next]
             if bucket.wire is not bucket.flat:
-                # Scaled before it is narrowed and summed: a sum of large halves would overflow.
-                torch.mul(bucket.flat, 1 / self.world.size, out=bucket.flat)
                 bucket.wire.copy_(bucket.flat)
             name = f"gradients.{self._next}"
-            average = bucket.wire is bucket.flat
-            bucket.handle = self.world.start_allreduce_(bucket.wire, name=name, average=average)
+            bucket.handle = self.world.start_allreduce_(bucket.wire, name=name)
             self.payload_bytes += bucket.wire.numel() * bucket.wire.element_size()
             self._next += 1
 

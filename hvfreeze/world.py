@@ -38,7 +38,7 @@ class World(Protocol):
     def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
         """Return the sum of `tensor` over ranks, the same bits on every rank; int32, int64, float32, float64."""
 
-    def start_allreduce_(self, tensor: Tensor, *, name: str, average: bool) -> Any:
+    def start_allreduce_(self, tensor: Tensor, *, name: str) -> Any:
         """Start to sum (or average) a contiguous `tensor` in place; returns a handle for `wait`."""
 
     def wait(self, handle: Any) -> None:
@@ -75,7 +75,7 @@ class SoloWorld:
         """Return a copy of `tensor`."""
         return tensor.clone()
 
-    def start_allreduce_(self, tensor: Tensor, *, name: str, average: bool) -> None:
+    def start_allreduce_(self, tensor: Tensor, *, name: str) -> None:
         """Leave `tensor` as it is."""
 
     def wait(self, handle: None) -> None:
@@ -134,13 +134,12 @@ class HorovodWorld:
     def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
         """Return the sum of `tensor` over ranks."""
         result = tensor.contiguous().clone()
-        self.wait(self.start_allreduce_(result, name=name, average=False))
+        self.wait(self.start_allreduce_(result, name=name))
         return result
 
-    def start_allreduce_(self, tensor: Tensor, *, name: str, average: bool) -> tuple[int, str]:
-        """Start to sum (or average) `tensor` in place."""
-        op = self._hvd.Average if average else self._hvd.Sum
-        return self._hvd.allreduce_async_(tensor, name=name, op=op), name
+    def start_allreduce_(self, tensor: Tensor, *, name: str) -> tuple[int, str]:
+        """Start to sum `tensor` over ranks, in place."""
+        return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum), name
 
     def wait(self, handle: tuple[int, str]) -> None:
         """Return when the operation has ended.
@@ -242,6 +241,9 @@ def open_world() -> World:
     if tasks == 1:
         return SoloWorld()
     yield_when_crowded()
+    # Copies through shared memory: an allreduce between ranks of a node takes two thirds of the time that the default,
+    # direct copies from process to process, takes.
+    os.environ.setdefault("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
     try:
         world = HorovodWorld()
     except ImportError as error:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts background jobs with SIGINT ignored, and so would be every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
 

@@ -91,7 +91,6 @@ class Setting:
         )
         corpus = made_up_corpus(self)
         chain, _ = build_chain(config, corpus)
-        chain.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         job = assemble(config, self.world, self.folder(name), chain, corpus, [])
         job.chain.model.train()
         return job

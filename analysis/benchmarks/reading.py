@@ -19,7 +19,7 @@ from hvfreeze.cache.fingerprint import fingerprint
 from hvfreeze.feed import Ids
 
 SHAPES = {"2k": (512, 1, 1), "64k": (256, 8, 8)}
-ROWS = {"2k": 8192, "64k": 2048}
+ROWS = {"2k": 24_576, "64k": 2048}
 MIN_PAIRS = 30
 
 

@@ -155,7 +155,7 @@ def test_a_noisy_contest_goes_on_until_its_interval_is_narrow() -> None:
 def test_the_time_cap_ends_a_contest_that_settles_nothing_and_says_so() -> None:
     clock = Clock()
     sides = [Side("ours", clock.work(0.3, noise=0.3)), Side("theirs", clock.work(0.3, noise=0.3))]
-    (row,) = hold(Alone(), sides, [duel(bound=9.0)], pace=Pace(cap_seconds=4), clock=clock)
+    (row,) = hold(Alone(), sides, [duel(bound=1.0)], pace=Pace(cap_seconds=4), clock=clock)
     assert clock.now < 8
     assert not row.ok
     assert row.what.endswith("the time cap ended it")

@@ -16,6 +16,7 @@ from hvfreeze.configfile import from_dict
 from hvfreeze.digest import parameter_digest
 from hvfreeze.errors import Preempted
 from hvfreeze.feed import Batch
+from hvfreeze.formats import set_memory_formats
 from hvfreeze.job import Job, prepare
 from hvfreeze.run import run
 from hvfreeze.world import World, open_world
@@ -103,7 +104,7 @@ def check_plain_pytorch(world: World, root: Path) -> None:
     from hvfreeze.models import build_model
 
     model = build_model(config.model.model, num_classes=10, weights="none", image_size=32).model
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    set_memory_formats(model, (3, 32, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
     model.train()
     for epoch in range(EPOCHS):

@@ -10,26 +10,36 @@ image size (phase times of a few steps). Last, what users run: a voted prefix wi
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from analysis import paper
 from analysis.charts import Line, accuracy_time_chart, bar_chart, line_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results
-from analysis.statistics import mean_interval, shown, signed_points, time_saved
+from analysis.statistics import Interval, mean_interval, shown, signed_points, time_saved
 from analysis.sweep import main
 from hvfreeze.comparison import group_by_seed
-from hvfreeze.drawing import COLOURS
+from hvfreeze.drawing import BASELINE, COLOURS
 from hvfreeze.figures import plot_phases
 from hvfreeze.tables import Table, factor, megabytes, percent, phase_table, seconds
 
 CUT = 4
 CUTS = (3, 4, 5)
-VIEWS = (1, 2, 4, 8)
+VIEW_LABELS = {"1": "views1", "2": "cut4-on", "4": "views4", "8": "views8", "fresh, not cached": "fresh"}
+STORED_LABELS = ("float16", "bfloat16")
+MORE_SEEDS = 2
+"""For float16 beside the native type, whose difference is to be known to a fraction of a point."""
 SIZES = (32, 64, 224)
 STUDY_GROUPS = {3: 4, 4: 5, 5: 6}
 """Cut of the stages -> frozen groups of the study's split."""
 BASE: dict[str, Value] = {"augment": "views:2", "freeze": "static", "cut": CUT}
 ON, OFF = "cut4-on", "cut4-off"
+CACHED_FROM = 2
+"""Epochs that fill the cache: as many as there are views."""
+SUFFIX_PHASES = ("forward", "backward", "allreduce", "optimizer", "vote")
 
 
 def variants() -> dict[str, dict[str, Value]]:
@@ -41,7 +51,7 @@ def variants() -> dict[str, dict[str, Value]]:
     found["fresh"] = {**BASE, "augment": "fresh"}
     for views in (1, 4, 8):
         found[f"views{views}"] = {**BASE, "augment": f"views:{views}", "cache": "on"}
-    for dtype in ("float16", "bfloat16"):
+    for dtype in STORED_LABELS:
         found[dtype] = {**BASE, "cache": "on", "cache_dtype": dtype}
     voted: dict[str, Value] = {"augment": "views:2", "freeze": "percentile", "eta_max": 1.0}
     found["voted"], found["voted-auto"] = voted, {**voted, "cache": "auto"}
@@ -55,6 +65,8 @@ def runs(preset: Preset) -> list[PlannedRun]:
         chosen = {label: chosen[label] for label in (OFF, ON)}
     planned = [preset.run(label, seed, flags) for seed in preset.seeds for label, flags in chosen.items()]
     if not preset.is_smoke:
+        for seed in range(max(preset.seeds) + 1, max(preset.seeds) + 1 + MORE_SEEDS):
+            planned += [preset.run(label, seed, chosen[label]) for label in (ON, "float16")]
         for size in SIZES:
             for cache in ("off", "on"):
                 flags: dict[str, Value] = {
@@ -121,7 +133,11 @@ def tables(results: Results) -> list[Table]:
             )
         )
     columns = ("Variant", "Training time", "Speed-up", "Test accuracy", "Against full", "Same time, full", "Stored")
-    found = [Table(columns=(*columns, "Saved, a rank", "Predicted", "Exact"), rows=tuple(rows))]
+    found = [
+        Table(columns=(*columns, "Saved, a rank", "Predicted", "Exact"), rows=tuple(rows)),
+        compared(results, {name: name for name in STORED_LABELS}, ON, title="Stored type against the computed one"),
+        compared(results, VIEW_LABELS, "fresh", title="Fixed views of a sample against fresh draws"),
+    ]
     short = [label for label in results.labels if label.startswith("size")]
     if short:
         phases = phase_table(group_by_seed(results.runs_of(*short)))
@@ -131,14 +147,58 @@ def tables(results: Results) -> list[Table]:
     return found
 
 
+def compared(results: Results, labels: Mapping[str, str], reference: str, *, title: str) -> Table:
+    """Return accuracy and its difference from a reference, paired by seed."""
+    rows = [
+        (
+            name,
+            shown(results.mean(label, "test_accuracy"), percent, count=True),
+            shown(results.change(label, reference), signed_points, count=True),
+            shown(results.mean(label, "cache_bytes"), megabytes),
+        )
+        for name, label in labels.items()
+        if results.of(label)
+    ]
+    return Table(title=title, columns=("Variant", "Test accuracy", f"Against {reference}", "Stored"), rows=tuple(rows))
+
+
+def epochs_chart(results: Results) -> Figure:
+    """Return the training time of each epoch with and without a cache, and what is left when reading costs nothing."""
+
+    def by_epoch(label: str, seconds_of: Callable[[Mapping[str, Any]], float]) -> dict[int, Interval]:
+        columns = zip(*(run.metrics for run in results.runs_of(label)), strict=True)
+        return {epoch: mean_interval([seconds_of(line) for line in lines]) for epoch, lines in enumerate(columns, 1)}
+
+    def all_of(line: Mapping[str, Any]) -> float:
+        return float(line["train_seconds"])
+
+    def of_suffix(line: Mapping[str, Any]) -> float:
+        return float(sum(line["seconds"][phase] for phase in SUFFIX_PHASES))
+
+    cached = by_epoch(ON, of_suffix)
+    read = {epoch: value for epoch, value in cached.items() if epoch > CACHED_FROM}
+    lines = [
+        Line(label="no cache", points=by_epoch(OFF, all_of), colour=COLOURS[0]),
+        Line(label="with the cache", points=by_epoch(ON, all_of), colour=COLOURS[1]),
+        Line(label="bound: reading costs nothing", points=read, colour=BASELINE, dash="--"),
+    ]
+    return line_chart(lines, x="epoch", y="training time of the epoch (s)")
+
+
 def drawings(results: Results) -> list[Drawing]:
-    """Return speed-ups by cut, accuracy by views, phases by image size, and accuracy against time."""
+    """Return epochs, speed-ups by cut, accuracy by views, phases by image size, and accuracy against time."""
     labels = long_labels(results)
     if not labels:
         return []
     n = max(len(results.of(label)) for label in labels)
     spread = f"mean and 95 % interval, n = {n} seeds"
     found = []
+    if results.of(ON) and results.of(OFF):
+        caption = (
+            f"An epoch's training time with {CUT} of 6 stages frozen and two views a sample: the first two epochs fill "
+            f"the cache, the others read it; {spread}."
+        )
+        found.append(Drawing(name="epochs", caption=caption, figure=epochs_chart(results)))
     if results.of("full"):
         known = [cut for cut in CUTS if results.of(f"cut{cut}-on")]
         lines = [
@@ -151,9 +211,10 @@ def drawings(results: Results) -> list[Drawing]:
         ]
         figure = line_chart(lines, x="frozen stages (of 6)", y="speed-up over full fine-tuning")
         found.append(Drawing(name="speed-up", caption=f"Speed-up by cut, two views; {spread}.", figure=figure))
-    draws = {"1": "views1", "2": ON, "4": "views4", "8": "views8", "fresh, not cached": "fresh"}
     bars = {
-        f"views: {name}": results.mean(label, "test_accuracy") for name, label in draws.items() if results.of(label)
+        f"views: {name}": results.mean(label, "test_accuracy")
+        for name, label in VIEW_LABELS.items()
+        if results.of(label)
     }
     figure = bar_chart(bars, x="test accuracy (%)", scale=100, from_zero=False)
     found.append(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from hvfreeze.blocks import Chain
 from hvfreeze.cache.budget import Budget
+from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
 from hvfreeze.cache.disk import Rates, measure_directory
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.clock import PhaseClock
@@ -68,6 +70,18 @@ class Misses:
         return self.seconds / self.batches if self.batches else self.measured
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What one batch told of the prefix."""
+
+    exact: bool
+    """Whether the rows' bits do not depend on their places in the batch."""
+    seconds: float
+    """Of a forward."""
+    output: Tensor
+    """(B, ...)"""
+
+
 @dataclass
 class Outlook:
     """What the plan must know of the run."""
@@ -76,11 +90,33 @@ class Outlook:
     clock: PhaseClock
     budget: Budget
     directory: Path
+    _trials: dict[int, Trial] = field(default_factory=dict)
+
+    def trial(self, cut: int, run: RunBlocks, images: Tensor) -> Trial:
+        """Return how the prefix fares with a batch, (B, C, H, W); tried once at a cut, for both splits."""
+        if cut not in self._trials:
+            self._trials = {cut: try_prefix(lambda x: run(x, 0, cut), images)}
+        return self._trials[cut]
 
     def suffix_seconds(self) -> float:
         """Return the seconds of a step's part that reading and writing can hide behind; 0 before the first step."""
         spent = self.clock.read()
         return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, self.freezer.step)
+
+
+def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> Trial:
+    """Return what two forwards with a batch, (B, C, H, W), tell of a frozen prefix."""
+    seconds, outputs = [], []
+
+    def run(x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        outputs.append(run_prefix(x))
+        seconds.append(time.perf_counter() - start)
+        return outputs[-1]
+
+    exact = permuted_batch_is_exact(run, images)
+    # The first forward also brings libraries and memory up to speed.
+    return Trial(exact, seconds[-1], outputs[-1])
 
 
 @lru_cache

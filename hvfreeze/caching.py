@@ -14,7 +14,7 @@ from torch import Tensor
 from hvfreeze.agreement import together
 from hvfreeze.blocks import Chain
 from hvfreeze.cache.activations import PrefixActivations
-from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks, permuted_batch_is_exact
+from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
 from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.cacheinputs import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
@@ -157,20 +157,17 @@ class Caching:
         start = time.perf_counter()
         images = self.split.images.load(ids, np.zeros_like(ids))
         image_seconds = time.perf_counter() - start
-        # The first forwards also bring libraries and memory up to speed, so the one after them is timed.
-        self.exact = self.exact and permuted_batch_is_exact(lambda x: self.run_blocks(x, 0, cut), images)
-        start = time.perf_counter()
-        output = self.run_blocks(images, 0, cut)
-        prefix_seconds = time.perf_counter() - start
-        self.misses.restart(image_seconds + prefix_seconds)
-        stored = STORED_TYPES[self.config.cache.cache_dtype] or output.dtype
-        row_bytes = output[0].numel() * stored.itemsize
+        trial = self.outlook.trial(cut, self.run_blocks, images)
+        self.exact = self.exact and trial.exact
+        self.misses.restart(image_seconds + trial.seconds)
+        stored = STORED_TYPES[self.config.cache.cache_dtype] or trial.output.dtype
+        row_bytes = trial.output[0].numel() * stored.itemsize
         training = self.split.name == "train"
         directory = self.outlook.directory
         directory.mkdir(parents=True, exist_ok=True)
         return Situation(
             image_seconds=image_seconds,
-            prefix_seconds=prefix_seconds,
+            prefix_seconds=trial.seconds,
             suffix_seconds=self.outlook.suffix_seconds() if training else 0.0,
             batch_rows=rows,
             rows=len(self.split.ids),

@@ -15,7 +15,7 @@ FORWARD_SECONDS, BACKWARD_SECONDS = 0.06 / 128, 0.15 / 128
 """Per sample at 32 pixels: ResNet-18, float32, one thread; backward with the optimizer's step."""
 GROWTH = 1.74
 """Seconds grow with the image's side to this power."""
-START_SECONDS = 12.0
+START_SECONDS = 6.0
 MODEL_BYTES = 44.7e6
 SMALL_MODEL = 0.04
 """The smoke preset's model beside ResNet-18."""

@@ -54,7 +54,7 @@ def test_where_accuracy_is_claimed_there_are_three_seeds(experiment: Experiment)
     planned = sweep.plan(experiment, REDUCED, Results(Path()))
     reported = [run for run in planned if not run.flags.get("validation_fraction")]
     for label in {run.label for run in reported}:
-        assert {run.seed for run in reported if run.label == label} == {0, 1, 2}
+        assert {run.seed for run in reported if run.label == label} >= {0, 1, 2}
 
 
 @EACH

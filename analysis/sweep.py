@@ -64,7 +64,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
             print(estimate(experiment, preset))
             return 0
         site = site_of(options, experiment, preset)
-        return carry_out(experiment, preset, site, root=options.results)
+        return carry_out(experiment, preset, site, root=options.results, only=options.only)
     except HvfreezeError as error:
         print(f"{experiment.name}: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -85,11 +85,17 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None) -> argparse.N
     add("--hosts", default="", help="HOST:SLOTS,... instead of this machine; they must see the same folders")
     add("--work", type=Path, help=f"run directories under way [{WORK}/{experiment.name}/PRESET]")
     add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
+    add("--only", type=labels, metavar="LABEL[,LABEL]", help="make these runs only; the rest another time")
     add("--estimate", action="store_true", help="say how long it will take, and do nothing")
     options = parser.parse_args(arguments)
     options.work = options.work or WORK / experiment.name / options.preset
     options.results = options.results or default_results(options.preset)
     return options
+
+
+def labels(text: str) -> tuple[str, ...]:
+    """Return a comma-separated list as its words."""
+    return tuple(word.strip() for word in text.split(","))
 
 
 def default_results(preset: str) -> Path:
@@ -147,13 +153,22 @@ def plan(experiment: Experiment, preset: Preset, results: Results) -> list[Plann
     return list(by_name.values())
 
 
-def carry_out(experiment: Experiment, preset: Preset, site: Site, *, root: Path) -> int:
-    """Make the runs that are missing, and write the results; returns 1 when some failed."""
+def carry_out(
+    experiment: Experiment, preset: Preset, site: Site, *, root: Path, only: Sequence[str] | None = None
+) -> int:
+    """Make the runs that are missing, and write the results; returns 1 when some failed.
+
+    Raises:
+        UsageError: no run has a label that is in `only`.
+    """
     directory = root / experiment.name
     print(estimate(experiment, preset), flush=True)
-    failed = make(experiment.runs(preset), preset, site, directory)
+    failed = make(experiment.runs(preset), preset, site, directory, only=only)
     planned = plan(experiment, preset, open_results(root, experiment.name))
-    failed += make([run for run in planned if run.name not in failed], preset, site, directory)
+    unknown = sorted(set(only or ()) - {run.label for run in planned})
+    if unknown:
+        raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
+    failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
     write_up(experiment, preset, open_results(root, experiment.name))
     print(f"results: {directory}")
     if failed:
@@ -161,14 +176,17 @@ def carry_out(experiment: Experiment, preset: Preset, site: Site, *, root: Path)
     return 1 if failed else 0
 
 
-def make(planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path) -> list[str]:
+def make(
+    planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
+) -> list[str]:
     """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed."""
-    progress = Progress({run.name: seconds_of(run, preset) for run in planned})
-    progress.done.update({run.name: 0.0 for run in planned if is_kept(run, directory / "runs" / run.name)})
-    rows = collect(directory, list(progress.done))
+    kept = [run.name for run in planned if is_kept(run, directory / "runs" / run.name)]
+    wanted = [run for run in planned if run.name in kept or only is None or run.label in only]
+    progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
+    rows = collect(directory, kept)
     write_rows(directory, rows)
     failed: list[str] = []
-    for run in planned:
+    for run in wanted:
         if run.name in progress.done:
             continue
         print(progress.line(run), flush=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -15,15 +17,33 @@ from torch import Tensor
 from hvfreeze.cache.faults import CacheFault
 
 HUGE_BYTES = 4 << 20
-"""From here on numpy asks for huge pages: a batch of 8 MiB on small ones takes six times as long, for their faults."""
+"""From here on memory is kept: the page faults of new memory take longer than the copy."""
+UNUSED_REFERENCES = next(sys.getrefcount(raw) for raw in [object()])
+"""To an array that only a list holds, while a loop looks at it."""
+MOST_ARRAYS = 8
 ALIGNMENT = 64
 """As torch's own memory: kernels may give other bits elsewhere."""
 
 
-def _room(num_bytes: int) -> npt.NDArray[np.uint8]:
-    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + num_bytes]
+class Room:
+    """Memory for large batches, which is used again as soon as nobody holds what it held. Any thread may take some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: list[npt.NDArray[np.uint8]] = []
+
+    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return uninitialised, aligned memory (num_bytes,) that no other array or tensor refers to."""
+        size = num_bytes + ALIGNMENT
+        with self._lock:
+            self._arrays = [raw for raw in self._arrays if raw.nbytes == size]
+            # The views that were given out, and tensors made of them, refer to the array.
+            free = [raw for raw in self._arrays if sys.getrefcount(raw) == UNUSED_REFERENCES]
+            whole = free[0] if free else np.empty(size, np.uint8)
+            if not free and len(self._arrays) < MOST_ARRAYS:
+                self._arrays.append(whole)
+            start = -whole.ctypes.data % ALIGNMENT
+            return whole[start : start + num_bytes]
 
 
 class MappedRows:
@@ -58,6 +78,7 @@ class MappedRows:
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         self._name = name
+        self._room = Room()
         self._end = offset + num_rows * row_bytes
         self._descriptor = -1
         self._descriptor = os.dup(descriptor)
@@ -91,7 +112,11 @@ class MappedRows:
         num_rows, num_elements = rows.shape[0], self._rows.shape[1]
         if num_rows * self.row_bytes < HUGE_BYTES:
             return torch.index_select(self._rows, 0, rows)
-        copy = torch.from_numpy(_room(num_rows * self.row_bytes)).view(self._rows.dtype).view(num_rows, num_elements)
+        copy = (
+            torch.from_numpy(self._room.take(num_rows * self.row_bytes))
+            .view(self._rows.dtype)
+            .view(num_rows, num_elements)
+        )
         return torch.index_select(self._rows, 0, rows, out=copy)
 
     def pread(self, first: int, last: int) -> bytes:

@@ -119,6 +119,17 @@ def test_a_failed_run_does_not_stop_the_others_and_is_made_up_for(
     assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["groups5-s0", "residual8-s0"]
 
 
+def test_some_runs_can_be_made_first_and_the_rest_another_time(launches: list[str], tmp_path: Path) -> None:
+    site = Site(work=tmp_path / "work")
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path, only=["residual8"]) == 0
+    assert launches == ["residual8-s0"]
+    with pytest.raises(UsageError, match=r"--only \(residual9\) must name labels: groups5, residual8"):
+        sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path, only=["residual9"])
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
+    assert launches == ["residual8-s0", "groups5-s0"]
+    assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["groups5-s0", "residual8-s0"]
+
+
 def test_results_of_another_configuration_are_refused_by_name(launches: list[str], tmp_path: Path) -> None:
     carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
     other = dataclasses.replace(SMOKE, lr=0.5)

@@ -1,0 +1,41 @@
+"""Memory for large batches is used again, and never while somebody can see it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvfreeze.cache.mapping import ALIGNMENT, MOST_ARRAYS, Room
+
+
+def test_memory_is_used_again_only_after_every_view_of_it_is_gone() -> None:
+    room = Room()
+    tensor = torch.from_numpy(room.take(4096))
+    place, part = tensor.data_ptr(), tensor.view(torch.float32).view(32, 32)[3:5]
+    del tensor
+    assert torch.from_numpy(room.take(4096)).data_ptr() != place, "a view still shows it"
+    del part
+    assert torch.from_numpy(room.take(4096)).data_ptr() == place
+
+
+def test_memory_is_held_by_a_graph_too() -> None:
+    room = Room()
+    tensor = torch.from_numpy(room.take(4096)).view(torch.float32)
+    place = tensor.data_ptr()
+    product = (torch.ones(1024, requires_grad=True) * tensor).sum()
+    del tensor
+    assert torch.from_numpy(room.take(4096)).data_ptr() != place, "backward will read it"
+    product.backward()  # type: ignore[no-untyped-call]
+    del product
+    assert torch.from_numpy(room.take(4096)).data_ptr() == place
+
+
+def test_memory_is_aligned_and_little_of_it_is_kept() -> None:
+    room = Room()
+    taken = [room.take(1000 + ALIGNMENT) for _ in range(MOST_ARRAYS + 3)]
+    assert len({array.ctypes.data for array in taken}) == len(taken)
+    assert all(array.ctypes.data % ALIGNMENT == 0 for array in taken)
+    assert len(room._arrays) == MOST_ARRAYS
+    other: np.ndarray = room.take(50)
+    assert len(room._arrays) == 1
+    assert other.nbytes == 50

@@ -173,10 +173,10 @@ def epochs_chart(results: Results) -> Figure:
         return {epoch: mean_interval([seconds_of(line) for line in lines]) for epoch, lines in enumerate(columns, 1)}
 
     def all_of(line: Mapping[str, Any]) -> float:
-        return float(line["train_seconds"] - line["seconds"]["checkpoint"])
+        return float(line["train_seconds"] - line["seconds"].get("checkpoint", 0.0))
 
     def of_suffix(line: Mapping[str, Any]) -> float:
-        return float(sum(line["seconds"][phase] for phase in SUFFIX_PHASES))
+        return float(sum(line["seconds"].get(phase, 0.0) for phase in SUFFIX_PHASES))
 
     cached = by_epoch(ON, of_suffix)
     read = {epoch: value for epoch, value in cached.items() if epoch > CACHED_FROM}

@@ -27,7 +27,7 @@ STEPS, EPOCHS, BATCH = 4, 3, 8
 VOTED = {
     "freeze": "percentile",
     "eta_max": float("inf"),
-    "interval": 1,
+    "interval": 2,
     "freeze_warmup": 2,
     "quorum": 0.25,
     "shadow": "gradient-norm,linear",

@@ -28,7 +28,8 @@ from hvfreeze.tables import Table, factor, megabytes, percent, phase_table, seco
 
 CUT = 4
 CUTS = (3, 4, 5)
-VIEW_LABELS = {"1": "views1", "2": "cut4-on", "4": "views4", "8": "views8", "fresh, not cached": "fresh"}
+ON, OFF = "cut4-on", "cut4-off"
+VIEW_LABELS = {"1": "views1", "2": ON, "4": "views4", "8": "views8", "fresh, not cached": "fresh"}
 STORED_LABELS = ("float16", "bfloat16")
 MORE_SEEDS = 2
 """For float16 beside the native type, whose difference is to be known to a fraction of a point."""
@@ -36,7 +37,6 @@ SIZES = (32, 64, 224)
 STUDY_GROUPS = {3: 4, 4: 5, 5: 6}
 """Cut of the stages -> frozen groups of the study's split."""
 BASE: dict[str, Value] = {"augment": "views:2", "freeze": "static", "cut": CUT}
-ON, OFF = "cut4-on", "cut4-off"
 CACHED_FROM = 2
 """Epochs that fill the cache: as many as there are views."""
 SUFFIX_PHASES = ("forward", "backward", "allreduce", "optimizer", "vote")

@@ -144,15 +144,12 @@ class Store:
     def locate_batches(self, batches: Sequence[Keys]) -> list[Place | None]:
         """What `locate` gives for each of `batches`, looked up at once, which is several times faster."""
         parts, rows = self._index.locate(np.concatenate(batches))
-        numbers, stops = torch.from_numpy(rows), np.cumsum([len(keys) for keys in batches]).tolist()
-        bounds = list(zip([0, *stops], stops, strict=False))
-        if (rows == MISSING).any():
-            there = [not (rows[start:stop] == MISSING).any() for start, stop in bounds]
-        else:
-            there = [True] * len(bounds)
+        stops = np.cumsum([len(keys) for keys in batches]).tolist()
+        starts, numbers = [0, *stops[:-1]], torch.from_numpy(rows)
+        incomplete = np.logical_or.reduceat(rows == MISSING, starts)
         return [
-            self._place(parts[start:stop], numbers[start:stop]) if found else None
-            for (start, stop), found in zip(bounds, there, strict=True)
+            None if missing else self._place(parts[start:stop], numbers[start:stop])
+            for start, stop, missing in zip(starts, stops, incomplete, strict=True)
         ]
 
     def _place(self, parts: Keys, rows: Tensor) -> Place:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hvfreeze.blocks import Chain
@@ -78,8 +79,10 @@ class Trial:
     """Whether the rows' bits do not depend on their places in the batch."""
     seconds: float
     """Of a forward."""
-    output: Tensor
-    """(B, ...)"""
+    row_elements: int
+    """Of the output for a sample."""
+    dtype: torch.dtype
+    """Of the output."""
 
 
 @dataclass
@@ -116,7 +119,7 @@ def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> Trial:
 
     exact = permuted_batch_is_exact(run, images)
     # The first forward also brings libraries and memory up to speed.
-    return Trial(exact, seconds[-1], outputs[-1])
+    return Trial(exact, seconds[-1], row_elements=outputs[-1][0].numel(), dtype=outputs[-1].dtype)
 
 
 @lru_cache

@@ -160,8 +160,8 @@ class Caching:
         trial = self.outlook.trial(cut, self.run_blocks, images)
         self.exact = self.exact and trial.exact
         self.misses.restart(image_seconds + trial.seconds)
-        stored = STORED_TYPES[self.config.cache.cache_dtype] or trial.output.dtype
-        row_bytes = trial.output[0].numel() * stored.itemsize
+        stored = STORED_TYPES[self.config.cache.cache_dtype] or trial.dtype
+        row_bytes = trial.row_elements * stored.itemsize
         training = self.split.name == "train"
         directory = self.outlook.directory
         directory.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ class World(Protocol):
         """Return the sum of `tensor` over ranks, the same bits on every rank; int32, int64, float32, float64."""
 
     def start_allreduce_(self, tensor: Tensor, *, name: str) -> Any:
-        """Start to sum (or average) a contiguous `tensor` in place; returns a handle for `wait`."""
+        """Start to sum a contiguous `tensor` over ranks, in place; returns a handle for `wait`."""
 
     def wait(self, handle: Any) -> None:
         """Return when the operation that `start_allreduce_` began has ended."""

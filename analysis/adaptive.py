@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from analysis import paper
-from analysis.charts import Line, accuracy_time_chart, line_chart
+from analysis.charts import IN_TIME, Line, accuracy_time_chart, line_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results
 from analysis.statistics import Interval, mean_interval, shown, signed_points, time_saved
@@ -132,7 +132,6 @@ def drawings(results: Results) -> list[Drawing]:
     """Return accuracy by epoch with the freezes (Figure 6), the cuts, and accuracy against time."""
     if not results.of(FULL):
         return []
-    n = len(results.of(FULL))
     lines = []
     for place, label in enumerate(results.labels):
         colour = BASELINE if label == FULL else COLOURS[(place - 1) % len(COLOURS)]
@@ -140,7 +139,7 @@ def drawings(results: Results) -> list[Drawing]:
     epochs = line_chart(lines, x="epoch", y="test accuracy (%)", scale=100, from_zero=False)
     freezes = ", ".join(f"block {block} at epoch {epoch} of {paper.EPOCHS}" for epoch, block in paper.FIGURE_6_FREEZES)
     first = [run for label in frozen_labels(results) for run in results.runs_of(label)[:1]]
-    spread = f"mean and 95 % interval, n = {n} seeds"
+    spread = f"mean and 95 % interval, {results.count(results.labels)}"
     return [
         Drawing(
             name="accuracy-epochs",
@@ -152,7 +151,7 @@ def drawings(results: Results) -> list[Drawing]:
         ),
         Drawing(
             name="accuracy-time",
-            caption=f"Accuracy against training time; {spread}.",
+            caption=f"{IN_TIME}; {spread}.",
             figure=accuracy_time_chart(results, results.labels),
         ),
     ]
@@ -171,6 +170,7 @@ EXPERIMENT = Experiment(
     answers=answers,
     tables=tables,
     drawings=drawings,
+    reference=FULL,
     shown=2,
     limits=(
         "Criteria have their default parameters; none was tuned on the test set.",

@@ -121,11 +121,11 @@ def tables(results: Results) -> list[Table]:
 def drawings(results: Results) -> list[Drawing]:
     """Return accuracy against time."""
     labels = [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]
-    n = max((len(results.of(label)) for label in labels), default=0)
     if not labels:
         return []
     caption = (
-        f"Test accuracy against training time of full fine-tuning and its rivals; mean and 95 % interval, n = {n}."
+        f"Test accuracy against training time of full fine-tuning and its rivals; mean and 95 % interval, "
+        f"{results.count(labels)}."
     )
     return [Drawing(name="front", caption=caption, figure=accuracy_time_chart(results, labels))]
 

@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from analysis import paper
-from analysis.charts import Line, accuracy_time_chart, bar_chart, line_chart
+from analysis.charts import IN_TIME, Line, accuracy_time_chart, bar_chart, line_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results
 from analysis.statistics import Interval, mean_interval, shown, signed_points, time_saved
@@ -193,8 +193,7 @@ def drawings(results: Results) -> list[Drawing]:
     labels = long_labels(results)
     if not labels:
         return []
-    n = max(len(results.of(label)) for label in labels)
-    spread = f"mean and 95 % interval, n = {n} seeds"
+    spread = "mean and 95 % interval"
     found = []
     if results.of(ON) and results.of(OFF):
         caption = (
@@ -213,8 +212,9 @@ def drawings(results: Results) -> list[Drawing]:
             )
             for place, cache in enumerate(("off", "on"))
         ]
+        caption = f"Speed-up by cut, two views; {spread}, n = {len(results.of('full'))} seeds."
         figure = line_chart(lines, x="frozen stages (of 6)", y="speed-up over full fine-tuning")
-        found.append(Drawing(name="speed-up", caption=f"Speed-up by cut, two views; {spread}.", figure=figure))
+        found.append(Drawing(name="speed-up", caption=caption, figure=figure))
     bars = {
         f"views: {name}": results.mean(label, "test_accuracy")
         for name, label in VIEW_LABELS.items()
@@ -222,13 +222,17 @@ def drawings(results: Results) -> list[Drawing]:
     }
     figure = bar_chart(bars, x="test accuracy (%)", scale=100, from_zero=False)
     found.append(
-        Drawing(name="views", caption=f"Accuracy by the number of views of a sample; {spread}.", figure=figure)
+        Drawing(
+            name="views",
+            caption=f"Accuracy by the number of views of a sample; {spread}, {results.count([*VIEW_LABELS.values()])}.",
+            figure=figure,
+        )
     )
     short = [label for label in results.labels if label.startswith("size")]
     if short:
         caption = "Training time of rank 0 by phase at three image sizes, a few steps, no augmentation; n = 1 run each."
         found.append(Drawing(name="sizes", caption=caption, figure=plot_phases(results.runs_of(*short))))
-    caption = f"Accuracy against training time; {spread}."
+    caption = f"{IN_TIME}; {spread}, {results.count(labels)}."
     found.append(Drawing(name="accuracy-time", caption=caption, figure=accuracy_time_chart(results, labels)))
     return found
 
@@ -240,6 +244,7 @@ EXPERIMENT = Experiment(
     answers=answers,
     tables=tables,
     drawings=drawings,
+    reference="full",
     shown=3,
     limits=(
         "Files lie on the local disk and mostly in the page cache; a network file system is another case.",

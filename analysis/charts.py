@@ -15,6 +15,7 @@ from analysis.statistics import Interval
 from hvfreeze.drawing import BASELINE, COLOURS, STYLE, WIDE
 
 PAPER_COLOUR = "#999999"
+IN_TIME = "Accuracy against training time, other numbers of epochs at the pace of these runs"
 MARKERS = "osD^vP*X"
 
 
@@ -99,8 +100,7 @@ def accuracy_time_chart(results: Results, labels: Sequence[str]) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDE, 0.6 * WIDE), layout="constrained")
         axes = figure.add_subplot()
-        if results.front:
-            draw_front(axes, results.front)
+        draw_front(axes, results)
         for place, label in enumerate(labels):
             time, accuracy = results.mean(label, "train_seconds"), results.mean(label, "test_accuracy")
             axes.errorbar(
@@ -118,7 +118,12 @@ def accuracy_time_chart(results: Results, labels: Sequence[str]) -> Figure:
         return figure
 
 
-def draw_front(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
-    """Draw full fine-tuning for fewer and for more epochs, which anybody can do instead of freezing."""
-    times, accuracies = [time for time, _ in front], [100 * accuracy for _, accuracy in front]
+def draw_front(axes: Axes, results: Results) -> None:
+    """Draw full fine-tuning for fewer and for more epochs, its times at the pace of these runs."""
+    paces = list(results.paces().values()) if results.reference else [1.0]
+    if not paces or not results.front.budgets:
+        return
+    pace = sum(paces) / len(paces)
+    times = [pace * budget.seconds for budget in results.front.budgets]
+    accuracies = [100 * budget.accuracy for budget in results.front.budgets]
     axes.plot(times, accuracies, "-", color=BASELINE, marker=".", label="all layers, other numbers of epochs")

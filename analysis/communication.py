@@ -185,7 +185,10 @@ def drawings(results: Results) -> list[Drawing]:
         ),
     ]
     two = [label for label in results.labels if results.of(label)[0]["ranks"] <= 2]
-    caption = "Training time of rank 0 by phase, one node and two; n = 1 run each."
+    caption = (
+        "Training time of rank 0 by phase, one node and two; speed-ups are over the full run with the same link and "
+        "compression; n = 1 run each."
+    )
     return [*found, Drawing(name="phases", caption=caption, figure=plot_phases(results.runs_of(*two)))]
 
 

@@ -227,6 +227,8 @@ class Experiment:
     drawings: Callable[[Results], list[Drawing]]
     limits: tuple[str, ...]
     """What the results do not show, one sentence each."""
+    reference: str = ""
+    """The label of full fine-tuning among its runs, on their own data; empty where there is no one such label."""
     shown: int = 1
     """How many of the tables its README.md shows; the page shows all."""
     then: Callable[[Preset, Results], list[PlannedRun]] = nothing_more

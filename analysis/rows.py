@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -19,8 +18,9 @@ from typing import Any
 
 import yaml
 
+from analysis.front import Budget, Front
 from analysis.plans import PlannedRun
-from analysis.statistics import NOTHING, Interval, mean_interval, of_seeds, paired_difference, paired_ratio
+from analysis.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio
 from hvfreeze.errors import RefusedError
 from hvfreeze.exports import to_csv
 from hvfreeze.runs import TRAINING_PHASES, Run, load_run
@@ -204,8 +204,10 @@ class Results:
 
     directory: Path
     rows: list[Row] = field(default_factory=list)
-    front: tuple[tuple[float, float], ...] = ()
-    """(seconds, accuracy) of full fine-tuning at several budgets of epochs, from the baseline's own results."""
+    front: Front = field(default_factory=Front)
+    """Full fine-tuning at several budgets of epochs, from the baseline's own results."""
+    reference: str = ""
+    """The label of full fine-tuning among these rows."""
 
     @property
     def labels(self) -> list[str]:
@@ -232,12 +234,26 @@ class Results:
         """Return this label's column minus the reference's, paired by seed."""
         return paired_difference(self.values(label, column), self.values(reference, column))
 
+    def paces(self) -> dict[int, float]:
+        """Return for each seed how long full fine-tuning took here, over what it took when the front was measured.
+
+        Experiments are run at different times, perhaps on other ranks; times are compared at one pace.
+        """
+        known = ((row, self.front.seconds(row["epochs"])) for row in self.of(self.reference))
+        return {int(row["seed"]): row["train_seconds"] / seconds for row, seconds in known if seconds}
+
     def over_front(self, label: str) -> Interval:
-        """Return accuracy minus that of full fine-tuning for as many epochs as take equally long."""
-        if not self.front:
-            return NOTHING
-        rows = self.of(label)
-        return mean_interval([row["test_accuracy"] - front_accuracy(self.front, row["train_seconds"]) for row in rows])
+        """Return accuracy minus that of full fine-tuning for as many epochs as take equally long at the same pace."""
+        paces = self.paces()
+        rows = [row for row in self.of(label) if int(row["seed"]) in paces]
+        return mean_interval(
+            [row["test_accuracy"] - self.front.accuracy(row["train_seconds"] / paces[int(row["seed"])]) for row in rows]
+        )
+
+    def count(self, labels: Sequence[str]) -> str:
+        """Return n as a caption has it: the seeds of these labels, from the fewest to the most."""
+        counts = sorted({len(self.of(label)) for label in labels})
+        return f"n = {' to '.join(str(n) for n in (counts[:1] + counts[1:][-1:]))} seeds"
 
     @functools.cached_property
     def runs(self) -> dict[str, Run]:
@@ -250,17 +266,6 @@ class Results:
         return [self.runs[str(row["run"])] for label in wanted for row in self.of(label)]
 
 
-def front_accuracy(front: Sequence[tuple[float, float]], seconds: float) -> float:
-    """Return the front's accuracy at a time: between budgets linear, beyond them that of the nearest."""
-    points = sorted(front)
-    if seconds <= points[0][0]:
-        return points[0][1]
-    for (t0, a0), (t1, a1) in itertools.pairwise(points):
-        if seconds <= t1:
-            return a0 + (a1 - a0) * (seconds - t0) / (t1 - t0)
-    return points[-1][1]
-
-
 def best_lr(rows: Sequence[Row]) -> float | None:
     """Return the learning rate whose runs, on held-out training samples, were best on average; None without such."""
     tried: dict[float, list[float]] = {}
@@ -270,10 +275,13 @@ def best_lr(rows: Sequence[Row]) -> float | None:
     return max(tried, key=lambda lr: sum(tried[lr]) / len(tried[lr]), default=None)
 
 
-def open_results(root: Path, name: str) -> Results:
+def open_results(root: Path, name: str, reference: str = "") -> Results:
     """Return an experiment's results, with the front that the baseline's give."""
     rows = read_rows(root / "baseline")
-    budgets = sorted({row["label"] for row in rows if str(row["label"]).startswith("epochs")})
+    budgets = {row["label"]: int(row["epochs"]) for row in rows if str(row["label"]).startswith("epochs")}
     baseline = Results(root / "baseline", rows)
-    points = [(baseline.mean(b, "train_seconds").mean, baseline.mean(b, "test_accuracy").mean) for b in budgets]
-    return Results(root / name, read_rows(root / name), tuple(sorted(points)))
+    points = [
+        Budget(baseline.mean(label, "train_seconds").mean, baseline.mean(label, "test_accuracy").mean, epochs)
+        for label, epochs in budgets.items()
+    ]
+    return Results(root / name, read_rows(root / name), Front(tuple(sorted(points))), reference)

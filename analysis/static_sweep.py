@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from analysis import paper
-from analysis.charts import PAPER_COLOUR, Line, accuracy_time_chart, line_chart
+from analysis.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_chart, line_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset
 from analysis.rows import Results
 from analysis.statistics import Interval, shown, signed_points, time_saved
@@ -127,7 +127,6 @@ def drawings(results: Results) -> list[Drawing]:
     """Return speed-up and accuracy by cut, phases, and accuracy against time."""
     if not results.of(coarse(0)):
         return []
-    n = len(results.of(coarse(0)))
     known = [cut for cut in GROUPS if results.of(coarse(cut))]
     theirs = {cut: Interval(value, value, value, 1) for cut, value in enumerate(paper.SPEED_UP)}
     speed = line_chart(
@@ -156,7 +155,7 @@ def drawings(results: Results) -> list[Drawing]:
         scale=100,
         from_zero=False,
     )
-    spread = f"mean and 95 % interval, n = {n} seeds"
+    spread = f"mean and 95 % interval, {results.count(results.labels)}"
     phases = plot_phases(results.runs_of(*[coarse(cut) for cut in known]))
     in_time = accuracy_time_chart(
         results, [*map(coarse, known), *(fine(cut) for cut in INNER if results.of(fine(cut)))]
@@ -165,8 +164,12 @@ def drawings(results: Results) -> list[Drawing]:
         Drawing(name="speed-up", caption=f"Speed-up by the number of frozen groups; {spread}.", figure=speed),
         Drawing(name="accuracy", caption=f"Test accuracy by the number of frozen groups; {spread}.", figure=accuracy),
         Drawing(name="residual", caption=f"The same, cut at residual blocks; {spread}.", figure=residual),
-        Drawing(name="phases", caption=f"Training time of rank 0 by phase; mean of n = {n} seeds.", figure=phases),
-        Drawing(name="accuracy-time", caption=f"Accuracy against training time; {spread}.", figure=in_time),
+        Drawing(
+            name="phases",
+            caption=f"Training time of rank 0 by phase; mean of {results.count([coarse(0)])}.",
+            figure=phases,
+        ),
+        Drawing(name="accuracy-time", caption=f"{IN_TIME}; {spread}.", figure=in_time),
     ]
 
 
@@ -177,6 +180,7 @@ EXPERIMENT = Experiment(
     answers=answers,
     tables=tables,
     drawings=drawings,
+    reference=coarse(0),
     limits=(
         "The learning rate is the one that is best without freezing.",
         "The study trained for 50 epochs on 4 nodes, without pretraining; its accuracies show a trend only.",

@@ -63,7 +63,7 @@ def table(root: Path) -> str:
     for experiment in EXPERIMENTS:
         if not is_complete(root / experiment.name):
             continue
-        for answer in experiment.answers(open_results(root, experiment.name)):
+        for answer in experiment.answers(open_results(root, experiment.name, experiment.reference)):
             link = f"[{answer.question}](analysis/results/{experiment.name}/README.md)"
             negative = "**(negative)** " if answer.negative else ""
             lines.append(f"| {link} | {negative}{answer.text} | {answer.n} |")

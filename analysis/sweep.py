@@ -164,12 +164,12 @@ def carry_out(
     directory = root / experiment.name
     print(estimate(experiment, preset), flush=True)
     failed = make(experiment.runs(preset), preset, site, directory, only=only)
-    planned = plan(experiment, preset, open_results(root, experiment.name))
+    planned = plan(experiment, preset, open_results(root, experiment.name, experiment.reference))
     unknown = sorted(set(only or ()) - {run.label for run in planned})
     if unknown:
         raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
     failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
-    write_up(experiment, preset, open_results(root, experiment.name))
+    write_up(experiment, preset, open_results(root, experiment.name, experiment.reference))
     print(f"results: {directory}")
     if failed:
         print(f"{experiment.name}: error: {len(failed)} runs failed: {', '.join(failed)}", file=sys.stderr)

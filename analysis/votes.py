@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.charts import accuracy_time_chart, bar_chart
+from analysis.charts import IN_TIME, accuracy_time_chart, bar_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results
 from analysis.statistics import Interval, mean_interval, shown, signed_points
@@ -173,8 +173,7 @@ def drawings(results: Results) -> list[Drawing]:
     labels = voting(results)
     if not labels:
         return []
-    n = max(len(results.of(label)) for label in labels)
-    spread = f"mean and 95 % interval, n = {n} seeds"
+    spread = f"mean and 95 % interval, {results.count(labels)}"
     changes = {label: results.change(label, reference(label)) for label in labels}
     shares = {label: share(results, label) for label in labels}
     drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
@@ -195,7 +194,7 @@ def drawings(results: Results) -> list[Drawing]:
         ),
         Drawing(
             name="accuracy-time",
-            caption=f"Accuracy against training time; {spread}. More ranks than cores crowd the machine.",
+            caption=f"{IN_TIME}; {spread}. More ranks than cores crowd the machine.",
             figure=accuracy_time_chart(results, results.labels),
         ),
     ]
@@ -208,6 +207,7 @@ EXPERIMENT = Experiment(
     answers=answers,
     tables=tables,
     drawings=drawings,
+    reference="full",
     limits=(
         "The weighted median is scored vote by vote on the states that the real votes led to; it was not trained with.",
         "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",

@@ -38,13 +38,20 @@ def settings_of(preset: Preset) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of the source, empty where that is not known."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """Return the commit of the source, with "-dirty" where files differ from it; empty where that is not known."""
     try:
-        said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
+        known = git("rev-parse", "--short", "HEAD").strip()
+        # Results change while they are being made.
+        changed = git("status", "--porcelain", "--", ":/", ":!/analysis/results", ":!/README.md").strip()
+    except (OSError, subprocess.CalledProcessError):
         return ""
-    return said.stdout.strip()
+    return f"{known}-dirty" if changed else known
+
+
+def git(*arguments: str) -> str:
+    """Return what git says about this source."""
+    where = Path(__file__).parent
+    return subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True).stdout
 
 
 def draw(experiment: Experiment, results: Results) -> dict[str, str]:

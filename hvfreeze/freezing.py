@@ -8,24 +8,23 @@ function of a sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hvfreeze.ballots import exchange
+from hvfreeze.ballots import hold_vote
 from hvfreeze.batchnorm import average_running_statistics
 from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.config import VOTE_WEIGHTS, FreezeConfig
-from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence, rates_of_change
+from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 from hvfreeze.errors import UsageError
 from hvfreeze.holding import Seal, hold_in_eval, prune_optimizer, release
 from hvfreeze.reducer import Reducer
 from hvfreeze.signals import GradientSums, Voter, voting_weight
 from hvfreeze.tracks import Cadence, Track
-from hvfreeze.vote import Decision, ballot, deepest_supported, explain, fixed_point, usable_weight
+from hvfreeze.vote import Decision
 from hvfreeze.world import World
 
 
@@ -247,9 +246,6 @@ class Freezer:
 
     def _vote(self) -> Decision:
         self.average_statistics()
-        evidence = self._evidence()
-        mine = [track.propose(evidence, self.settings.patience) for track in self._tracks.values()]
-        broken = not all(math.isfinite(norm) for norms in self._norms for norm in norms)
         weight = voting_weight(
             self.settings.vote_weight,
             rank=self.world.rank,
@@ -257,63 +253,20 @@ class Freezer:
             mean_loss=self._loss_sum / max(self._loss_steps, 1),
             signal_to_noise=self._sums.signal_to_noise(),
         )
-        etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
-        proposals, floats, broken_ranks = exchange(self.world, mine, [weight, *etas], broken)
-        weights = [row[0] for row in floats]
-        usable = [usable_weight(w) for w in weights]
-        counted = [w for w, _ in usable]
-        notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
-        cast = fixed_point(counted[self.world.rank], max(counted)) if not broken_ranks else 0
-        if broken_ranks:
-            notes.append(f"gradients are not finite on rank {', '.join(map(str, broken_ranks))}: the vote is void")
-        tallies = self._tally(mine, cast)
-        outcomes = {
-            name: deepest_supported(tally, quorum=self.settings.quorum, cut=track.cut)
-            for (name, track), tally in zip(self._tracks.items(), tallies, strict=True)
-        }
-        seen = [[None if math.isnan(eta) else eta for eta in row[1:]] for row in floats]
-        return self._decision(proposals, counted, tallies, outcomes, notes, seen)
-
-    def _tally(self, proposals: Sequence[int], cast: int) -> list[list[int]]:
-        deepest = len(self.chain.blocks) - 1
-        mine = torch.tensor([ballot(p, cast, deepest=deepest) for p in proposals], dtype=torch.int64)
-        return self.world.allreduce_sum(mine, name="vote.tally").tolist()
-
-    def _decision(
-        self,
-        proposals: list[list[int]],
-        weights: list[float],
-        tallies: list[list[int]],
-        outcomes: dict[str, int],
-        notes: list[str],
-        etas: list[list[float | None]],
-    ) -> Decision:
-        names = list(self._tracks)
-        shadow: dict[str, dict[str, object]] = {}
-        for i, name in enumerate(names):
-            if name != self.settings.freeze:
-                shadow[name] = {"proposals": proposals[i], "cut": outcomes[name]}
-                if outcomes[name] != self._tracks[name].cut:
-                    self._tracks[name].moved(outcomes[name])
-        decides = self.settings.freeze in self._tracks
-        after = outcomes[self.settings.freeze] if decides else self.cut
-        tally = tallies[0]
-        why = explain(tally, quorum=self.settings.quorum, cut_before=self.cut, cut_after=after)
-        return Decision(
+        decision = hold_vote(
+            self.world,
+            self.settings,
+            list(self._tracks.values()),
+            self._evidence(),
+            weight=weight,
+            broken=not all(math.isfinite(norm) for norms in self._norms for norm in norms),
             step=self.step,
-            epoch=self.step // self.cadence.steps_per_epoch,
-            criterion=self.settings.freeze,
-            proposals=proposals[0] if decides else [],
-            weights=weights,
-            tally=tally if decides else [],
-            total=tally[0],
-            quorum=self.settings.quorum,
-            cut_before=self.cut,
-            cut_after=after,
-            reason="; ".join([why if decides else "only shadow criteria are scored", *notes]),
-            shadow=shadow,
-            etas=etas,
+            steps_per_epoch=self.cadence.steps_per_epoch,
         )
+        for name, outcome in decision.shadow.items():
+            if outcome["cut"] != self._tracks[name].cut:
+                self._tracks[name].moved(outcome["cut"])
+        return decision
 
 
 def freeze_by_vote(

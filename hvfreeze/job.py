@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -27,13 +25,13 @@ from hvfreeze.caching import open_caching
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
 from hvfreeze.configfile import to_dict
-from hvfreeze.data import DataSplits, ImageSet, open_data, prepare_data
+from hvfreeze.corpus import Corpus, open_corpus, open_feeds
+from hvfreeze.data import ImageSet
 from hvfreeze.evaluation import Evaluator, Totals
-from hvfreeze.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget, padded_batches
+from hvfreeze.feed import Ids, Images, TrainFeed, padded_batches
 from hvfreeze.formats import set_memory_formats
 from hvfreeze.freezing import Freezer
 from hvfreeze.models import build_model
-from hvfreeze.pixels import load_pixels
 from hvfreeze.prefix import Halves, Prefix
 from hvfreeze.record import (
     PER_RANK,
@@ -46,14 +44,9 @@ from hvfreeze.record import (
     version_of,
 )
 from hvfreeze.reducer import Reducer
-from hvfreeze.shards import ShardPlan, plan_shards, split_validation, stratified_subset
 from hvfreeze.signals import Voter, coverage
 from hvfreeze.tracks import Cadence
-from hvfreeze.views import Augment, Transform, parse_augment, transform_for
 from hvfreeze.world import World
-
-# What torchvision's own weights were trained with, mean and standard deviation.
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass
@@ -88,25 +81,6 @@ class Job:
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.steps_per_epoch * self.config.optimizer.epochs
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The samples of a run: what is trained on, what is evaluated on, and who gets which."""
-
-    train: ImageSet
-    evaluated: ImageSet
-    evaluated_ids: Ids
-    plan: ShardPlan
-    notes: list[str]
-
-    def identities(self) -> dict[str, str]:
-        """Return digests of the samples, equal for equal data on other machines."""
-        return {"train": self.train.identity(local=False), "test": self.evaluated.identity(local=False)}
-
-    def share(self, world: World) -> Ids:
-        """Return the samples that this rank evaluates."""
-        return self.evaluated_ids[evaluation_ids(len(self.evaluated_ids), rank=world.rank, size=world.size)]
 
 
 def prepare(config: Config, world: World) -> Job:
@@ -144,44 +118,6 @@ def prepare(config: Config, world: World) -> Job:
         name="record",
     )
     return job
-
-
-def open_corpus(config: Config, world: World) -> Corpus:
-    """Find the data and deal it out; nothing is decoded yet.
-
-    Collective: every rank of `world` must call this.
-    """
-    data = config.data
-    together(world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download")
-    splits = together(world, lambda: open_data(data.data, data.data_dir, image_size=data.image_size), name="data")
-    return together(world, lambda: deal(config, splits, size=world.size), name="shards")
-
-
-def deal(config: Config, splits: DataSplits, *, size: int) -> Corpus:
-    """Choose training and evaluation samples and plan the shards."""
-    train, data, seed = splits.train, config.data, config.data_seed
-    labels = train.labels.numpy()
-    ids = np.arange(len(train), dtype=np.int64)
-    if data.train_samples is not None:
-        ids = stratified_subset(labels, data.train_samples, seed=seed)
-    evaluated, evaluated_ids = splits.test, np.arange(len(splits.test), dtype=np.int64)
-    if data.validation_fraction > 0:
-        ids, held_out = split_validation(labels, ids, fraction=data.validation_fraction, seed=seed)
-        evaluated, evaluated_ids = train, held_out
-    plan = plan_shards(
-        labels,
-        ids,
-        size=size,
-        batch_size=config.optimizer.batch_size,
-        seed=seed,
-        shuffle=data.shuffle,
-        partition=data.partition,
-        shard_sizes=data.shard_sizes,
-    )
-    notes = list(splits.notes)
-    if data.validation_fraction > 0:
-        notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
-    return Corpus(train, evaluated, evaluated_ids, plan, notes)
 
 
 def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
@@ -298,25 +234,3 @@ def open_budget(config: Config, place: Path, *, size: int) -> Budget:
     """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
     limit = config.cache.limit_bytes()
     return Budget(None if limit is None else max(0, limit - directory_bytes(place)) // size)
-
-
-def open_feeds(config: Config, world: World, corpus: Corpus) -> tuple[TrainFeed, Images]:
-    """Load the pixels of this rank's training and evaluation samples."""
-    augment = parse_augment(config.data.augment)
-    shard = corpus.plan.shards[world.rank]
-    share = corpus.share(world)
-    train = open_images(config, corpus.train, shard, augment, local_size=world.local_size)
-    evaluated = open_images(config, corpus.evaluated, share, parse_augment("none"), local_size=world.local_size)
-    return TrainFeed(corpus.plan, world.rank, corpus.train.labels, train), evaluated
-
-
-def open_images(config: Config, image_set: ImageSet, ids: Any, augment: Augment, *, local_size: int) -> Images:
-    """Return the images of `ids`, in memory where they fit and streamed where not."""
-    transform: Transform = transform_for(
-        image_set, augment=augment, data_seed=config.data_seed, image_size=config.data.image_size
-    )
-    if config.model.weights == "DEFAULT":
-        transform = replace(transform, mean=IMAGENET[0], std=IMAGENET[1])
-    workers = max(1, torch.get_num_threads())
-    pixels = load_pixels(image_set, ids, budget_bytes=memory_budget(local_size), workers=workers)
-    return Images(pixels, transform)

@@ -11,8 +11,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TypedDict
 
 WEIGHT_STEPS = 2**20
+
+
+class ShadowOutcome(TypedDict):
+    """What a criterion without effect would have done: each rank's proposal, and the cut after the vote."""
+
+    proposals: list[int]
+    cut: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +43,7 @@ class Decision:
     cut_before: int
     cut_after: int
     reason: str
-    shadow: dict[str, dict[str, object]] = field(default_factory=dict)
+    shadow: dict[str, ShadowOutcome] = field(default_factory=dict)
     etas: list[list[float | None]] = field(default_factory=list)
 
     @property

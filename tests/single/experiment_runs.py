@@ -48,4 +48,4 @@ def a_vote(ranks: int, seed: int) -> dict[str, Any]:
 def carried_out(experiment: Experiment, preset: Preset, folder: Path) -> Results:
     """Runs the whole experiment with `made_up` in place of training; the caller has put it there."""
     assert carry_out(experiment, preset, Site(work=folder / "work"), root=folder / "results") == 0
-    return open_results(folder / "results", experiment.name)
+    return open_results(folder / "results", experiment.name, experiment.reference)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from analysis import adaptive, baseline, figures, paper, scaling, static_sweep, summary, sweep, votes, writeup
-from analysis.plans import REDUCED, SMOKE
+from analysis.plans import REDUCED, SMOKE, Answer
 from analysis.rows import open_results, read_rows
 from analysis.scaling import Model, Point, fit
 from hvfreeze.errors import RefusedError
@@ -99,7 +100,7 @@ def test_the_others_take_the_baselines_learning_rate_and_are_drawn_against_its_f
     options = sweep.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
     assert sweep.preset_of(options, root=options.results).lr == 0.005
     results = carried_out(adaptive.EXPERIMENT, REDUCED, tmp_path)
-    assert len(results.front) == len(baseline.BUDGETS)
+    assert len(results.front.budgets) == len(baseline.BUDGETS)
     assert results.over_front("linear").n == 3
 
 
@@ -169,3 +170,18 @@ def test_figures_are_drawn_again_from_what_is_kept(tmp_path: Path, capsys: pytes
     assert "votes: no results yet" in capsys.readouterr().out
     assert open_results(tmp_path / "results", "adaptive").rows
     assert adaptive.EXPERIMENT.title in (tmp_path / "page/index.html").read_text()
+
+
+def test_the_page_begins_with_all_answers_and_ends_with_those_that_are_negative(tmp_path: Path) -> None:
+    bench = tmp_path / "bench.json"
+    row = {"name": "slow", "what": "a", "ratio": 1.4, "low": 1.3, "high": 1.5, "n": 9, "bound": 1.2, "ok": False}
+    wide = {**row, "name": "wide", "low": 1.1}
+    bench.write_text(json.dumps([row, wide, {**row, "name": "good", "ok": True}]))
+    answers = [Answer(question="A?", text="Yes.", n=3), Answer(question="B?", text="No.", n=3, negative=True)]
+    assert figures.summary(answers).points == ("A? Yes.", "Negative result. B? No.")
+    failed, slow, uncertain = figures.failures(answers, bench).points
+    assert failed == "B? No."
+    assert "Benchmark slow" in slow
+    assert "beyond its bound 1.2" in slow
+    assert "too uncertain for its bound 1.2" in uncertain
+    assert figures.failures(answers[:1], tmp_path / "absent").points == ("Nothing in these results.",)

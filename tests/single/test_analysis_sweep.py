@@ -9,9 +9,10 @@ import yaml
 
 from analysis import caching, experiments, static_sweep, sweep, writeup
 from analysis.estimates import bits_per_second, duration, total_seconds
+from analysis.front import Budget, Front
 from analysis.launching import Site, command_of, flags_of
 from analysis.plans import FULL, PRESETS, REDUCED, SMOKE, Experiment, Preset
-from analysis.rows import Results, best_lr, cell, front_accuracy, is_kept, read_rows
+from analysis.rows import Results, best_lr, cell, is_kept, read_rows
 from hvfreeze.cli import configuration, parse
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.experiment_runs import carried_out, made_up
@@ -194,10 +195,33 @@ def test_commands_start_one_rank_alone_several_under_mpirun_and_nodes_on_the_clu
 
 
 def test_the_front_is_linear_between_budgets_and_flat_beyond() -> None:
-    front = ((20.0, 0.8), (10.0, 0.6))
-    assert front_accuracy(front, 15.0) == pytest.approx(0.7)
-    assert front_accuracy(front, 5.0) == 0.6
-    assert front_accuracy(front, 99.0) == 0.8
+    front = Front((Budget(20.0, 0.8, epochs=10), Budget(10.0, 0.6, epochs=5)))
+    assert front.accuracy(15.0) == pytest.approx(0.7)
+    assert front.accuracy(5.0) == 0.6
+    assert front.accuracy(99.0) == 0.8
+    assert front.seconds(5) == 10.0
+    assert front.seconds(7) is None
+
+
+def test_the_front_is_taken_at_the_pace_of_full_fine_tuning_among_the_same_runs() -> None:
+    """Twice as slow throughout: half of the full run's time is half of the front's time too."""
+    front = Front((Budget(20.0, 0.8, epochs=10), Budget(10.0, 0.6, epochs=5)))
+    made = {"full": (40.0, 0.8), "frozen": (30.0, 0.75)}
+    rows = [
+        {"label": label, "seed": seed, "epochs": 10, "train_seconds": seconds, "test_accuracy": accuracy}
+        for seed in (0, 1)
+        for label, (seconds, accuracy) in made.items()
+    ]
+    results = Results(Path(), rows, front, "full")
+    assert results.paces() == {0: 2.0, 1: 2.0}
+    assert results.over_front("frozen").mean == pytest.approx(0.75 - 0.7)
+    assert Results(Path(), rows[1:], front, "full").over_front("frozen").n == 1
+
+
+def test_a_caption_counts_the_seeds_of_what_it_shows() -> None:
+    rows = [{"label": label, "seed": seed} for label, n in (("a", 3), ("b", 5), ("c", 4)) for seed in range(n)]
+    assert Results(Path(), rows).count(["a"]) == "n = 3 seeds"
+    assert Results(Path(), rows).count(["a", "b", "c"]) == "n = 3 to 5 seeds"
 
 
 def test_the_learning_rate_is_chosen_on_held_out_samples_by_the_mean() -> None:

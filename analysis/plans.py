@@ -78,6 +78,8 @@ class Preset:
     seeds: tuple[int, ...]
     ranks: int
     vote_ranks: int
+    vote_epochs: int
+    """Epochs of the runs at `vote_ranks` ranks, which take longest."""
     checkpoint_every: str
     coarse: str = "paper"
     """The split with the study's seven groups."""
@@ -152,6 +154,7 @@ SMOKE = Preset(
     seeds=(0,),
     ranks=2,
     vote_ranks=2,
+    vote_epochs=2,
     checkpoint_every="0",
     coarse="stage",
 )
@@ -169,6 +172,7 @@ REDUCED = Preset(
     seeds=(0, 1, 2),
     ranks=2,
     vote_ranks=4,
+    vote_epochs=6,
     checkpoint_every="5",
 )
 FULL = Preset(
@@ -185,6 +189,7 @@ FULL = Preset(
     seeds=(0, 1, 2),
     ranks=4,
     vote_ranks=4,
+    vote_epochs=50,
     checkpoint_every="10",
 )
 PRESETS = {preset.name: preset for preset in (SMOKE, REDUCED, FULL)}

@@ -25,7 +25,7 @@ from hvfreeze.errors import DivergedError, StallError, UsageError
 T = TypeVar("T")
 
 TCP_MESSAGE_BYTES = 8 * 2**20
-"""Up to this size a message is sent without asking. Two ranks exchange a gradient in halves; ResNet's largest has 9.4 MB."""
+"""A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient as halves of 4.7 MB."""
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 

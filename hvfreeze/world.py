@@ -25,7 +25,7 @@ from hvfreeze.errors import DivergedError, StallError, UsageError
 T = TypeVar("T")
 
 TCP_MESSAGE_BYTES = 8 * 2**20
-"""A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient as halves of 4.7 MB."""
+"""A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient in 4.7 MB halves."""
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 

@@ -12,7 +12,7 @@ setup(
     python_requires=">=3.10",
     # An explicit list: cache/, launch/ and analysis/ must never be installed under those bare names.
     packages=["hvfreeze", "hvfreeze.cache", "hvfreeze.examples"],
-    package_data={"hvfreeze": ["py.typed", "templates/*"]},
+    package_data={"hvfreeze": ["py.typed", "templates/*", "*.conf"]},
     entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:main"]},
     install_requires=[
         "h5py>=3.8",

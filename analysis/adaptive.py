@@ -160,7 +160,7 @@ def drawings(results: Results) -> list[Drawing]:
 def by_epoch(results: Results, label: str) -> dict[int, Interval]:
     """Return the mean test accuracy after each epoch."""
     found = [[line["test_accuracy"] for line in run.metrics] for run in results.runs_of(label)]
-    return {epoch: mean_interval(values) for epoch, values in enumerate(zip(*found), 1)}
+    return {epoch: mean_interval(values) for epoch, values in enumerate(zip(*found), 1) if None not in values}
 
 
 EXPERIMENT = Experiment(

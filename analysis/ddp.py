@@ -141,7 +141,8 @@ def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any
         )
         with training.clock.within("evaluate"):
             add_up(training, counted)
-            test_loss, test_accuracy = evaluate(training)
+            due = training.config.run.evaluates(epoch, epochs=epochs)
+            test_loss, test_accuracy = evaluate(training) if due else (None, None)
         now = training.clock.read()
         spent = {phase: value - before.get(phase, 0.0) for phase, value in now.items()}
         before = now
@@ -165,7 +166,8 @@ def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any
         if dist.get_rank() == 0:
             with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
-            print(f"epoch {epoch}: test {100 * test_accuracy:.2f} %, {seconds:.1f} s", flush=True)
+            tested = "not evaluated" if test_accuracy is None else f"test {100 * test_accuracy:.2f} %"
+            print(f"epoch {epoch}: {tested}, {seconds:.1f} s", flush=True)
     return lines
 
 
@@ -236,7 +238,7 @@ def conclude(run_dir: Path, training: Training, lines: Sequence[dict[str, Any]],
     cut = training.config.freeze.cut or 0
     summary = {
         "test_accuracy": lines[-1]["test_accuracy"],
-        "best_test_accuracy": max(line["test_accuracy"] for line in lines),
+        "best_test_accuracy": max(line["test_accuracy"] for line in lines if line["test_accuracy"] is not None),
         "epochs": len(lines),
         "steps": training.step,
         "world_size": size,

@@ -39,7 +39,8 @@ def seconds_of(planned: PlannedRun, preset: Preset) -> float:
     evaluated = samples * data.validation_fraction or preset.test_samples
     steps = trained // (planned.ranks * settings.batch_size)
     compute = steps * settings.batch_size * (FORWARD_SECONDS + trainable(planned) * BACKWARD_SECONDS)
-    evaluation = evaluated / planned.ranks * FORWARD_SECONDS
+    evaluations = -(-settings.epochs // config.run.evaluate_every)
+    evaluation = evaluations / settings.epochs * evaluated / planned.ranks * FORWARD_SECONDS
     sent = 2 * (planned.ranks - 1) / planned.ranks * MODEL_BYTES * 8 * (0.04 if preset.is_smoke else 1.0)
     link = steps * sent / bits_per_second(planned.bandwidth)
     seconds: float = START_SECONDS * crowd + settings.epochs * ((compute + evaluation) * scale * crowd + link)

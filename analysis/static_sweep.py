@@ -3,14 +3,15 @@
     python -m analysis.static_sweep --preset reduced --data-dir DIR --weights FILE
 
 Two splits: the study's seven groups, and a group per residual block. A cut of the finer split that falls on a boundary
-of the coarser one is the same computation, and is run once.
+of the coarser one is the same computation, and is run once. How much a prefix costs depends on the image size: the
+study's groups are timed at two larger ones too, for a few steps.
 """
 
 from __future__ import annotations
 
 import sys
 
-from analysis import paper
+from analysis import larger_images, paper
 from analysis.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_chart, line_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset
 from analysis.rows import Results
@@ -38,7 +39,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
             planned.append(preset.run(coarse(cut), seed, {"blocks": preset.coarse, "freeze": "static", "cut": cut}))
         for cut in preset.few(INNER):
             planned.append(preset.run(fine(cut), seed, {"blocks": preset.fine, "freeze": "static", "cut": cut}))
-    return planned
+    return planned if preset.is_smoke else [*planned, *larger_images.runs(preset)]
 
 
 def coarse(cut: int) -> str:
@@ -58,10 +59,14 @@ def answers(results: Results) -> list[Answer]:
     if gain.n == 0:
         return []
     saved, ahead = time_saved(gain), results.over_front(label)
+    larger = "".join(
+        f", and a step at {size} pixels here {shown(larger_images.gain(results, size, HEADLINE), factor)}"
+        for size in larger_images.sizes(results)
+    )
     first = (
         f"With {HEADLINE} of 7 groups frozen, training is {shown(gain, factor, count=True)} as fast, "
         f"{shown(saved, percent)} less time; the study has {factor(paper.SPEED_UP[HEADLINE])} "
-        f"({paper.STATIC_SOURCE})."
+        f"({paper.STATIC_SOURCE}){larger}."
     )
     theirs = paper.STATIC_ACCURACY[HEADLINE] - paper.STATIC_ACCURACY[0]
     second = (
@@ -103,6 +108,8 @@ def tables(results: Results) -> list[Table]:
         )
         more = ("Study: speed-up", "Study: accuracy") if theirs else ()
         found.append(Table(title=title, columns=(*columns, *more), rows=rows))
+    if larger_images.sizes(results):
+        found.append(larger_images.table(results))
     phases = phase_table(group_by_seed(results.runs_of(*[coarse(cut) for cut in GROUPS])))
     return [*found, Table(title="Seconds by phase", columns=phases.columns, rows=phases.rows)]
 
@@ -132,6 +139,7 @@ def drawings(results: Results) -> list[Drawing]:
     speed = line_chart(
         [
             Line(label="here", points={cut: results.gain(coarse(cut), coarse(0)) for cut in known}),
+            *larger_images.lines(results),
             Line(label="study (Figure 3)", points=theirs, colour=PAPER_COLOUR, dash="--"),
         ],
         x="frozen groups (of 7)",
@@ -155,13 +163,17 @@ def drawings(results: Results) -> list[Drawing]:
         scale=100,
         from_zero=False,
     )
-    spread = f"mean and 95 % interval, {results.count(results.labels)}"
+    spread = f"mean and 95 % interval, {results.count([coarse(cut) for cut in known])}"
     phases = plot_phases(results.runs_of(*[coarse(cut) for cut in known]))
     in_time = accuracy_time_chart(
         results, [*map(coarse, known), *(fine(cut) for cut in INNER if results.of(fine(cut)))]
     )
     return [
-        Drawing(name="speed-up", caption=f"Speed-up by the number of frozen groups; {spread}.", figure=speed),
+        Drawing(
+            name="speed-up",
+            caption=f"Speed-up by the number of frozen groups; {spread}; larger images: one run each, over its epochs.",
+            figure=speed,
+        ),
         Drawing(name="accuracy", caption=f"Test accuracy by the number of frozen groups; {spread}.", figure=accuracy),
         Drawing(name="residual", caption=f"The same, cut at residual blocks; {spread}.", figure=residual),
         Drawing(

@@ -57,7 +57,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
     chosen = ["full", "rank0"] if preset.is_smoke else list(changes)
     batch = max(1, preset.batch_size * preset.ranks // ranks)
     common: dict[str, Value] = {"blocks": preset.fine, "partition": SKEW, "batch_size": batch}
-    common["epochs"] = preset.vote_epochs
+    common.update(epochs=preset.vote_epochs, evaluate_every=preset.vote_epochs)
     return [
         preset.run(label, seed, {**common, **changes[label]}, ranks=ranks) for seed in preset.seeds for label in chosen
     ]

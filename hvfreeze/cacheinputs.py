@@ -33,6 +33,8 @@ class Split:
     images: Images
     ids: Ids
     """(N,) samples that this rank may store."""
+    passes_per_epoch: float = 1.0
+    """How often they are all asked for."""
 
     @property
     def num_views(self) -> int:

@@ -162,7 +162,7 @@ class Caching:
         self.misses.restart(image_seconds + trial.seconds)
         stored = STORED_TYPES[self.config.cache.cache_dtype] or trial.dtype
         row_bytes = trial.row_elements * stored.itemsize
-        training = self.split.name == "train"
+        training, passes = self.split.name == "train", self.split.passes_per_epoch
         directory = self.outlook.directory
         directory.mkdir(parents=True, exist_ok=True)
         return Situation(
@@ -173,8 +173,8 @@ class Caching:
             rows=len(self.split.ids),
             views=self.split.num_views,
             row_bytes=row_bytes,
-            epochs_left=self.outlook.freezer.epochs_left,
-            epochs_until_move=self.outlook.freezer.epochs_until_move(),
+            epochs_left=passes * self.outlook.freezer.epochs_left,
+            epochs_until_move=passes * self.outlook.freezer.epochs_until_move(),
             memory_bytes=memory_budget(self.world.local_size),
             rates=rates_of(directory, row_bytes, rows),
         )

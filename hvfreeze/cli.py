@@ -89,6 +89,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "threads": ("N", "torch threads per rank; default: OMP_NUM_THREADS, else this rank's share of the cores"),
         "run_dir": ("DIR", "where the run's files go; default: runs/<time>-<name>"),
         "checkpoint_every": ("N", "epochs between checkpoints, or steps with the suffix s (200s); 0 is none"),
+        "evaluate_every": ("N", "epochs between evaluations; the last epoch is always evaluated"),
         "resume": ("", "go on from the newest checkpoint in --run-dir, or start when there is none"),
         "json": ("", "print the summary as the last line"),
     },

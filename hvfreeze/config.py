@@ -203,6 +203,8 @@ class RunConfig:
     run_dir: str | None = None
     checkpoint_every: str = "1"
     """Epochs, or steps with the suffix `s` (`200s`), between checkpoints; 0 is none."""
+    evaluate_every: int = 1
+    """Epochs between evaluations; the last epoch is evaluated always."""
     resume: bool = False
     json: bool = False
 
@@ -212,12 +214,17 @@ class RunConfig:
         rule(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         ok = re.fullmatch(r"\d+s?", self.checkpoint_every) is not None
         rule(ok, "checkpoint-every", self.checkpoint_every, "a number of epochs, or of steps with the suffix s")
+        rule(self.evaluate_every >= 1, "evaluate-every", self.evaluate_every, "at least 1 epoch")
 
     def checkpoint_steps(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps between two checkpoints, 0 for none."""
         if self.checkpoint_every.endswith("s"):
             return int(self.checkpoint_every[:-1])
         return int(self.checkpoint_every) * steps_per_epoch
+
+    def evaluates(self, epoch: int, *, epochs: int) -> bool:
+        """Tell whether epoch `epoch` of 0..`epochs`-1 ends with an evaluation."""
+        return (epoch + 1) % self.evaluate_every == 0 or epoch + 1 == epochs
 
 
 @dataclass(frozen=True, kw_only=True)

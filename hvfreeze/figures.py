@@ -66,21 +66,26 @@ def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> F
                 if len(group.runs) > 1:
                     axes.plot(*accuracy_curve([run]), color=colour, linewidth=0.8, alpha=0.35)
             times, accuracies = accuracy_curve(group.runs)
+            if not times:
+                continue
             marker = "o" if len(times) <= 40 else ""
             axes.plot(times, accuracies, dash, color=colour, marker=marker, markersize=3, label=group_label(group))
             ends.append((times[-1], accuracies[-1], colour))
         axes.set(xlabel="training time (s)", ylabel="test accuracy (%)", xlim=(0, None))
-        label_lines(figure, ends, [group_label(group) for group in groups])
+        label_lines(figure, ends, [group_label(group) for group in groups if accuracy_curve(group.runs)[0]])
         return figure
 
 
 def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Return mean seconds since the start and mean accuracy in percent after each epoch that all runs have ended."""
+    """Return mean seconds since the start and mean accuracy in percent after each epoch that all runs evaluated."""
     epochs = min(len(run.metrics) for run in runs)
     times, accuracies = [], []
     for epoch in range(1, epochs + 1):
+        reached = [run.metrics[epoch - 1]["test_accuracy"] for run in runs]
+        if None in reached:
+            continue
         times.append(sum(line["train_seconds"] for run in runs for line in run.metrics[:epoch]) / len(runs))
-        accuracies.append(100 * sum(run.metrics[epoch - 1]["test_accuracy"] for run in runs) / len(runs))
+        accuracies.append(100 * sum(reached) / len(runs))
     return times, accuracies
 
 

@@ -210,12 +210,14 @@ def open_halves(
         if world.rank == 0:
             tqdm.write(text, file=sys.stdout)
 
-    def prefix(name: str, image_set: ImageSet, images: Images, ids: Ids, clock: PhaseClock) -> Prefix:
+    def prefix(
+        name: str, image_set: ImageSet, images: Images, ids: Ids, clock: PhaseClock, *, passes: float = 1.0
+    ) -> Prefix:
         caching = open_caching(
             config,
             chain,
             world,
-            Split(name, image_set.identity(), images, ids),
+            Split(name, image_set.identity(), images, ids, passes),
             outlook=outlook,
             clock=clock,
             run_blocks=halves.run,
@@ -225,7 +227,8 @@ def open_halves(
         return Prefix(halves, images, caching)
 
     train = prefix("train", corpus.train, feed.images, stored, clock)
-    test = prefix("test", corpus.evaluated, evaluation, share, PhaseClock())
+    passes = 1 / config.run.evaluate_every
+    test = prefix("test", corpus.evaluated, evaluation, share, PhaseClock(), passes=passes)
     batches = padded_batches(share, corpus.evaluated.labels, settings.batch_size)
     return train, Evaluator(chain, world, test, batches)
 

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.errors import DivergedError
-from hvfreeze.world import World
+from hvfreeze.world import TCP_MESSAGE_BYTES, World
 
 BUCKET_BYTES = 4 * 2**20
+# Two ranks exchange a piece in halves, and MPI adds a header to a message.
+PIECE_BYTES = 2 * (TCP_MESSAGE_BYTES - 2**10)
+"""A larger bucket, which holds one parameter, travels in pieces whose messages are sent without asking."""
 HASH_BITS = 24
 
 Observer = Callable[[int, Tensor], None]
@@ -35,7 +38,7 @@ class Bucket:
     """What is handed to Horovod: `flat` itself, or its float16 copy."""
     views: list[Tensor]
     missing: int = 0
-    handle: Any = None
+    handles: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Reducer:
     world: World
     compression: str = "none"
     bucket_bytes: int = BUCKET_BYTES
+    piece_bytes: int = PIECE_BYTES
     payload_bytes: int = 0
     """Gradient bytes that this rank handed to Horovod so far."""
     other_bytes: int = 0
@@ -126,7 +130,8 @@ class Reducer:
             self._fill_absent(bucket)
         self._start_full_buckets()
         for bucket in self._buckets:
-            self.world.wait(bucket.handle)
+            for handle in bucket.handles:
+                self.world.wait(handle)
             if bucket.wire is not bucket.flat:
                 bucket.flat.copy_(bucket.wire)
         return Signals(nonfinite=nonfinite, leave=leave)
@@ -182,8 +187,11 @@ class Reducer:
             bucket = self._buckets[self._next]
             if bucket.wire is not bucket.flat:
                 bucket.wire.copy_(bucket.flat)
-            name = f"gradients.{self._next}"
-            bucket.handle = self.world.start_allreduce_(bucket.wire, name=name)
+            pieces = bucket.wire.split(self.piece_bytes // bucket.wire.element_size())
+            bucket.handles = [
+                self.world.start_allreduce_(piece, name=f"gradients.{self._next}.{place}")
+                for place, piece in enumerate(pieces)
+            ]
             self.payload_bytes += bucket.wire.numel() * bucket.wire.element_size()
             self._next += 1
 

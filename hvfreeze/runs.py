@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -56,13 +57,18 @@ class Run:
 
     @property
     def test_accuracy(self) -> float:
-        """Accuracy after the last epoch, 0-1."""
-        return float(self.metrics[-1]["test_accuracy"])
+        """Accuracy after the last epoch that was evaluated, 0-1; NaN where none was yet."""
+        return self.accuracies[-1] if self.accuracies else math.nan
 
     @property
     def best_accuracy(self) -> float:
-        """Best accuracy after any epoch, 0-1."""
-        return float(max(line["test_accuracy"] for line in self.metrics))
+        """Best accuracy after any epoch, 0-1; NaN where none was evaluated yet."""
+        return max(self.accuracies, default=math.nan)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Accuracies after the epochs that were evaluated."""
+        return [float(line["test_accuracy"]) for line in self.metrics if line["test_accuracy"] is not None]
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Table:
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """Return a fraction as a percentage."""
-    return f"{100 * value:.{digits}f} %"
+    """Return a fraction as a percentage, a dash where it is not known."""
+    return "-" if math.isnan(value) else f"{100 * value:.{digits}f} %"
 
 
 def seconds(value: float) -> str:

@@ -26,7 +26,7 @@ from hvfreeze.vote import Decision
 
 
 def train(job: Job, progress: Progress) -> None:
-    """Train from the job's step to the end, evaluating after every epoch.
+    """Train from the job's step to the end, evaluating after the epochs that --evaluate-every names.
 
     Collective: every rank of the job's world must call this.
 
@@ -40,7 +40,7 @@ def train(job: Job, progress: Progress) -> None:
         follow_cut(job)
         for epoch in range(job.epochs_done, job.config.optimizer.epochs):
             train_epoch(job, epoch, progress)
-            evaluate_and_record(job, epoch, progress)
+            end_epoch(job, epoch, progress)
             checkpoint_when_due(job)
 
 
@@ -127,14 +127,18 @@ def follow_cut(job: Job) -> None:
     job.evaluator.prefix.move(job.freezer.cut_history)
 
 
-def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
-    """Evaluate on all ranks and write the epoch's line. Collective."""
+def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
+    """Evaluate on all ranks when that is due and write the epoch's line. Collective."""
+    run, epochs = job.config.run, job.config.optimizer.epochs
+    loss, accuracy = None, None
     with job.clock.within("evaluate"):
+        # Also where nothing is evaluated: how often that is done must not change one bit of the training.
         job.freezer.average_statistics()
-        loss, accuracy = job.evaluator.evaluate()
+        if run.evaluates(epoch, epochs=epochs):
+            loss, accuracy = job.evaluator.evaluate()
+            job.last_accuracy, job.best_accuracy = accuracy, max(job.best_accuracy, accuracy)
         train_loss, train_accuracy = job.totals.reduce(job.world, name="train")
         cache = job.prefix.caching.report()
-    job.last_accuracy, job.best_accuracy = accuracy, max(job.best_accuracy, accuracy)
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
@@ -156,9 +160,10 @@ def evaluate_and_record(job: Job, epoch: int, progress: Progress) -> None:
     job.record.metrics(line)
     job.totals = Totals()
     job.epochs_done = epoch + 1
+    tested = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
     progress.line(
         f"epoch {epoch:3d} | cut {job.freezer.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
-        f"test {100 * accuracy:.2f} % | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
+        f"{tested} | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
     )
 
 

@@ -70,13 +70,14 @@ def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
     nodes: Nodes, folder: Path, size: int
 ) -> None:
     worker = [sys.executable, str(WORKERS / "sent_bytes.py"), str(folder / "found")]
     done = nodes.run(HOROVODRUN, "-np", str(size), *worker)
     assert done.returncode == 0, done.stderr
+    # Without the rules in openmpi-allreduce.conf the first of three ranks sends 2.5 times the payload.
     assert json.loads((folder / "found").read_text()) == pytest.approx([2 * (size - 1) / size] * size, rel=0.1)
 
 

@@ -102,6 +102,18 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
     assert "was written by 2 ranks and cannot resume on 1" in only_message(other_size)
 
 
+def test_evaluating_less_often_changes_no_bit_of_the_training(tmp_path: Path) -> None:
+    for name, every in (("often", "1"), ("seldom", "2")):
+        result = train(3, "-", tmp_path / name, "--evaluate-every", every)
+        assert result.returncode == 0, str(result)
+    often, seldom = epochs(tmp_path / "often"), epochs(tmp_path / "seldom")
+    assert [line["test_accuracy"] is None for line in seldom] == [True, False, False]
+    assert seldom[1:] == often[1:]
+    assert {**often[0], "test_loss": None, "test_accuracy": None} == seldom[0]
+    for key in ("parameter_digest", "test_accuracy", "cut_history"):
+        assert summary(tmp_path / "seldom")[key] == summary(tmp_path / "often")[key], key
+
+
 def test_a_lone_process_that_is_terminated_goes_on_where_it_stopped(tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"
     undisturbed = call("train", *TRAINING, "--run-dir", str(straight))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def vote(
 def write_run(
     directory: Path,
     *,
-    accuracies: list[float],
+    accuracies: Sequence[float | None],
     speed: float = 1.0,
     size: int = 2,
     decisions: list[dict[str, Any]] | None = None,
@@ -57,9 +58,9 @@ def write_run(
     return directory
 
 
-def metrics_line(epoch: int, step: int, cut: int, accuracy: float, seconds: dict[str, float]) -> dict[str, Any]:
+def metrics_line(epoch: int, step: int, cut: int, accuracy: float | None, seconds: dict[str, float]) -> dict[str, Any]:
     """A line of metrics.jsonl."""
-    line: dict[str, Any] = {"epoch": epoch, "step": step, "cut": cut, "train_loss": 0.5, "train_accuracy": accuracy}
+    line: dict[str, Any] = {"epoch": epoch, "step": step, "cut": cut, "train_loss": 0.5, "train_accuracy": 0.5}
     spent = sum(seconds.values())
     line |= {
         "test_loss": 0.6,
@@ -77,7 +78,7 @@ def summary(lines: list[dict[str, Any]], size: int) -> dict[str, Any]:
     seconds = {phase: sum(line["seconds"][phase] for line in lines) for phase in last["seconds"]}
     spent = sum(line["train_seconds"] for line in lines)
     found = {"test_accuracy": last["test_accuracy"], "epochs": len(lines), "steps": last["step"], "world_size": size}
-    found |= {"best_test_accuracy": max(line["test_accuracy"] for line in lines), "train_seconds": spent}
+    found |= {"best_test_accuracy": max(line["test_accuracy"] or 0.0 for line in lines), "train_seconds": spent}
     found |= {"seconds": seconds, "images_per_second": IMAGES_PER_EPOCH * len(lines) / spent}
     cuts = [[0, 0, 0]]
     for line in lines:

@@ -71,6 +71,7 @@ def test_wheel_holds_the_library_and_its_cache_and_no_bare_names(wheel: Path) ->
 def test_wheel_holds_every_module_and_template_of_the_tree(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("hvfreeze/")}
     modules = {*ROOT.glob("hvfreeze/*.py"), *ROOT.glob("hvfreeze/cache/*.py"), *ROOT.glob("hvfreeze/templates/*")}
+    modules |= set(ROOT.glob("hvfreeze/*.conf"))
     assert {path.relative_to(ROOT).as_posix() for path in modules} <= inside
 
 

@@ -56,6 +56,17 @@ def test_an_unfinished_run_is_read_up_to_its_last_complete_line(tmp_path: Path) 
     assert run.cut_history == [(0, 0, 0), (1, 10, 1)]
 
 
+def test_epochs_that_were_not_evaluated_are_left_out_of_curves_and_accuracies(tmp_path: Path) -> None:
+    seldom = load_run(write_run(tmp_path / "seldom", accuracies=[None, 0.9, None, 0.8]))
+    assert (seldom.test_accuracy, seldom.best_accuracy) == (0.8, 0.9)
+    times, accuracies = accuracy_curve([seldom])
+    assert accuracies == [90.0, 80.0]
+    assert times == pytest.approx([2 * sum(PHASES.values()), 4 * sum(PHASES.values())])
+    write_run(tmp_path / "not-yet", accuracies=[None], epochs=9, finished=False)
+    assert write_report([tmp_path / "seldom", tmp_path / "not-yet"], out=tmp_path / "page") == 0
+    assert not re.search(r"\bnan\b", (tmp_path / "page/index.html").read_text())
+
+
 def test_a_setting_that_an_older_version_did_not_know_has_its_default(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "old", accuracies=[0.1])
     (directory / "config.yaml").write_text("freeze: {freeze: percentile}\nlater: {unheard_of: 1}\n")

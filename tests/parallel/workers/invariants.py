@@ -33,7 +33,7 @@ class Parts:
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.world = world
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
-        self.reducer = Reducer(world, compression=compression, bucket_bytes=2000)
+        self.reducer = Reducer(world, compression=compression, bucket_bytes=2000, piece_bytes=600)
         self.freezer = Freezer(
             self.chain,
             optimizer=self.optimizer,
@@ -171,7 +171,8 @@ def check_unequal_frozen_sets_are_refused_by_all(world: World) -> None:
             refused = True
         for bucket in reducer._buckets:
             try:
-                world.wait(bucket.handle)
+                for handle in bucket.handles:
+                    world.wait(handle)
             except DivergedError:
                 assert refused
         assert refused == (world.size > 1), "ranks with unequal frozen sets went on"

@@ -10,6 +10,8 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
+from hvfreeze.world import tune_open_mpi
+
 PAYLOAD_BYTES = 8 << 20
 REPEATS = 5
 
@@ -26,6 +28,7 @@ def settled() -> tuple[int, float]:
     return sent(), time.monotonic()
 
 
+tune_open_mpi()
 hvd.init()
 tensor = torch.ones(PAYLOAD_BYTES // 4)
 hvd.allreduce(tensor, name="payload")

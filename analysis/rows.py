@@ -104,6 +104,19 @@ def is_kept(planned: PlannedRun, kept: Path) -> bool:
     return True
 
 
+def borrow(planned: PlannedRun, directory: Path) -> bool:
+    """Copy the run's logs from another experiment that has made the same run; tell whether there was one."""
+    for kept in sorted(directory.parent.glob(f"*/runs/{planned.name}")):
+        if (kept / "summary.json").exists() and json.loads((kept / PLAN).read_text()) == planned.identity():
+            own = directory / "runs" / planned.name
+            part = own.with_name(f".{own.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(kept, part)
+            part.rename(own)
+            return True
+    return False
+
+
 def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's identity without its inner level."""
     return {**{key: value for key, value in identity.items() if key != "flags"}, **identity["flags"]}

@@ -3,8 +3,9 @@
     python -m analysis.NAME --preset reduced --data-dir DIR --weights FILE
     python -m analysis.NAME --estimate                how many runs, how long
 
-A finished run's small logs lie in RESULTS/NAME/runs/; they are what counts as done. Checkpoints, weights and caches lie
-under --work, and only until their run has finished.
+A finished run's small logs lie in RESULTS/NAME/runs/; they are what counts as done. Where another experiment has made
+the very same run, its logs are copied. Checkpoints, weights and caches lie under --work, and only until their run has
+finished.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from analysis.estimates import duration, seconds_of
 from analysis.launching import Site, launch
 from analysis.plans import PRESETS, Experiment, PlannedRun, Preset
-from analysis.rows import Results, Row, best_lr, collect, is_kept, keep, open_results, read_rows, write_rows
+from analysis.rows import Results, Row, best_lr, borrow, collect, is_kept, keep, open_results, read_rows, write_rows
 from analysis.writeup import write_up
 from hvfreeze.errors import HvfreezeError, UsageError
 
@@ -180,8 +181,10 @@ def make(
     planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
 ) -> list[str]:
     """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed."""
+    chosen = [run for run in planned if only is None or run.label in only]
     kept = [run.name for run in planned if is_kept(run, directory / "runs" / run.name)]
-    wanted = [run for run in planned if run.name in kept or only is None or run.label in only]
+    kept += [run.name for run in chosen if run.name not in kept and borrow(run, directory)]
+    wanted = [run for run in planned if run.name in kept or run in chosen]
     progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
     rows = collect(directory, kept)
     write_rows(directory, rows)

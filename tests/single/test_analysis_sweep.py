@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis import caching, experiments, static_sweep, sweep, writeup
+from analysis import caching, communication, experiments, scaling, static_sweep, sweep, writeup
 from analysis.estimates import bits_per_second, duration, total_seconds
 from analysis.front import Budget, Front
 from analysis.launching import Site, command_of, flags_of
@@ -98,6 +98,25 @@ def test_what_is_done_is_not_done_again(launches: list[str], tmp_path: Path) -> 
     carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
     assert launches == ["groups5-s0", "residual8-s0"]
     assert (tmp_path / "results/static_sweep/rows.csv").read_bytes() == before
+
+
+def test_a_run_that_another_experiment_has_made_is_copied(
+    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
+    carried_out(communication.EXPERIMENT, REDUCED, tmp_path)
+    made = set(launches)
+    launches.clear()
+    results = carried_out(scaling.EXPERIMENT, REDUCED, tmp_path)
+    assert {row["nodes"] for row in results.rows} == {1, 2, 3, 4}
+    assert launches and all("-3x-" in name for name in launches)
+    copied = [row["run"] for row in results.rows if row["run"] in made]
+    assert len(copied) == len(results.rows) - len(launches)
+    for name in copied:
+        here, there = (tmp_path / f"results/{experiment}/runs/{name}" for experiment in ("scaling", "communication"))
+        assert {path.name: path.read_bytes() for path in here.iterdir()} == {
+            path.name: path.read_bytes() for path in there.iterdir()
+        }
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_made_up_for(

@@ -110,6 +110,8 @@ def readme(verdicts: Sequence[str]) -> str:
     """Return README.md."""
     known = describe_environment(SoloWorld())
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    launcher = told.splitlines()[0]
     claims = "\n".join(f"- {verdict}" for verdict in verdicts)
     return (
         f"# One exchange of ResNet-18's gradients, with Open MPI's settings and with ours\n\n{claims}\n\n"
@@ -119,7 +121,7 @@ def readme(verdicts: Sequence[str]) -> str:
         "## How it was made\n\n"
         f"- `python -m analysis.exchange`: {REPEATS} jobs with each of the settings in turn, each the median of "
         f"{EXCHANGES - 1} exchanges; brackets hold 95 % intervals over jobs (Student's t, ratios paired)\n"
-        f"- {known['processor']}, {known['cores']} cores; Open MPI 4.1.4, {versions}; source {commit()}\n"
+        f"- {known['processor']}, {known['cores']} cores; {launcher}, {versions}; source {commit()}\n"
         "- numbers: [rows.csv](rows.csv)\n"
     )
 

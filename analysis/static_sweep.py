@@ -60,7 +60,7 @@ def answers(results: Results) -> list[Answer]:
         return []
     saved, ahead = time_saved(gain), results.over_front(label)
     larger = "".join(
-        f", and a step at {size} pixels here {shown(larger_images.gain(results, size, HEADLINE), factor)}"
+        f"; a step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast here"
         for size in larger_images.sizes(results)
     )
     first = (

@@ -10,7 +10,7 @@ from analysis.statistics import Interval, Values, paired_ratio, shown
 from hvfreeze.drawing import COLOURS
 from hvfreeze.tables import Table, factor
 
-BATCHES = {64: 64, 224: 16}
+BATCHES = {224: 16}
 """Image size -> samples per rank: enough that the step's work, not the exchange, takes the time."""
 CUTS = range(len(paper.SPEED_UP))
 STEPS, EPOCHS = 3, 6

@@ -4,7 +4,7 @@
 
 Two splits: the study's seven groups, and a group per residual block. A cut of the finer split that falls on a boundary
 of the coarser one is the same computation, and is run once. How much a prefix costs depends on the image size: the
-study's groups are timed at two larger ones too, for a few steps.
+study's groups are timed at 224 pixels too, for a few steps.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ REDUCED = Preset(
     seeds=(0, 1, 2),
     ranks=2,
     vote_ranks=4,
-    vote_epochs=6,
+    vote_epochs=4,
     checkpoint_every="5",
 )
 FULL = Preset(

@@ -21,7 +21,7 @@ from hvfreeze.tables import Table, factor, percent, seconds
 
 LEARNING_RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
 HELD_OUT = 0.2
-BUDGETS = (0.2, 0.4, 0.6, 1.0, 1.6)
+BUDGETS = (0.1, 0.2, 0.4, 0.6, 1.0, 1.6)
 """Epochs as parts of the preset's."""
 RIVAL_CUT = 4
 """Frozen groups in the comparison with DistributedDataParallel; the study's headline."""

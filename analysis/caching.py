@@ -102,6 +102,12 @@ def answers(results: Results) -> list[Answer]:
         text += f" Two views instead of fresh draws change accuracy by {shown(accuracy, signed_points)}."
     if ahead.n:
         text += f" Against full fine-tuning that stops after as many seconds: {shown(ahead, signed_points)}."
+    deepest = f"cut{CUTS[-1]}-on"
+    if results.gain(deepest, "full").n:
+        text += (
+            f" With {CUTS[-1]} stages frozen and cached: {shown(results.gain(deepest, 'full'), factor)}, and "
+            f"{shown(results.over_front(deepest), signed_points)}."
+        )
     negative = not gain.mean > 1 or (ahead.n > 0 and ahead.mean < 0)
     question = "5. What does caching the frozen prefix's output save?"
     return [Answer(question=question, text=text, n=gain.n, negative=negative)]

@@ -26,7 +26,10 @@ class Front:
         return next((budget.seconds for budget in self.budgets if budget.epochs == epochs), None)
 
     def accuracy(self, seconds: float) -> float:
-        """Return the accuracy after so long a training: between budgets linear, beyond them that of the nearest."""
+        """Return the accuracy after so long a training: between budgets linear, beyond them that of the nearest.
+
+        Below the shortest budget that is more than full fine-tuning reaches in the time.
+        """
         points = sorted(self.budgets)
         if seconds <= points[0].seconds:
             return points[0].accuracy

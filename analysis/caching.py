@@ -204,8 +204,8 @@ def drawings(results: Results) -> list[Drawing]:
     if results.of(ON) and results.of(OFF):
         caption = (
             f"An epoch's training time with {CUT} of 6 stages frozen and two views a sample: the first two epochs fill "
-            f"the cache, the others read it; without checkpoints; mean and "
-            f"95 % interval, n = {len(results.of(OFF))} seeds without and {len(results.of(ON))} with the cache."
+            f"the cache, the others read it; without checkpoints; {spread}, "
+            f"n = {len(results.of(OFF))} seeds without and {len(results.of(ON))} with the cache."
         )
         found.append(Drawing(name="epochs", caption=caption, figure=epochs_chart(results)))
     if results.of("full"):

@@ -174,7 +174,6 @@ EXPERIMENT = Experiment(
     shown=2,
     limits=(
         "Criteria have their default parameters; none was tuned on the test set.",
-        "Checkpoints gather every rank's gradient sums where they are observed, 3 s more of such a run's time.",
         "The study's rule is the one of its text; its released code compares the last mini-batches only.",
         "The study's Table 1 is one run of 50 epochs on 4 nodes, without a spread.",
     ),

@@ -3,7 +3,7 @@
     python -m analysis.exchange [--out DIR]
 
 On the local cluster of launch/, 1 Gbit/s a node, settings in turn; DIR gets rows.csv and README.md. Ours are those that
-`hvfreeze.world.tune_open_mpi` makes where nothing is set beforehand.
+`hvfreeze.mpi_environment.tune_open_mpi` makes where nothing is set beforehand.
 """
 
 from __future__ import annotations

@@ -211,7 +211,6 @@ EXPERIMENT = Experiment(
     reference="full",
     limits=(
         "The weighted median is scored vote by vote on the states that the real votes led to; it was not trained with.",
-        "Where gradients are observed, a checkpoint gathers every rank's sums, a fifth of such a run's time.",
         "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",
         "The front of full fine-tuning was measured without label skew and at another number of ranks.",
     ),

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from hvfreeze.agreement import together
 from hvfreeze.cli import configuration, parse
 from hvfreeze.errors import HvfreezeError, StallError
-from hvfreeze.world import World, claimed_rank, end_job_on_exception, open_world
+from hvfreeze.mpi_environment import claimed_rank
+from hvfreeze.world import World, end_job_on_exception, open_world
 
 INTERRUPTED = 130
 GRACE_SECONDS = 10.0

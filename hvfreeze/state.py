@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ def save(job: Job, *, average: bool) -> None:
     if average:
         job.freezer.average_statistics()
         check_replicas(job.chain.model, job.world, step=job.step)
-    ranks = job.world.allgather_object(portable(rank_state(job)), name="checkpoint.ranks")
+    ranks = job.world.gather_bytes(packed(rank_state(job)), name="checkpoint.ranks")
 
     def write() -> None:
         if job.world.rank == 0:
-            state = {**shared_state(job), "ranks": [restored(rank) for rank in ranks]}
+            state = {**shared_state(job), "ranks": ranks}
             checkpoint.save(directory_of(job), state, step=job.step, size=job.world.size)
 
     together(job.world, write, name="checkpoint.write")
@@ -77,25 +78,17 @@ def rank_state(job: Job) -> dict[str, Any]:
     }
 
 
-def portable(value: Any) -> Any:
-    """Return `value` with tensors as (type name, shape, bytes), which travel in one message."""
-    if isinstance(value, Tensor):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return ("tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
-    if isinstance(value, dict):
-        return {key: portable(entry) for key, entry in value.items()}
-    return [portable(entry) for entry in value] if isinstance(value, list) else value
+def packed(state: dict[str, Any]) -> Tensor:
+    """Return plain values and tensors as the bytes of a `torch.save` archive, uint8 [length]."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def restored(value: Any) -> Any:
-    """Undo `portable`."""
-    if isinstance(value, tuple) and len(value) == 4 and value[0] == "tensor":
-        _, dtype, shape, data = value
-        kind = getattr(torch, dtype)
-        return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
-    if isinstance(value, dict):
-        return {key: restored(entry) for key, entry in value.items()}
-    return [restored(entry) for entry in value] if isinstance(value, list) else value
+def unpacked(data: Tensor) -> dict[str, Any]:
+    """Undo `packed`."""
+    state: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    return state
 
 
 def restore(job: Job) -> bool:
@@ -121,7 +114,7 @@ def put_back(job: Job, state: dict[str, Any]) -> None:
             f"the checkpoint in {directory_of(job)} was trained on other data; restore that, or start anew"
         )
     try:
-        fill(job, state, state["ranks"][job.world.rank])
+        fill(job, state, unpacked(state["ranks"][job.world.rank]))
     except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise RefusedError(f"the checkpoint in {directory_of(job)} is another model's: {first_line(error)}") from error
 

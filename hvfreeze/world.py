@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from hvfreeze.errors import DivergedError, StallError, UsageError
+from hvfreeze.mpi_environment import claimed_size, seconds_in, tune_open_mpi, yield_when_crowded
 
 T = TypeVar("T")
 
-TCP_MESSAGE_BYTES = 8 * 2**20
-"""A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient in 4.7 MB halves."""
-ALLREDUCE_RULES = Path(__file__).with_name("openmpi-allreduce.conf")
+GATHERED_BYTES = 2**30
+"""What rank 0 receives at once: MPI counts bytes in 32 bits."""
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 
@@ -50,6 +50,9 @@ class World(Protocol):
 
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value`, in rank order; for small objects."""
+
+    def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
+        """Return on rank 0 every rank's `data`, uint8 [any length], in rank order; on the others an empty list."""
 
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `root`'s value on every rank."""
@@ -88,6 +91,10 @@ class SoloWorld:
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return `[value]`."""
         return [value]
+
+    def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
+        """Return `[data]`."""
+        return [data]
 
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `value`."""
@@ -159,6 +166,21 @@ class HorovodWorld:
         gathered: list[T] = self._watched(lambda: self._hvd.allgather_object(value, name=name), name)
         return gathered
 
+    def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
+        """Return on rank 0 every rank's `data`."""
+        lengths = self.allgather_object(len(data), name=f"{name}.lengths")
+        piece = GATHERED_BYTES // self.size
+        parts: list[list[Tensor]] = [[] for _ in lengths]
+        for number, start in enumerate(range(0, max(lengths), piece)):
+            mine = data[start : start + piece]
+            # All that a rank has goes to rank 0: an allgather would bring it to everybody.
+            splits = torch.tensor([len(mine)] + [0] * (self.size - 1), dtype=torch.int32)
+            handle = self._hvd.alltoall_async(mine, splits=splits, name=f"{name}.{number}")
+            received, sizes = self._watched(partial(self._hvd.synchronize, handle), name)
+            for part, arrived in zip(parts, torch.split(received, sizes.tolist())):
+                part.append(arrived)
+        return [torch.cat(part) for part in parts] if self.rank == 0 else []
+
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `root`'s value."""
         result: T = self._watched(lambda: self._hvd.broadcast_object(value, root_rank=root, name=name), name)
@@ -207,34 +229,6 @@ class HorovodWorld:
                 self.abort(StallError.exit_code)
 
 
-def seconds_in(variable: str) -> float:
-    """Return the number of seconds in an environment variable.
-
-    Raises:
-        UsageError: it is no number.
-    """
-    try:
-        return float(os.environ[variable])
-    except ValueError as error:
-        raise UsageError(f"${variable} ({os.environ[variable]}) must be a number of seconds; 0 is no limit") from error
-
-
-def claimed_size(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that a launcher says it started, 1 where there is none."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 1
-
-
-def claimed_rank(environ: Mapping[str, str]) -> int:
-    """Return this task's number as the launcher tells it, 0 where there is none."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "HOROVOD_RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
-
-
 def open_world() -> World:
     """Return this process's world: Horovod's under a launcher of several tasks, else alone.
 
@@ -259,27 +253,6 @@ def open_world() -> World:
             "start them with the mpirun of the MPI library that Horovod was built with ('hvfreeze doctor' names it)"
         )
     return world
-
-
-def yield_when_crowded() -> None:
-    """Make MPI give up the core while it waits, where waiting and computing threads outnumber the cores."""
-    local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
-    if 2 * local > len(os.sched_getaffinity(0)):
-        os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
-
-
-def tune_open_mpi() -> None:
-    """Set what makes Open MPI exchange gradients faster, where the user has not set it; other MPIs ignore it."""
-    # Copies through shared memory: an allreduce between ranks of a node takes two thirds of the time that the default,
-    # direct copies from process to process, takes.
-    os.environ.setdefault("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
-    # Over TCP, larger messages wait for the receiver's consent, which queues behind the data that the receiver sends
-    # itself: two neighbours in a ring then send one after the other, and the exchange takes nearly twice the time.
-    for limit in ("eager_limit", "max_send_size"):
-        os.environ.setdefault(f"OMPI_MCA_btl_tcp_{limit}", str(TCP_MESSAGE_BYTES))
-    if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
-        os.environ["OMPI_MCA_coll_tuned_use_dynamic_rules"] = "1"
-        os.environ["OMPI_MCA_coll_tuned_dynamic_rules_filename"] = str(ALLREDUCE_RULES)
 
 
 def end_job_on_exception(world: World) -> None:

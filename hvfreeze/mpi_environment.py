@@ -1,0 +1,62 @@
+"""The environment of a rank: what a launcher says of the job, and what makes Open MPI exchange gradients faster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvfreeze.errors import UsageError
+
+TCP_MESSAGE_BYTES = 8 * 2**20
+"""A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient in 4.7 MB halves."""
+ALLREDUCE_RULES = Path(__file__).with_name("openmpi-allreduce.conf")
+
+
+def claimed_size(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that a launcher says it started, 1 where there is none."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 1
+
+
+def claimed_rank(environ: Mapping[str, str]) -> int:
+    """Return this task's number as the launcher tells it, 0 where there is none."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "HOROVOD_RANK", "SLURM_PROCID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def yield_when_crowded() -> None:
+    """Make MPI give up the core while it waits, where waiting and computing threads outnumber the cores."""
+    local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    if 2 * local > len(os.sched_getaffinity(0)):
+        os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+
+
+def tune_open_mpi() -> None:
+    """Set what makes Open MPI exchange gradients faster, where the user has not set it; other MPIs ignore it."""
+    # Copies through shared memory: an allreduce between ranks of a node takes two thirds of the time that the default,
+    # direct copies from process to process, takes.
+    os.environ.setdefault("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
+    # Over TCP, larger messages wait for the receiver's consent, which queues behind the data that the receiver sends
+    # itself: two neighbours in a ring then send one after the other, and the exchange takes nearly twice the time.
+    for limit in ("eager_limit", "max_send_size"):
+        os.environ.setdefault(f"OMPI_MCA_btl_tcp_{limit}", str(TCP_MESSAGE_BYTES))
+    if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
+        os.environ["OMPI_MCA_coll_tuned_use_dynamic_rules"] = "1"
+        os.environ["OMPI_MCA_coll_tuned_dynamic_rules_filename"] = str(ALLREDUCE_RULES)
+
+
+def seconds_in(variable: str) -> float:
+    """Return the number of seconds in an environment variable.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    try:
+        return float(os.environ[variable])
+    except ValueError as error:
+        raise UsageError(f"${variable} ({os.environ[variable]}) must be a number of seconds; 0 is no limit") from error

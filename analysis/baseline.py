@@ -14,7 +14,7 @@ import sys
 from analysis import paper
 from analysis.charts import accuracy_time_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.rows import Results, best_lr
+from analysis.rows import Results, best_lr, budgets_of
 from analysis.statistics import shown, signed_points, time_saved
 from analysis.sweep import main
 from hvfreeze.tables import Table, factor, percent, seconds
@@ -56,11 +56,6 @@ def then(preset: Preset, results: Results) -> list[PlannedRun]:
             planned.append(preset.run("ddp", seed, full, program=DDP))
         planned.append(preset.run("ddp-static", seed, frozen, program=DDP))
     return planned
-
-
-def budgets_of(results: Results) -> list[str]:
-    """Return the labels of the front, fewest epochs first."""
-    return sorted((label for label in results.labels if label.startswith("epochs")), key=lambda b: int(b[6:]))
 
 
 def whole(results: Results) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from analysis import adaptive, baseline, caching, communication, scaling, static_sweep, sweep, votes
+from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep, sweep, votes
 
 EXPERIMENTS = (
     baseline.EXPERIMENT,
@@ -19,6 +19,7 @@ EXPERIMENTS = (
     caching.EXPERIMENT,
     communication.EXPERIMENT,
     scaling.EXPERIMENT,
+    pixels64.EXPERIMENT,
 )
 INTERRUPTED = 130
 

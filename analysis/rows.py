@@ -1,6 +1,5 @@
-"""What is kept of an experiment: each run's small logs, and a CSV row per run made from them.
+"""A CSV row per run, made from its kept logs, and what a sentence or a figure needs of an experiment's rows.
 
-RESULTS/<experiment>/runs/<run>/    config.yaml environment.json metrics.jsonl decisions.jsonl summary.json plan.json
 RESULTS/<experiment>/rows.csv       seconds, bytes, accuracies 0-1
 """
 
@@ -10,23 +9,17 @@ import csv
 import functools
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from analysis.front import Budget, Front
-from analysis.plans import PlannedRun
+from analysis.kept import PLAN
 from analysis.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio
-from hvfreeze.errors import RefusedError
 from hvfreeze.exports import to_csv
 from hvfreeze.runs import TRAINING_PHASES, Run, load_run
 
-LOGS = ("config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl", "summary.json", "wire.json")
-PLAN = "plan.json"
 ROWS = "rows.csv"
 SETTINGS = (
     "model",
@@ -62,64 +55,6 @@ def publish(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
-
-
-def keep(run_dir: Path, planned: PlannedRun, kept: Path) -> None:
-    """Copy a finished run's small logs to the folder `kept`, complete or not at all, without this machine's paths."""
-    part = kept.with_name(f".{kept.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for name in LOGS:
-        if (run_dir / name).exists():
-            shutil.copy(run_dir / name, part / name)
-    tree = yaml.safe_load((part / "config.yaml").read_text(encoding="utf-8"))
-    tree["data"]["data_dir"] = None
-    tree["run"]["run_dir"] = None
-    tree["model"]["weights"] = Path(tree["model"]["weights"]).name
-    # So that runs which differ in these alone are never taken for repetitions of each other.
-    tree["sweep"] = {"program": planned.program, "nodes": planned.nodes, "bandwidth": planned.bandwidth}
-    (part / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    known = json.loads((part / "environment.json").read_text(encoding="utf-8"))
-    names = {host: f"host{number}" for number, host in enumerate(dict.fromkeys(known.get("hosts", [])))}
-    known["hosts"] = [names[host] for host in known.get("hosts", [])]
-    (part / "environment.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    (part / PLAN).write_text(json.dumps(planned.identity(), indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(kept, ignore_errors=True)
-    os.replace(part, kept)
-
-
-def is_kept(planned: PlannedRun, kept: Path) -> bool:
-    """Tell whether the run's logs are there already.
-
-    Raises:
-        RefusedError: another run's logs have its name; the message shows the difference.
-    """
-    if not (kept / "summary.json").exists() or not (kept / PLAN).exists():
-        return False
-    held, asked = flat(json.loads((kept / PLAN).read_text(encoding="utf-8"))), flat(planned.identity())
-    names = sorted(key for key in held | asked if held.get(key) != asked.get(key))
-    if names:
-        shown = "; ".join(f"{name}: {held.get(name)!r} there, {asked.get(name)!r} here" for name in names)
-        raise RefusedError(f"{kept} holds another run ({shown}); remove that folder, or give another --results")
-    return True
-
-
-def borrow(planned: PlannedRun, directory: Path) -> bool:
-    """Copy the run's logs from another experiment that has made the same run; tell whether there was one."""
-    for kept in sorted(directory.parent.glob(f"*/runs/{planned.name}")):
-        if (kept / "summary.json").exists() and json.loads((kept / PLAN).read_text()) == planned.identity():
-            own = directory / "runs" / planned.name
-            part = own.with_name(f".{own.name}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(kept, part)
-            part.rename(own)
-            return True
-    return False
-
-
-def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's identity without its inner level."""
-    return {**{key: value for key, value in identity.items() if key != "flags"}, **identity["flags"]}
 
 
 def row_of(plan: Mapping[str, Any], run: Run) -> Row:
@@ -289,12 +224,28 @@ def best_lr(rows: Sequence[Row]) -> float | None:
 
 
 def open_results(root: Path, name: str, reference: str = "") -> Results:
-    """Return an experiment's results, with the front that the baseline's give."""
-    rows = read_rows(root / "baseline")
-    budgets = {row["label"]: int(row["epochs"]) for row in rows if str(row["label"]).startswith("epochs")}
-    baseline = Results(root / "baseline", rows)
+    """Return an experiment's results, with the front that its own budgets of epochs give, else the baseline's."""
+    own = Results(root / name, read_rows(root / name), reference=reference)
+    if budgets_of(own):
+        return replace(own, front=front_of(own, [*budgets_of(own), reference]))
+    baseline = Results(root / "baseline", read_rows(root / "baseline"))
+    return replace(own, front=front_of(baseline, budgets_of(baseline)))
+
+
+def budgets_of(results: Results) -> list[str]:
+    """Return the labels of full fine-tuning for some number of epochs, the fewest first."""
+    return sorted((label for label in results.labels if label.startswith("epochs")), key=lambda b: int(b[6:]))
+
+
+def front_of(results: Results, labels: Sequence[str]) -> Front:
+    """Return the front that these labels make, those without rows left out."""
     points = [
-        Budget(baseline.mean(label, "train_seconds").mean, baseline.mean(label, "test_accuracy").mean, epochs)
-        for label, epochs in budgets.items()
+        Budget(
+            results.mean(label, "train_seconds").mean,
+            results.mean(label, "test_accuracy").mean,
+            int(results.of(label)[0]["epochs"]),
+        )
+        for label in labels
+        if results.of(label)
     ]
-    return Results(root / name, read_rows(root / name), Front(tuple(sorted(points))), reference)
+    return Front(tuple(sorted(points)))

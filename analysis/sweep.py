@@ -22,9 +22,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from analysis.estimates import duration, seconds_of
+from analysis.kept import borrow, is_kept, keep
 from analysis.launching import Site, launch
 from analysis.plans import PRESETS, Experiment, PlannedRun, Preset
-from analysis.rows import Results, Row, best_lr, borrow, collect, is_kept, keep, open_results, read_rows, write_rows
+from analysis.rows import Results, Row, best_lr, collect, open_results, read_rows, write_rows
 from analysis.writeup import write_up
 from hvfreeze.errors import HvfreezeError, UsageError
 

@@ -10,9 +10,10 @@ import yaml
 from analysis import caching, communication, experiments, scaling, static_sweep, sweep, writeup
 from analysis.estimates import bits_per_second, duration, total_seconds
 from analysis.front import Budget, Front
+from analysis.kept import is_kept
 from analysis.launching import Site, command_of, flags_of
 from analysis.plans import FULL, PRESETS, REDUCED, SMOKE, Experiment, Preset
-from analysis.rows import Results, best_lr, cell, is_kept, read_rows
+from analysis.rows import Results, best_lr, cell, read_rows
 from hvfreeze.cli import configuration, parse
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.experiment_runs import carried_out, made_up

@@ -1,0 +1,161 @@
+"""Does freezing pay more where early blocks cost more? Images twice as large, from weights trained at that size.
+
+    python -m analysis.pixels64 --preset reduced --data-dir DIR --weights FILE
+
+The setting is the preset's but for the image size and the weights, and the experiment has a baseline of its own: the
+learning rate is chosen anew on held-out training samples, and full fine-tuning is run for several numbers of epochs.
+Against that front stand what a user would choose: blocks frozen by vote as they settle, with fresh draws or with two
+views of each sample and the cache, and a prefix that is frozen from the start, alone and cached.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from analysis.charts import IN_TIME, accuracy_time_chart
+from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
+from analysis.rows import Results, best_lr
+from analysis.statistics import shown, signed_points, time_saved
+from analysis.sweep import main
+from hvfreeze.figures import plot_phases
+from hvfreeze.tables import Table, factor, percent, seconds
+
+LARGER = 2
+LEARNING_RATES = (0.01, 0.02, 0.05)
+HELD_OUT = 0.2
+BUDGETS = (0.1, 0.2, 0.4, 0.6)
+"""Epochs as parts of the preset's, besides all of them."""
+FULL = "full"
+CACHED: dict[str, Value] = {"augment": "views:2", "cache": "auto"}
+VOTED: dict[str, dict[str, Value]] = {
+    "gradient-norm": {"freeze": "gradient-norm"},
+    "geometric": {"freeze": "geometric"},
+    "geometric-cached": {"freeze": "geometric", **CACHED},
+}
+STATIC: dict[str, dict[str, Value]] = {
+    "cut4": {"freeze": "static", "cut": 4},
+    "cut4-cached": {"freeze": "static", "cut": 4, **CACHED},
+    "cut5-cached": {"freeze": "static", "cut": 5, **CACHED},
+}
+
+
+def scaled(preset: Preset) -> dict[str, Value]:
+    """Return the flags of every run; what counts is the accuracy after the last epoch."""
+    return {"image_size": LARGER * preset.image_size, "evaluate_every": preset.epochs}
+
+
+def runs(preset: Preset) -> list[PlannedRun]:
+    """Return the runs that choose the learning rate."""
+    held_out: dict[str, Value] = {**scaled(preset), "validation_fraction": HELD_OUT}
+    return [preset.run(f"lr{lr:g}", preset.seeds[0], {**held_out, "lr": lr}) for lr in preset.few(LEARNING_RATES)]
+
+
+def then(preset: Preset, results: Results) -> list[PlannedRun]:
+    """Return the front and what stands against it; a seed's runs follow each other in time."""
+    common: dict[str, Value] = {**scaled(preset), "lr": best_lr(results.rows) or preset.lr}
+    fewer = sorted({max(1, round(part * preset.epochs)) for part in preset.few(BUDGETS)} - {preset.epochs})
+    variants: dict[str, dict[str, Value]] = {f"epochs{epochs}": {"epochs": epochs} for epochs in fewer}
+    variants[FULL] = {}
+    variants.update({label: {"blocks": preset.fine, **flags} for label, flags in VOTED.items()})
+    variants.update(STATIC)
+    chosen = [f"epochs{fewer[0]}", FULL, "cut4-cached"] if preset.is_smoke else list(variants)
+    return [preset.run(label, seed, {**common, **variants[label]}) for seed in preset.seeds for label in chosen]
+
+
+def frozen_labels(results: Results) -> list[str]:
+    """Return the labels of frozen runs that have rows."""
+    return [label for label in (*VOTED, *STATIC) if results.of(label)]
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return what our default criterion gives, which was chosen beforehand, then all others."""
+    labels = frozen_labels(results)
+    if not labels or not results.of(FULL):
+        return []
+    first = results.of(FULL)[0]
+    gain, ahead = results.gain(labels[0], FULL), results.over_front(labels[0])
+    texts = "; ".join(f"{label} {tally(results, label)}" for label in labels)
+    text = (
+        f"At {first['image_size']} pixels full fine-tuning reaches "
+        f"{shown(results.mean(FULL, 'test_accuracy'), percent, count=True)} after {first['epochs']} epochs in "
+        f"{shown(results.mean(FULL, 'train_seconds'), seconds)}. Speed-up over it, change of accuracy, and against "
+        f"full fine-tuning that stops after as many seconds: {texts}."
+    )
+    question = "Does it pay more with larger images and stronger weights?"
+    return [Answer(question=question, text=text, n=gain.n, negative=gain.mean < 1 or (ahead.n > 0 and ahead.mean < 0))]
+
+
+def tally(results: Results, label: str) -> str:
+    """Return a label's speed-up, its change of accuracy, and its lead over the front."""
+    return (
+        f"{shown(results.gain(label, FULL), factor)}, {shown(results.change(label, FULL), signed_points)}, "
+        f"{shown(results.over_front(label), signed_points)}"
+    )
+
+
+def tables(results: Results) -> list[Table]:
+    """Return the front and what stands against it, and the choice of the learning rate."""
+    rows = []
+    for label in timed_labels(results):
+        gain, frozen = results.gain(label, FULL), label in frozen_labels(results)
+        rows.append(
+            (
+                label,
+                shown(results.mean(label, "train_seconds"), seconds),
+                shown(gain, factor),
+                shown(time_saved(gain), percent),
+                shown(results.mean(label, "test_accuracy"), percent),
+                shown(results.change(label, FULL), signed_points),
+                shown(results.over_front(label), signed_points) if frozen else "",
+                shown(results.mean(label, "final_cut"), lambda cut: f"{cut:.1f}"),
+            )
+        )
+    columns = ("Run", "Training time", "Speed-up", "Time saved", "Test accuracy", "Against full", "Same time, full")
+    rates = [label for label in results.labels if label.startswith("lr")]
+    tried = tuple((label[2:], shown(results.mean(label, "test_accuracy"), percent)) for label in rates)
+    return [
+        Table(columns=(*columns, "Final cut"), rows=tuple(rows)),
+        Table(title="Learning rates", columns=("Learning rate", "Accuracy on held-out samples"), rows=tried),
+    ]
+
+
+def timed_labels(results: Results) -> list[str]:
+    """Return the labels of runs that were tested: fewer epochs, all of them, and the frozen ones."""
+    return [label for label in results.labels if not label.startswith("lr")]
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return accuracy against time, and the phases."""
+    labels = frozen_labels(results)
+    if not labels or not results.of(FULL):
+        return []
+    spread = f"mean and 95 % interval, {results.count([FULL, *labels])}"
+    phases = plot_phases(results.runs_of(FULL, *labels))
+    return [
+        Drawing(
+            name="accuracy-time",
+            caption=f"{IN_TIME}; {spread}.",
+            figure=accuracy_time_chart(results, [FULL, *labels]),
+        ),
+        Drawing(name="phases", caption=f"Training time by phase; {spread}.", figure=phases),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="pixels64",
+    title="Larger images and stronger weights",
+    runs=runs,
+    then=then,
+    answers=answers,
+    tables=tables,
+    drawings=drawings,
+    reference=FULL,
+    limits=(
+        "The learning rate was chosen for full fine-tuning, on one seed; frozen runs use it too.",
+        "The prefixes to freeze from the start were those of the caching experiment; no cut was searched for.",
+        "CIFAR's images have 32 pixels and are enlarged: the work is that of larger images, the detail is not.",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

@@ -10,8 +10,9 @@ import pytest
 from analysis import adaptive, baseline, figures, paper, scaling, static_sweep, summary, sweep, votes, writeup
 from analysis.plans import REDUCED, SMOKE, Answer
 from analysis.rows import open_results, read_rows
-from analysis.scaling import Model, Point, fit
+from analysis.scaling import LATENCY, Model, Point, fit
 from hvfreeze.errors import RefusedError
+from hvfreeze.reducer import BUCKET_BYTES
 from tests.single.experiment_runs import a_vote, carried_out, made_up
 
 
@@ -66,9 +67,10 @@ def points(model: Model, nodes: tuple[int, ...]) -> list[Point]:
 
 
 def test_the_scaling_model_is_found_again_from_its_own_steps_and_predicts_a_size_left_out() -> None:
-    true = Model(0.8, 0.01, 0.4)
+    true = Model(0.8, 2e-9, 0.4)
     model = fit(points(true, (2, 3)))
     assert model.efficiency == pytest.approx(0.8, rel=0.02)
+    assert model.copying == pytest.approx(2e-9, rel=0.02)
     for point in points(true, (4,)):
         assert model.step(point) == pytest.approx(point.seconds, rel=0.02)
 
@@ -78,6 +80,14 @@ def test_more_ranks_than_cores_take_longer_and_no_exchange_takes_less_than_none(
     crowded, fast = points(model, (4,))[0], points(model, (2,))[0]
     assert crowded.crowd == 2.0
     assert model.step(dataclasses.replace(fast, bandwidth=1e15)) == fast.work
+
+
+def test_many_nodes_pay_for_the_way_of_a_message_around_the_ring() -> None:
+    wide = dataclasses.replace(
+        points(Model(1.0, 0.0, 0.0), (2,))[0], bandwidth=1e15, cores=1000, payload=2.0 * BUCKET_BYTES
+    )
+    few, many = (Model(1.0, 0.0, 0.0).step(dataclasses.replace(wide, nodes=nodes)) for nodes in (129, 257))
+    assert many - few == pytest.approx(2 * 128 * 2 * LATENCY, rel=0.01)
 
 
 def test_the_left_out_size_is_not_part_of_the_fit(tmp_path: Path, no_files: None) -> None:

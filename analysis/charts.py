@@ -17,6 +17,8 @@ from hvfreeze.drawing import BASELINE, COLOURS, STYLE, WIDE
 PAPER_COLOUR = "#999999"
 IN_TIME = "Accuracy against training time, other numbers of epochs at the pace of these runs"
 MARKERS = "osD^vP*X"
+MOST_INSIDE, LEGEND_COLUMNS = 4, 4
+"""More lines than these have their legend above the chart, where it hides none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Line:
     points: Mapping[int, Interval]
     colour: str = COLOURS[0]
     dash: str = "-"
+    marker: str | None = None
+    """Instead of one of its own; empty for none."""
 
 
 def finite(value: float) -> float:
@@ -53,7 +57,7 @@ def line_chart(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDE, 0.5 * WIDE), layout="constrained")
         axes = figure.add_subplot()
-        for line, marker in zip(lines, MARKERS * len(lines)):
+        for line, own in zip(lines, MARKERS * len(lines)):
             places = sorted(line.points)
             values = [line.points[place] for place in places]
             axes.errorbar(
@@ -62,7 +66,7 @@ def line_chart(
                 yerr=error_bars(values, scale),
                 color=line.colour,
                 linestyle=line.dash,
-                marker=marker,
+                marker=own if line.marker is None else line.marker,
                 markersize=4,
                 capsize=3,
                 label=line.label,
@@ -74,7 +78,10 @@ def line_chart(
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         if from_zero:
             axes.set_ylim(bottom=0)
-        axes.legend()
+        if len(lines) > MOST_INSIDE:
+            figure.legend(loc="outside upper left", ncols=LEGEND_COLUMNS)
+        else:
+            axes.legend()
         return figure
 
 

@@ -228,13 +228,13 @@ def drawings(results: Results) -> list[Drawing]:
     variants = [name for name in VARIANTS if any(point.variant == name for point in points)]
     lines, forecast = [], []
     for place, name in enumerate(variants):
-        for dash, limit in zip(DASHES, BANDWIDTHS):
+        for dash, marker, limit in zip(DASHES, "os", BANDWIDTHS):
             mine = [p for p in points if p.variant == name and p.bandwidth == bits_per_second(limit)]
             seconds = {p.nodes: interval_of(results, p, limit) for p in mine}
             modelled = {p.nodes: exact(model.step(p)) for p in mine}
             colour = COLOURS[place]
-            lines.append(Line(label=f"{name}, {limit}/s", points=seconds, colour=colour, dash=""))
-            lines.append(Line(label=f"{name}, {limit}/s, model", points=modelled, colour=colour, dash=dash))
+            lines.append(Line(label=f"{name}, {limit}/s", points=seconds, colour=colour, dash="", marker=marker))
+            lines.append(Line(label=f"{name}, {limit}/s, model", points=modelled, colour=colour, dash=dash, marker=""))
         for dash, limit in zip(DASHES, PREDICTED_BANDWIDTHS):
             values = {n: exact(efficiency(model, predicted(points, name, n, limit))) for n in PREDICTED_NODES}
             forecast.append(Line(label=f"{name}, {limit}/s", points=values, colour=COLOURS[place], dash=dash))

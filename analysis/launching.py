@@ -18,9 +18,10 @@ from typing import Protocol
 
 from analysis.benchmarks.launching import environment
 from analysis.plans import PlannedRun
-from hvfreeze.errors import RefusedError
+from hvfreeze.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = ROOT / "launch" / "cluster"
 GRACE_SECONDS = 15.0
 LOOK_SECONDS = 0.05
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -95,7 +96,7 @@ def command_of(planned: PlannedRun, site: Site, run_dir: Path, *, cluster: str =
     program = [sys.executable, "-m", planned.program, *flags_of(planned, site, run_dir)]
     launcher = [str(ROOT / "launch" / "horovodrun.sh"), "-np", str(planned.ranks)]
     if cluster:
-        return [str(ROOT / "launch" / "cluster"), "run", "--name", cluster, "--", *launcher, *program]
+        return [str(CLUSTER), "run", "--name", cluster, "--", *launcher, *program]
     if site.hosts:
         return [*launcher, "-H", site.hosts, *program]
     if planned.ranks == 1:
@@ -128,10 +129,21 @@ def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
     return run_dir
 
 
+def require_cluster() -> None:
+    """Refuse to begin where this machine cannot have a local cluster.
+
+    Raises:
+        UsageError: what is missing, and how to get it.
+    """
+    said = subprocess.run([str(CLUSTER), "check"], capture_output=True, text=True, check=False)
+    if said.returncode != 0:
+        raise UsageError(f"these runs need the local cluster, which this machine cannot have: {said.stderr.strip()}")
+
+
 @contextlib.contextmanager
 def nodes_up(planned: PlannedRun) -> Iterator[tuple[str, dict[str, int]]]:
     """Bring a local cluster up for a run; yields its name and each node's process."""
-    program, name = str(ROOT / "launch" / "cluster"), f"sweep{os.getpid()}"
+    program, name = str(CLUSTER), f"sweep{os.getpid()}"
     limit = ["--bandwidth", planned.bandwidth] if planned.bandwidth else []
     up = [program, "up", "--name", name, "--nodes", str(planned.nodes), "--owner", str(os.getpid()), *limit]
     said = subprocess.run(up, capture_output=True, text=True, check=False)

@@ -5,7 +5,7 @@
 The setting is the preset's but for the image size and the weights, and the experiment has a baseline of its own: the
 learning rate is chosen anew on held-out training samples, and full fine-tuning is run for several numbers of epochs.
 Against that front stand what a user would choose: blocks frozen by vote as they settle, with fresh draws or with two
-views of each sample and the cache, and a prefix that is frozen from the start, alone and cached.
+views of each sample and the cache, and a prefix that is frozen from the start and cached.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from hvfreeze.tables import Table, factor, percent, seconds
 LARGER = 2
 LEARNING_RATES = (0.01, 0.02, 0.05)
 HELD_OUT = 0.2
-BUDGETS = (0.1, 0.2, 0.4, 0.6)
-"""Epochs as parts of the preset's, besides all of them."""
+EPOCHS = 0.5
+"""Part of the preset's epochs: weights trained at this size need fewer, and each takes several times as long."""
+BUDGETS = (0.2, 0.4, 0.6)
+"""Epochs as parts of these, besides all of them."""
 FULL = "full"
 CACHED: dict[str, Value] = {"augment": "views:2", "cache": "auto"}
 VOTED: dict[str, dict[str, Value]] = {
@@ -33,15 +35,20 @@ VOTED: dict[str, dict[str, Value]] = {
     "geometric-cached": {"freeze": "geometric", **CACHED},
 }
 STATIC: dict[str, dict[str, Value]] = {
-    "cut4": {"freeze": "static", "cut": 4},
     "cut4-cached": {"freeze": "static", "cut": 4, **CACHED},
     "cut5-cached": {"freeze": "static", "cut": 5, **CACHED},
 }
 
 
+def epochs_of(preset: Preset) -> int:
+    """Return the number of epochs of all runs but the front's."""
+    return max(2, round(EPOCHS * preset.epochs))
+
+
 def scaled(preset: Preset) -> dict[str, Value]:
     """Return the flags of every run; what counts is the accuracy after the last epoch."""
-    return {"image_size": LARGER * preset.image_size, "evaluate_every": preset.epochs}
+    epochs = epochs_of(preset)
+    return {"image_size": LARGER * preset.image_size, "epochs": epochs, "evaluate_every": epochs}
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -53,7 +60,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
 def then(preset: Preset, results: Results) -> list[PlannedRun]:
     """Return the front and what stands against it; a seed's runs follow each other in time."""
     common: dict[str, Value] = {**scaled(preset), "lr": best_lr(results.rows) or preset.lr}
-    fewer = sorted({max(1, round(part * preset.epochs)) for part in preset.few(BUDGETS)} - {preset.epochs})
+    fewer = sorted({max(1, round(part * epochs_of(preset))) for part in preset.few(BUDGETS)})
     variants: dict[str, dict[str, Value]] = {f"epochs{epochs}": {"epochs": epochs} for epochs in fewer}
     variants[FULL] = {}
     variants.update({label: {"blocks": preset.fine, **flags} for label, flags in VOTED.items()})

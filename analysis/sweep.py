@@ -23,7 +23,7 @@ from pathlib import Path
 
 from analysis.estimates import duration, seconds_of
 from analysis.kept import borrow, is_kept, keep
-from analysis.launching import Site, launch
+from analysis.launching import Site, launch, require_cluster
 from analysis.plans import PRESETS, Experiment, PlannedRun, Preset
 from analysis.rows import Results, Row, best_lr, collect, open_results, read_rows, write_rows
 from analysis.writeup import write_up
@@ -181,11 +181,17 @@ def carry_out(
 def make(
     planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
 ) -> list[str]:
-    """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed."""
+    """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed.
+
+    Raises:
+        UsageError: runs on nodes are missing, and there cannot be a local cluster; nothing was changed.
+    """
     chosen = [run for run in planned if only is None or run.label in only]
     kept = [run.name for run in planned if is_kept(run, directory / "runs" / run.name)]
     kept += [run.name for run in chosen if run.name not in kept and borrow(run, directory)]
     wanted = [run for run in planned if run.name in kept or run in chosen]
+    if any(run.nodes for run in wanted if run.name not in kept):
+        require_cluster()
     progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
     rows = collect(directory, kept)
     write_rows(directory, rows)

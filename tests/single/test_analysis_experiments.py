@@ -18,6 +18,7 @@ from tests.single.experiment_runs import a_vote, carried_out, made_up
 @pytest.fixture(autouse=True)
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "launch", made_up)
+    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from analysis import caching, communication, experiments, scaling, static_sweep, sweep, writeup
+from analysis import caching, communication, experiments, launching, scaling, static_sweep, sweep, writeup
 from analysis.estimates import bits_per_second, duration, total_seconds
 from analysis.front import Budget, Front
 from analysis.kept import is_kept
@@ -31,6 +32,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return made_up(planned, site)
 
     monkeypatch.setattr(sweep, "launch", launch)
+    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
     return started
 
 
@@ -118,6 +120,24 @@ def test_a_run_that_another_experiment_has_made_is_copied(
         assert {path.name: path.read_bytes() for path in here.iterdir()} == {
             path.name: path.read_bytes() for path in there.iterdir()
         }
+
+
+def test_without_a_local_cluster_nothing_is_begun_and_no_row_is_lost(
+    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried_out(communication.EXPERIMENT, SMOKE, tmp_path)
+    directory, before = tmp_path / "results/communication", len(launches)
+    rows = (directory / "rows.csv").read_bytes()
+    shutil.rmtree(directory / "runs")
+    monkeypatch.setattr(sweep, "require_cluster", launching.require_cluster)
+    program = tmp_path / "cluster"
+    program.write_text("#!/bin/sh\necho 'cluster: sshd is missing' >&2\nexit 2\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(launching, "CLUSTER", program)
+    with pytest.raises(UsageError, match=r"need the local cluster.*sshd is missing"):
+        sweep.carry_out(communication.EXPERIMENT, SMOKE, Site(work=tmp_path / "work"), root=tmp_path / "results")
+    assert len(launches) == before
+    assert (directory / "rows.csv").read_bytes() == rows
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_made_up_for(

@@ -21,7 +21,7 @@ from hvfreeze.figures import plot_phases
 from hvfreeze.tables import Table, factor, percent, seconds
 
 LARGER = 2
-LEARNING_RATES = (0.01, 0.02, 0.05)
+LEARNING_RATES = (0.01, 0.02, 0.05, 0.1)
 HELD_OUT = 0.2
 EPOCHS = 0.5
 """Part of the preset's epochs: weights trained at this size need fewer, and each takes several times as long."""

@@ -114,7 +114,7 @@ def tables(results: Results) -> list[Table]:
                 shown(results.mean(label, "test_accuracy"), percent),
                 shown(results.change(label, FULL), signed_points),
                 shown(results.over_front(label), signed_points) if frozen else "",
-                shown(results.mean(label, "final_cut"), lambda cut: f"{cut:.1f}"),
+                shown(results.cut(label), lambda cut: f"{cut:.1f}"),
             )
         )
     columns = ("Run", "Training time", "Speed-up", "Time saved", "Test accuracy", "Against full", "Same time, full")
@@ -158,7 +158,7 @@ EXPERIMENT = Experiment(
     drawings=drawings,
     reference=FULL,
     limits=(
-        "The learning rate was chosen for full fine-tuning, on one seed; frozen runs use it too.",
+        "The learning rate was chosen for full fine-tuning, on one seed, and is the largest that was tried.",
         "The prefixes to freeze from the start were those of the caching experiment; no cut was searched for.",
         "CIFAR's images have 32 pixels and are enlarged: the work is that of larger images, the detail is not.",
     ),

@@ -16,7 +16,7 @@ from typing import Any
 
 from analysis.front import Budget, Front
 from analysis.kept import PLAN
-from analysis.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio
+from analysis.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio, within
 from hvfreeze.exports import to_csv
 from hvfreeze.runs import TRAINING_PHASES, Run, load_run
 
@@ -173,6 +173,10 @@ class Results:
     def mean(self, label: str, column: str) -> Interval:
         """Return a column's mean over the seeds of a label."""
         return of_seeds(self.values(label, column))
+
+    def cut(self, label: str) -> Interval:
+        """Return the mean of the last cut over the seeds of a label."""
+        return within(self.mean(label, "final_cut"), 0)
 
     def gain(self, label: str, reference: str, column: str = "train_seconds") -> Interval:
         """Return the reference's time over this label's, paired by seed."""

@@ -58,6 +58,12 @@ def paired_ratio(ours: Values, theirs: Values) -> Interval:
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.n)
 
 
+def within(interval: Interval, low: float, high: float = math.inf) -> Interval:
+    """Return an interval whose ends stay where the quantity can be: a share in 0..1, a cut above 0."""
+    first, last = (min(max(end, low), high) if math.isfinite(end) else end for end in (interval.low, interval.high))
+    return Interval(interval.mean, first, last, interval.n)
+
+
 def time_saved(speed_up: Interval) -> Interval:
     """Return the part of the reference's time that a speed-up saves; negative where it took longer."""
     return Interval(1 - 1 / speed_up.mean, 1 - 1 / speed_up.low, 1 - 1 / speed_up.high, speed_up.n)

@@ -17,7 +17,7 @@ from typing import Any
 from analysis.charts import IN_TIME, accuracy_time_chart, bar_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results
-from analysis.statistics import Interval, mean_interval, shown, signed_points
+from analysis.statistics import Interval, Values, mean_interval, of_seeds, paired_ratio, shown, signed_points, within
 from analysis.sweep import main
 from hvfreeze.criteria import CRITERIA, Evidence
 from hvfreeze.figures import plot_cuts
@@ -114,7 +114,19 @@ def median_agreement(run: Run) -> tuple[int, int]:
 
 def share(results: Results, label: str) -> Interval:
     """Return the share of votes in which ranks proposed different cuts."""
-    return mean_interval([row["disagreements"] / row["votes"] for row in results.of(label) if row["votes"]])
+    shares = [row["disagreements"] / row["votes"] for row in results.of(label) if row["votes"]]
+    return within(mean_interval(shares), 0, 1)
+
+
+def training(results: Results, label: str) -> Values:
+    """Return for each seed the training seconds without the checkpoint at the end."""
+    seconds, written = (results.values(label, column) for column in ("train_seconds", "seconds_checkpoint"))
+    return {seed: seconds[seed] - written[seed] for seed in seconds}
+
+
+def gain(results: Results, label: str, against: str) -> Interval:
+    """Return the speed-up of training without the checkpoint at the end."""
+    return paired_ratio(training(results, against), training(results, label))
 
 
 def voting(results: Results) -> list[str]:
@@ -134,7 +146,7 @@ def answers(results: Results) -> list[Answer]:
         f"local signals changes accuracy by {shown(change, signed_points)} against the criterion on averaged "
         f"gradients, by {shown(alone, signed_points)} against rank 0 deciding alone, and by "
         f"{shown(cost, signed_points)} against full fine-tuning, at a speed-up of "
-        f"{shown(results.gain(DEFAULT, 'full'), factor)}; a weighted median of the scores would have chosen the "
+        f"{shown(gain(results, DEFAULT, 'full'), factor)}; a weighted median of the scores would have chosen the "
         f"same cut in {matched} of {scored} votes."
     )
     question = "4. Do weighted votes help when the ranks' data differ?"
@@ -158,9 +170,9 @@ def tables(results: Results) -> list[Table]:
                 label,
                 shown(results.mean(label, "test_accuracy"), percent),
                 shown(results.change(label, against), signed_points) if votes else "",
-                shown(results.mean(label, "train_seconds"), seconds),
-                shown(results.gain(label, against), factor) if votes else "",
-                shown(results.mean(label, "final_cut"), lambda cut: f"{cut:.1f}"),
+                shown(of_seeds(training(results, label)), seconds),
+                shown(gain(results, label, against), factor) if votes else "",
+                shown(results.cut(label), lambda cut: f"{cut:.1f}"),
                 shown(share(results, label), percent) if votes else "",
                 f"{matched} of {scored}" if scored else "",
             )
@@ -195,7 +207,7 @@ def drawings(results: Results) -> list[Drawing]:
         ),
         Drawing(
             name="accuracy-time",
-            caption=f"{IN_TIME}; {spread}. More ranks than cores crowd the machine.",
+            caption=f"{IN_TIME}, checkpoints included; {spread}. More ranks than cores crowd the machine.",
             figure=accuracy_time_chart(results, results.labels),
         ),
     ]
@@ -211,6 +223,7 @@ EXPERIMENT = Experiment(
     reference="full",
     limits=(
         "The weighted median is scored vote by vote on the states that the real votes led to; it was not trained with.",
+        "Training times are without the checkpoint at the end, which would take a good part of runs this short.",
         "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",
         "The front of full fine-tuning was measured without label skew and at another number of ranks.",
     ),

@@ -12,6 +12,7 @@ from analysis.statistics import (
     shown,
     signed_points,
     time_saved,
+    within,
 )
 from hvfreeze.tables import factor, percent
 
@@ -52,6 +53,15 @@ def test_time_saved_is_not_the_speed_up_minus_one() -> None:
     saved = time_saved(mean_interval([1.25]))
     assert saved.mean == pytest.approx(0.2)
     assert time_saved(mean_interval([0.5])).mean == -1.0
+
+
+def test_the_interval_of_a_share_ends_where_shares_end_and_an_unknown_end_stays_unknown() -> None:
+    wide = mean_interval([0.0, 0.5, 1.0])
+    assert wide.low < 0 and wide.high > 1
+    share = within(wide, 0, 1)
+    assert (share.mean, share.low, share.high, share.n) == (0.5, 0, 1, 3)
+    assert within(wide, 0).high == wide.high
+    assert math.isnan(within(mean_interval([0.5]), 0, 1).low)
 
 
 def test_a_number_is_shown_with_its_spread_and_n() -> None:

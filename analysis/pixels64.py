@@ -158,6 +158,7 @@ EXPERIMENT = Experiment(
     drawings=drawings,
     reference=FULL,
     limits=(
+        "Of the defaults below, image size, epochs and learning rate differ in all runs: twice, half, and chosen here.",
         "The learning rate was chosen for full fine-tuning, on one seed, and is the largest that was tried.",
         "The prefixes to freeze from the start were those of the caching experiment; no cut was searched for.",
         "CIFAR's images have 32 pixels and are enlarged: the work is that of larger images, the detail is not.",

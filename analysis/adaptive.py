@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from analysis import paper
+from analysis.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, same_time
 from analysis.charts import IN_TIME, Line, accuracy_time_chart, line_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results
@@ -70,31 +71,12 @@ def tables(results: Results) -> list[Table]:
     """Return all criteria, and Table 1 beside the study's."""
     if not results.of(FULL):
         return []
-    rows = []
-    for label in results.labels:
-        gain = results.gain(label, FULL)
-        rows.append(
-            (
-                label,
-                shown(results.mean(label, "train_seconds"), seconds),
-                shown(gain, factor),
-                shown(time_saved(gain), percent),
-                shown(results.mean(label, "test_accuracy"), percent),
-                shown(results.change(label, FULL), signed_points),
-                shown(results.over_front(label), signed_points),
-                shown(results.cut(label), lambda cut: f"{cut:.1f}"),
-            )
-        )
-    columns = (
-        "Criterion",
-        "Training time",
-        "Speed-up",
-        "Time saved",
-        "Test accuracy",
-        "Against full",
-        "Same time, full",
+    columns = ("Criterion", *COMPARED, SAME_TIME, FINAL_CUT)
+    rows = tuple(
+        (label, *compared(results, label, FULL), same_time(results, label), final_cut(results, label))
+        for label in results.labels
     )
-    return [Table(title="Criteria", columns=(*columns, "Final cut"), rows=tuple(rows)), table_1(results)]
+    return [Table(title="Criteria", columns=columns, rows=rows), table_1(results)]
 
 
 def table_1(results: Results) -> Table:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 
 from analysis import paper
+from analysis.cells import COMPARED, compared, learning_rates
 from analysis.charts import accuracy_time_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results, best_lr, budgets_of
-from analysis.statistics import shown, signed_points, time_saved
+from analysis.statistics import shown
 from analysis.sweep import main
 from hvfreeze.tables import Table, factor, percent, seconds
 
@@ -90,27 +91,10 @@ def answers(results: Results) -> list[Answer]:
 
 def tables(results: Results) -> list[Table]:
     """Return the choice of the learning rate, the front, and the rivals."""
-    rates = [label for label in results.labels if label.startswith("lr")]
-    tried = tuple((label[2:], shown(results.mean(label, "test_accuracy"), percent)) for label in rates)
     reference = whole(results)
-    reached = []
-    for label in [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]:
-        gain = results.gain(label, reference)
-        reached.append(
-            (
-                label,
-                shown(results.mean(label, "train_seconds"), seconds),
-                shown(gain, factor),
-                shown(time_saved(gain), percent),
-                shown(results.mean(label, "test_accuracy"), percent),
-                shown(results.change(label, reference), signed_points),
-            )
-        )
-    columns = ("Run", "Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
-    return [
-        Table(title="Learning rates", columns=("Learning rate", "Accuracy on held-out samples"), rows=tried),
-        Table(title=f"Against {reference}", columns=columns, rows=tuple(reached)),
-    ]
+    labels = [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]
+    rows = tuple((label, *compared(results, label, reference)) for label in labels)
+    return [learning_rates(results), Table(title=f"Against {reference}", columns=("Run", *COMPARED), rows=rows)]
 
 
 def drawings(results: Results) -> list[Drawing]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import sys
 
+from analysis.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, learning_rates, same_time
 from analysis.charts import IN_TIME, accuracy_time_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results, best_lr
-from analysis.statistics import shown, signed_points, time_saved
+from analysis.statistics import shown, signed_points
 from analysis.sweep import main
 from hvfreeze.figures import plot_phases
 from hvfreeze.tables import Table, factor, percent, seconds
@@ -102,28 +103,12 @@ def tally(results: Results, label: str) -> str:
 
 def tables(results: Results) -> list[Table]:
     """Return the front and what stands against it, and the choice of the learning rate."""
+    columns = ("Run", *COMPARED, SAME_TIME, FINAL_CUT)
     rows = []
     for label in timed_labels(results):
-        gain, frozen = results.gain(label, FULL), label in frozen_labels(results)
-        rows.append(
-            (
-                label,
-                shown(results.mean(label, "train_seconds"), seconds),
-                shown(gain, factor),
-                shown(time_saved(gain), percent),
-                shown(results.mean(label, "test_accuracy"), percent),
-                shown(results.change(label, FULL), signed_points),
-                shown(results.over_front(label), signed_points) if frozen else "",
-                shown(results.cut(label), lambda cut: f"{cut:.1f}"),
-            )
-        )
-    columns = ("Run", "Training time", "Speed-up", "Time saved", "Test accuracy", "Against full", "Same time, full")
-    rates = [label for label in results.labels if label.startswith("lr")]
-    tried = tuple((label[2:], shown(results.mean(label, "test_accuracy"), percent)) for label in rates)
-    return [
-        Table(columns=(*columns, "Final cut"), rows=tuple(rows)),
-        Table(title="Learning rates", columns=("Learning rate", "Accuracy on held-out samples"), rows=tried),
-    ]
+        ahead = same_time(results, label) if label in frozen_labels(results) else ""
+        rows.append((label, *compared(results, label, FULL), ahead, final_cut(results, label)))
+    return [Table(columns=columns, rows=tuple(rows)), learning_rates(results)]
 
 
 def timed_labels(results: Results) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 from analysis import larger_images, paper
+from analysis.cells import COMPARED, SAME_TIME, compared, same_time
 from analysis.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_chart, line_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset
 from analysis.rows import Results
@@ -20,7 +21,7 @@ from analysis.sweep import main
 from hvfreeze.comparison import group_by_seed
 from hvfreeze.drawing import COLOURS
 from hvfreeze.figures import plot_phases
-from hvfreeze.tables import Table, factor, percent, phase_table, seconds
+from hvfreeze.tables import Table, factor, percent, phase_table
 
 GROUPS = range(7)
 INNER = (2, 4, 6, 8)
@@ -97,15 +98,7 @@ def tables(results: Results) -> list[Table]:
         known = [cut for cut in cuts if results.of(label(cut))]
         theirs = label is coarse
         rows = tuple(cut_row(results, label(cut), cut, theirs=theirs) for cut in known)
-        columns = (
-            "Frozen",
-            "Training time",
-            "Speed-up",
-            "Time saved",
-            "Test accuracy",
-            "Against full",
-            "Same time, full",
-        )
+        columns = ("Frozen", *COMPARED, SAME_TIME)
         more = ("Study: speed-up", "Study: accuracy") if theirs else ()
         found.append(Table(title=title, columns=(*columns, *more), rows=rows))
     if larger_images.sizes(results):
@@ -116,16 +109,11 @@ def tables(results: Results) -> list[Table]:
 
 def cut_row(results: Results, label: str, cut: int, *, theirs: bool) -> tuple[str, ...]:
     """Return a cut's row."""
-    gain = results.gain(label, coarse(0))
     paper_cells = (factor(paper.SPEED_UP[cut]), percent(paper.STATIC_ACCURACY[cut])) if theirs else ()
     return (
         str(cut),
-        shown(results.mean(label, "train_seconds"), seconds),
-        shown(gain, factor),
-        shown(time_saved(gain), percent),
-        shown(results.mean(label, "test_accuracy"), percent),
-        shown(results.change(label, coarse(0)), signed_points),
-        shown(results.over_front(label), signed_points),
+        *compared(results, label, coarse(0)),
+        same_time(results, label),
         *paper_cells,
     )
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from analysis.cells import FINAL_CUT, final_cut
 from analysis.charts import IN_TIME, accuracy_time_chart, bar_chart
 from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.rows import Results
@@ -172,12 +173,12 @@ def tables(results: Results) -> list[Table]:
                 shown(results.change(label, against), signed_points) if votes else "",
                 shown(of_seeds(training(results, label)), seconds),
                 shown(gain(results, label, against), factor) if votes else "",
-                shown(results.cut(label), lambda cut: f"{cut:.1f}"),
+                final_cut(results, label),
                 shown(share(results, label), percent) if votes else "",
                 f"{matched} of {scored}" if scored else "",
             )
         )
-    columns = ("Variant", "Test accuracy", "Against full", "Training time", "Speed-up", "Final cut")
+    columns = ("Variant", "Test accuracy", "Against full", "Training time", "Speed-up", FINAL_CUT)
     return [Table(columns=(*columns, "Votes with disagreement", "Median: same cut"), rows=tuple(rows))]
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+import hvfreeze.world
 from hvfreeze.blocks import Chain
 from hvfreeze.config import FreezeConfig
 from hvfreeze.digest import check_replicas, parameter_digest
@@ -210,6 +211,20 @@ def check_averaged_signals_leave_nothing_to_vote_on(world: World) -> None:
             assert all(row == etas[0] for row in etas)
             seen += [eta for eta in etas[0] if eta]
     assert seen, "the averaged gradients were never looked at"
+
+
+def check_every_ranks_bytes_arrive_whole_at_rank_0(world: World) -> None:
+    before, hvfreeze.world.GATHERED_BYTES = hvfreeze.world.GATHERED_BYTES, 4096
+    try:
+        sent = [torch.arange(3000 * rank, dtype=torch.int64).to(torch.uint8) for rank in range(world.size)]
+        received = world.gather_bytes(sent[world.rank], name="test.bytes")
+    finally:
+        hvfreeze.world.GATHERED_BYTES = before
+    if world.rank == 0:
+        assert len(received) == world.size
+        assert all(torch.equal(theirs, ours) for theirs, ours in zip(received, sent))
+    else:
+        assert received == []
 
 
 def main() -> None:

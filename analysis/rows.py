@@ -153,7 +153,7 @@ class Results:
     directory: Path
     rows: list[Row] = field(default_factory=list)
     front: Front = field(default_factory=Front)
-    """Full fine-tuning at several budgets of epochs, from the baseline's own results."""
+    """Full fine-tuning at several budgets of epochs, of these rows where they have some, else of the baseline's."""
     reference: str = ""
     """The label of full fine-tuning among these rows."""
 

@@ -184,7 +184,7 @@ def make(
     """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed.
 
     Raises:
-        UsageError: runs on nodes are missing, and there cannot be a local cluster; nothing was changed.
+        UsageError: runs on nodes are missing, and there cannot be a local cluster; no run was begun.
     """
     chosen = [run for run in planned if only is None or run.label in only]
     kept = [run.name for run in planned if is_kept(run, directory / "runs" / run.name)]

@@ -137,7 +137,12 @@ class PrefixActivations:
                 logger.info(line)
 
     def announce(self, batches: Sequence[Batch]) -> None:
-        """These (sample ids, views) come next, in this order; they are read ahead when reading is slow."""
+        """These (sample ids, views) come next, in this order; they are read ahead when reading is slow.
+
+        Rows that another job was found to be building are looked for again.
+        """
+        if self._levels.waiting:
+            self.refresh()
         self._prefetcher.announce(self._requests(batches))
 
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
@@ -158,7 +163,7 @@ class PrefixActivations:
             return 0
         before, rows = self.counters.rows_written, self._prefix.batch_rows
         for first in range(0, len(missing), rows):
-            if self.failed is None:
+            if self.failed is None and not self._levels.waiting:
                 request = self._request(*unpack_keys(missing[first : first + rows]))
                 self._compute(request, self._read(request))
         self._prefetcher.forget()
@@ -220,7 +225,7 @@ class PrefixActivations:
     def _missing_worth_a_sweep(self, *, everything: bool) -> Keys:
         batches = [request.keys for request in self._prefetcher.upcoming]
         store = self._levels.current.store if self._levels.current else None
-        if store is None or store.complete or not (everything or batches):
+        if store is None or store.complete or store.waiting or not (everything or batches):
             return np.empty(0, np.int64)
         wanted = store.universe if everything else np.unique(np.concatenate(batches))
         missing: Keys = wanted[store.missing(wanted) & contains(store.universe, wanted)]

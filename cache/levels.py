@@ -60,6 +60,11 @@ class Levels:
         """Whether everything in use has the bits that this run would compute."""
         return all(level.store.exact for level in self._all())
 
+    @property
+    def waiting(self) -> bool:
+        """Whether another job was found to be building the file of the current cut."""
+        return self.current is not None and self.current.store.waiting
+
     def move(self, cut: int, *, mark: Fingerprint | None, universe: Keys | None) -> None:
         """The cut is now `cut`; with a fingerprint and a universe its rows are stored.
 

@@ -34,8 +34,7 @@ class FileLock:
                 holder = os.pread(self._descriptor, OWNER_BYTES, 0).decode(errors="replace")
                 os.close(self._descriptor)
                 raise CacheBusy(
-                    f"cache file {path.with_suffix('')} is being built by {holder or 'another process'}; "
-                    "wait for it, or give this run another --cache-dir"
+                    f"cache file {path.with_suffix('')} is being built by {holder or 'another process'}"
                 ) from None
             # A holder that has just released removes the name: then this lock is on a file that nobody else sees.
             if self._is_current():

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.manifest import Manifest
+from hvfreeze.cache.rows import Keys
+
+WHOLE = slice(None)
 
 
 class Part(Protocol):
@@ -40,3 +45,29 @@ class Place:
 
     num_rows: int
     pieces: Sequence[tuple[Part, Tensor | slice, Tensor]]
+
+    @classmethod
+    def of(cls, numbers: Keys, rows: Keys, *, among: Sequence[Part]) -> Place:
+        """Row `rows[i]` of part `among[numbers[i]]` for each position i."""
+        if len(among) == 1 or (numbers == numbers[0]).all():
+            return cls(len(rows), ((among[numbers[0]], WHOLE, torch.from_numpy(rows)),))
+        pieces = []
+        for number in np.unique(numbers):
+            where = np.flatnonzero(numbers == number)
+            pieces.append((among[number], torch.from_numpy(where), torch.from_numpy(rows[where])))
+        return cls(len(rows), pieces)
+
+    def read(self) -> Tensor:
+        """The rows (num_rows, elements) as they are stored.
+
+        Raises:
+            CacheFault: a file is damaged, truncated or changed, or an earlier write has failed.
+        """
+        (part, where, rows), *others = self.pieces
+        raw = part.read(rows)
+        if others:
+            first, raw = raw, torch.empty(self.num_rows, raw.shape[1], dtype=raw.dtype)
+            raw[where] = first
+            for part, where, rows in others:
+                raw[where] = part.read(rows)
+        return raw

@@ -32,23 +32,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hvfreeze.cache.background import BackgroundWriter
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.disk import Disk, LocalDisk
-from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.files import files_of, path_of
+from hvfreeze.cache.faults import CacheBusy, CacheFault
+from hvfreeze.cache.files import LOCK_SUFFIX, files_of, path_of
 from hvfreeze.cache.fingerprint import Fingerprint, fingerprint
 from hvfreeze.cache.index import MISSING, Mask, RowIndex, contains
+from hvfreeze.cache.lock import FileLock
 from hvfreeze.cache.manifest import Manifest
 from hvfreeze.cache.parts import Part, Place
 from hvfreeze.cache.reader import ActivationFile
 from hvfreeze.cache.rows import Keys, RowFormat
 from hvfreeze.cache.writer import FileWriter
-
-WHOLE = slice(None)
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class Store:
                 cannot be made.
         """
         self.mark, self.directory, self.shared = mark, directory, shared
+        self.waiting = False
         self.path = path_of(directory, mark, shard=shard)
         self.row: RowFormat | None = None
         self._batch_rows, self._stored, self._owner = batch_rows, stored, owner
@@ -139,57 +140,46 @@ class Store:
     def locate(self, keys: Keys) -> Place | None:
         """Where the rows of `keys` lie, for good; None when one is missing."""
         parts, rows = self._index.locate(keys)
-        return None if (rows == MISSING).any() else self._place(parts, torch.from_numpy(rows))
+        return None if (rows == MISSING).any() else Place.of(parts, rows, among=self._parts)
 
     def locate_batches(self, batches: Sequence[Keys]) -> list[Place | None]:
         """What `locate` gives for each of `batches`, looked up at once, which is several times faster."""
         parts, rows = self._index.locate(np.concatenate(batches))
         stops = np.cumsum([len(keys) for keys in batches]).tolist()
-        starts, numbers = [0, *stops[:-1]], torch.from_numpy(rows)
+        starts = [0, *stops[:-1]]
         incomplete = np.logical_or.reduceat(rows == MISSING, starts)
         return [
-            None if missing else self._place(parts[start:stop], numbers[start:stop])
+            None if missing else Place.of(parts[start:stop], rows[start:stop], among=self._parts)
             for start, stop, missing in zip(starts, stops, incomplete, strict=True)
         ]
-
-    def _place(self, parts: Keys, rows: Tensor) -> Place:
-        if len(self._parts) == 1 or (parts == parts[0]).all():
-            return Place(len(parts), ((self._parts[parts[0]], WHOLE, rows),))
-        pieces = []
-        for part in np.unique(parts):
-            where = torch.from_numpy(np.flatnonzero(parts == part))
-            pieces.append((self._parts[part], where, rows[where]))
-        return Place(len(parts), pieces)
 
     def read_at(self, place: Place) -> Tensor:
         """The activations (rows, ...) that `locate` has found; raises as `read` does."""
         assert self.row is not None
-        (part, where, rows), *others = place.pieces
-        raw = part.read(rows)
-        if others:
-            first, raw = raw, torch.empty(place.num_rows, raw.shape[1], dtype=raw.dtype)
-            raw[where] = first
-            for part, where, rows in others:
-                raw[where] = part.read(rows)
-        return self.row.unpack(raw, batch_rows=self._batch_rows)
+        return self.row.unpack(place.read(), batch_rows=self._batch_rows)
 
     def append(self, keys: Keys, batch: Tensor, *, exact: bool = True) -> int:
         """Adds those of `keys` (rows,) that are missing and in the universe; returns how many.
 
         `batch` is a whole forward (batch_rows, ...), of which the first rows belong to `keys` and the rest to nobody;
-        the caller may change it as soon as this returns. A full file is published.
+        the caller may change it as soon as this returns. A full file is published. While another process is making
+        the file nothing is added: `waiting` is true until `refresh` looks again.
 
         Raises:
             CacheFault: the file cannot be made, or an earlier write has failed.
         """
-        new = self.missing(keys) & contains(self.universe, keys)
-        chosen = np.flatnonzero(new)[np.unique(keys[new], return_index=True)[1]]
-        if len(chosen) == 0:
+        chosen = self._wanted(keys)
+        if self.waiting or len(chosen) == 0:
             return 0
         row = RowFormat.of(batch, stored=self._stored)
-        if self.row is not None and not self.row.same_rows(row):
-            raise CacheFault(f"cache file {self.path} holds rows of {self.row}, this run computes {row}: remove it")
-        writer = self._writer or self._start_writer(row)
+        self._refuse_unlike(row, self.row)
+        if self._writer is None:
+            self._start_writer(row)
+            # Another job may have published them since the last look.
+            chosen = self._wanted(keys)
+        writer = self._writer
+        if writer is None or len(chosen) == 0:
+            return 0
         if not exact:
             writer.file.mark_inexact()
         first = writer.appended
@@ -203,6 +193,7 @@ class Store:
 
     def refresh(self) -> None:
         """Takes in files published since; other ranks' only where rows are missing, or all of them if shared."""
+        self.waiting = False
         for path in sorted(files_of(self.directory, self.mark), key=lambda path: path != self.path):
             if self.shared or not self.complete:
                 self._adopt(path)
@@ -238,16 +229,18 @@ class Store:
             with contextlib.suppress(CacheFault):
                 writer.close(keep=False)
 
+    def _wanted(self, keys: Keys) -> npt.NDArray[np.intp]:
+        """Positions in `keys` (rows,) of the rows that are to be added, each once."""
+        new = self.missing(keys) & contains(self.universe, keys)
+        first: npt.NDArray[np.intp] = np.flatnonzero(new)[np.unique(keys[new], return_index=True)[1]]
+        return first
+
     def _adopt(self, path: Path) -> None:
         """Uses the rows of `path` that are missing here, if there are any."""
         if any(part.is_at(path) for part in self._parts):
             return
-        try:
-            file = ActivationFile(path, expected=self.mark, disk=self._disk)
-        except CacheFault:
-            # Its owner may have removed it since the directory was listed.
-            if path.exists():
-                raise
+        file = self._open(path)
+        if file is None:
             return
         if self.shared:
             self._index.extend(file.keys)
@@ -259,20 +252,58 @@ class Store:
             return
         self.row = self.row or file.manifest.row
         file.verify_in(self._verifier)
-        self._index.place(file.keys[wanted], part=len(self._parts), rows=wanted)
+        # In this order: a reader in another thread may look the part up as soon as its rows are placed.
         self._parts = (*self._parts, file)
+        self._index.place(file.keys[wanted], part=len(self._parts) - 1, rows=wanted)
         self._num_missing = int(self.missing(self.universe).sum())
 
-    def _start_writer(self, row: RowFormat) -> BackgroundWriter:
-        """Begins the file for what is missing; it starts with the rows of the partial file that has its name."""
-        own = ActivationFile(self.path, expected=self.mark, disk=self._disk) if self.path.exists() else None
-        kept = own.keys if own else self.universe[:0]
-        mark = self.mark if own is None or self.exact else fingerprint(self.mark.fields)
-        capacity = len(kept) + self._num_missing
-        owner = own.manifest.owner if own else self._owner
+    def _open(self, path: Path) -> ActivationFile | None:
+        """The file at `path`; None when its owner has removed it since the directory was listed."""
+        try:
+            return ActivationFile(path, expected=self.mark, disk=self._disk)
+        except CacheFault:
+            if path.exists():
+                raise
+            return None
+
+    def _start_writer(self, row: RowFormat) -> None:
+        """Begins the file for what is missing, unless another job is doing so or has published all of it meanwhile.
+
+        Only under the lock is it certain which file has the name. A row of it that counted as missing would be stored
+        twice, and the new file be refused for good.
+        """
+        try:
+            lock = FileLock(self.path.with_name(self.path.name + LOCK_SUFFIX), owner=self._owner)
+        except CacheBusy as busy:
+            self.waiting = True
+            logger.warning("%s; its rows are computed until they are there", busy)
+            return
+        try:
+            self.refresh()
+            self._refuse_unlike(row, self.row)
+            if self.complete:
+                lock.release()
+            else:
+                self._begin_generation(row, lock, own=self._open(self.path))
+        except BaseException:
+            lock.release()
+            raise
+
+    def _begin_generation(self, row: RowFormat, lock: FileLock, *, own: ActivationFile | None) -> None:
+        """Begins a file with the rows of `own`, which it will replace, and space for what is missing."""
+        self._refuse_unlike(row, own.manifest.row if own else None)
+        exact = self.exact and (own is None or self.mark.is_exact(own.manifest.fingerprint))
+        manifest = Manifest(
+            fingerprint=self.mark if own is None or exact else fingerprint(self.mark.fields),
+            row=row,
+            capacity=(len(own.keys) if own else 0) + self._num_missing,
+            rows=0,
+            owner=own.manifest.owner if own else self._owner,
+        )
         file = FileWriter(
             self.path,
-            manifest=Manifest(mark, row, capacity, 0, owner),
+            lock=lock,
+            manifest=manifest,
             budget=self._budget,
             disk=self._disk,
             replaces=own.file_bytes if own else 0,
@@ -282,4 +313,7 @@ class Store:
             self._writer.copy(own)
         self.row = self.row or row
         self._parts = (*self._parts, self._writer)
-        return self._writer
+
+    def _refuse_unlike(self, row: RowFormat, known: RowFormat | None) -> None:
+        if known is not None and not known.same_rows(row):
+            raise CacheFault(f"cache file {self.path} holds rows of {known}, this run computes {row}: remove it")

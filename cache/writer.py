@@ -19,7 +19,7 @@ from torch import Tensor
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.disk import Disk, free_bytes
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.files import LOCK_SUFFIX, TEMPORARY_SUFFIX
+from hvfreeze.cache.files import TEMPORARY_SUFFIX
 from hvfreeze.cache.fingerprint import fingerprint
 from hvfreeze.cache.hdf5 import find_regions, make_frame
 from hvfreeze.cache.lock import FileLock
@@ -34,18 +34,20 @@ SPARE_BYTES = 1 << 20
 class FileWriter:
     """A file under a temporary name; `written` rows are in it and readable."""
 
-    def __init__(self, path: Path, *, manifest: Manifest, budget: Budget, disk: Disk, replaces: int = 0) -> None:
-        """Locks and allocates the file.
+    def __init__(
+        self, path: Path, *, lock: FileLock, manifest: Manifest, budget: Budget, disk: Disk, replaces: int = 0
+    ) -> None:
+        """Allocates the file.
 
         Args:
             path: final name.
+            lock: the lock of `path`, held by the caller; this releases it, also when it raises.
             manifest: what the file is to hold; its `rows` is set at publication.
             budget: pays for the file.
             disk: stands in for the real one.
             replaces: bytes of the file that now has the name, given back to the budget at publication.
 
         Raises:
-            CacheBusy: another process is making this file.
             CacheFull: it does not fit; nothing is left behind.
             CacheFault: the directory cannot be written.
         """
@@ -58,7 +60,7 @@ class FileWriter:
         self._frame = make_frame(manifest.datasets(), manifest.attributes())
         self._keys = np.empty(manifest.capacity, np.int64)
         self._hasher = RangeHasher(manifest)
-        self._lock = FileLock(path.with_name(path.name + LOCK_SUFFIX), owner=manifest.owner)
+        self._lock = lock
         self._descriptor = -1
         self._reserved = 0
         try:

@@ -53,13 +53,15 @@ def open_store(directory: Path, keys: Keys, **changes: Any) -> Store:
     return Store(directory, universe=keys, **(options | changes))
 
 
-def fill(store: Store, keys: Keys, rows: Tensor) -> None:
-    """Appends `rows` in whole batches, the last one padded with rows that belong to nobody."""
+def fill(store: Store, keys: Keys, rows: Tensor) -> int:
+    """Appends `rows` in whole batches, the last one padded with rows of nobody; returns how many were new."""
+    added = 0
     for first in range(0, len(keys), BATCH_ROWS):
         batch = rows[first : first + BATCH_ROWS]
         padded = torch.cat([batch, torch.full((BATCH_ROWS - len(batch), *rows.shape[1:]), 9.0, dtype=rows.dtype)])
         strided = torch.empty_strided(padded.shape, rows[:BATCH_ROWS].stride(), dtype=rows.dtype).copy_(padded)
-        store.append(keys[first : first + BATCH_ROWS], strided)
+        added += store.append(keys[first : first + BATCH_ROWS], strided)
+    return added
 
 
 def write_file(directory: Path, *, num_rows: int = 40, shape: tuple[int, ...] = (4,), **changes: Any) -> Path:

@@ -453,6 +453,29 @@ def test_an_old_file_makes_room_when_both_do_not_fit_the_budget(tmp_path: Path) 
     cached.close()
 
 
+@pytest.mark.parametrize("sweep", [False, True])
+def test_rows_that_another_job_is_building_are_computed_and_read_from_the_next_epoch_on(
+    sweep: bool, tmp_path: Path
+) -> None:
+    net = FrozenNet()
+    builder, other = net.cached(tmp_path, owner="builder"), net.cached(tmp_path, owner="other", on_failure="stop")
+    for cached in (builder, other):
+        cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    first, *rest = batches_of(NUM_SAMPLES)
+    builder.get(*first)
+    if sweep:
+        assert other.sweep(everything=True) == 0 and other.counters.forwards == 1
+    check_epoch(other, net, batches_of(NUM_SAMPLES), sweep=sweep)
+    assert other.counters.rows_written == 0
+    run_epoch(builder, rest)
+    builder.publish()
+    forwards = other.counters.forwards
+    check_epoch(other, net, batches_of(NUM_SAMPLES, epoch=1), sweep=sweep)
+    assert other.counters.forwards == forwards and other.counters.rows_read == NUM_SAMPLES
+    other.close()
+    builder.close()
+
+
 def test_a_file_of_an_earlier_run_is_a_hit_and_outlives_the_cut(tmp_path: Path) -> None:
     net = FrozenNet()
     earlier = net.cached(tmp_path, owner="earlier")

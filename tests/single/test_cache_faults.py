@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.disk import LimitedDisk
-from hvfreeze.cache.faults import CacheBusy, CacheFault, CacheFull
+from hvfreeze.cache.faults import CacheFault, CacheFull
 from hvfreeze.cache.files import directory_bytes
 from hvfreeze.cache.reader import ActivationFile
 from tests.single.cache_material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file
@@ -129,22 +131,70 @@ store.close()
 """
 
 
-def test_two_jobs_do_not_build_the_same_file(tmp_path: Path) -> None:
+def test_two_jobs_do_not_build_the_same_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     command = [sys.executable, "-c", LOCKER, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdin is not None and first.stdout is not None
         assert first.stdout.readline() == "building\n"
         keys, rows = make_keys(40), make_rows(40)
         store = open_store(tmp_path, keys)
-        with pytest.raises(CacheBusy, match=rf'{store.path} is being built by .*"pid": {first.pid}.*the first job'):
-            fill(store, keys, rows)
+        assert fill(store, keys, rows) == 0
+        assert store.waiting and store.missing(keys).all()
+        (warning,) = caplog.messages
+        assert re.search(rf'{store.path} is being built by .*"pid": {first.pid}.*the first job', warning)
         other = open_store(tmp_path, keys, shard="1of2")
         fill(other, keys, rows)
         other.close()
         first.stdin.write("\n")
         first.stdin.flush()
         assert first.wait(timeout=60) == 0
-    assert open_store(tmp_path, keys).complete
+    store.refresh()
+    found = store.read(keys[:BATCH_ROWS])
+    assert store.complete and not store.waiting and found is not None and torch.equal(found, rows[:BATCH_ROWS])
+
+
+def test_a_file_whose_builder_is_gone_is_built_after_the_next_look(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    first, second = open_store(tmp_path, keys), open_store(tmp_path, keys)
+    fill(first, keys[:16], rows[:16])
+    assert fill(second, keys, rows) == 0
+    first.discard()
+    assert fill(second, keys, rows) == 0
+    second.refresh()
+    assert fill(second, keys, rows) == 40
+    second.close()
+    assert list(tmp_path.iterdir()) == [second.path]
+
+
+@pytest.mark.parametrize("published", [16, 40])
+def test_rows_that_another_job_has_published_meanwhile_are_not_stored_twice(published: int, tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    late = open_store(tmp_path, keys)
+    early = open_store(tmp_path, keys)
+    fill(early, keys[:published], rows[:published])
+    early.close()
+    assert late.missing(keys).all()
+    assert fill(late, keys, rows) == 40 - published
+    late.close()
+    assert list(tmp_path.iterdir()) == [late.path]
+    file = ActivationFile(late.path)
+    file.verify()
+    assert file.manifest.capacity == 40
+    assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), rows)
+    for first in range(0, 40, BATCH_ROWS):
+        found = late.read(keys[first : first + BATCH_ROWS])
+        assert found is not None and torch.equal(found, rows[first : first + BATCH_ROWS])
+
+
+def test_rows_of_another_shape_published_meanwhile_are_refused_and_the_lock_let_go(tmp_path: Path) -> None:
+    keys = make_keys(40)
+    late, early = open_store(tmp_path, keys), open_store(tmp_path, keys)
+    fill(early, keys[:16], make_rows(16, shape=(7,)))
+    early.close()
+    with pytest.raises(CacheFault, match=r"holds rows of .*7.*, this run computes"):
+        fill(late, keys, make_rows(40))
+    late.discard()
+    assert list(tmp_path.iterdir()) == [early.path]
 
 
 def test_the_lock_of_a_killed_process_and_its_temporary_file_are_taken_over(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -140,20 +142,34 @@ def open_data(
 
 
 def _open_digits(image_size: int | None, classes: tuple[int, ...]) -> DataSplits:
-    from sklearn.datasets import load_digits
-
     if len(set(classes)) != len(classes) or not set(classes) <= set(range(10)) or len(classes) < 2:
         raise UsageError(f"classes {classes} of digits must be at least two different numbers in 0..9")
-    digits = load_digits()
-    grey = np.round(digits.images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)
+    images, targets = _digits_table()
+    grey = np.round(images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)
     pixels = np.repeat(grey[:, None], 3, axis=1)
     everything = np.arange(len(pixels))
     sets = []
-    for split in split_validation(digits.target, everything, fraction=0.2, seed=_DIGITS_SEED):
-        ids = split[np.isin(digits.target[split], classes)]
-        labels = [classes.index(digit) for digit in digits.target[ids]]
+    for split in split_validation(targets, everything, fraction=0.2, seed=_DIGITS_SEED):
+        ids = split[np.isin(targets[split], classes)]
+        labels = [classes.index(digit) for digit in targets[ids]]
         sets.append(_from_array("digits", pixels[ids], labels, tuple(str(digit) for digit in classes), image_size))
     return DataSplits(train=sets[0], validation=None, test=sets[1])
+
+
+def _digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Images (1797, 8, 8) with values 0..16, and digits (1797,), of scikit-learn's `load_digits`.
+
+    They are read from its file where that is found: to import scikit-learn takes longer than an epoch of them.
+    """
+    package = find_spec("sklearn")
+    file = Path(package.origin or "").parent / "datasets/data/digits.csv.gz" if package else Path()
+    if file.is_file():
+        table = np.loadtxt(file, delimiter=",")
+        return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(np.int64)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return digits.images, digits.target
 
 
 def _from_array(

@@ -52,6 +52,14 @@ def test_digits_are_a_fixed_stratified_split_of_32_pixel_rgb_without_flips() -> 
     assert open_data("digits").train.identity() == splits.train.identity() != splits.test.identity()
 
 
+def test_digits_are_the_same_with_and_without_the_file_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_file = open_data("digits")
+    monkeypatch.setattr("hvfreeze.data.find_spec", lambda name: None)
+    loaded = open_data("digits")
+    assert from_file.train.identity() == loaded.train.identity()
+    assert from_file.test.identity() == loaded.test.identity()
+
+
 def test_half_of_the_digits_classes_is_that_half_of_the_same_split() -> None:
     whole, low, high = open_data("digits"), open_data("digits", classes=range(5)), open_data("digits", classes=(7, 5))
     assert low.train.classes == ("0", "1", "2", "3", "4")

@@ -5,11 +5,13 @@
 #                           `--index-url` and the index URL that pytorch.org shows for CPU wheels
 #   ONLY=name               the one benchmark that `make bench` runs
 #   ARGS=...                more arguments for `make demo`, or for pytest in `make test` and `make torture`
+#   JOBS=n                  tests that run side by side (2); some start four ranks
 
 PYTHON ?=
 TORCH_INDEX_ARGS ?=
 ONLY ?=
 ARGS ?=
+JOBS ?= 2
 
 RUN := .venv/bin/python -m
 
@@ -27,7 +29,7 @@ demo: setup ## fine-tune with 2 ranks, in full and frozen by vote, and compare
 	$(RUN) analysis.demo $(ARGS)
 
 test: check ## every check and every test but the torture
-	OMP_NUM_THREADS=1 $(RUN) pytest tests/single tests/parallel $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup tests/single tests/parallel $(ARGS)
 
 check: setup ## formatting, lint and types
 	$(RUN) ruff format --check .

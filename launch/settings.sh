@@ -7,8 +7,9 @@ hvfreeze_settings() {
 
     # Threads beyond a rank's share of the cores only get in each other's way.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-    # Ranks that share a core spin while they wait and take it from the rank they wait for: 100 times slower without this.
-    if ((ranks > cores)); then export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}; fi
+    # A rank has a thread that computes and one that waits for others, which spins: where there are more of these than
+    # cores, the waiting ones take the cores from those they wait for. Up to 100 times slower without this.
+    if ((2 * ranks > cores)); then export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}; fi
     # Open MPI's own binding gives a rank one core, and on every node the same one when nodes share a machine.
     export OMPI_MCA_hwloc_base_binding_policy=${OMPI_MCA_hwloc_base_binding_policy:-none}
     # Fill the slots of a host before the next, so that neighbours in rank share a node.

@@ -56,7 +56,9 @@ def test_only_what_ranks_need_is_named_to_other_nodes() -> None:
     assert not {"FAKE_API_KEY", "SLURM_JOB_ID", "SSH_AUTH_SOCK", "HOME"} & set(names)
 
 
-@pytest.mark.parametrize(("ranks", "cores", "threads", "yields"), [(1, 8, "8", ""), (4, 8, "2", ""), (4, 2, "1", "1")])
+@pytest.mark.parametrize(
+    ("ranks", "cores", "threads", "yields"), [(1, 8, "8", ""), (4, 8, "2", ""), (4, 7, "1", "1"), (1, 1, "1", "1")]
+)
 def test_threads_and_yielding_follow_from_ranks_and_cores(ranks: int, cores: int, threads: str, yields: str) -> None:
     script = f"hvfreeze_settings {ranks}; echo $OMP_NUM_THREADS $OMPI_MCA_mpi_yield_when_idle"
     assert bash(script, HVFREEZE_CORES=str(cores)).stdout.split() == [threads, *yields.split()]

@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world, root = open_world(), Path(sys.argv[1])
     found: dict[str, Any] = {}
-    for build in (resnet, mobilenet, vit):
+    for build in (resnet, mobilenet, vit) if world.size == 3 else (resnet,):
         job.build_model = lambda *args, build=build, **kwargs: BuiltModel(build(), [])  # type: ignore[assignment]
 
         def settings(name: str, build: Any = build, **changes: Any) -> Any:

@@ -76,11 +76,11 @@ def interrupted(config: Config, world: World, *, after: int) -> None:
 
 
 def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[list[int]]:
-    """Compare a run that is stopped after every possible step with the one that never was."""
+    """Compare a run that is stopped with the one that never was: with two ranks after every possible step."""
     straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
     again = run(configuration(root / f"{name}-again", world.size, **settings), world)
     assert again["parameter_digest"] == straight["parameter_digest"], "two equal runs differ"
-    stops = range(STEPS * EPOCHS) if world.size == 2 else (1, 3, 4, 6, 9)
+    stops = range(STEPS * EPOCHS) if world.size == 2 else (1, STEPS, 9)
     for stop in stops:
         directory = root / f"{name}-{stop}"
         interrupted(configuration(directory, world.size, **settings), world, after=stop)

@@ -47,7 +47,7 @@ def interfaces() -> str:
 @pytest.mark.fault
 def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_one(nodes: Nodes, folder: Path) -> None:
     job = ["horovodrun", "-np", "4", "-H", nodes.hosts]
-    options = ["--train-samples", "128", "--epochs", "3"]
+    options = ["--model", "shufflenet_v2_x0_5", "--train-samples", "128", "--epochs", "12"]
     whole = nodes.run(*job, *training(folder / "whole", *options), OMP_NUM_THREADS="1")
     assert whole.returncode == 0, whole.stderr
     hosts = json.loads((folder / "whole/environment.json").read_text())["hosts"]

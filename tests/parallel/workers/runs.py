@@ -38,7 +38,9 @@ SCHEDULED = {"freeze": "linear", "interval": 3, "freeze_warmup": 2}
 def configuration(directory: Path, size: int, **changes: Any) -> Config:
     base = {
         "model": MODEL,
-        "train_samples": STEPS * BATCH * size,
+        # A fifth is held out and evaluated on, which is much less than the test split.
+        "train_samples": STEPS * BATCH * size * 5 // 4,
+        "validation_fraction": 0.2,
         "batch_size": BATCH,
         "epochs": EPOCHS,
         "lr": 0.05,
@@ -76,11 +78,11 @@ def interrupted(config: Config, world: World, *, after: int) -> None:
 
 
 def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[list[int]]:
-    """Compare a run that is stopped with the one that never was: with two ranks after every possible step."""
+    """Compare a run that is stopped with the one that never was; the voted one of two ranks after every step."""
     straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
     again = run(configuration(root / f"{name}-again", world.size, **settings), world)
     assert again["parameter_digest"] == straight["parameter_digest"], "two equal runs differ"
-    stops = range(STEPS * EPOCHS) if world.size == 2 else (1, STEPS, 9)
+    stops = range(STEPS * EPOCHS) if world.size == 2 and name == "voted" else (1, STEPS, 9)
     for stop in stops:
         directory = root / f"{name}-{stop}"
         interrupted(configuration(directory, world.size, **settings), world, after=stop)

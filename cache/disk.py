@@ -126,7 +126,8 @@ def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk) -> tuple[int, f
     """Bytes written, and seconds and processor seconds per byte."""
     written = unsynced = 0
     start, start_cpu = time.perf_counter(), time.thread_time()
-    while written + batch.nbytes <= PROBE_BYTES and time.perf_counter() - start < PROBE_SECONDS:
+    # At least one batch, however long a crowded core made this process wait.
+    while written == 0 or (written + batch.nbytes <= PROBE_BYTES and time.perf_counter() - start < PROBE_SECONDS):
         disk.write(batch.nbytes)
         hashlib.sha256(batch.data).digest()
         os.pwrite(descriptor, batch.data, written)

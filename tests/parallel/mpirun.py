@@ -64,8 +64,11 @@ class Result:
         return f"<exit {self.returncode}, {len(self.ranks)} reports>"
 
     def __str__(self) -> str:
-        """The exit code and the end of both outputs, for a failing assertion."""
-        return f"exit {self.returncode}\n--- stdout\n{self.stdout[-6000:]}\n--- stderr\n{self.stderr[-6000:]}"
+        """The exit code, the end of the output, and the errors, whose first ones say what went wrong first."""
+        errors = self.stderr
+        if len(errors) > 12_000:
+            errors = f"{errors[:6000]}\n[...]\n{errors[-6000:]}"
+        return f"exit {self.returncode}\n--- stdout\n{self.stdout[-6000:]}\n--- stderr\n{errors}"
 
 
 def mpirun(

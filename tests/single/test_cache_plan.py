@@ -127,6 +127,14 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert rates.free_bytes > 0 and list(tmp_path.iterdir()) == []
 
 
+def test_a_process_that_lost_its_core_for_the_whole_time_still_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvfreeze.cache.disk.PROBE_SECONDS", 0.0)
+    rates = measure_directory(tmp_path, row_bytes=4096, batch_rows=16)
+    assert min(rates.write, rates.read_cold, rates.read_warm) > 0
+
+
 def test_a_slower_disk_is_measured_as_slower(tmp_path: Path) -> None:
     disk = LimitedDisk(read_rate=1e7, write_rate=2e7)
     rates = measure_directory(tmp_path, row_bytes=1 << 12, batch_rows=16, disk=disk)

@@ -29,7 +29,7 @@ demo: setup ## fine-tune with 2 ranks, in full and frozen by vote, and compare
 	$(RUN) analysis.demo $(ARGS)
 
 test: check ## every check and every test but the torture
-	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup tests/single tests/parallel $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadfile tests/single tests/parallel $(ARGS)
 
 check: setup ## formatting, lint and types
 	$(RUN) ruff format --check .

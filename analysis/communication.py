@@ -202,6 +202,7 @@ EXPERIMENT = Experiment(
     limits=(
         "The nodes are network namespaces of one machine: links are limited, processors are shared.",
         "Four ranks share two cores (marked *): their compute takes twice as long and hides more of the exchange.",
+        "Ranks that waited did not give up their cores, as launch/ now makes them do: compute is longer for it.",
         "No latency is added to the links; every run is one run, its spread is over epochs.",
     ),
 )

@@ -278,6 +278,7 @@ EXPERIMENT = Experiment(
     limits=(
         "Beyond four nodes nothing was measured: these numbers are an extrapolation.",
         "Three and four ranks share two cores; the model accounts for that by more work, not by contention.",
+        "Ranks that waited did not give up their cores, as launch/ now makes them do: compute is longer for it.",
         f"One switch without oversubscription, a ring; {1e6 * LATENCY:.0f} microseconds a message are an assumption.",
         "Copying was measured between nodes that share a kernel and its two cores; network adapters spare some of it.",
     ),

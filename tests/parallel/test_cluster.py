@@ -19,7 +19,7 @@ CLUSTER = str(ROOT / "launch/cluster")
 HOROVODRUN = str(ROOT / "launch/horovodrun.sh")
 WORKERS = Path(__file__).with_name("workers")
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.xdist_group("nodes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from analysis.sweep import plan
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import launch, scratch, wait_until
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("nodes")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 ON_NODES = {"communication", "scaling"}
 
 

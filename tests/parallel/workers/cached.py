@@ -13,7 +13,7 @@ from hvfreeze import job
 from hvfreeze.models import BuiltModel
 from hvfreeze.run import run
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.world import open_world
+from hvfreeze.world import end_job_on_exception, open_world
 from tests.parallel.mpirun import report
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 
@@ -37,6 +37,7 @@ def vit() -> nn.Module:
 def main() -> None:
     torch.set_num_threads(1)
     world, root = open_world(), Path(sys.argv[1])
+    end_job_on_exception(world)
     found: dict[str, Any] = {}
     for build in (resnet, mobilenet, vit) if world.size == 3 else (resnet,):
         job.build_model = lambda *args, build=build, **kwargs: BuiltModel(build(), [])  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from hvfreeze.errors import DivergedError
 from hvfreeze.freezing import Freezer
 from hvfreeze.reducer import Reducer
 from hvfreeze.tracks import Cadence
-from hvfreeze.world import World, open_world
+from hvfreeze.world import World, end_job_on_exception, open_world
 from tests.parallel.mpirun import report
 
 
@@ -230,6 +230,7 @@ def check_every_ranks_bytes_arrive_whole_at_rank_0(world: World) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     world = open_world()
+    end_job_on_exception(world)
     checks = [
         check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_replicas"
     ]

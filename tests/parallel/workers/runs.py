@@ -82,7 +82,9 @@ def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[l
     straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
     again = run(configuration(root / f"{name}-again", world.size, **settings), world)
     assert again["parameter_digest"] == straight["parameter_digest"], "two equal runs differ"
-    stops = range(STEPS * EPOCHS) if world.size == 2 and name == "voted" else (1, STEPS, 9) if world.size < 4 else (9,)
+    stops = [1, STEPS, 9] if world.size < 4 else [9]
+    if world.size == 2 and name == "voted":
+        stops = list(range(STEPS * EPOCHS))
     for stop in stops:
         directory = root / f"{name}-{stop}"
         interrupted(configuration(directory, world.size, **settings), world, after=stop)

@@ -23,10 +23,10 @@ def perform(command: str, options: argparse.Namespace) -> int:
 def diagnose(options: argparse.Namespace) -> int:
     """Check this machine, or the hosts that were named."""
     if options.hosts is None and options.hostfile is None:
-        from hvfreeze.doctor import run_doctor
+        from hvfreeze.doctor.this_machine import run_doctor
 
         return run_doctor()
-    from hvfreeze.hosts import parse_hosts, read_hostfile, run_hosts_doctor
+    from hvfreeze.doctor.hosts import parse_hosts, read_hostfile, run_hosts_doctor
 
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts; give one of them")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hvfreeze import hostchecks, hostprobe, hosts
+from hvfreeze.doctor import host_checks, hosts, remote
+from hvfreeze.doctor.host_checks import Answer, Host
 from hvfreeze.errors import UsageError
-from hvfreeze.hostchecks import Answer, Host
 
 ALIKE: dict[str, Any] = {
     "python": "3.11.7",
-    "versions": dict.fromkeys(hostprobe.PACKAGES, "1.0"),
+    "versions": dict.fromkeys(remote.PACKAGES, "1.0"),
     "code": "abc",
     "mpi": "Open MPI 4.1.4",
     "cache": "",
@@ -59,21 +59,21 @@ def test_hosts_that_are_alike_pass_every_check() -> None:
     answers = {name: Answer(said, "", "", 999.5, 1000.5) for name, said in facts().items()}
     three = [Host(name, 1) for name in answers]
     checks = [
-        hostchecks.check_ssh(answers),
-        hostchecks.check_versions(facts()),
-        hostchecks.check_same("code", {name: said["code"] for name, said in facts().items()}, remedy="x"),
-        hostchecks.check_cache_directory(facts(), directory="/c"),
-        hostchecks.check_data_directory(facts(), directory="/d"),
-        hostchecks.check_ports(facts(), three, ports=[1000, 1009]),
-        hostchecks.check_clock(answers),
-        hostchecks.check_slots(facts(), three),
-        hostchecks.check_bandwidth({("a", "b"): 900.0, ("b", "a"): 950.0}),
+        host_checks.check_ssh(answers),
+        host_checks.check_versions(facts()),
+        host_checks.check_same("code", {name: said["code"] for name, said in facts().items()}, remedy="x"),
+        host_checks.check_cache_directory(facts(), directory="/c"),
+        host_checks.check_data_directory(facts(), directory="/d"),
+        host_checks.check_ports(facts(), three, ports=[1000, 1009]),
+        host_checks.check_clock(answers),
+        host_checks.check_slots(facts(), three),
+        host_checks.check_bandwidth({("a", "b"): 900.0, ("b", "a"): 950.0}),
     ]
     assert [check.verdict for check in checks] == ["OK"] * len(checks)
 
 
 def test_another_version_and_a_missing_package_are_named_with_their_host() -> None:
-    check = hostchecks.check_versions(facts(versions={**ALIKE["versions"], "torch": "2.0", "horovod": "missing"}))
+    check = host_checks.check_versions(facts(versions={**ALIKE["versions"], "torch": "2.0", "horovod": "missing"}))
     assert not check.ok
     assert "torch 1.0, but b 2.0" in check.value
     assert "no horovod on b" in check.value
@@ -81,18 +81,18 @@ def test_another_version_and_a_missing_package_are_named_with_their_host() -> No
 
 @pytest.mark.parametrize(("code", "words"), [("other", "different on b"), ("missing", "missing on b")])
 def test_other_code_on_a_host_is_a_problem(code: str, words: str) -> None:
-    check = hostchecks.check_same("code", {"a": "abc", "b": code, "c": "abc"}, remedy="install it")
+    check = host_checks.check_same("code", {"a": "abc", "b": code, "c": "abc"}, remedy="install it")
     assert (check.ok, check.value) == (False, words)
 
 
 def test_a_cache_directory_that_cannot_be_written_is_a_problem() -> None:
-    check = hostchecks.check_cache_directory(facts(cache="No space left on device"), directory="/c")
+    check = host_checks.check_cache_directory(facts(cache="No space left on device"), directory="/c")
     assert (check.ok, check.value) == (False, "/c: b: No space left on device")
 
 
 @pytest.mark.parametrize(("data", "words"), [("error: No such file", "b: No such file"), ("other", "different on b")])
 def test_other_data_on_a_host_is_a_problem(data: str, words: str) -> None:
-    check = hostchecks.check_data_directory(facts(data=data), directory="/d")
+    check = host_checks.check_data_directory(facts(data=data), directory="/d")
     assert not check.ok
     assert words in check.value
 
@@ -100,8 +100,8 @@ def test_other_data_on_a_host_is_a_problem(data: str, words: str) -> None:
 def test_used_ports_are_a_problem_only_when_too_few_are_left() -> None:
     three = [Host(name, 1) for name in "abc"]
     said = facts(used_ports=[1000, 1001])
-    assert hostchecks.check_ports(said, three, ports=[1000, 1004]).verdict == "note"
-    check = hostchecks.check_ports(said, three, ports=[1000, 1003])
+    assert host_checks.check_ports(said, three, ports=[1000, 1004]).verdict == "note"
+    check = host_checks.check_ports(said, three, ports=[1000, 1003])
     assert not check.ok
     assert "b: 1000, 1001 in use" in check.value and "too few are free on b" in check.value
 
@@ -109,24 +109,24 @@ def test_used_ports_are_a_problem_only_when_too_few_are_left() -> None:
 @pytest.mark.parametrize(("time", "words"), [(900.0, "b is 100 s behind"), (1101.0, "b is 100 s ahead")])
 def test_a_wrong_clock_is_noted_with_its_direction(time: float, words: str) -> None:
     answers = {name: Answer(said, "", "", 1000.0, 1001.0) for name, said in facts(time=time).items()}
-    check = hostchecks.check_clock(answers)
+    check = host_checks.check_clock(answers)
     assert (check.verdict, check.value) == ("note", words)
 
 
 def test_a_clock_within_the_time_that_the_answer_took_is_not_called_wrong() -> None:
     answers = {"a": Answer({**ALIKE, "time": 1030.0}, "", "", 1000.0, 1060.0)}
-    assert hostchecks.check_clock(answers).verdict == "OK"
+    assert host_checks.check_clock(answers).verdict == "OK"
 
 
 def test_more_ranks_than_cores_are_noted() -> None:
-    check = hostchecks.check_slots(facts(), [Host("a", 2), Host("b", 3), Host("c", 1)])
+    check = host_checks.check_slots(facts(), [Host("a", 2), Host("b", 3), Host("c", 1)])
     assert (check.verdict, check.value) == ("note", "b: 3 ranks, 2 cores")
 
 
 def test_a_slow_link_is_noted_and_a_broken_one_is_a_problem() -> None:
-    slow = hostchecks.check_bandwidth({("a", "b"): 900.0, ("b", "a"): 100.0})
+    slow = host_checks.check_bandwidth({("a", "b"): 900.0, ("b", "a"): 100.0})
     assert slow.verdict == "note" and "b -> a" in slow.remedy
-    broken = hostchecks.check_bandwidth({("a", "b"): "timed out", ("b", "a"): 100.0})
+    broken = host_checks.check_bandwidth({("a", "b"): "timed out", ("b", "a"): 100.0})
     assert (broken.ok, broken.value) == (False, "a -> b: timed out")
 
 
@@ -136,7 +136,7 @@ def test_hosts_that_do_not_answer_are_told_apart() -> None:
         "b": Answer({}, "ssh refuses the key", "copy it", 0.0, 1.0),
         "c": Answer({}, "no answer", "start it", 0.0, 1.0),
     }
-    check = hostchecks.check_ssh(answers)
+    check = host_checks.check_ssh(answers)
     assert (check.ok, check.value) == (False, "b: ssh refuses the key; c: no answer")
     assert check.remedy == "copy it; start it"
 
@@ -156,7 +156,7 @@ def test_this_machine_passes_as_the_only_host(tmp_path: Path, capsys: pytest.Cap
 def test_a_directory_that_cannot_be_made_is_found_by_the_probe() -> None:
     order = {"do": "facts", "cache_dir": "/proc/cache", "data_dir": "/no/such", "ports": []}
     probe = [sys.executable, "-", json.dumps(order)]
-    said = json.loads(subprocess.check_output(probe, input=Path(hostprobe.__file__).read_text(), text=True))
+    said = json.loads(subprocess.check_output(probe, input=Path(remote.__file__).read_text(), text=True))
     assert said["cache"] == "No such file or directory"
     assert said["data"] == "error: No such file or directory"
     assert said["versions"]["torch"] not in ("missing", "unknown")
@@ -166,7 +166,7 @@ def test_a_directory_that_cannot_be_made_is_found_by_the_probe() -> None:
 def test_the_probe_needs_nothing_that_a_bare_python_lacks() -> None:
     order = json.dumps({"do": "facts", "cache_dir": "", "data_dir": "", "ports": []})
     probe = [sys.executable, "-I", "-S", "-", order]
-    said = json.loads(subprocess.check_output(probe, input=Path(hostprobe.__file__).read_text(), text=True, cwd="/"))
+    said = json.loads(subprocess.check_output(probe, input=Path(remote.__file__).read_text(), text=True, cwd="/"))
     assert (said["versions"]["torch"], said["code"]) == ("missing", "missing")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvfreeze.probes import Probe, mpi_name, probe, run_and_read
+from hvfreeze.doctor.libraries import Probe, mpi_name, probe, run_and_read
 
 USABLE, UNUSABLE = 0, 3
 REBUILD = "remove .venv/ and run `make setup`, which builds Horovod for the torch and MPI that it finds"

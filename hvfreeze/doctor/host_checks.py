@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvfreeze.doctor import CheckResult
-from hvfreeze.hostprobe import PACKAGES
+from hvfreeze.doctor.remote import PACKAGES
+from hvfreeze.doctor.this_machine import CheckResult
 
 CLOCK_SECONDS = 2.0
 

@@ -1,6 +1,6 @@
 """Facts about this machine's libraries, each gathered in a process of its own because importing one may crash.
 
-`python -m hvfreeze.probes NAME` prints the facts of one library as a JSON object; `probe(NAME)` runs that and reads it.
+`python -m hvfreeze.doctor.libraries NAME` prints the facts of one library as a JSON object; `probe(NAME)` runs that and reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Probe:
 
 def probe(name: str, *, timeout_seconds: float = 120.0) -> Probe:
     """The facts of library `name`, from a fresh process; a crash, an exception or silence becomes `error`."""
-    output, error = run_and_read([sys.executable, "-m", "hvfreeze.probes", name], timeout_seconds=timeout_seconds)
+    output, error = run_and_read(
+        [sys.executable, "-m", "hvfreeze.doctor.libraries", name], timeout_seconds=timeout_seconds
+    )
     if error:
         return Probe(error=error)
     return Probe(facts=json.loads(output.splitlines()[-1]))

@@ -19,9 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.doctor import CheckResult, exit_code, table
-from hvfreeze.errors import UsageError
-from hvfreeze.hostchecks import (
+from hvfreeze.doctor.host_checks import (
     Answer,
     Host,
     check_bandwidth,
@@ -34,6 +32,8 @@ from hvfreeze.hostchecks import (
     check_ssh,
     check_versions,
 )
+from hvfreeze.doctor.this_machine import CheckResult, exit_code, table
+from hvfreeze.errors import UsageError
 
 ANSWER_SECONDS = 60.0
 BANDWIDTH_SECONDS = 0.5

@@ -16,9 +16,9 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results
 from analysis.statistics import Interval, mean_interval, shown, signed_points, time_saved
 from analysis.sweep import main
-from hvfreeze.drawing import BASELINE, COLOURS
-from hvfreeze.figures import plot_cuts
-from hvfreeze.tables import Table, factor, percent, seconds
+from hvfreeze.report.figures import plot_cuts
+from hvfreeze.report.style import BASELINE, COLOURS
+from hvfreeze.report.tables import Table, factor, percent, seconds
 
 FULL = "full"
 STUDY = "study"

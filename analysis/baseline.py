@@ -18,7 +18,7 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results, best_lr, budgets_of
 from analysis.statistics import shown
 from analysis.sweep import main
-from hvfreeze.tables import Table, factor, percent, seconds
+from hvfreeze.report.tables import Table, factor, percent, seconds
 
 LEARNING_RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
 HELD_OUT = 0.2

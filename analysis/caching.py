@@ -21,10 +21,10 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results
 from analysis.statistics import Interval, mean_interval, shown, signed_points, time_saved
 from analysis.sweep import main
-from hvfreeze.comparison import group_by_seed
-from hvfreeze.drawing import BASELINE, COLOURS
-from hvfreeze.figures import plot_phases
-from hvfreeze.tables import Table, factor, megabytes, percent, phase_table, seconds
+from hvfreeze.report.comparison import group_by_seed
+from hvfreeze.report.figures import plot_phases
+from hvfreeze.report.style import BASELINE, COLOURS
+from hvfreeze.report.tables import Table, factor, megabytes, percent, phase_table, seconds
 
 CUT = 4
 CUTS = (3, 4, 5)

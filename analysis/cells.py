@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from analysis.rows import Results
 from analysis.statistics import shown, signed_points, time_saved
-from hvfreeze.tables import Table, factor, percent, seconds
+from hvfreeze.report.tables import Table, factor, percent, seconds
 
 COMPARED = ("Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
 SAME_TIME, FINAL_CUT = "Same time, full", "Final cut"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from analysis.rows import Results
 from analysis.statistics import Interval
-from hvfreeze.drawing import BASELINE, COLOURS, STYLE, WIDE
+from hvfreeze.report.style import BASELINE, COLOURS, STYLE, WIDE
 
 PAPER_COLOUR = "#999999"
 IN_TIME = "Accuracy against training time, other numbers of epochs at the pace of these runs"

@@ -16,9 +16,9 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results
 from analysis.statistics import NOTHING, Interval, mean_interval, shown
 from analysis.sweep import main
-from hvfreeze.figures import plot_phases
+from hvfreeze.report.figures import plot_phases
+from hvfreeze.report.tables import Table, factor, megabytes, number
 from hvfreeze.runs import Run
-from hvfreeze.tables import Table, factor, megabytes, number
 
 NODES = (1, 2, 4)
 BANDWIDTHS = ("", "1gbit", "200mbit")

@@ -16,7 +16,7 @@ from analysis.plans import Answer, Experiment
 from analysis.rows import Results, open_results, publish
 from analysis.sweep import RESULTS
 from analysis.writeup import draw, is_complete, readme
-from hvfreeze.page import Picture, Section, write_page
+from hvfreeze.report.page import Picture, Section, write_page
 
 OUT = Path("build") / "experiments" / "report"
 

@@ -7,8 +7,8 @@ from analysis.charts import Line
 from analysis.plans import PlannedRun, Preset, Value
 from analysis.rows import Results
 from analysis.statistics import Interval, Values, paired_ratio, shown
-from hvfreeze.drawing import COLOURS
-from hvfreeze.tables import Table, factor
+from hvfreeze.report.style import COLOURS
+from hvfreeze.report.tables import Table, factor
 
 BATCHES = {224: 16}
 """Image size -> samples per rank: enough that the step's work, not the exchange, takes the time."""

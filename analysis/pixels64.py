@@ -18,8 +18,8 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results, best_lr
 from analysis.statistics import shown, signed_points
 from analysis.sweep import main
-from hvfreeze.figures import plot_phases
-from hvfreeze.tables import Table, factor, percent, seconds
+from hvfreeze.report.figures import plot_phases
+from hvfreeze.report.tables import Table, factor, percent, seconds
 
 LARGER = 2
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from hvfreeze.config import Config
 from hvfreeze.configfile import from_dict
-from hvfreeze.tables import Table
+from hvfreeze.report.tables import Table
 
 if TYPE_CHECKING:
     from analysis.rows import Results

@@ -31,9 +31,9 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results
 from analysis.statistics import Interval, mean_interval, shown
 from analysis.sweep import main
-from hvfreeze.drawing import COLOURS, DASHES
 from hvfreeze.reducer import BUCKET_BYTES
-from hvfreeze.tables import Table, factor, percent
+from hvfreeze.report.style import COLOURS, DASHES
+from hvfreeze.report.tables import Table, factor, percent
 
 FIT, LEFT_OUT = (2, 3), 4
 BANDWIDTHS = ("1gbit", "200mbit")

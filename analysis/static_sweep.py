@@ -18,10 +18,10 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset
 from analysis.rows import Results
 from analysis.statistics import Interval, shown, signed_points, time_saved
 from analysis.sweep import main
-from hvfreeze.comparison import group_by_seed
-from hvfreeze.drawing import COLOURS
-from hvfreeze.figures import plot_phases
-from hvfreeze.tables import Table, factor, percent, phase_table
+from hvfreeze.report.comparison import group_by_seed
+from hvfreeze.report.figures import plot_phases
+from hvfreeze.report.style import COLOURS
+from hvfreeze.report.tables import Table, factor, percent, phase_table
 
 GROUPS = range(7)
 INNER = (2, 4, 6, 8)

@@ -15,7 +15,7 @@ from analysis.rows import collect, open_results, publish, read_rows
 from analysis.sweep import RESULTS
 from analysis.writeup import is_complete
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.exports import to_csv
+from hvfreeze.report.csv_files import to_csv
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"

@@ -21,9 +21,9 @@ from analysis.rows import Results
 from analysis.statistics import Interval, Values, mean_interval, of_seeds, paired_ratio, shown, signed_points, within
 from analysis.sweep import main
 from hvfreeze.criteria import CRITERIA, Evidence
-from hvfreeze.figures import plot_cuts
+from hvfreeze.report.figures import plot_cuts
+from hvfreeze.report.tables import Table, factor, percent, seconds
 from hvfreeze.runs import Run
-from hvfreeze.tables import Table, factor, percent, seconds
 
 DEFAULT = "default"
 SKEW = "dirichlet:0.1"

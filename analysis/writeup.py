@@ -10,8 +10,8 @@ from typing import Any
 
 from analysis.plans import Answer, Experiment, Preset
 from analysis.rows import ROWS, Results, publish
-from hvfreeze.drawing import save_figure
-from hvfreeze.tables import Table, plural
+from hvfreeze.report.style import save_figure
+from hvfreeze.report.tables import Table, plural
 
 VERSIONS = ("torch", "horovod", "mpi4py", "hvfreeze")
 

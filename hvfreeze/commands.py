@@ -12,7 +12,7 @@ def perform(command: str, options: argparse.Namespace) -> int:
     if command == "doctor":
         return diagnose(options)
     if command == "report":
-        from hvfreeze.report import write_report
+        from hvfreeze.report.report import write_report
 
         return write_report(options.run_dirs, out=options.out)
     from hvfreeze.cache import commands

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from hvfreeze.__main__ import main
-from hvfreeze.comparison import Group, compare, group_by_seed, spread
-from hvfreeze.drawing import COLOURS, NARROW, WIDE, save_figure, spread_out
 from hvfreeze.errors import RefusedError
-from hvfreeze.figures import accuracy_curve, colours, plot_accuracy_against_time, plot_cuts, plot_phases
-from hvfreeze.page import Section, write_page
-from hvfreeze.report import write_report
+from hvfreeze.report.comparison import Group, compare, group_by_seed, spread
+from hvfreeze.report.figures import accuracy_curve, colours, plot_accuracy_against_time, plot_cuts, plot_phases
+from hvfreeze.report.page import Section, write_page
+from hvfreeze.report.report import write_report
+from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
+from hvfreeze.report.tables import Table, command, percent, seconds, shown, summary_table, vote_table
 from hvfreeze.runs import load_run, load_runs
-from hvfreeze.tables import Table, command, percent, seconds, shown, summary_table, vote_table
 from tests.single.run_directories import PHASES, vote, write_run
 
 VOTES = [

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvfreeze.comparison import Group, compare
+from hvfreeze.report.comparison import Group, compare
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hvfreeze.comparison import Group, compare, group_by_seed
-from hvfreeze.drawing import (
+from hvfreeze.report.comparison import Group, compare, group_by_seed
+from hvfreeze.report.style import (
     BASELINE,
     COLOURS,
     DASHES,
@@ -21,8 +21,8 @@ from hvfreeze.drawing import (
     directly_labelled,
     label_lines,
 )
+from hvfreeze.report.tables import factor, group_label, seconds
 from hvfreeze.runs import TRAINING_PHASES, Run
-from hvfreeze.tables import factor, group_label, seconds
 
 PHASE_COLOURS = {
     "data": "#BBBBBB",

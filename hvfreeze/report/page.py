@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 
 from hvfreeze.errors import RefusedError
-from hvfreeze.tables import Table
+from hvfreeze.report.tables import Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -15,14 +15,13 @@ from typing import Protocol
 
 from matplotlib.figure import Figure
 
-from hvfreeze.comparison import Comparison, Group, compare, group_by_seed
-from hvfreeze.drawing import NARROW, WIDE, save_figure
 from hvfreeze.errors import RefusedError
-from hvfreeze.exports import epoch_rows, run_rows, to_csv, vote_rows
-from hvfreeze.figures import MOST_PANELS, plot_accuracy_against_time, plot_cuts, plot_phases
-from hvfreeze.page import Picture, Section, write_page, write_text
-from hvfreeze.runs import Run, load_runs
-from hvfreeze.tables import (
+from hvfreeze.report.comparison import Comparison, Group, compare, group_by_seed
+from hvfreeze.report.csv_files import epoch_rows, run_rows, to_csv, vote_rows
+from hvfreeze.report.figures import MOST_PANELS, plot_accuracy_against_time, plot_cuts, plot_phases
+from hvfreeze.report.page import Picture, Section, write_page, write_text
+from hvfreeze.report.style import NARROW, WIDE, save_figure
+from hvfreeze.report.tables import (
     command_table,
     environment_table,
     factor,
@@ -33,6 +32,7 @@ from hvfreeze.tables import (
     summary_table,
     vote_table,
 )
+from hvfreeze.runs import Run, load_runs
 
 VOTES_UNFOLDED = 100
 """With more votes than this over all runs, the page folds each run's table away."""

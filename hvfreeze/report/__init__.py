@@ -1,0 +1,1 @@
+"""`hvfreeze report`: one HTML page, figures and CSV files from run directories. Imports `runs`, `config` and `errors` only."""

@@ -28,10 +28,10 @@ from hvfreeze.cli import configuration, parse
 from hvfreeze.clock import PhaseClock, train_seconds
 from hvfreeze.config import Config
 from hvfreeze.configfile import to_dict
-from hvfreeze.corpus import deal, open_feeds
-from hvfreeze.data import open_data
+from hvfreeze.data.batches import deal, open_feeds
+from hvfreeze.data.datasets import open_data
+from hvfreeze.data.feed import Batch, Images, TrainFeed, padded_batches
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.feed import Batch, Images, TrainFeed, padded_batches
 from hvfreeze.job import build_chain
 from hvfreeze.record import describe_environment
 from hvfreeze.schedule import learning_rate

@@ -27,7 +27,7 @@ from typing import IO
 
 from PIL import Image
 
-from hvfreeze.data import DataSplits, ImageSet, open_data
+from hvfreeze.data.datasets import DataSplits, ImageSet, open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.report.comparison import compare, group_by_seed
 from hvfreeze.report.report import write_report

@@ -19,7 +19,7 @@ from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
 from hvfreeze.cache.disk import Rates, measure_directory
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.clock import PhaseClock
-from hvfreeze.feed import Ids, Images
+from hvfreeze.data.feed import Ids, Images
 from hvfreeze.freezing import Freezer
 
 

@@ -20,7 +20,7 @@ from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.cacheinputs import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
-from hvfreeze.feed import Batch, Ids, memory_budget
+from hvfreeze.data.feed import Batch, Ids, memory_budget
 from hvfreeze.world import World
 
 STORED_TYPES = {"native": None, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.blocks import Chain
-from hvfreeze.feed import Batch
+from hvfreeze.data.feed import Batch
 from hvfreeze.prefix import Prefix
 from hvfreeze.world import World
 

@@ -25,10 +25,10 @@ from hvfreeze.caching import open_caching
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
 from hvfreeze.configfile import to_dict
-from hvfreeze.corpus import Corpus, open_corpus, open_feeds
-from hvfreeze.data import ImageSet
+from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
+from hvfreeze.data.datasets import ImageSet
+from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches
 from hvfreeze.evaluation import Evaluator, Totals
-from hvfreeze.feed import Ids, Images, TrainFeed, padded_batches
 from hvfreeze.formats import set_memory_formats
 from hvfreeze.freezing import Freezer
 from hvfreeze.models import build_model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvfreeze.blocks import Chain
 from hvfreeze.caching import Caching, NoCache
-from hvfreeze.feed import Batch, Images, announce
+from hvfreeze.data.feed import Batch, Images, announce
 
 
 @dataclass

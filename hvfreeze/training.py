@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from hvfreeze import state
 from hvfreeze.clock import train_seconds
+from hvfreeze.data.feed import Batch
 from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.evaluation import Totals
-from hvfreeze.feed import Batch
 from hvfreeze.job import Job
 from hvfreeze.progress import Progress
 from hvfreeze.reducer import Signals

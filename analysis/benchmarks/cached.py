@@ -11,7 +11,7 @@ from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldBatch, Setting, h
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 from hvfreeze.config import CacheConfig
-from hvfreeze.feed import Batch
+from hvfreeze.data.feed import Batch
 from hvfreeze.job import Job
 from hvfreeze.progress import Silence
 from hvfreeze.training import train_epoch, train_step

@@ -15,12 +15,12 @@ from torch import Tensor
 from hvfreeze.cache.compute import NullActivations
 from hvfreeze.caching import NoCache
 from hvfreeze.config import CacheConfig, Config, DataConfig, FreezeConfig, OptimizerConfig
-from hvfreeze.corpus import Corpus
-from hvfreeze.data import ImageSet
-from hvfreeze.feed import Batch, Ids
-from hvfreeze.images import ArraySource
+from hvfreeze.data.batches import Corpus
+from hvfreeze.data.datasets import ImageSet
+from hvfreeze.data.feed import Batch, Ids
+from hvfreeze.data.shards import plan_shards
+from hvfreeze.data.sources import ArraySource
 from hvfreeze.job import Job, assemble, build_chain
-from hvfreeze.shards import plan_shards
 from hvfreeze.training import train_step
 from hvfreeze.world import World
 

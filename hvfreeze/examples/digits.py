@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 from torch import Tensor
 
-from hvfreeze.data import open_data
-from hvfreeze.pixels import load_pixels
-from hvfreeze.shards import plan_shards
-from hvfreeze.views import parse_augment, transform_for
+from hvfreeze.data.datasets import open_data
+from hvfreeze.data.decoding import load_pixels
+from hvfreeze.data.shards import plan_shards
+from hvfreeze.data.views import parse_augment, transform_for
 
 
 class Digits:

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 from PIL import Image
 
+from hvfreeze.data.folders import Listing, find_splits, is_folder, scan
 from hvfreeze.errors import RefusedError
-from hvfreeze.folders import Listing, find_splits, is_folder, scan
 
 
 def write_image(path: Path, *, width: int = 8, height: int = 8) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hvfreeze.data.sources import ArraySource, FileSource
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.images import ArraySource, FileSource
 
 
 def write_image(path: Path, *, width: int = 8, height: int = 8, mode: str = "RGB", seed: int = 0) -> Image.Image:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from hvfreeze import pixels as pixels_module
-from hvfreeze.data import ImageSet, open_data
+from hvfreeze.data import decoding as pixels_module
+from hvfreeze.data.datasets import ImageSet, open_data
+from hvfreeze.data.decoding import MemoryPixels, StreamedPixels, load_pixels
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.pixels import MemoryPixels, StreamedPixels, load_pixels
 
 NUM = 200
 IMAGE_BYTES = 3 * 8 * 8

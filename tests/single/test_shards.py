@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvfreeze.data.shards import ShardPlan, apportion, parse_partition, plan_shards, split_validation, stratified_subset
 from hvfreeze.errors import UsageError
-from hvfreeze.shards import ShardPlan, apportion, parse_partition, plan_shards, split_validation, stratified_subset
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5), [211, 100, 150, 37, 2]))
 IDS = np.arange(len(LABELS))

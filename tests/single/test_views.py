@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvfreeze.data import open_data
+from hvfreeze.data.datasets import open_data
+from hvfreeze.data.views import Augment, Transform, parse_augment, transform_for
 from hvfreeze.errors import UsageError
-from hvfreeze.views import Augment, Transform, parse_augment, transform_for
 
 SEED = 11
 IDS = np.random.default_rng(1).permutation(1000)[:40]

@@ -24,8 +24,8 @@ import hvfreeze.run
 from hvfreeze import training
 from hvfreeze.__main__ import main
 from hvfreeze.config import Config
+from hvfreeze.data.feed import Batch
 from hvfreeze.errors import RefusedError
-from hvfreeze.feed import Batch
 from hvfreeze.job import Job, prepare
 from hvfreeze.record import Record
 from hvfreeze.world import World

@@ -13,9 +13,9 @@ from torch import nn
 from hvfreeze import training
 from hvfreeze.config import Config
 from hvfreeze.configfile import from_dict
+from hvfreeze.data.feed import Batch
 from hvfreeze.digest import parameter_digest
 from hvfreeze.errors import Preempted
-from hvfreeze.feed import Batch
 from hvfreeze.formats import set_memory_formats
 from hvfreeze.job import Job, prepare
 from hvfreeze.run import run

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hvfreeze.data.sources import Pixels
 from hvfreeze.errors import RefusedError
-from hvfreeze.images import Pixels
 
 _DOWNLOAD_TIMEOUT_SECONDS = 30.0
 

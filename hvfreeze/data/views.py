@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.config import rule
-from hvfreeze.data import ImageSet
-from hvfreeze.draws import Ids, draw, two_below
+from hvfreeze.data.datasets import ImageSet
+from hvfreeze.data.draws import Ids, draw, two_below
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hvfreeze.config import float_or_nan, number_list, one_of, rule
-from hvfreeze.draws import Ids, shuffled
+from hvfreeze.data.draws import Ids, shuffled
 from hvfreeze.errors import UsageError
 
 

@@ -9,11 +9,11 @@ import torch
 
 from hvfreeze.agreement import together
 from hvfreeze.config import Config
-from hvfreeze.data import DataSplits, ImageSet, open_data, prepare_data
-from hvfreeze.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget
-from hvfreeze.pixels import load_pixels
-from hvfreeze.shards import ShardPlan, plan_shards, split_validation, stratified_subset
-from hvfreeze.views import Augment, Transform, parse_augment, transform_for
+from hvfreeze.data.datasets import DataSplits, ImageSet, open_data, prepare_data
+from hvfreeze.data.decoding import load_pixels
+from hvfreeze.data.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget
+from hvfreeze.data.shards import ShardPlan, plan_shards, split_validation, stratified_subset
+from hvfreeze.data.views import Augment, Transform, parse_augment, transform_for
 from hvfreeze.world import World
 
 # What torchvision's own weights were trained with, mean and standard deviation.

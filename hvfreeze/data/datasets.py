@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvfreeze.cifar import ARCHIVES, download, read_archive
+from hvfreeze.data.cifar import ARCHIVES, download, read_archive
+from hvfreeze.data.folders import find_splits, is_folder
+from hvfreeze.data.shards import split_validation
+from hvfreeze.data.sources import ArraySource, FileSource, Pixels
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.folders import find_splits, is_folder
-from hvfreeze.images import ArraySource, FileSource, Pixels
-from hvfreeze.shards import split_validation
 
 _Triple = tuple[float, float, float]
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.pixels import MemoryPixels, StreamedPixels
-from hvfreeze.shards import ShardPlan
-from hvfreeze.views import Transform
+from hvfreeze.data.decoding import MemoryPixels, StreamedPixels
+from hvfreeze.data.shards import ShardPlan
+from hvfreeze.data.views import Transform
 
 Ids = NDArray[np.int64]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hvfreeze.data.shards import split_validation
+from hvfreeze.data.sources import SUFFIXES, open_image, unreadable
 from hvfreeze.errors import RefusedError
-from hvfreeze.images import SUFFIXES, open_image, unreadable
-from hvfreeze.shards import split_validation
 
 _PROBES = 64
 _HOLD_OUT_FRACTION = 0.1

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.data import ImageSet
-from hvfreeze.draws import Ids
-from hvfreeze.images import Pixels as PixelArray
+from hvfreeze.data.datasets import ImageSet
+from hvfreeze.data.draws import Ids
+from hvfreeze.data.sources import Pixels as PixelArray
 
 _log = logging.getLogger(__name__)
 

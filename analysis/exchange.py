@@ -31,7 +31,7 @@ from analysis.rows import publish
 from analysis.statistics import mean_interval, paired_ratio, shown
 from analysis.sweep import RESULTS
 from analysis.writeup import commit
-from hvfreeze.models import build_model
+from hvfreeze.chain.models import build_model
 from hvfreeze.record import describe_environment
 from hvfreeze.reducer import Reducer
 from hvfreeze.report.csv_files import to_csv

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.blocks import Chain
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
 from hvfreeze.cache.disk import Rates, measure_directory
 from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.chain.blocks import Chain
 from hvfreeze.clock import PhaseClock
 from hvfreeze.data.feed import Ids, Images
 from hvfreeze.freezing import Freezer

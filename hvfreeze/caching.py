@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hvfreeze.agreement import together
-from hvfreeze.blocks import Chain
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
 from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.cacheinputs import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
+from hvfreeze.chain.blocks import Chain
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
 from hvfreeze.data.feed import Batch, Ids, memory_budget

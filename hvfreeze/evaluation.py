@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.blocks import Chain
+from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Batch
 from hvfreeze.prefix import Prefix
 from hvfreeze.world import World

@@ -17,11 +17,13 @@ from hvfreeze.agreement import (
     threads_per_rank,
     together,
 )
-from hvfreeze.blocks import Chain, cut_into_blocks
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.files import directory_bytes
 from hvfreeze.cacheinputs import Outlook, Split
 from hvfreeze.caching import open_caching
+from hvfreeze.chain.blocks import Chain, cut_into_blocks
+from hvfreeze.chain.memory_formats import set_memory_formats
+from hvfreeze.chain.models import build_model
 from hvfreeze.clock import PhaseClock
 from hvfreeze.config import Config
 from hvfreeze.configfile import to_dict
@@ -29,9 +31,7 @@ from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches
 from hvfreeze.evaluation import Evaluator, Totals
-from hvfreeze.formats import set_memory_formats
 from hvfreeze.freezing import Freezer
-from hvfreeze.models import build_model
 from hvfreeze.prefix import Halves, Prefix
 from hvfreeze.record import (
     PER_RANK,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvfreeze.blocks import Chain
 from hvfreeze.caching import Caching, NoCache
+from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Batch, Images, announce
 
 

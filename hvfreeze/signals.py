@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvfreeze.blocks import Chain
+from hvfreeze.chain.blocks import Chain
 
 
 @dataclass

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hvfreeze.blocks import Chain, cut_into_blocks
+from hvfreeze.chain.blocks import Chain, cut_into_blocks
+from hvfreeze.chain.families import layout_of
+from hvfreeze.chain.models import build_model, model_names
+from hvfreeze.chain.weights import head_name
 from hvfreeze.errors import UsageError
-from hvfreeze.families import layout_of
-from hvfreeze.models import build_model, model_names
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.weights import head_name
 
 # Of each family a small member with a small image size; names with a star are smaller still than torchvision's members.
 MEMBERS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvfreeze.formats import set_memory_formats
-from hvfreeze.models import build_model
+from hvfreeze.chain.memory_formats import set_memory_formats
+from hvfreeze.chain.models import build_model
 
 
 def resnet() -> nn.Module:

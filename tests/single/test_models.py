@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.chain.models import build_model, smallest_image_size
+from hvfreeze.chain.weights import pretrained_weights, read_weights
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.models import build_model, smallest_image_size
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.weights import pretrained_weights, read_weights
 
 SHARED_WEIGHTS = Path(__file__).resolve().parents[2] / "../shared/data/resnet18-cifar100-64px-fp16.pt"
 

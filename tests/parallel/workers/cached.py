@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvfreeze import job
-from hvfreeze.models import BuiltModel
+from hvfreeze.chain.models import BuiltModel
 from hvfreeze.run import run
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.world import end_job_on_exception, open_world

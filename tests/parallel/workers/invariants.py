@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import hvfreeze.world
-from hvfreeze.blocks import Chain
+from hvfreeze.chain.blocks import Chain
 from hvfreeze.config import FreezeConfig
 from hvfreeze.digest import check_replicas, parameter_digest
 from hvfreeze.errors import DivergedError

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hvfreeze import training
+from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.config import Config
 from hvfreeze.configfile import from_dict
 from hvfreeze.data.feed import Batch
 from hvfreeze.digest import parameter_digest
 from hvfreeze.errors import Preempted
-from hvfreeze.formats import set_memory_formats
 from hvfreeze.job import Job, prepare
 from hvfreeze.run import run
 from hvfreeze.world import World, end_job_on_exception, open_world
@@ -105,7 +105,7 @@ def check_plain_pytorch(world: World, root: Path) -> None:
     summary = run(config, world)
     job = prepare(configuration(root / "plain-data", 1, schedule="constant"), world)
     torch.manual_seed(config.run.seed)
-    from hvfreeze.models import build_model
+    from hvfreeze.chain.models import build_model
 
     model = build_model(config.model.model, num_classes=10, weights="none", image_size=32).model
     set_memory_formats(model, (3, 32, 32))

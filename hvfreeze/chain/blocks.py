@@ -22,10 +22,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.chain.families import layout_of
+from hvfreeze.chain.grouping import Group, Ownership, group_steps
+from hvfreeze.chain.steps import Call, Step
 from hvfreeze.errors import UsageError
-from hvfreeze.families import layout_of
-from hvfreeze.grouping import Group, Ownership, group_steps
-from hvfreeze.steps import Call, Step
 
 Part = nn.Module | Call | Sequence[nn.Module | Call]
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from hvfreeze.chain.weights import load_weights, pretrained_weights, read_weights
 from hvfreeze.errors import UsageError
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.weights import load_weights, pretrained_weights, read_weights
 
 MAXVIT_WINDOW = 7
 LARGEST_IMAGE = 2048

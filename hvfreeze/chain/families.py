@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvfreeze.chain.steps import Call, Layout, Step, children_layout, classifier_layout, make_step, sequence, split_step
 from hvfreeze.errors import UsageError
-from hvfreeze.steps import Call, Layout, Step, children_layout, classifier_layout, make_step, sequence, split_step
 
 
 def layout_of(model: nn.Module) -> Layout:

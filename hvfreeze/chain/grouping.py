@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from hvfreeze.chain.steps import Layout, Step
 from hvfreeze.errors import UsageError
-from hvfreeze.steps import Layout, Step
 
 Group = tuple[str, tuple[Step, ...]]
 NAMES_SHOWN = 16

@@ -22,7 +22,7 @@ from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS, Case
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.launching import run_case
 from analysis.benchmarks.table import HEADER, merged, read_rows, table, write_rows
-from hvfreeze.configfile import did_you_mean
+from hvfreeze.config.tree import did_you_mean
 from hvfreeze.errors import HvfreezeError, UsageError
 
 OUT = Path("build") / "bench.json"

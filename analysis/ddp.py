@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from hvfreeze.cli import configuration, parse
 from hvfreeze.clock import PhaseClock, train_seconds
-from hvfreeze.config import Config
-from hvfreeze.configfile import to_dict
+from hvfreeze.config.flags import configuration, parse
+from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import deal, open_feeds
 from hvfreeze.data.datasets import open_data
 from hvfreeze.data.feed import Batch, Images, TrainFeed, padded_batches

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from matplotlib.figure import Figure
 
-from hvfreeze.config import Config
-from hvfreeze.configfile import from_dict
+from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import from_dict
 from hvfreeze.report.tables import Table
 
 if TYPE_CHECKING:

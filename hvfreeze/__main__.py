@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from hvfreeze.agreement import together
-from hvfreeze.cli import configuration, parse
+from hvfreeze.config.flags import configuration, parse
 from hvfreeze.errors import HvfreezeError, StallError
 from hvfreeze.mpi_environment import claimed_rank
 from hvfreeze.world import World, end_job_on_exception, open_world

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvfreeze.config import FreezeConfig
+from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.criteria import Evidence, rates_of_change
 from hvfreeze.tracks import Track
 from hvfreeze.vote import Decision, ShadowOutcome, ballot, deepest_supported, explain, fixed_point, usable_weight

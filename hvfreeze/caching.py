@@ -19,7 +19,7 @@ from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.cacheinputs import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.clock import PhaseClock
-from hvfreeze.config import Config
+from hvfreeze.config.sections import Config
 from hvfreeze.data.feed import Batch, Ids, memory_budget
 from hvfreeze.world import World
 

@@ -17,7 +17,7 @@ from torch import nn
 from hvfreeze.ballots import hold_vote
 from hvfreeze.batchnorm import average_running_statistics
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
-from hvfreeze.config import VOTE_WEIGHTS, FreezeConfig
+from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 from hvfreeze.errors import UsageError
 from hvfreeze.holding import Seal, hold_in_eval, prune_optimizer, release

@@ -25,8 +25,8 @@ from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
 from hvfreeze.clock import PhaseClock
-from hvfreeze.config import Config
-from hvfreeze.configfile import to_dict
+from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches

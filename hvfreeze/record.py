@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from hvfreeze.checkpoint import publish
-from hvfreeze.config import Config
-from hvfreeze.configfile import to_dict
+from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import to_dict
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.vote import Decision
 from hvfreeze.world import World

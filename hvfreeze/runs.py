@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from hvfreeze.clock import PHASES, train_seconds
-from hvfreeze.config import Config
-from hvfreeze.configfile import to_dict
+from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import to_dict
 from hvfreeze.errors import RefusedError
 
 TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")

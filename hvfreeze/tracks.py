@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hvfreeze.config import FreezeConfig
+from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 
 

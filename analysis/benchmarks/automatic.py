@@ -15,7 +15,7 @@ from analysis.benchmarks.material import Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import ProgramRun
 from hvfreeze.cache.disk import LimitedDisk, LocalDisk
-from hvfreeze.config import CacheConfig, FreezeConfig
+from hvfreeze.config.sections import CacheConfig, FreezeConfig
 
 BATCH_ROWS = 64
 MIN_PAIRS = 3

@@ -10,7 +10,7 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldBatch, Setting, held_batches
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
-from hvfreeze.config import CacheConfig
+from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.feed import Batch
 from hvfreeze.job import Job
 from hvfreeze.progress import Silence

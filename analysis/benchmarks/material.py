@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvfreeze.cache.compute import NullActivations
 from hvfreeze.caching import NoCache
-from hvfreeze.config import CacheConfig, Config, DataConfig, FreezeConfig, OptimizerConfig
+from hvfreeze.config.sections import CacheConfig, Config, DataConfig, FreezeConfig, OptimizerConfig
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Batch, Ids

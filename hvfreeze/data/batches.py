@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hvfreeze.agreement import together
-from hvfreeze.config import Config
+from hvfreeze.config.sections import Config
 from hvfreeze.data.datasets import DataSplits, ImageSet, open_data, prepare_data
 from hvfreeze.data.decoding import load_pixels
 from hvfreeze.data.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hvfreeze.config import float_or_nan, number_list, one_of, rule
+from hvfreeze.config.sections import float_or_nan, number_list, one_of, rule
 from hvfreeze.data.draws import Ids, shuffled
 from hvfreeze.errors import UsageError
 

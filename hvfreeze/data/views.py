@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config import rule
+from hvfreeze.config.sections import rule
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Ids, draw, two_below
 

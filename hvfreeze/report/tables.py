@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvfreeze.configfile import leaves
+from hvfreeze.config.tree import leaves
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Comparison, Group, Spread, compare
 from hvfreeze.runs import TRAINING_PHASES, Run
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hvfreeze.configfile import from_dict, to_dict
+from hvfreeze.config.tree import from_dict, to_dict
 
 PHASES = {"data": 0.1, "forward": 1.0, "backward": 2.0, "allreduce": 0.4, "optimizer": 0.3, "vote": 0.05}
 STEPS_PER_EPOCH = 10

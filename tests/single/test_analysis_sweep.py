@@ -15,7 +15,7 @@ from analysis.kept import is_kept
 from analysis.launching import Site, command_of, flags_of
 from analysis.plans import FULL, PRESETS, REDUCED, SMOKE, Experiment, Preset
 from analysis.rows import Results, best_lr, cell, read_rows
-from hvfreeze.cli import configuration, parse
+from hvfreeze.config.flags import configuration, parse
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.experiment_runs import carried_out, made_up
 

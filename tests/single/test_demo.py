@@ -10,7 +10,7 @@ import torch
 
 from analysis import demo
 from analysis.demo import Stage, StageError, comparison_table, environment, is_progress, launch, plan, run_stage
-from hvfreeze.cli import configuration, parse
+from hvfreeze.config.flags import configuration, parse
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs import load_runs

@@ -23,7 +23,7 @@ import hvfreeze.job
 import hvfreeze.run
 from hvfreeze import training
 from hvfreeze.__main__ import main
-from hvfreeze.config import Config
+from hvfreeze.config.sections import Config
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.job import Job, prepare

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hvfreeze.world
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config import FreezeConfig
+from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.digest import check_replicas, parameter_digest
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing import Freezer

@@ -12,8 +12,8 @@ from torch import nn
 
 from hvfreeze import training
 from hvfreeze.chain.memory_formats import set_memory_formats
-from hvfreeze.config import Config
-from hvfreeze.configfile import from_dict
+from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import from_dict
 from hvfreeze.data.feed import Batch
 from hvfreeze.digest import parameter_digest
 from hvfreeze.errors import Preempted

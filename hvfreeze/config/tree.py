@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hvfreeze.config import Config
+from hvfreeze.config.sections import Config
 from hvfreeze.errors import UsageError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvfreeze.config import Config
-from hvfreeze.configfile import did_you_mean, flat, from_dict, leaves, read_yaml
+from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import did_you_mean, flat, from_dict, leaves, read_yaml
 from hvfreeze.errors import UsageError
 
 COMMANDS = ("train", "report", "doctor", "cache")

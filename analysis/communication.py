@@ -18,7 +18,7 @@ from analysis.statistics import NOTHING, Interval, mean_interval, shown
 from analysis.sweep import main
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.tables import Table, factor, megabytes, number
-from hvfreeze.runs import Run
+from hvfreeze.runs.reading import Run
 
 NODES = (1, 2, 4)
 BANDWIDTHS = ("", "1gbit", "200mbit")

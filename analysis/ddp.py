@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from hvfreeze.clock import PhaseClock, train_seconds
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import to_dict
@@ -33,7 +32,8 @@ from hvfreeze.data.datasets import open_data
 from hvfreeze.data.feed import Batch, Images, TrainFeed, padded_batches
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.job import build_chain
-from hvfreeze.record import describe_environment
+from hvfreeze.runs.clock import PhaseClock, train_seconds
+from hvfreeze.runs.record import describe_environment
 from hvfreeze.schedule import learning_rate
 from hvfreeze.world import SoloWorld
 

@@ -32,7 +32,7 @@ from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.report.comparison import compare, group_by_seed
 from hvfreeze.report.report import write_report
 from hvfreeze.report.tables import Table, factor, megabytes, number, percent, phase_table, plural, shown
-from hvfreeze.runs import Run, load_runs
+from hvfreeze.runs.reading import Run, load_runs
 
 FIRST_HALF, SECOND_HALF = range(5), range(5, 10)
 LAST_LINES = 12

@@ -32,10 +32,10 @@ from analysis.statistics import mean_interval, paired_ratio, shown
 from analysis.sweep import RESULTS
 from analysis.writeup import commit
 from hvfreeze.chain.models import build_model
-from hvfreeze.record import describe_environment
 from hvfreeze.reducer import Reducer
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.tables import factor
+from hvfreeze.runs.record import describe_environment
 from hvfreeze.world import SoloWorld, open_world
 
 NODES, BANDWIDTH = (2, 3, 4), "1gbit"

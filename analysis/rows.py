@@ -18,7 +18,7 @@ from analysis.front import Budget, Front
 from analysis.kept import PLAN
 from analysis.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio, within
 from hvfreeze.report.csv_files import to_csv
-from hvfreeze.runs import TRAINING_PHASES, Run, load_run
+from hvfreeze.runs.reading import TRAINING_PHASES, Run, load_run
 
 ROWS = "rows.csv"
 SETTINGS = (

@@ -23,7 +23,7 @@ from analysis.sweep import main
 from hvfreeze.criteria import CRITERIA, Evidence
 from hvfreeze.report.figures import plot_cuts
 from hvfreeze.report.tables import Table, factor, percent, seconds
-from hvfreeze.runs import Run
+from hvfreeze.runs.reading import Run
 
 DEFAULT = "default"
 SKEW = "dirichlet:0.1"

@@ -18,9 +18,9 @@ from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
 from hvfreeze.cache.disk import Rates, measure_directory
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.clock import PhaseClock
 from hvfreeze.data.feed import Ids, Images
 from hvfreeze.freezing import Freezer
+from hvfreeze.runs.clock import PhaseClock
 
 
 @dataclass(frozen=True)

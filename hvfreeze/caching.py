@@ -18,9 +18,9 @@ from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
 from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.cacheinputs import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.clock import PhaseClock
 from hvfreeze.config.sections import Config
 from hvfreeze.data.feed import Batch, Ids, memory_budget
+from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.world import World
 
 STORED_TYPES = {"native": None, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -24,7 +24,6 @@ from hvfreeze.caching import open_caching
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
-from hvfreeze.clock import PhaseClock
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
@@ -33,7 +32,9 @@ from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches
 from hvfreeze.evaluation import Evaluator, Totals
 from hvfreeze.freezing import Freezer
 from hvfreeze.prefix import Halves, Prefix
-from hvfreeze.record import (
+from hvfreeze.reducer import Reducer
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.record import (
     PER_RANK,
     NullRecord,
     Record,
@@ -43,7 +44,6 @@ from hvfreeze.record import (
     open_record,
     version_of,
 )
-from hvfreeze.reducer import Reducer
 from hvfreeze.signals import Voter, coverage
 from hvfreeze.tracks import Cadence
 from hvfreeze.world import World

@@ -10,11 +10,11 @@ from typing import Any
 
 from hvfreeze import state
 from hvfreeze.agreement import together
-from hvfreeze.clock import train_seconds
 from hvfreeze.config.sections import Config
 from hvfreeze.digest import check_replicas
 from hvfreeze.job import Job, prepare
 from hvfreeze.progress import Progress, open_progress
+from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training import train
 from hvfreeze.world import World
 

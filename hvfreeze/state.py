@@ -13,11 +13,11 @@ from torch import Tensor
 from hvfreeze import checkpoint
 from hvfreeze.agreement import together
 from hvfreeze.batchnorm import running_statistics
-from hvfreeze.clock import PHASES
 from hvfreeze.digest import check_replicas
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.evaluation import Totals
 from hvfreeze.job import Job
+from hvfreeze.runs.clock import PHASES
 
 
 def directory_of(job: Job) -> Path:

@@ -14,13 +14,13 @@ from types import FrameType
 from torch.nn import functional
 
 from hvfreeze import state
-from hvfreeze.clock import train_seconds
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.evaluation import Totals
 from hvfreeze.job import Job
 from hvfreeze.progress import Progress
 from hvfreeze.reducer import Signals
+from hvfreeze.runs.clock import train_seconds
 from hvfreeze.schedule import learning_rate
 from hvfreeze.vote import Decision
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvfreeze.runs import Run
+from hvfreeze.runs.reading import Run
 
 SEEDS = frozenset({"seed", "data_seed"})
 WITHOUT_EFFECT = frozenset({"run_dir", "resume", "json"})

@@ -22,7 +22,7 @@ from hvfreeze.report.style import (
     label_lines,
 )
 from hvfreeze.report.tables import factor, group_label, seconds
-from hvfreeze.runs import TRAINING_PHASES, Run
+from hvfreeze.runs.reading import TRAINING_PHASES, Run
 
 PHASE_COLOURS = {
     "data": "#BBBBBB",

@@ -32,7 +32,7 @@ from hvfreeze.report.tables import (
     summary_table,
     vote_table,
 )
-from hvfreeze.runs import Run, load_runs
+from hvfreeze.runs.reading import Run, load_runs
 
 VOTES_UNFOLDED = 100
 """With more votes than this over all runs, the page folds each run's table away."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvfreeze.config.tree import leaves
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Comparison, Group, Spread, compare
-from hvfreeze.runs import TRAINING_PHASES, Run
+from hvfreeze.runs.reading import TRAINING_PHASES, Run
 
 RANKS_SHOWN = 8
 """With more ranks than this, equal ballots are counted instead of listed."""

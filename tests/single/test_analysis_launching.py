@@ -10,7 +10,7 @@ import pytest
 from analysis.launching import NoMeter, Site, WireMeter, follow, launch, sent_bytes
 from analysis.plans import SMOKE
 from hvfreeze.errors import RefusedError
-from hvfreeze.runs import Run, load_run
+from hvfreeze.runs.reading import Run, load_run
 
 
 def trained(folder: Path, program: str) -> Run:

@@ -13,7 +13,7 @@ from analysis.demo import Stage, StageError, comparison_table, environment, is_p
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.runs import load_runs
+from hvfreeze.runs.reading import load_runs
 from tests.single.run_directories import vote, write_run
 
 

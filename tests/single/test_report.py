@@ -15,7 +15,7 @@ from hvfreeze.report.page import Section, write_page
 from hvfreeze.report.report import write_report
 from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
 from hvfreeze.report.tables import Table, command, percent, seconds, shown, summary_table, vote_table
-from hvfreeze.runs import load_run, load_runs
+from hvfreeze.runs.reading import load_run, load_runs
 from tests.single.run_directories import PHASES, vote, write_run
 
 VOTES = [

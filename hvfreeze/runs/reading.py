@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from hvfreeze.clock import PHASES, train_seconds
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import to_dict
 from hvfreeze.errors import RefusedError
+from hvfreeze.runs.clock import PHASES, train_seconds
 
 TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")
 METRICS = ("epoch", "step", "cut", "test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")

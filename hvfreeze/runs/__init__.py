@@ -1,0 +1,4 @@
+"""The run directory: what is written there, by whom and how safely, and how it is read again. Knows no ranks.
+
+Imports `errors` and `config` only.
+"""

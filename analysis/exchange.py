@@ -3,7 +3,7 @@
     python -m analysis.exchange [--out DIR]
 
 On the local cluster of launch/, 1 Gbit/s a node, settings in turn; DIR gets rows.csv and README.md. Ours are those that
-`hvfreeze.mpi_environment.tune_open_mpi` makes where nothing is set beforehand.
+`hvfreeze.ranks.mpi_environment.tune_open_mpi` makes where nothing is set beforehand.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from analysis.statistics import mean_interval, paired_ratio, shown
 from analysis.sweep import RESULTS
 from analysis.writeup import commit
 from hvfreeze.chain.models import build_model
-from hvfreeze.reducer import Reducer
+from hvfreeze.ranks.reducer import Reducer
+from hvfreeze.ranks.world import SoloWorld, open_world
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.tables import factor
 from hvfreeze.runs.record import describe_environment
-from hvfreeze.world import SoloWorld, open_world
 
 NODES, BANDWIDTH = (2, 3, 4), "1gbit"
 REPEATS, EXCHANGES = 5, 6

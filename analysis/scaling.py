@@ -31,7 +31,7 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results
 from analysis.statistics import Interval, mean_interval, shown
 from analysis.sweep import main
-from hvfreeze.reducer import BUCKET_BYTES
+from hvfreeze.ranks.reducer import BUCKET_BYTES
 from hvfreeze.report.style import COLOURS, DASHES
 from hvfreeze.report.tables import Table, factor, percent
 

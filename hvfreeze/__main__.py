@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hvfreeze.agreement import together
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.errors import HvfreezeError, StallError
-from hvfreeze.mpi_environment import claimed_rank
-from hvfreeze.world import World, end_job_on_exception, open_world
+from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.mpi_environment import claimed_rank
+from hvfreeze.ranks.world import World, end_job_on_exception, open_world
 
 INTERRUPTED = 130
 GRACE_SECONDS = 10.0

@@ -9,9 +9,9 @@ import torch
 
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.criteria import Evidence, rates_of_change
+from hvfreeze.ranks.world import World
 from hvfreeze.tracks import Track
 from hvfreeze.vote import Decision, ShadowOutcome, ballot, deepest_supported, explain, fixed_point, usable_weight
-from hvfreeze.world import World
 
 
 def hold_vote(

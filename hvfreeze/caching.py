@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.agreement import together
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
@@ -20,8 +19,9 @@ from hvfreeze.cacheinputs import Misses, Outlook, Split, prefix_digest, rates_of
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import Config
 from hvfreeze.data.feed import Batch, Ids, memory_budget
+from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.world import World
 
 STORED_TYPES = {"native": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MEMORY_FORMAT = "channels_last"

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvfreeze.agreement import together
 from hvfreeze.errors import RefusedError
-from hvfreeze.world import World
+from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.world import World
 
 KEPT = 2
 

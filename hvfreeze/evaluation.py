@@ -12,7 +12,7 @@ from torch.nn import functional
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Batch
 from hvfreeze.prefix import Prefix
-from hvfreeze.world import World
+from hvfreeze.ranks.world import World
 
 
 @dataclass

@@ -9,14 +9,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from hvfreeze.agreement import (
-    broadcast_model,
-    check_equal,
-    crowding,
-    threads_of_environment,
-    threads_per_rank,
-    together,
-)
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.files import directory_bytes
 from hvfreeze.cacheinputs import Outlook, Split
@@ -32,7 +24,16 @@ from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches
 from hvfreeze.evaluation import Evaluator, Totals
 from hvfreeze.freezing import Freezer
 from hvfreeze.prefix import Halves, Prefix
-from hvfreeze.reducer import Reducer
+from hvfreeze.ranks.agreement import (
+    broadcast_model,
+    check_equal,
+    crowding,
+    threads_of_environment,
+    threads_per_rank,
+    together,
+)
+from hvfreeze.ranks.reducer import Reducer
+from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.record import (
     PER_RANK,
@@ -46,7 +47,6 @@ from hvfreeze.runs.record import (
 )
 from hvfreeze.signals import Voter, coverage
 from hvfreeze.tracks import Cadence
-from hvfreeze.world import World
 
 
 @dataclass

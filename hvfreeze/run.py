@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvfreeze import state
-from hvfreeze.agreement import together
 from hvfreeze.config.sections import Config
-from hvfreeze.digest import check_replicas
 from hvfreeze.job import Job, prepare
 from hvfreeze.progress import Progress, open_progress
+from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.equal_models import check_replicas
+from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training import train
-from hvfreeze.world import World
 
 
 def run(config: Config, world: World) -> dict[str, Any]:

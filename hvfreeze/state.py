@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hvfreeze import checkpoint
-from hvfreeze.agreement import together
-from hvfreeze.batchnorm import running_statistics
-from hvfreeze.digest import check_replicas
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.evaluation import Totals
 from hvfreeze.job import Job
+from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.batchnorm import running_statistics
+from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.runs.clock import PHASES
 
 

@@ -19,7 +19,7 @@ from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.evaluation import Totals
 from hvfreeze.job import Job
 from hvfreeze.progress import Progress
-from hvfreeze.reducer import Signals
+from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.schedule import learning_rate
 from hvfreeze.vote import Decision

@@ -21,8 +21,8 @@ from hvfreeze.data.feed import Batch, Ids
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.sources import ArraySource
 from hvfreeze.job import Job, assemble, build_chain
+from hvfreeze.ranks.world import World
 from hvfreeze.training import train_step
-from hvfreeze.world import World
 
 BATCH_ROWS = 128
 NUM_CLASSES = 10

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from analysis.benchmarks.material import LEARNING_RATE, MOMENTUM, NUM_CLASSES, WEIGHT_DECAY, HeldBatch
-from hvfreeze.reducer import Reducer
+from hvfreeze.ranks.reducer import Reducer
+from hvfreeze.ranks.world import World
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.world import World
 
 Forward = Callable[[Tensor], Tensor]
 

@@ -12,7 +12,7 @@ from analysis.plans import REDUCED, SMOKE, Answer
 from analysis.rows import open_results, read_rows
 from analysis.scaling import LATENCY, Model, Point, fit
 from hvfreeze.errors import RefusedError
-from hvfreeze.reducer import BUCKET_BYTES
+from hvfreeze.ranks.reducer import BUCKET_BYTES
 from tests.single.experiment_runs import a_vote, carried_out, made_up
 
 

@@ -18,7 +18,7 @@ import torch
 
 from hvfreeze import checkpoint
 from hvfreeze.errors import RefusedError
-from hvfreeze.world import SoloWorld
+from hvfreeze.ranks.world import SoloWorld
 from tests.program import ROOT, call
 
 KILLED_SAVES = Path(__file__).with_name("workers") / "killed_saves.py"

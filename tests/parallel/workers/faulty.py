@@ -27,8 +27,8 @@ from hvfreeze.config.sections import Config
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.job import Job, prepare
+from hvfreeze.ranks.world import World
 from hvfreeze.runs.record import Record
-from hvfreeze.world import World
 
 make_step = training.train_step
 

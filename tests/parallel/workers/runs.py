@@ -15,11 +15,11 @@ from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.feed import Batch
-from hvfreeze.digest import parameter_digest
 from hvfreeze.errors import Preempted
 from hvfreeze.job import Job, prepare
+from hvfreeze.ranks.equal_models import parameter_digest
+from hvfreeze.ranks.world import World, end_job_on_exception, open_world
 from hvfreeze.run import run
-from hvfreeze.world import World, end_job_on_exception, open_world
 from tests.parallel.mpirun import report
 
 MODEL = "shufflenet_v2_x0_5"

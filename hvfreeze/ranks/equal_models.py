@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvfreeze.errors import DivergedError
-from hvfreeze.world import World
+from hvfreeze.ranks.world import World
 
 
 def parameter_digest(model: nn.Module) -> str:

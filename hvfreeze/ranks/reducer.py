@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.errors import DivergedError
-from hvfreeze.mpi_environment import TCP_MESSAGE_BYTES
-from hvfreeze.world import World
+from hvfreeze.ranks.mpi_environment import TCP_MESSAGE_BYTES
+from hvfreeze.ranks.world import World
 
 BUCKET_BYTES = 4 * 2**20
 # Two ranks exchange a piece in halves, and MPI adds a header to a message.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.world import World
+from hvfreeze.ranks.world import World
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvfreeze.world import World
+from hvfreeze.ranks.world import World
 
 
 def running_statistics(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.errors import DivergedError, StallError, UsageError
-from hvfreeze.mpi_environment import claimed_size, seconds_in, tune_open_mpi, yield_when_crowded
+from hvfreeze.ranks.mpi_environment import claimed_size, seconds_in, tune_open_mpi, yield_when_crowded
 
 T = TypeVar("T")
 

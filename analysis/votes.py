@@ -20,7 +20,7 @@ from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Valu
 from analysis.rows import Results
 from analysis.statistics import Interval, Values, mean_interval, of_seeds, paired_ratio, shown, signed_points, within
 from analysis.sweep import main
-from hvfreeze.criteria import CRITERIA, Evidence
+from hvfreeze.freezing.criteria import CRITERIA, Evidence
 from hvfreeze.report.figures import plot_cuts
 from hvfreeze.report.tables import Table, factor, percent, seconds
 from hvfreeze.runs.reading import Run

@@ -19,7 +19,7 @@ from hvfreeze.cache.disk import Rates, measure_directory
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Ids, Images
-from hvfreeze.freezing import Freezer
+from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.runs.clock import PhaseClock
 
 

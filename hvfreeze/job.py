@@ -22,7 +22,9 @@ from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches
 from hvfreeze.evaluation import Evaluator, Totals
-from hvfreeze.freezing import Freezer
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.gradients import Voter, coverage
+from hvfreeze.freezing.proposer import Cadence
 from hvfreeze.prefix import Halves, Prefix
 from hvfreeze.ranks.agreement import (
     broadcast_model,
@@ -45,8 +47,6 @@ from hvfreeze.runs.record import (
     open_record,
     version_of,
 )
-from hvfreeze.signals import Voter, coverage
-from hvfreeze.tracks import Cadence
 
 
 @dataclass

@@ -17,12 +17,12 @@ from hvfreeze import state
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.evaluation import Totals
+from hvfreeze.freezing.vote import Decision
 from hvfreeze.job import Job
 from hvfreeze.progress import Progress
 from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.schedule import learning_rate
-from hvfreeze.vote import Decision
 
 
 def train(job: Job, progress: Progress) -> None:

@@ -20,8 +20,8 @@ from hvfreeze.checkpoint import publish
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import to_dict
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.freezing.vote import Decision
 from hvfreeze.ranks.world import World
-from hvfreeze.vote import Decision
 
 HARMLESS = (
     "run_dir",

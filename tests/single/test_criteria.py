@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from hvfreeze.criteria import Evidence, geometric, gradient_norm, interpolated, linear, percentile, rates_of_change
+from hvfreeze.freezing.criteria import (
+    Evidence,
+    geometric,
+    gradient_norm,
+    interpolated,
+    linear,
+    percentile,
+    rates_of_change,
+)
 
 EVIDENCE = Evidence(
     cut=0,

@@ -11,11 +11,11 @@ import hvfreeze.ranks.world
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import DivergedError
-from hvfreeze.freezing import Freezer
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.proposer import Cadence
 from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World, end_job_on_exception, open_world
-from hvfreeze.tracks import Cadence
 from tests.parallel.mpirun import report
 
 

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvfreeze.ballots import hold_vote
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
-from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 from hvfreeze.errors import UsageError
-from hvfreeze.holding import Seal, hold_in_eval, prune_optimizer, release
+from hvfreeze.freezing.ballots import hold_vote
+from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
+from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, release
+from hvfreeze.freezing.gradients import GradientSums, Voter, voting_weight
+from hvfreeze.freezing.proposer import Cadence, Track
+from hvfreeze.freezing.vote import Decision
 from hvfreeze.ranks.batchnorm import average_running_statistics
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
-from hvfreeze.signals import GradientSums, Voter, voting_weight
-from hvfreeze.tracks import Cadence, Track
-from hvfreeze.vote import Decision
 
 
 class Freezer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
+from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,18 @@ from collections.abc import Sequence
 import torch
 
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.criteria import Evidence, rates_of_change
+from hvfreeze.freezing.criteria import Evidence, rates_of_change
+from hvfreeze.freezing.proposer import Track
+from hvfreeze.freezing.vote import (
+    Decision,
+    ShadowOutcome,
+    ballot,
+    deepest_supported,
+    explain,
+    fixed_point,
+    usable_weight,
+)
 from hvfreeze.ranks.world import World
-from hvfreeze.tracks import Track
-from hvfreeze.vote import Decision, ShadowOutcome, ballot, deepest_supported, explain, fixed_point, usable_weight
 
 
 def hold_vote(

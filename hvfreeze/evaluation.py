@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Batch
-from hvfreeze.prefix import Prefix
+from hvfreeze.prefix.features import Prefix
 from hvfreeze.ranks.world import World
 
 

@@ -11,8 +11,6 @@ from tqdm import tqdm
 
 from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.files import directory_bytes
-from hvfreeze.cacheinputs import Outlook, Split
-from hvfreeze.caching import open_caching
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
@@ -25,7 +23,9 @@ from hvfreeze.evaluation import Evaluator, Totals
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Voter, coverage
 from hvfreeze.freezing.proposer import Cadence
-from hvfreeze.prefix import Halves, Prefix
+from hvfreeze.prefix.caching import open_caching
+from hvfreeze.prefix.features import Halves, Prefix
+from hvfreeze.prefix.measuring import Outlook, Split
 from hvfreeze.ranks.agreement import (
     broadcast_model,
     check_equal,

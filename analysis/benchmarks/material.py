@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.compute import NullActivations
-from hvfreeze.caching import NoCache
 from hvfreeze.config.sections import CacheConfig, Config, DataConfig, FreezeConfig, OptimizerConfig
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.datasets import ImageSet
@@ -21,6 +20,7 @@ from hvfreeze.data.feed import Batch, Ids
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.sources import ArraySource
 from hvfreeze.job import Job, assemble, build_chain
+from hvfreeze.prefix.caching import NoCache
 from hvfreeze.ranks.world import World
 from hvfreeze.training import train_step
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvfreeze.caching import Caching, NoCache
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Batch, Images, announce
+from hvfreeze.prefix.caching import Caching, NoCache
 
 
 @dataclass

@@ -31,11 +31,11 @@ from hvfreeze.data.batches import deal, open_feeds
 from hvfreeze.data.datasets import open_data
 from hvfreeze.data.feed import Batch, Images, TrainFeed, padded_batches
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.job import build_chain
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.record import describe_environment
-from hvfreeze.schedule import learning_rate
+from hvfreeze.training.job import build_chain
+from hvfreeze.training.learning_rate import learning_rate
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 

@@ -40,7 +40,7 @@ def train(arguments: Sequence[str]) -> int:
     world = open_world()
     end_job_on_exception(world)
     try:
-        from hvfreeze.run import run
+        from hvfreeze.training.run import run
 
         config = together(world, lambda: configuration(parse(arguments)[1]), name="configuration")
         summary = run(config, world)

@@ -79,7 +79,7 @@ def spawn(*arguments: str, env: Mapping[str, str] | None = None, timeout: float 
 def without_privileges() -> Iterator[None]:
     """Makes file permissions count for this process, which they do not for root."""
     # What the program loads when it needs it: without privileges its source may be out of reach.
-    importlib.import_module("hvfreeze.run")
+    importlib.import_module("hvfreeze.training.run")
     user = os.geteuid()
     if user == 0:
         os.seteuid(NOBODY)

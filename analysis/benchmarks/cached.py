@@ -12,9 +12,9 @@ from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.feed import Batch
-from hvfreeze.job import Job
-from hvfreeze.progress import Silence
-from hvfreeze.training import train_epoch, train_step
+from hvfreeze.training.job import Job
+from hvfreeze.training.loop import train_epoch, train_step
+from hvfreeze.training.progress import Silence
 
 SLACK_SECONDS = 0.3e-3
 STEPS = 12

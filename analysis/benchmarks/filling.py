@@ -11,7 +11,7 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import epoch_of
-from hvfreeze.job import Job
+from hvfreeze.training.job import Job
 
 FILLED_CUTS = (1, 5)
 STEPS = 8

@@ -12,11 +12,11 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, NUM_CLASSES, HeldSteps, Setting
 from analysis.benchmarks.ranks import Ranks
 from hvfreeze.data.feed import Batch
-from hvfreeze.evaluation import Totals
-from hvfreeze.job import Job
-from hvfreeze.progress import Progress, open_progress
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.record import NullRecord, describe_environment, open_record
+from hvfreeze.training.evaluation import Totals
+from hvfreeze.training.job import Job
+from hvfreeze.training.progress import Progress, open_progress
 
 STEPS_OF_CIFAR = 195
 

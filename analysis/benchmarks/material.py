@@ -19,10 +19,10 @@ from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Batch, Ids
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.sources import ArraySource
-from hvfreeze.job import Job, assemble, build_chain
 from hvfreeze.prefix.caching import NoCache
 from hvfreeze.ranks.world import World
-from hvfreeze.training import train_step
+from hvfreeze.training.job import Job, assemble, build_chain
+from hvfreeze.training.loop import train_step
 
 BATCH_ROWS = 128
 NUM_CLASSES = 10

@@ -6,9 +6,9 @@ import shutil
 from typing import Any
 
 from analysis.benchmarks.material import Setting
-from hvfreeze.job import Job
-from hvfreeze.progress import Silence
-from hvfreeze.training import train_epoch
+from hvfreeze.training.job import Job
+from hvfreeze.training.loop import train_epoch
+from hvfreeze.training.progress import Silence
 
 
 class ProgramRun:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import yaml
 
-from hvfreeze.checkpoint import publish
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import to_dict
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.ranks.world import World
+from hvfreeze.training.checkpoint import publish
 
 HARMLESS = (
     "run_dir",

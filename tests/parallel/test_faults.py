@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hvfreeze import checkpoint
+from hvfreeze.training import checkpoint
 from tests.parallel.mpirun import TIMED_OUT, Result, environment, mpirun
 from tests.program import Outcome, call
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hvfreeze import checkpoint
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.world import SoloWorld
+from hvfreeze.training import checkpoint
 from tests.program import ROOT, call
 
 KILLED_SAVES = Path(__file__).with_name("workers") / "killed_saves.py"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvfreeze import job
 from hvfreeze.chain.models import BuiltModel
 from hvfreeze.ranks.world import end_job_on_exception, open_world
-from hvfreeze.run import run
 from hvfreeze.torchvision_shim import torchvision
+from hvfreeze.training import job
+from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import hvfreeze.job
-import hvfreeze.run
-from hvfreeze import training
+import hvfreeze.training.job
+import hvfreeze.training.run
 from hvfreeze.__main__ import main
 from hvfreeze.config.sections import Config
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import RefusedError
-from hvfreeze.job import Job, prepare
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.record import Record
+from hvfreeze.training import loop
+from hvfreeze.training.job import Job, prepare
 
-make_step = training.train_step
+make_step = loop.train_step
 
 
 def die_of(number: int) -> None:
@@ -76,7 +76,7 @@ def freeze_alone(job: Job) -> None:
 
 def spoil_the_loss(job: Job) -> None:
     lost = SimpleNamespace(cross_entropy=lambda logits, labels: functional.cross_entropy(logits, labels) * math.nan)
-    training.functional = lost  # type: ignore[assignment,attr-defined]
+    loop.functional = lost  # type: ignore[assignment,attr-defined]
 
 
 def spoil_the_statistics(job: Job) -> None:
@@ -90,7 +90,7 @@ def fill_the_disk_of_the_log(job: Job) -> None:
 
 
 def have_other_versions(job: None) -> None:
-    hvfreeze.job.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
+    hvfreeze.training.job.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
@@ -134,8 +134,8 @@ def build_in(faults: str) -> None:
         wanted.get((world.rank, -1), nothing)(job)
         return job
 
-    training.train_step = faulty_step
-    hvfreeze.run.prepare = faulty_preparation  # type: ignore[attr-defined]
+    loop.train_step = faulty_step
+    hvfreeze.training.run.prepare = faulty_preparation  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvfreeze import training
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import Preempted
-from hvfreeze.job import Job, prepare
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.world import World, end_job_on_exception, open_world
-from hvfreeze.run import run
+from hvfreeze.training import loop
+from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 
 MODEL = "shufflenet_v2_x0_5"
@@ -60,20 +60,20 @@ def lines(directory: Path, name: str) -> list[dict[str, Any]]:
 
 def interrupted(config: Config, world: World, *, after: int) -> None:
     """Make a run that is asked to leave, on the last rank, in the step after `after` steps."""
-    make_step = training.train_step
+    make_step = loop.train_step
 
     def step(job: Job, batch: Batch) -> float:
         if job.step == after and world.rank == world.size - 1:
             job.asked_to_leave = True
         return make_step(job, batch)
 
-    training.train_step = step
+    loop.train_step = step
     try:
         run(config, world)
     except Preempted:
         return
     finally:
-        training.train_step = make_step
+        loop.train_step = make_step
     raise AssertionError("the run was not interrupted")
 
 

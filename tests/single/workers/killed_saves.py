@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hvfreeze import checkpoint
+from hvfreeze.training import checkpoint
 
 
 def save_and_die(directory: Path, *, step: int, lines: int) -> None:

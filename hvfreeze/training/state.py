@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvfreeze import checkpoint
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.evaluation import Totals
-from hvfreeze.job import Job
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.batchnorm import running_statistics
 from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.runs.clock import PHASES
+from hvfreeze.training import checkpoint
+from hvfreeze.training.evaluation import Totals
+from hvfreeze.training.job import Job
 
 
 def directory_of(job: Job) -> Path:

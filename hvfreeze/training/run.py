@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hvfreeze import state
 from hvfreeze.config.sections import Config
-from hvfreeze.job import Job, prepare
-from hvfreeze.progress import Progress, open_progress
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.training import train
+from hvfreeze.training import state
+from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.loop import train
+from hvfreeze.training.progress import Progress, open_progress
 
 
 def run(config: Config, world: World) -> dict[str, Any]:

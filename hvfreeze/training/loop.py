@@ -13,16 +13,16 @@ from types import FrameType
 
 from torch.nn import functional
 
-from hvfreeze import state
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import NumericsError, Preempted
-from hvfreeze.evaluation import Totals
 from hvfreeze.freezing.vote import Decision
-from hvfreeze.job import Job
-from hvfreeze.progress import Progress
 from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.schedule import learning_rate
+from hvfreeze.training import state
+from hvfreeze.training.evaluation import Totals
+from hvfreeze.training.job import Job
+from hvfreeze.training.learning_rate import learning_rate
+from hvfreeze.training.progress import Progress
 
 
 def train(job: Job, progress: Progress) -> None:

@@ -19,7 +19,6 @@ from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches
-from hvfreeze.evaluation import Evaluator, Totals
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Voter, coverage
 from hvfreeze.freezing.proposer import Cadence
@@ -47,6 +46,7 @@ from hvfreeze.runs.record import (
     open_record,
     version_of,
 )
+from hvfreeze.training.evaluation import Evaluator, Totals
 
 
 @dataclass

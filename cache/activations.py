@@ -19,11 +19,11 @@ from hvfreeze.cache.disk import Disk
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.files import refusals
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.index import contains
-from hvfreeze.cache.levels import Level, Levels
-from hvfreeze.cache.prefetch import Prefetcher, Request
 from hvfreeze.cache.rows import Keys, pack_keys, unpack_keys
-from hvfreeze.cache.store import Store
+from hvfreeze.cache.store.index import contains
+from hvfreeze.cache.store.levels import Level, Levels
+from hvfreeze.cache.store.prefetch import Prefetcher, Request
+from hvfreeze.cache.store.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFull
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.parts import Place
 from hvfreeze.cache.rows import Keys
-from hvfreeze.cache.store import Store
+from hvfreeze.cache.store.parts import Place
+from hvfreeze.cache.store.store import Store
 
 OpenStore = Callable[[Fingerprint, Keys], Store]
 

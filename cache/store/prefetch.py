@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hvfreeze.cache.levels import Level, Levels
-from hvfreeze.cache.parts import Place
 from hvfreeze.cache.rows import Keys
+from hvfreeze.cache.store.levels import Level, Levels
+from hvfreeze.cache.store.parts import Place
 
 # What handing a batch from thread to thread costs, and a rate that rows in memory are read faster than: a thread is for
 # disks only, because computing needs the cores and memory's bandwidth is shared.

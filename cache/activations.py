@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.compute import Batch, Counters, LoadImages, PaddedPrefix, RunBlocks
-from hvfreeze.cache.disk import Disk
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.files import refusals
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Disk
+from hvfreeze.cache.file.names import refusals
+from hvfreeze.cache.file.rows import Keys, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.rows import Keys, pack_keys, unpack_keys
 from hvfreeze.cache.store.index import contains
 from hvfreeze.cache.store.levels import Level, Levels
 from hvfreeze.cache.store.prefetch import Prefetcher, Request

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.files import FILE_NAME, LOCK_SUFFIX, TEMPORARY_SUFFIX, path_of
-from hvfreeze.cache.lock import is_locked
-from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.file.lock import is_locked
+from hvfreeze.cache.file.names import FILE_NAME, LOCK_SUFFIX, TEMPORARY_SUFFIX, path_of
+from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.errors import RefusedError, UsageError
 
 OURS = re.compile(rf"{FILE_NAME.pattern}(?:{re.escape(TEMPORARY_SUFFIX)}|{re.escape(LOCK_SUFFIX)})?")

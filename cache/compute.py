@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvfreeze.cache.file.rows import Keys, is_dense, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint, bytes_of
-from hvfreeze.cache.rows import Keys, is_dense, pack_keys, unpack_keys
 
 RunBlocks = Callable[[Tensor, int, int], Tensor]
 LoadImages = Callable[[Keys, Keys], Tensor]

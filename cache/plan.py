@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hvfreeze.cache.disk import Rates
+from hvfreeze.cache.file.disk import Rates
 
 GIB = 1 << 30
 

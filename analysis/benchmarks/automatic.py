@@ -14,7 +14,7 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import ProgramRun
-from hvfreeze.cache.disk import LimitedDisk, LocalDisk
+from hvfreeze.cache.file.disk import LimitedDisk, LocalDisk
 from hvfreeze.config.sections import CacheConfig, FreezeConfig
 
 BATCH_ROWS = 64

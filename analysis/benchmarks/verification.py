@@ -11,7 +11,7 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import epoch_of
-from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.file.reader import ActivationFile
 
 CUT = 5
 EPOCHS = 10

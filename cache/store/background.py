@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.manifest import Manifest
-from hvfreeze.cache.reader import ActivationFile
-from hvfreeze.cache.rows import Keys
-from hvfreeze.cache.writer import FileWriter, fault_of
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.manifest import Manifest
+from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.rows import Keys
+from hvfreeze.cache.file.writer import FileWriter, fault_of
 
 STAGED_BATCHES = 3
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from hvfreeze.cache.rows import VIEW_BITS, Keys, unpack_keys
+from hvfreeze.cache.file.rows import VIEW_BITS, Keys, unpack_keys
 
 MISSING = -1
 MOST_IDS_PER_KEY = 64

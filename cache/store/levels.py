@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFull
+from hvfreeze.cache.file.rows import Keys
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.rows import Keys
 from hvfreeze.cache.store.parts import Place
 from hvfreeze.cache.store.store import Store
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.budget import Budget
-from hvfreeze.cache.manifest import Manifest
-from hvfreeze.cache.rows import Keys
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.manifest import Manifest
+from hvfreeze.cache.file.rows import Keys
 
 WHOLE = slice(None)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hvfreeze.cache.rows import Keys
+from hvfreeze.cache.file.rows import Keys
 from hvfreeze.cache.store.levels import Level, Levels
 from hvfreeze.cache.store.parts import Place
 

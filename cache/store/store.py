@@ -36,19 +36,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.budget import Budget
-from hvfreeze.cache.disk import Disk, LocalDisk
 from hvfreeze.cache.faults import CacheBusy, CacheFault
-from hvfreeze.cache.files import LOCK_SUFFIX, files_of, path_of
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Disk, LocalDisk
+from hvfreeze.cache.file.lock import FileLock
+from hvfreeze.cache.file.manifest import Manifest
+from hvfreeze.cache.file.names import LOCK_SUFFIX, files_of, path_of
+from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.rows import Keys, RowFormat
+from hvfreeze.cache.file.writer import FileWriter
 from hvfreeze.cache.fingerprint import Fingerprint, fingerprint
-from hvfreeze.cache.lock import FileLock
-from hvfreeze.cache.manifest import Manifest
-from hvfreeze.cache.reader import ActivationFile
-from hvfreeze.cache.rows import Keys, RowFormat
 from hvfreeze.cache.store.background import BackgroundWriter
 from hvfreeze.cache.store.index import MISSING, Mask, RowIndex, contains
 from hvfreeze.cache.store.parts import Part, Place
-from hvfreeze.cache.writer import FileWriter
 
 logger = logging.getLogger(__name__)
 

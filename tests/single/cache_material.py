@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.compute import NullActivations
+from hvfreeze.cache.file.rows import Keys, pack_keys
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, bytes_of, digest_tensors
-from hvfreeze.cache.rows import Keys, pack_keys
 from hvfreeze.cache.store.store import Store
 
 BATCH_ROWS = 16

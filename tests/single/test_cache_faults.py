@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from hvfreeze.cache.budget import Budget
-from hvfreeze.cache.disk import LimitedDisk
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.files import directory_bytes
-from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import LimitedDisk
+from hvfreeze.cache.file.names import directory_bytes
+from hvfreeze.cache.file.reader import ActivationFile
 from tests.single.cache_material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_a_file_larger_than_the_free_space_is_refused_and_leaves_nothing(small_d
 def test_a_disk_that_fills_up_before_allocation_is_a_clean_error(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvfreeze.cache.writer.free_bytes", lambda directory: 1 << 40)
+    monkeypatch.setattr("hvfreeze.cache.file.writer.free_bytes", lambda directory: 1 << 40)
     keys = make_keys(500)
     budget = Budget(1 << 40)
     store = open_store(small_disk, keys, budget=budget)
@@ -214,7 +214,7 @@ KILLER = """
 import os, signal, sys
 from pathlib import Path
 from tests.single.cache_material import *
-from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.file.reader import ActivationFile
 
 directory, keys, rows = Path(sys.argv[1]), make_keys(40), make_rows(40)
 calls = 0

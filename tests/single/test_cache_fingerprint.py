@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hvfreeze.cache.faults import CacheMismatch
-from hvfreeze.cache.files import refusals
+from hvfreeze.cache.file.names import refusals
+from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.fingerprint import digest_tensors, fingerprint
-from hvfreeze.cache.reader import ActivationFile
 from tests.single.cache_material import make_keys, make_mark, open_store, write_file
 
 OTHER_IDENTITY: dict[str, Any] = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.hdf5 import find_regions, make_frame
-from hvfreeze.cache.manifest import NAMES, PAYLOAD
-from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.file.hdf5 import find_regions, make_frame
+from hvfreeze.cache.file.manifest import NAMES, PAYLOAD
+from hvfreeze.cache.file.reader import ActivationFile
 from tests.single.cache_material import fill, make_keys, make_mark, make_rows, open_store, write_file
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 import torch
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.file.reader import ActivationFile
 
 path, first = Path(sys.argv[1]), int(sys.argv[2])
 flips = [tuple(map(int, pair.split(":"))) for pair in sys.argv[3].split(",")]
@@ -225,7 +225,7 @@ def test_a_huge_sparse_file_is_refused_without_the_memory_that_it_asks_for(tmp_p
 import resource, sys
 from pathlib import Path
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.reader import ActivationFile
+from hvfreeze.cache.file.reader import ActivationFile
 size = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), size + (64 << 20)))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hvfreeze.cache.mapping import ALIGNMENT, MOST_ARRAYS, Room
+from hvfreeze.cache.file.mapping import ALIGNMENT, MOST_ARRAYS, Room
 
 
 def test_memory_is_used_again_only_after_every_view_of_it_is_gone() -> None:

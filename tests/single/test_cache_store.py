@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from hvfreeze.cache.disk import LimitedDisk
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.disk import LimitedDisk
+from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.rows import RowFormat, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.reader import ActivationFile
-from hvfreeze.cache.rows import RowFormat, pack_keys, unpack_keys
 from tests.single.cache_material import (
     BATCH_ROWS,
     fill,

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.reader import ActivationFile
 
 DIGEST_CHARACTERS = 16
 FILE_NAME = re.compile(r"activations-[0-9a-f]{16}-\d+of\d+\.h5")

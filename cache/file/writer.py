@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.budget import Budget
-from hvfreeze.cache.disk import Disk, free_bytes
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.files import TEMPORARY_SUFFIX
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Disk, free_bytes
+from hvfreeze.cache.file.hdf5 import find_regions, make_frame
+from hvfreeze.cache.file.lock import FileLock
+from hvfreeze.cache.file.manifest import NAMES, PAYLOAD, Manifest, RangeHasher, manifest_digest, tables
+from hvfreeze.cache.file.mapping import MappedRows
+from hvfreeze.cache.file.names import TEMPORARY_SUFFIX
+from hvfreeze.cache.file.rows import Keys
 from hvfreeze.cache.fingerprint import fingerprint
-from hvfreeze.cache.hdf5 import find_regions, make_frame
-from hvfreeze.cache.lock import FileLock
-from hvfreeze.cache.manifest import NAMES, PAYLOAD, Manifest, RangeHasher, manifest_digest, tables
-from hvfreeze.cache.mapping import MappedRows
-from hvfreeze.cache.rows import Keys
 
 # A disk filled to its last byte breaks other programs first, and then this one's checkpoints.
 SPARE_BYTES = 1 << 20

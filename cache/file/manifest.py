@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.hdf5 import Region
+from hvfreeze.cache.file.rows import STORED_TYPES, TYPE_BY_NAME, Keys, RowFormat, is_dense, unpack_keys
 from hvfreeze.cache.fingerprint import JSON, Fingerprint, canonical, fingerprint
-from hvfreeze.cache.hdf5 import Region
-from hvfreeze.cache.rows import STORED_TYPES, TYPE_BY_NAME, Keys, RowFormat, is_dense, unpack_keys
 
 FORMAT = "hvfreeze activation cache"
 VERSION = 1

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from hvfreeze.cache.budget import Budget
-from hvfreeze.cache.disk import Disk, LocalDisk
 from hvfreeze.cache.faults import CacheFault, CacheMismatch
-from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.hdf5 import Region, find_regions
-from hvfreeze.cache.manifest import (
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Disk, LocalDisk
+from hvfreeze.cache.file.hdf5 import Region, find_regions
+from hvfreeze.cache.file.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_ROWS,
     NAMES,
@@ -25,8 +24,9 @@ from hvfreeze.cache.manifest import (
     manifest_digest,
     start_range,
 )
-from hvfreeze.cache.mapping import MappedRows
-from hvfreeze.cache.rows import Keys, pack_keys
+from hvfreeze.cache.file.mapping import MappedRows
+from hvfreeze.cache.file.rows import Keys, pack_keys
+from hvfreeze.cache.fingerprint import Fingerprint
 
 PIECE_BYTES = 1 << 20
 MAX_TABLE_BYTES = 32 * MAX_ROWS

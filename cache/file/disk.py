@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.mapping import MappedRows
+from hvfreeze.cache.file.mapping import MappedRows
 
 PROBE_BYTES = 24 << 20
 PROBE_SECONDS = 0.15

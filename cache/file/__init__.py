@@ -1,0 +1,4 @@
+"""One HDF5 file of rows: its format, how it is written and published, and how it is verified and read.
+
+The only folder that imports h5py.
+"""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from analysis.rows import Results
-from analysis.statistics import shown, signed_points, time_saved
+from analysis.sweeps.rows import Results
+from analysis.sweeps.statistics import shown, signed_points, time_saved
 from hvfreeze.report.tables import Table, factor, percent, seconds
 
 COMPARED = ("Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")

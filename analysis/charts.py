@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.rows import Results
-from analysis.statistics import Interval
+from analysis.sweeps.rows import Results
+from analysis.sweeps.statistics import Interval
 from hvfreeze.report.style import BASELINE, COLOURS, STYLE, WIDE
 
 PAPER_COLOUR = "#999999"

@@ -24,12 +24,12 @@ from torch import nn
 
 from analysis.benchmarks.launching import environment
 from analysis.communication import milliseconds
-from analysis.estimates import bits_per_second
-from analysis.launching import ROOT, nodes_up
-from analysis.plans import REDUCED
-from analysis.rows import publish
-from analysis.statistics import mean_interval, paired_ratio, shown
-from analysis.sweep import RESULTS
+from analysis.sweeps.estimates import bits_per_second
+from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.launching import ROOT, nodes_up
+from analysis.sweeps.presets import REDUCED
+from analysis.sweeps.rows import publish
+from analysis.sweeps.statistics import mean_interval, paired_ratio, shown
 from analysis.writeup import commit
 from hvfreeze.chain.models import build_model
 from hvfreeze.ranks.reducer import Reducer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep, sweep, votes
+from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep, votes
 
 EXPERIMENTS = (
     baseline.EXPERIMENT,
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all experiments with the same arguments; return the worst exit code, at once where one was interrupted."""
     worst = 0
     for experiment in EXPERIMENTS:
-        code = sweep.main(experiment, arguments)
+        code = experiment.main(experiment, arguments)
         if code == INTERRUPTED:
             return code
         worst = max(worst, code)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.experiments import EXPERIMENTS
-from analysis.plans import Answer, Experiment
-from analysis.rows import Results, open_results, publish
-from analysis.sweep import RESULTS
+from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.presets import Answer, Experiment
+from analysis.sweeps.rows import Results, open_results, publish
 from analysis.writeup import draw, is_complete, readme
 from hvfreeze.report.page import Picture, Section, write_page
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from analysis import paper
 from analysis.charts import Line
-from analysis.plans import PlannedRun, Preset, Value
-from analysis.rows import Results
-from analysis.statistics import Interval, Values, paired_ratio, shown
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.rows import Results
+from analysis.sweeps.statistics import Interval, Values, paired_ratio, shown
 from hvfreeze.report.style import COLOURS
 from hvfreeze.report.tables import Table, factor
 

@@ -14,10 +14,10 @@ import sys
 
 from analysis.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, learning_rates, same_time
 from analysis.charts import IN_TIME, accuracy_time_chart
-from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.rows import Results, best_lr
-from analysis.statistics import shown, signed_points
-from analysis.sweep import main
+from analysis.sweeps.experiment import main
+from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
+from analysis.sweeps.rows import Results, best_lr
+from analysis.sweeps.statistics import shown, signed_points
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.tables import Table, factor, percent, seconds
 

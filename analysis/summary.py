@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.experiments import EXPERIMENTS
-from analysis.rows import collect, open_results, publish, read_rows
-from analysis.sweep import RESULTS
+from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.rows import collect, open_results, publish, read_rows
 from analysis.writeup import is_complete
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.csv_files import to_csv

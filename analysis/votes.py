@@ -16,10 +16,19 @@ from typing import Any
 
 from analysis.cells import FINAL_CUT, final_cut
 from analysis.charts import IN_TIME, accuracy_time_chart, bar_chart
-from analysis.plans import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.rows import Results
-from analysis.statistics import Interval, Values, mean_interval, of_seeds, paired_ratio, shown, signed_points, within
-from analysis.sweep import main
+from analysis.sweeps.experiment import main
+from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
+from analysis.sweeps.rows import Results
+from analysis.sweeps.statistics import (
+    Interval,
+    Values,
+    mean_interval,
+    of_seeds,
+    paired_ratio,
+    shown,
+    signed_points,
+    within,
+)
 from hvfreeze.freezing.criteria import CRITERIA, Evidence
 from hvfreeze.report.figures import plot_cuts
 from hvfreeze.report.tables import Table, factor, percent, seconds

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from analysis.plans import Answer, Experiment, Preset
-from analysis.rows import ROWS, Results, publish
+from analysis.sweeps.presets import Answer, Experiment, Preset
+from analysis.sweeps.rows import ROWS, Results, publish
 from hvfreeze.report.style import save_figure
 from hvfreeze.report.tables import Table, plural
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from analysis.experiments import EXPERIMENTS
-from analysis.launching import Site
-from analysis.plans import SMOKE
-from analysis.rows import open_results
-from analysis.sweep import plan
+from analysis.sweeps.experiment import plan
+from analysis.sweeps.launching import Site
+from analysis.sweeps.presets import SMOKE
+from analysis.sweeps.rows import open_results
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import launch, scratch, wait_until
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis import adaptive, baseline, figures, paper, scaling, static_sweep, summary, sweep, votes, writeup
-from analysis.plans import REDUCED, SMOKE, Answer
-from analysis.rows import open_results, read_rows
+from analysis import adaptive, baseline, figures, paper, scaling, static_sweep, summary, votes, writeup
 from analysis.scaling import LATENCY, Model, Point, fit
+from analysis.sweeps import experiment
+from analysis.sweeps.presets import REDUCED, SMOKE, Answer
+from analysis.sweeps.rows import open_results, read_rows
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.reducer import BUCKET_BYTES
 from tests.single.experiment_runs import a_vote, carried_out, made_up
@@ -18,8 +19,8 @@ from tests.single.experiment_runs import a_vote, carried_out, made_up
 
 @pytest.fixture(autouse=True)
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "launch", made_up)
-    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
+    monkeypatch.setattr(experiment, "launch", made_up)
+    monkeypatch.setattr(experiment, "require_cluster", lambda: None)
 
 
 @pytest.fixture
@@ -108,8 +109,8 @@ def test_the_others_take_the_baselines_learning_rate_and_are_drawn_against_its_f
     tmp_path: Path, no_files: None
 ) -> None:
     carried_out(baseline.EXPERIMENT, REDUCED, tmp_path)
-    options = sweep.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
-    assert sweep.preset_of(options, root=options.results).lr == 0.005
+    options = experiment.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
+    assert experiment.preset_of(options, root=options.results).lr == 0.005
     results = carried_out(adaptive.EXPERIMENT, REDUCED, tmp_path)
     assert len(results.front.budgets) == len(baseline.BUDGETS)
     assert results.over_front("linear").n == 3
@@ -165,7 +166,7 @@ def test_a_readme_without_its_markers_is_refused() -> None:
             summary.with_table(text, "table")
 
 
-@pytest.mark.skipif(not sweep.RESULTS.exists(), reason="no results are recorded yet")
+@pytest.mark.skipif(not experiment.RESULTS.exists(), reason="no results are recorded yet")
 def test_the_repositorys_readme_agrees_with_the_recorded_results() -> None:
     assert summary.main(["--check"]) == 0
 

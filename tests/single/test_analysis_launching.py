@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.launching import NoMeter, Site, WireMeter, follow, launch, sent_bytes
-from analysis.plans import SMOKE
+from analysis.sweeps.launching import NoMeter, Site, WireMeter, follow, launch, sent_bytes
+from analysis.sweeps.presets import SMOKE
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.reading import Run, load_run
 
@@ -42,7 +42,7 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 def test_bytes_are_written_down_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = iter(range(100, 1000, 100))
-    monkeypatch.setattr("analysis.launching.sent_bytes", lambda pid: next(counter))
+    monkeypatch.setattr("analysis.sweeps.launching.sent_bytes", lambda pid: next(counter))
     meter = WireMeter({"node0": 1}, tmp_path)
     meter.look()
     assert not (tmp_path / "wire.json").exists()

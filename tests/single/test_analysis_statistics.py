@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from analysis.statistics import (
+from analysis.sweeps.statistics import (
     NOTHING,
     mean_interval,
     paired_difference,

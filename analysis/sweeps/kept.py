@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from analysis.plans import PlannedRun
+from analysis.sweeps.presets import PlannedRun
 from hvfreeze.errors import RefusedError
 
 LOGS = ("config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl", "summary.json", "wire.json")

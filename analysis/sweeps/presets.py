@@ -19,7 +19,7 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.report.tables import Table
 
 if TYPE_CHECKING:
-    from analysis.rows import Results
+    from analysis.sweeps.rows import Results
 
 T = TypeVar("T")
 Value = str | int | float | bool

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from analysis.estimates import duration, seconds_of
-from analysis.kept import borrow, is_kept, keep
-from analysis.launching import Site, launch, require_cluster
-from analysis.plans import PRESETS, Experiment, PlannedRun, Preset
-from analysis.rows import Results, Row, best_lr, collect, open_results, read_rows, write_rows
+from analysis.sweeps.estimates import duration, seconds_of
+from analysis.sweeps.kept import borrow, is_kept, keep
+from analysis.sweeps.launching import Site, launch, require_cluster
+from analysis.sweeps.presets import PRESETS, Experiment, PlannedRun, Preset
+from analysis.sweeps.rows import Results, Row, best_lr, collect, open_results, read_rows, write_rows
 from analysis.writeup import write_up
 from hvfreeze.errors import HvfreezeError, UsageError
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from analysis.front import Budget, Front
-from analysis.kept import PLAN
-from analysis.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio, within
+from analysis.sweeps.front import Budget, Front
+from analysis.sweeps.kept import PLAN
+from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio, within
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.reading import TRAINING_PHASES, Run, load_run
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from analysis.benchmarks.launching import environment
-from analysis.plans import PlannedRun
+from analysis.sweeps.presets import PlannedRun
 from hvfreeze.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from analysis.plans import PlannedRun, Preset
+from analysis.sweeps.presets import PlannedRun, Preset
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.06 / 128, 0.15 / 128
 """Per sample at 32 pixels: ResNet-18, float32, one thread; backward with the optimizer's step."""

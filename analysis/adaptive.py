@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 
-from analysis import paper
-from analysis.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, same_time
-from analysis.charts import IN_TIME, Line, accuracy_time_chart, line_chart
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.sweeps.rows import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown, signed_points, time_saved
+from analysis.writing import paper
+from analysis.writing.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, same_time
+from analysis.writing.charts import IN_TIME, Line, accuracy_time_chart, line_chart
 from hvfreeze.report.figures import plot_cuts
 from hvfreeze.report.style import BASELINE, COLOURS
 from hvfreeze.report.tables import Table, factor, percent, seconds

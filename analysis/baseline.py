@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 
-from analysis import paper
-from analysis.cells import COMPARED, compared, learning_rates
-from analysis.charts import accuracy_time_chart
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.sweeps.rows import Results, best_lr, budgets_of
 from analysis.sweeps.statistics import shown
+from analysis.writing import paper
+from analysis.writing.cells import COMPARED, compared, learning_rates
+from analysis.writing.charts import accuracy_time_chart
 from hvfreeze.report.tables import Table, factor, percent, seconds
 
 LEARNING_RATES = (0.005, 0.01, 0.02, 0.05, 0.1)

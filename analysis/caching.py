@@ -15,12 +15,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis import paper
-from analysis.charts import IN_TIME, Line, accuracy_time_chart, bar_chart, line_chart
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.sweeps.rows import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown, signed_points, time_saved
+from analysis.writing import paper
+from analysis.writing.charts import IN_TIME, Line, accuracy_time_chart, bar_chart, line_chart
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.style import BASELINE, COLOURS

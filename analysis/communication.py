@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 
-from analysis.charts import bar_chart
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.sweeps.rows import Results
 from analysis.sweeps.statistics import NOTHING, Interval, mean_interval, shown
+from analysis.writing.charts import bar_chart
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.tables import Table, factor, megabytes, number
 from hvfreeze.runs.reading import Run

@@ -30,7 +30,7 @@ from analysis.sweeps.launching import ROOT, nodes_up
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.rows import publish
 from analysis.sweeps.statistics import mean_interval, paired_ratio, shown
-from analysis.writeup import commit
+from analysis.writing.writeup import commit
 from hvfreeze.chain.models import build_model
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import SoloWorld, open_world

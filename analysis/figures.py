@@ -15,7 +15,7 @@ from analysis.experiments import EXPERIMENTS
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.presets import Answer, Experiment
 from analysis.sweeps.rows import Results, open_results, publish
-from analysis.writeup import draw, is_complete, readme
+from analysis.writing.writeup import draw, is_complete, readme
 from hvfreeze.report.page import Picture, Section, write_page
 
 OUT = Path("build") / "experiments" / "report"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from analysis import paper
-from analysis.charts import Line
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.rows import Results
 from analysis.sweeps.statistics import Interval, Values, paired_ratio, shown
+from analysis.writing import paper
+from analysis.writing.charts import Line
 from hvfreeze.report.style import COLOURS
 from hvfreeze.report.tables import Table, factor
 

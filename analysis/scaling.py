@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
-from analysis.charts import Line, line_chart
 from analysis.communication import FROZEN, milliseconds, phase, short, step
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.sweeps.rows import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown
+from analysis.writing.charts import Line, line_chart
 from hvfreeze.ranks.reducer import BUCKET_BYTES
 from hvfreeze.report.style import COLOURS, DASHES
 from hvfreeze.report.tables import Table, factor, percent

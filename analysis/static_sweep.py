@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from analysis import larger_images, paper
-from analysis.cells import COMPARED, SAME_TIME, compared, same_time
-from analysis.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_chart, line_chart
+from analysis import larger_images
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset
 from analysis.sweeps.rows import Results
 from analysis.sweeps.statistics import Interval, shown, signed_points, time_saved
+from analysis.writing import paper
+from analysis.writing.cells import COMPARED, SAME_TIME, compared, same_time
+from analysis.writing.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_chart, line_chart
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.style import COLOURS

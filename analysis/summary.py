@@ -13,7 +13,7 @@ from pathlib import Path
 from analysis.experiments import EXPERIMENTS
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.rows import collect, open_results, publish, read_rows
-from analysis.writeup import is_complete
+from analysis.writing.writeup import is_complete
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.csv_files import to_csv
 

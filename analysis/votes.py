@@ -14,8 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.cells import FINAL_CUT, final_cut
-from analysis.charts import IN_TIME, accuracy_time_chart, bar_chart
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
 from analysis.sweeps.rows import Results
@@ -29,6 +27,8 @@ from analysis.sweeps.statistics import (
     signed_points,
     within,
 )
+from analysis.writing.cells import FINAL_CUT, final_cut
+from analysis.writing.charts import IN_TIME, accuracy_time_chart, bar_chart
 from hvfreeze.freezing.criteria import CRITERIA, Evidence
 from hvfreeze.report.figures import plot_cuts
 from hvfreeze.report.tables import Table, factor, percent, seconds

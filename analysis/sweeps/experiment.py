@@ -26,7 +26,7 @@ from analysis.sweeps.kept import borrow, is_kept, keep
 from analysis.sweeps.launching import Site, launch, require_cluster
 from analysis.sweeps.presets import PRESETS, Experiment, PlannedRun, Preset
 from analysis.sweeps.rows import Results, Row, best_lr, collect, open_results, read_rows, write_rows
-from analysis.writeup import write_up
+from analysis.writing.writeup import write_up
 from hvfreeze.errors import HvfreezeError, UsageError
 
 RESULTS = Path(__file__).resolve().parent / "results"

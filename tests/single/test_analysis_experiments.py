@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis import adaptive, baseline, figures, paper, scaling, static_sweep, summary, votes, writeup
+from analysis import adaptive, baseline, figures, scaling, static_sweep, summary, votes
 from analysis.scaling import LATENCY, Model, Point, fit
 from analysis.sweeps import experiment
 from analysis.sweeps.presets import REDUCED, SMOKE, Answer
 from analysis.sweeps.rows import open_results, read_rows
+from analysis.writing import paper, writeup
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.reducer import BUCKET_BYTES
 from tests.single.experiment_runs import a_vote, carried_out, made_up

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis import caching, communication, experiments, scaling, static_sweep, writeup
+from analysis import caching, communication, experiments, scaling, static_sweep
 from analysis.sweeps import experiment, launching
 from analysis.sweeps.estimates import bits_per_second, duration, total_seconds
 from analysis.sweeps.front import Budget, Front
@@ -16,6 +16,7 @@ from analysis.sweeps.kept import is_kept
 from analysis.sweeps.launching import Site, command_of, flags_of
 from analysis.sweeps.presets import FULL, PRESETS, REDUCED, SMOKE, Experiment, Preset
 from analysis.sweeps.rows import Results, best_lr, cell, read_rows
+from analysis.writing import writeup
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.experiment_runs import carried_out, made_up

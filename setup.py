@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from setuptools import setup
 
+FOLDERS = (
+    "cache",
+    "cache.file",
+    "cache.store",
+    "chain",
+    "config",
+    "data",
+    "doctor",
+    "examples",
+    "freezing",
+    "prefix",
+    "ranks",
+    "report",
+    "runs",
+    "training",
+)
+
 setup(
     name="hvfreeze",
     version="0.1.0",
@@ -11,8 +28,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     # An explicit list: cache/, launch/ and analysis/ must never be installed under those bare names.
-    packages=["hvfreeze", "hvfreeze.cache", "hvfreeze.examples"],
-    package_data={"hvfreeze": ["py.typed", "templates/*", "*.conf"]},
+    packages=["hvfreeze", *(f"hvfreeze.{folder}" for folder in FOLDERS)],
+    package_data={"hvfreeze": ["py.typed", "ranks/*.conf", "report/templates/*"]},
     entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:main"]},
     install_requires=[
         "h5py>=3.8",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep, votes
+from analysis.sweeps.experiment import main as main_of
 
 EXPERIMENTS = (
     baseline.EXPERIMENT,
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all experiments with the same arguments; return the worst exit code, at once where one was interrupted."""
     worst = 0
     for experiment in EXPERIMENTS:
-        code = experiment.main(experiment, arguments)
+        code = main_of(experiment, arguments)
         if code == INTERRUPTED:
             return code
         worst = max(worst, code)

@@ -13,18 +13,18 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _HOMES = {
-    "Cadence": "tracks",
-    "Chain": "blocks",
-    "FreezeConfig": "config",
-    "Freezer": "freezing",
+    "Cadence": "freezing.proposer",
+    "Chain": "chain.blocks",
+    "FreezeConfig": "config.sections",
+    "Freezer": "freezing.freezer",
     "PrefixActivations": "cache.activations",
-    "Reducer": "reducer",
-    "SoloWorld": "world",
-    "World": "world",
-    "broadcast_model": "agreement",
-    "cut_into_blocks": "blocks",
-    "freeze_by_vote": "freezing",
-    "open_world": "world",
+    "Reducer": "ranks.reducer",
+    "SoloWorld": "ranks.world",
+    "World": "ranks.world",
+    "broadcast_model": "ranks.agreement",
+    "cut_into_blocks": "chain.blocks",
+    "freeze_by_vote": "freezing.freezer",
+    "open_world": "ranks.world",
 }
 
 __all__ = [*_HOMES]

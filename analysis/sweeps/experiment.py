@@ -29,7 +29,7 @@ from analysis.sweeps.rows import Results, Row, best_lr, collect, open_results, r
 from analysis.writing.writeup import write_up
 from hvfreeze.errors import HvfreezeError, UsageError
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 WORK = Path("build") / "experiments"
 PATIENCE = 20.0
 """A run that takes this many times its estimate hangs."""

@@ -20,7 +20,7 @@ from analysis.benchmarks.launching import environment
 from analysis.sweeps.presets import PlannedRun
 from hvfreeze.errors import RefusedError, UsageError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "launch" / "cluster"
 GRACE_SECONDS = 15.0
 LOOK_SECONDS = 0.05

@@ -37,7 +37,7 @@ from hvfreeze.errors import UsageError
 
 ANSWER_SECONDS = 60.0
 BANDWIDTH_SECONDS = 0.5
-PROBE = Path(__file__).with_name("hostprobe.py")
+PROBE = Path(__file__).with_name("remote.py")
 # ssh's own words, and what they mean to somebody who wants to train.
 SSH_TROUBLE = (
     ("not resolve", "the name has no address", "correct --hosts or the hostfile, or /etc/hosts"),

@@ -1,6 +1,7 @@
 """Facts about this machine's libraries, each gathered in a process of its own because importing one may crash.
 
-`python -m hvfreeze.doctor.libraries NAME` prints the facts of one library as a JSON object; `probe(NAME)` runs that and reads it.
+`python -m hvfreeze.doctor.libraries NAME` prints the facts of one library as a JSON object; `probe(NAME)` runs that and
+reads it.
 """
 
 from __future__ import annotations

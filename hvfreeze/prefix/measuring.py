@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.budget import Budget
 from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
-from hvfreeze.cache.disk import Rates, measure_directory
+from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Rates, measure_directory
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Ids, Images

@@ -1,1 +1,4 @@
-"""`hvfreeze report`: one HTML page, figures and CSV files from run directories. Imports `runs`, `config` and `errors` only."""
+"""`hvfreeze report`: one HTML page, figures and CSV files from run directories.
+
+Imports `errors`, `config` and `runs` only.
+"""

@@ -51,6 +51,12 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("hvfreeze-*.whl"))
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Every module, template and setting below a folder."""
+    suffixes = (".py", ".conf", ".html", ".typed")
+    return [path for path in folder.rglob("*") if path.name.endswith(suffixes) and path.is_file()]
+
+
 def python(*args: str, cwd: Path, **variables: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
     done = subprocess.run(
@@ -70,9 +76,9 @@ def test_wheel_holds_the_library_and_its_cache_and_no_bare_names(wheel: Path) ->
 
 def test_wheel_holds_every_module_and_template_of_the_tree(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("hvfreeze/")}
-    modules = {*ROOT.glob("hvfreeze/*.py"), *ROOT.glob("hvfreeze/cache/*.py"), *ROOT.glob("hvfreeze/templates/*")}
-    modules |= set(ROOT.glob("hvfreeze/*.conf"))
-    assert {path.relative_to(ROOT).as_posix() for path in modules} <= inside
+    tree = {f"hvfreeze/{path.relative_to(ROOT / 'hvfreeze')}" for path in files_of(ROOT / "hvfreeze")}
+    tree |= {f"hvfreeze/cache/{path.relative_to(ROOT / 'cache')}" for path in files_of(ROOT / "cache")}
+    assert tree == inside
 
 
 def test_installed_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Path) -> None:

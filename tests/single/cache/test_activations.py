@@ -21,7 +21,7 @@ from hvfreeze.cache.file.budget import Budget
 from hvfreeze.cache.file.disk import LimitedDisk
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.file.rows import Keys
-from tests.single.cache_material import BATCH_ROWS, FrozenNet, batches_of, same_bits, write_file
+from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, same_bits, write_file
 
 Batches = Sequence[tuple[Keys, Keys]]
 

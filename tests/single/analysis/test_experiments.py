@@ -9,19 +9,19 @@ import pytest
 
 from analysis import adaptive, baseline, figures, scaling, static_sweep, summary, votes
 from analysis.scaling import LATENCY, Model, Point, fit
-from analysis.sweeps import experiment
+from analysis.sweeps import experiment as sweep
 from analysis.sweeps.presets import REDUCED, SMOKE, Answer
 from analysis.sweeps.rows import open_results, read_rows
 from analysis.writing import paper, writeup
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.reducer import BUCKET_BYTES
-from tests.single.experiment_runs import a_vote, carried_out, made_up
+from tests.single.analysis.runs_material import a_vote, carried_out, made_up
 
 
 @pytest.fixture(autouse=True)
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "launch", made_up)
-    monkeypatch.setattr(experiment, "require_cluster", lambda: None)
+    monkeypatch.setattr(sweep, "launch", made_up)
+    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
 
 
 @pytest.fixture
@@ -110,8 +110,8 @@ def test_the_others_take_the_baselines_learning_rate_and_are_drawn_against_its_f
     tmp_path: Path, no_files: None
 ) -> None:
     carried_out(baseline.EXPERIMENT, REDUCED, tmp_path)
-    options = experiment.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
-    assert experiment.preset_of(options, root=options.results).lr == 0.005
+    options = sweep.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
+    assert sweep.preset_of(options, root=options.results).lr == 0.005
     results = carried_out(adaptive.EXPERIMENT, REDUCED, tmp_path)
     assert len(results.front.budgets) == len(baseline.BUDGETS)
     assert results.over_front("linear").n == 3
@@ -167,7 +167,7 @@ def test_a_readme_without_its_markers_is_refused() -> None:
             summary.with_table(text, "table")
 
 
-@pytest.mark.skipif(not experiment.RESULTS.exists(), reason="no results are recorded yet")
+@pytest.mark.skipif(not sweep.RESULTS.exists(), reason="no results are recorded yet")
 def test_the_repositorys_readme_agrees_with_the_recorded_results() -> None:
     assert summary.main(["--check"]) == 0
 

@@ -16,7 +16,7 @@ from hvfreeze.report.report import write_report
 from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
 from hvfreeze.report.tables import Table, command, percent, seconds, shown, summary_table, vote_table
 from hvfreeze.runs.reading import load_run, load_runs
-from tests.single.run_directories import PHASES, vote, write_run
+from tests.single.report.run_directories import PHASES, vote, write_run
 
 VOTES = [
     vote(10, before=0, after=1, proposals=[1, 2], weights=[1.0, 0.5]),

@@ -16,9 +16,9 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
 from hvfreeze.cache.file.manifest import NAMES, PAYLOAD
 from hvfreeze.cache.file.reader import ActivationFile
-from tests.single.cache_material import fill, make_keys, make_mark, make_rows, open_store, write_file
+from tests.single.cache.material import fill, make_keys, make_mark, make_rows, open_store, write_file
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NUM_FLIPS = 1000
 WIDE = (1 << 17,)  # half a MiB: two rows are a range
 

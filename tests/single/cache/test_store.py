@@ -14,7 +14,7 @@ from hvfreeze.cache.file.disk import LimitedDisk
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.file.rows import RowFormat, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
-from tests.single.cache_material import (
+from tests.single.cache.material import (
     BATCH_ROWS,
     fill,
     make_keys,

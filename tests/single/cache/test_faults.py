@@ -18,9 +18,9 @@ from hvfreeze.cache.file.budget import Budget
 from hvfreeze.cache.file.disk import LimitedDisk
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.file.reader import ActivationFile
-from tests.single.cache_material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file
+from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 
 
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_written_is_a_cache_fault(tmp_path: Path) -> 
 LOCKER = """
 import sys
 from pathlib import Path
-from tests.single.cache_material import *
+from tests.single.cache.material import *
 keys = make_keys(40)
 store = open_store(Path(sys.argv[1]), keys, owner="the first job")
 fill(store, keys[:16], make_rows(40)[:16])
@@ -213,7 +213,7 @@ def test_the_lock_of_a_killed_process_and_its_temporary_file_are_taken_over(tmp_
 KILLER = """
 import os, signal, sys
 from pathlib import Path
-from tests.single.cache_material import *
+from tests.single.cache.material import *
 from hvfreeze.cache.file.reader import ActivationFile
 
 directory, keys, rows = Path(sys.argv[1]), make_keys(40), make_rows(40)

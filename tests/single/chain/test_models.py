@@ -18,7 +18,7 @@ from hvfreeze.chain.weights import pretrained_weights, read_weights
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.torchvision_shim import torchvision
 
-SHARED_WEIGHTS = Path(__file__).resolve().parents[2] / "../shared/data/resnet18-cifar100-64px-fp16.pt"
+SHARED_WEIGHTS = Path(__file__).resolve().parents[3] / "../shared/data/resnet18-cifar100-64px-fp16.pt"
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

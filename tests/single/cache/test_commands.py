@@ -7,7 +7,7 @@ import pytest
 
 from hvfreeze.cache.commands import ls, rm, verify
 from hvfreeze.errors import UsageError
-from tests.single.cache_material import fill, make_keys, make_mark, make_rows, open_store, write_file
+from tests.single.cache.material import fill, make_keys, make_mark, make_rows, open_store, write_file
 
 
 def make_directory(directory: Path) -> list[Path]:

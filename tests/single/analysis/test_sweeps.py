@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from analysis import caching, communication, experiments, scaling, static_sweep
-from analysis.sweeps import experiment, launching
+from analysis.sweeps import experiment as sweep
+from analysis.sweeps import launching
 from analysis.sweeps.estimates import bits_per_second, duration, total_seconds
 from analysis.sweeps.front import Budget, Front
 from analysis.sweeps.kept import is_kept
@@ -19,7 +20,7 @@ from analysis.sweeps.rows import Results, best_lr, cell, read_rows
 from analysis.writing import writeup
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.errors import RefusedError, UsageError
-from tests.single.experiment_runs import carried_out, made_up
+from tests.single.analysis.runs_material import carried_out, made_up
 
 EACH = pytest.mark.parametrize("experiment", experiments.EXPERIMENTS, ids=lambda experiment: experiment.name)
 
@@ -33,15 +34,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         started.append(planned.name)
         return made_up(planned, site)
 
-    monkeypatch.setattr(experiment, "launch", launch)
-    monkeypatch.setattr(experiment, "require_cluster", lambda: None)
+    monkeypatch.setattr(sweep, "launch", launch)
+    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
     return started
 
 
 @EACH
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
 def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Experiment, preset: Preset) -> None:
-    planned = experiment.plan(experiment, preset, Results(Path()))
+    planned = sweep.plan(experiment, preset, Results(Path()))
     assert planned
     for run in planned:
         options = parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name))[1]
@@ -51,13 +52,13 @@ def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Exper
 
 def test_all_reduced_presets_together_take_at_most_six_hours_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    planned = [run for each in experiments.EXPERIMENTS for run in experiment.plan(each, REDUCED, Results(Path()))]
+    planned = [run for each in experiments.EXPERIMENTS for run in sweep.plan(each, REDUCED, Results(Path()))]
     assert total_seconds(planned, REDUCED) < 6 * 3600
 
 
 @EACH
 def test_where_accuracy_is_claimed_there_are_three_seeds(experiment: Experiment) -> None:
-    planned = experiment.plan(experiment, REDUCED, Results(Path()))
+    planned = sweep.plan(experiment, REDUCED, Results(Path()))
     reported = [run for run in planned if not run.flags.get("validation_fraction")]
     for label in {run.label for run in reported}:
         assert {run.seed for run in reported if run.label == label} >= {0, 1, 2}
@@ -90,10 +91,10 @@ def test_half_of_the_results_are_written_up_too(
             raise RefusedError("made to fail")
         return made_up(planned, site)
 
-    monkeypatch.setattr(experiment, "launch", launch)
+    monkeypatch.setattr(sweep, "launch", launch)
     monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
     one = dataclasses.replace(REDUCED, seeds=(0,))
-    assert experiment.carry_out(experiment, one, Site(work=tmp_path / "work"), root=tmp_path) == 1
+    assert sweep.carry_out(experiment, one, Site(work=tmp_path / "work"), root=tmp_path) == 1
 
 
 def test_what_is_done_is_not_done_again(launches: list[str], tmp_path: Path) -> None:
@@ -131,13 +132,13 @@ def test_without_a_local_cluster_nothing_is_begun_and_no_row_is_lost(
     directory, before = tmp_path / "results/communication", len(launches)
     rows = (directory / "rows.csv").read_bytes()
     shutil.rmtree(directory / "runs")
-    monkeypatch.setattr(experiment, "require_cluster", launching.require_cluster)
+    monkeypatch.setattr(sweep, "require_cluster", launching.require_cluster)
     program = tmp_path / "cluster"
     program.write_text("#!/bin/sh\necho 'cluster: sshd is missing' >&2\nexit 2\n")
     program.chmod(0o700)
     monkeypatch.setattr(launching, "CLUSTER", program)
     with pytest.raises(UsageError, match=r"need the local cluster.*sshd is missing"):
-        experiment.carry_out(communication.EXPERIMENT, SMOKE, Site(work=tmp_path / "work"), root=tmp_path / "results")
+        sweep.carry_out(communication.EXPERIMENT, SMOKE, Site(work=tmp_path / "work"), root=tmp_path / "results")
     assert len(launches) == before
     assert (directory / "rows.csv").read_bytes() == rows
 
@@ -145,30 +146,30 @@ def test_without_a_local_cluster_nothing_is_begun_and_no_row_is_lost(
 def test_a_failed_run_does_not_stop_the_others_and_is_made_up_for(
     launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    working = experiment.launch
+    working = sweep.launch
 
     def failing(planned, site, *, timeout):  # type: ignore[no-untyped-def]
         if planned.label == "groups5":
             raise RefusedError("run groups5-s0 ended with exit code 5")
         return working(planned, site, timeout=timeout)
 
-    monkeypatch.setattr(experiment, "launch", failing)
+    monkeypatch.setattr(sweep, "launch", failing)
     site = Site(work=tmp_path / "work")
-    assert experiment.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 1
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 1
     assert "ended with exit code 5" in capsys.readouterr().err
     assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["residual8-s0"]
-    monkeypatch.setattr(experiment, "launch", working)
-    assert experiment.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
+    monkeypatch.setattr(sweep, "launch", working)
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
     assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["groups5-s0", "residual8-s0"]
 
 
 def test_some_runs_can_be_made_first_and_the_rest_another_time(launches: list[str], tmp_path: Path) -> None:
     site = Site(work=tmp_path / "work")
-    assert experiment.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path, only=["residual8"]) == 0
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path, only=["residual8"]) == 0
     assert launches == ["residual8-s0"]
     with pytest.raises(UsageError, match=r"--only \(residual9\) must name labels: groups5, residual8"):
-        experiment.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path, only=["residual9"])
-    assert experiment.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
+        sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path, only=["residual9"])
+    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
     assert launches == ["residual8-s0", "groups5-s0"]
     assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["groups5-s0", "residual8-s0"]
 
@@ -177,7 +178,7 @@ def test_results_of_another_configuration_are_refused_by_name(launches: list[str
     carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
     other = dataclasses.replace(SMOKE, lr=0.5)
     with pytest.raises(RefusedError, match=r"groups5-s0 holds another run \(lr: 0.02 there, 0.5 here\)"):
-        experiment.carry_out(static_sweep.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
+        sweep.carry_out(static_sweep.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
 
 
 def test_kept_logs_hold_no_path_and_no_host_of_the_machine_and_no_weights(launches: list[str], tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_kept_logs_hold_no_path_and_no_host_of_the_machine_and_no_weights(launch
 
 
 def test_a_run_without_summary_is_not_kept(tmp_path: Path) -> None:
-    run = experiment.plan(static_sweep.EXPERIMENT, SMOKE, Results(Path()))[0]
+    run = sweep.plan(static_sweep.EXPERIMENT, SMOKE, Results(Path()))[0]
     assert not is_kept(run, tmp_path / "nothing")
     (tmp_path / "half").mkdir()
     (tmp_path / "half/plan.json").write_text(json.dumps(run.identity()))
@@ -210,11 +211,11 @@ def test_two_different_runs_of_one_name_are_refused() -> None:
         caching.EXPERIMENT, runs=lambda preset: [preset.run("a", 0), preset.run("a", 0, {"lr": 0.5})]
     )
     with pytest.raises(UsageError, match="two different runs of the name a-s0"):
-        experiment.plan(twice, SMOKE, Results(Path()))
+        sweep.plan(twice, SMOKE, Results(Path()))
 
 
 def test_the_time_left_follows_what_finished_runs_took() -> None:
-    progress = experiment.Progress({"a": 10.0, "b": 10.0, "c": 20.0, "d": 10.0})
+    progress = sweep.Progress({"a": 10.0, "b": 10.0, "c": 20.0, "d": 10.0})
     assert progress.left() == 50.0
     progress.done["a"] = 0.0
     assert progress.left() == 40.0

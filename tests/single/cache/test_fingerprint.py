@@ -11,7 +11,7 @@ from hvfreeze.cache.faults import CacheMismatch
 from hvfreeze.cache.file.names import refusals
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.fingerprint import digest_tensors, fingerprint
-from tests.single.cache_material import make_keys, make_mark, open_store, write_file
+from tests.single.cache.material import make_keys, make_mark, open_store, write_file
 
 OTHER_IDENTITY: dict[str, Any] = {
     "prefix": "q" * 64,

@@ -14,7 +14,7 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.hdf5 import find_regions
 from hvfreeze.cache.file.manifest import NAMES, manifest_digest
 from hvfreeze.cache.file.reader import ActivationFile
-from tests.single.cache_material import make_keys, open_store, write_file
+from tests.single.cache.material import make_keys, open_store, write_file
 
 Change = Callable[[h5py.File, Path], object]
 

@@ -14,7 +14,7 @@ from hvfreeze.config.flags import configuration, parse
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import load_runs
-from tests.single.run_directories import vote, write_run
+from tests.single.report.run_directories import vote, write_run
 
 
 def test_the_halves_hold_the_same_pixels_as_the_digits(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOOLS = (
     *("awk", "bash", "cat", "cp", "cut", "dirname", "env", "find", "flock", "grep", "head", "mkdir", "mktemp", "mv"),
     *("nproc", "printenv", "rm", "sed", "sh", "sha256sum", "sleep", "tail", "touch", "tr", "uname"),

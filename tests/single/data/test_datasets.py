@@ -15,7 +15,7 @@ from PIL import Image
 from hvfreeze.data.datasets import ImageSet, default_directory, open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 
-SHARED_ZIP = Path(__file__).parents[2].parent / "shared" / "data" / "cifar10-webp.zip"
+SHARED_ZIP = Path(__file__).parents[3].parent / "shared" / "data" / "cifar10-webp.zip"
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 

@@ -16,6 +16,7 @@ FOLDERS = (
     "freezing",
     "prefix",
     "ranks",
+    "ranks.machine",
     "report",
     "runs",
     "training",
@@ -29,7 +30,7 @@ setup(
     python_requires=">=3.10",
     # An explicit list: cache/, launch/ and analysis/ must never be installed under those bare names.
     packages=["hvfreeze", *(f"hvfreeze.{folder}" for folder in FOLDERS)],
-    package_data={"hvfreeze": ["py.typed", "ranks/*.conf", "report/templates/*"]},
+    package_data={"hvfreeze": ["py.typed", "ranks/machine/*.conf", "report/templates/*"]},
     entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:main"]},
     install_requires=[
         "h5py>=3.8",

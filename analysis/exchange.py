@@ -3,7 +3,7 @@
     python -m analysis.exchange [--out DIR]
 
 On the local cluster of launch/, 1 Gbit/s a node, settings in turn; DIR gets rows.csv and README.md. Ours are those that
-`hvfreeze.ranks.mpi_environment.tune_open_mpi` makes where nothing is set beforehand.
+`hvfreeze.ranks.machine.mpi_environment.tune_open_mpi` makes where nothing is set beforehand.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from analysis.sweeps.rows import publish
 from analysis.sweeps.statistics import mean_interval, paired_ratio, shown
 from analysis.writing.writeup import commit
 from hvfreeze.chain.models import build_model
+from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import SoloWorld, open_world
+from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.tables import factor
 from hvfreeze.runs.record import describe_environment

@@ -21,10 +21,10 @@ _HOMES = {
     "Reducer": "ranks.reducer",
     "SoloWorld": "ranks.world",
     "World": "ranks.world",
-    "broadcast_model": "ranks.agreement",
+    "broadcast_model": "ranks.equal_models",
     "cut_into_blocks": "chain.blocks",
     "freeze_by_vote": "freezing.freezer",
-    "open_world": "ranks.world",
+    "open_world": "ranks.horovod_world",
 }
 
 __all__ = [*_HOMES]

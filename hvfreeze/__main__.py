@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.errors import HvfreezeError, StallError
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.mpi_environment import claimed_rank
-from hvfreeze.ranks.world import World, end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.machine.mpi_environment import claimed_rank
+from hvfreeze.ranks.world import World
 
 INTERRUPTED = 130
 GRACE_SECONDS = 10.0

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED
-from hvfreeze.ranks.world import HorovodWorld
+from hvfreeze.ranks.horovod_world import HorovodWorld
 
 FUSION_BYTES = {UNFUSED: "0", FUSED: str(128 * 2**20)}
 

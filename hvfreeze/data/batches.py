@@ -10,10 +10,11 @@ import torch
 from hvfreeze.config.sections import Config
 from hvfreeze.data.datasets import DataSplits, ImageSet, open_data, prepare_data
 from hvfreeze.data.decoding import load_pixels
-from hvfreeze.data.feed import Ids, Images, TrainFeed, evaluation_ids, memory_budget
+from hvfreeze.data.feed import Ids, Images, TrainFeed, evaluation_ids
 from hvfreeze.data.shards import ShardPlan, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.views import Augment, Transform, parse_augment, transform_for
 from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
 
 # What torchvision's own weights were trained with, mean and standard deviation.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -75,14 +74,6 @@ def padded_batches(ids: Ids, labels: Tensor, batch_size: int) -> list[Batch]:
         views = np.zeros_like(filled)
         batches.append(Batch(ids=filled, views=views, labels=labels[torch.from_numpy(filled)], counted=len(chosen)))
     return batches
-
-
-def memory_budget(local_size: int) -> int:
-    """Return the bytes of pixels that one rank may keep: a third of the memory that is available now, shared."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 // 3 // local_size
-    return 2**30 // local_size
 
 
 def announce(images: Images, batches: Sequence[Batch]) -> None:

@@ -23,7 +23,7 @@ from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, releas
 from hvfreeze.freezing.gradients import GradientSums, Voter, voting_weight
 from hvfreeze.freezing.proposer import Cadence, Track
 from hvfreeze.freezing.vote import Decision
-from hvfreeze.ranks.batchnorm import average_running_statistics
+from hvfreeze.ranks.equal_models import average_running_statistics
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 

@@ -17,9 +17,10 @@ from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
 from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import Config
-from hvfreeze.data.feed import Batch, Ids, memory_budget
+from hvfreeze.data.feed import Batch, Ids
 from hvfreeze.prefix.measuring import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
 from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.errors import DivergedError
-from hvfreeze.ranks.mpi_environment import TCP_MESSAGE_BYTES
+from hvfreeze.ranks.machine.mpi_environment import TCP_MESSAGE_BYTES
 from hvfreeze.ranks.world import World
 
 BUCKET_BYTES = 4 * 2**20

@@ -25,14 +25,9 @@ from hvfreeze.freezing.proposer import Cadence
 from hvfreeze.prefix.caching import open_caching
 from hvfreeze.prefix.features import Halves, Prefix
 from hvfreeze.prefix.measuring import Outlook, Split
-from hvfreeze.ranks.agreement import (
-    broadcast_model,
-    check_equal,
-    crowding,
-    threads_of_environment,
-    threads_per_rank,
-    together,
-)
+from hvfreeze.ranks.agreement import check_equal, together
+from hvfreeze.ranks.equal_models import broadcast_model
+from hvfreeze.ranks.machine.share import crowding, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock

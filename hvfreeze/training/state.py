@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.batchnorm import running_statistics
-from hvfreeze.ranks.equal_models import check_replicas
+from hvfreeze.ranks.equal_models import check_replicas, running_statistics
 from hvfreeze.runs.clock import PHASES
 from hvfreeze.training import checkpoint
 from hvfreeze.training.evaluation import Totals

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvfreeze.chain.models import BuiltModel
-from hvfreeze.ranks.world import end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training import job
 from hvfreeze.training.run import run

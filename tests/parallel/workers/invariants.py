@@ -7,15 +7,16 @@ import math
 import torch
 from torch import Tensor, nn
 
-import hvfreeze.ranks.world
+import hvfreeze.ranks.horovod_world
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.proposer import Cadence
 from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import World, end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
 from tests.parallel.mpirun import report
 
 
@@ -214,12 +215,12 @@ def check_averaged_signals_leave_nothing_to_vote_on(world: World) -> None:
 
 
 def check_every_ranks_bytes_arrive_whole_at_rank_0(world: World) -> None:
-    before, hvfreeze.ranks.world.GATHERED_BYTES = hvfreeze.ranks.world.GATHERED_BYTES, 4096
+    before, hvfreeze.ranks.horovod_world.GATHERED_BYTES = hvfreeze.ranks.horovod_world.GATHERED_BYTES, 4096
     try:
         sent = [torch.arange(3000 * rank, dtype=torch.int64).to(torch.uint8) for rank in range(world.size)]
         received = world.gather_bytes(sent[world.rank], name="test.bytes")
     finally:
-        hvfreeze.ranks.world.GATHERED_BYTES = before
+        hvfreeze.ranks.horovod_world.GATHERED_BYTES = before
     if world.rank == 0:
         assert len(received) == world.size
         assert all(torch.equal(theirs, ours) for theirs, ours in zip(received, sent))

@@ -16,7 +16,8 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.ranks.equal_models import parameter_digest
-from hvfreeze.ranks.world import World, end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job, prepare
 from hvfreeze.training.run import run

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvfreeze.ranks.mpi_environment import ALLREDUCE_RULES, TCP_MESSAGE_BYTES, tune_open_mpi
+from hvfreeze.ranks.machine.mpi_environment import ALLREDUCE_RULES, TCP_MESSAGE_BYTES, tune_open_mpi
 
 ALLREDUCE, RING = 2, 4
 LARGE, SMALL = 4 << 20, 1 << 10

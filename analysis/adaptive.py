@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown, signed_points, time_saved
 from analysis.writing import paper
 from analysis.writing.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, same_time

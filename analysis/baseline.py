@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results, best_lr, budgets_of
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results, best_lr, budgets_of
 from analysis.sweeps.statistics import shown
 from analysis.writing import paper
 from analysis.writing.cells import COMPARED, compared, learning_rates

@@ -10,20 +10,19 @@ image size (phase times of a few steps). Last, what users run: a voted prefix wi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from matplotlib.figure import Figure
-
+from analysis.parts.cached_epochs import epochs_chart
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results
-from analysis.sweeps.statistics import Interval, mean_interval, shown, signed_points, time_saved
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import mean_interval, shown, signed_points, time_saved
 from analysis.writing import paper
 from analysis.writing.charts import IN_TIME, Line, accuracy_time_chart, bar_chart, line_chart
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import plot_phases
-from hvfreeze.report.style import BASELINE, COLOURS
+from hvfreeze.report.style import COLOURS
 from hvfreeze.report.tables import Table, factor, megabytes, percent, phase_table, seconds
 
 CUT = 4
@@ -37,9 +36,6 @@ SIZES = (32, 64, 224)
 STUDY_GROUPS = {3: 4, 4: 5, 5: 6}
 """Cut of the stages -> frozen groups of the study's split."""
 BASE: dict[str, Value] = {"augment": "views:2", "freeze": "static", "cut": CUT}
-CACHED_FROM = 2
-"""Epochs that fill the cache: as many as there are views."""
-SUFFIX_PHASES = ("forward", "backward", "allreduce", "optimizer", "vote")
 
 
 def variants() -> dict[str, dict[str, Value]]:
@@ -171,29 +167,6 @@ def compared(results: Results, labels: Mapping[str, str], reference: str, *, tit
     return Table(title=title, columns=("Variant", "Test accuracy", f"Against {reference}", "Stored"), rows=tuple(rows))
 
 
-def epochs_chart(results: Results) -> Figure:
-    """Return the training time of each epoch with and without a cache, and what is left when reading costs nothing."""
-
-    def by_epoch(label: str, seconds_of: Callable[[Mapping[str, Any]], float]) -> dict[int, Interval]:
-        columns = zip(*(run.metrics for run in results.runs_of(label)), strict=True)
-        return {epoch: mean_interval([seconds_of(line) for line in lines]) for epoch, lines in enumerate(columns, 1)}
-
-    def all_of(line: Mapping[str, Any]) -> float:
-        return float(line["train_seconds"] - line["seconds"].get("checkpoint", 0.0))
-
-    def of_suffix(line: Mapping[str, Any]) -> float:
-        return float(sum(line["seconds"].get(phase, 0.0) for phase in SUFFIX_PHASES))
-
-    cached = by_epoch(ON, of_suffix)
-    read = {epoch: value for epoch, value in cached.items() if epoch > CACHED_FROM}
-    lines = [
-        Line(label="no cache", points=by_epoch(OFF, all_of), colour=COLOURS[0]),
-        Line(label="with the cache", points=by_epoch(ON, all_of), colour=COLOURS[1]),
-        Line(label="bound: reading costs nothing", points=read, colour=BASELINE, dash="--"),
-    ]
-    return line_chart(lines, x="epoch", y="training time of the epoch (s)")
-
-
 def drawings(results: Results) -> list[Drawing]:
     """Return epochs, speed-ups by cut, accuracy by views, phases by image size, and accuracy against time."""
     labels = long_labels(results)
@@ -207,7 +180,7 @@ def drawings(results: Results) -> list[Drawing]:
             f"the cache, the others read it; without checkpoints; {spread}, "
             f"n = {len(results.of(OFF))} seeds without and {len(results.of(ON))} with the cache."
         )
-        found.append(Drawing(name="epochs", caption=caption, figure=epochs_chart(results)))
+        found.append(Drawing(name="epochs", caption=caption, figure=epochs_chart(results, ON, OFF)))
     if results.of("full"):
         known = [cut for cut in CUTS if results.of(f"cut{cut}-on")]
         lines = [

@@ -12,8 +12,9 @@ import sys
 
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import NOTHING, Interval, mean_interval, shown
 from analysis.writing.charts import bar_chart
 from hvfreeze.report.figures import plot_phases

@@ -13,48 +13,28 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from analysis.parts.ddp_loop import Training, train
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import deal, open_feeds
 from hvfreeze.data.datasets import open_data
-from hvfreeze.data.feed import Batch, Images, TrainFeed, padded_batches
+from hvfreeze.data.feed import padded_batches
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.record import describe_environment
 from hvfreeze.training.job import build_chain
-from hvfreeze.training.learning_rate import learning_rate
 
 PROGRAM = "torch DistributedDataParallel over gloo"
-
-
-@dataclass
-class Training:
-    """The parts of a run."""
-
-    config: Config
-    model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    feed: TrainFeed
-    evaluation: Images
-    evaluation_batches: list[Batch]
-    clock: PhaseClock
-    trained_bytes: int
-    step: int = 0
-    exchanges: list[Any] = field(default_factory=list)
-    """Sums that were made; see `add_up`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,104 +101,6 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         clock=PhaseClock(),
         trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
     )
-
-
-def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any]]:
-    """Train all epochs and return the lines of metrics.jsonl, which rank 0 also writes. Collective."""
-    lines: list[dict[str, Any]] = []
-    before: dict[str, float] = {}
-    epochs = training.config.optimizer.epochs
-    training.clock.restart()
-    for epoch in range(epochs):
-        batches = training.feed.epoch(epoch)
-        training.model.train()
-        losses, correct = 0.0, 0
-        for batch in batches:
-            loss, hits = train_step(training, batch, total=len(batches) * epochs)
-            losses, correct = losses + loss, correct + hits
-        counted = torch.tensor(
-            [losses, correct, len(batches) * training.config.optimizer.batch_size], dtype=torch.float64
-        )
-        with training.clock.within("evaluate"):
-            add_up(training, counted)
-            due = training.config.run.evaluates(epoch, epochs=epochs)
-            test_loss, test_accuracy = evaluate(training) if due else (None, None)
-        now = training.clock.read()
-        spent = {phase: value - before.get(phase, 0.0) for phase, value in now.items()}
-        before = now
-        seconds = train_seconds(spent)
-        lines.append(
-            {
-                "epoch": epoch,
-                "step": training.step,
-                "cut": training.config.freeze.cut or 0,
-                "train_loss": float(counted[0]) / (len(batches) * size),
-                "train_accuracy": float(counted[1] / counted[2]),
-                "test_loss": test_loss,
-                "test_accuracy": test_accuracy,
-                "train_seconds": seconds,
-                "seconds": spent,
-                "images_per_second": float(counted[2]) / max(seconds, 1e-9),
-                "allreduce_bytes": training.step * training.trained_bytes if size > 1 else 0,
-                "cache": {"mode": "off"},
-            }
-        )
-        if dist.get_rank() == 0:
-            with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-            tested = "not evaluated" if test_accuracy is None else f"test {100 * test_accuracy:.2f} %"
-            print(f"epoch {epoch}: {tested}, {seconds:.1f} s", flush=True)
-    return lines
-
-
-def train_step(training: Training, batch: Batch, *, total: int) -> tuple[float, int]:
-    """Make one step and return this rank's loss and number of hits. Collective."""
-    clock, settings = training.clock, training.config.optimizer
-    clock.enter("data")
-    images = training.feed.images.load(batch.ids, batch.views)
-    clock.enter("forward")
-    logits = training.model(images)
-    loss = functional.cross_entropy(logits, batch.labels)
-    value = float(loss)
-    # The exchange is inside backward(), where DistributedDataParallel waits for it.
-    clock.enter("backward")
-    training.optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    clock.enter("optimizer")
-    for group in training.optimizer.param_groups:
-        group["lr"] = learning_rate(
-            training.step, base=settings.lr, schedule=settings.schedule, warmup=settings.lr_warmup, total=total
-        )
-    training.optimizer.step()
-    training.step += 1
-    clock.enter("data")
-    return value, int((logits.argmax(1) == batch.labels).sum())
-
-
-@torch.no_grad()
-def evaluate(training: Training) -> tuple[float, float]:
-    """Return mean loss and accuracy, every sample counted once. Collective."""
-    module: nn.Module = training.model.module
-    module.eval()
-    totals = torch.zeros(3, dtype=torch.float64)
-    for batch in training.evaluation_batches:
-        logits = module(training.evaluation.load(batch.ids, batch.views))[: batch.counted]
-        labels = batch.labels[: batch.counted]
-        loss = functional.cross_entropy(logits.double(), labels, reduction="sum")
-        hits = int((logits.argmax(1) == labels).sum())
-        totals += torch.tensor([float(loss), hits, batch.counted], dtype=torch.float64)
-    add_up(training, totals)
-    return float(totals[0] / totals[2]), float(totals[1] / totals[2])
-
-
-def add_up(training: Training, tensor: Tensor) -> None:
-    """Sum `tensor` over ranks, in place. Collective.
-
-    The exchange is kept until the end. Otherwise gloo's thread may be the last to hold it and with it the tensor, which
-    it can free with the interpreter's lock only; and the main thread has that lock while it waits for gloo's to end.
-    """
-    training.exchanges.append(dist.all_reduce(tensor, async_op=True))
-    training.exchanges[-1].wait()
 
 
 def describe(run_dir: Path, config: Config, *, size: int) -> None:

@@ -20,68 +20,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from PIL import Image
-
-from hvfreeze.data.datasets import DataSplits, ImageSet, open_data
+from analysis.parts.demo_stages import PRETRAINED, Stage, plan
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.report.comparison import compare, group_by_seed
 from hvfreeze.report.report import write_report
 from hvfreeze.report.tables import Table, factor, megabytes, number, percent, phase_table, plural, shown
 from hvfreeze.runs.reading import Run, load_runs
 
-FIRST_HALF, SECOND_HALF = range(5), range(5, 10)
 LAST_LINES = 12
 TAG = re.compile(r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>:")
 """What horovodrun puts before each line of a rank, and now and then behind it."""
-
-PRETRAINED = "pretrained"
-CIFAR_PER_CLASS = {"train": 500, "test": 100}
-# Checkpoints would be most of what such short runs write and wait for; the model is kept at the end all the same.
-COMMON = ("--model", "resnet18", "--schedule", "cosine", "--checkpoint-every", "0")
-
-Flags = tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained on, and with which flags."""
-
-    first: str
-    second: str
-    pretraining: Flags
-    tuning: Flags
-    vote: Flags
-
-
-# A mirrored digit is no digit: the folder's images are taken as they are, which also makes every epoch cacheable.
-DIGITS = Task(
-    first="the digits 0 to 4",
-    second="the digits 5 to 9",
-    pretraining=("--augment", "none", "--batch-size", "24", "--epochs", "6", "--lr", "0.05"),
-    tuning=("--augment", "none", "--batch-size", "24", "--epochs", "10", "--lr", "0.01"),
-    vote=("--freeze", "percentile", "--interval", "4", "--eta-max", "1", "--vote-weight", "loss"),
-)
-CIFAR = Task(
-    first="the first half of CIFAR-10's classes",
-    second="CIFAR-10, 3000 images",
-    pretraining=("--batch-size", "16", "--epochs", "8", "--lr", "0.02"),
-    tuning=("--augment", "views:2", "--train-samples", "3000", "--batch-size", "25", "--epochs", "5", "--lr", "0.01"),
-    vote=("--freeze", "percentile", "--interval", "12", "--eta-max", "1", "--vote-weight", "loss"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One run of the program."""
-
-    title: str
-    run_dir: Path
-    flags: Flags
 
 
 class StageError(HvfreezeError):
@@ -150,57 +102,6 @@ def check(out: Path, *, ranks: int, weights: Path | None) -> None:
         raise UsageError(f"--out ({out}) must be a new or an empty folder")
     if ranks > 1 and shutil.which("horovodrun", path=environment(ranks)["PATH"]) is None:
         raise RefusedError("horovodrun is not there; run `make setup` first, or use --ranks 1")
-
-
-def plan(out: Path, *, data_dir: Path | None, weights: Path | None) -> list[Stage]:
-    """Write the images of the halves and return the stages in order."""
-    first, second = out / "first-half", out / "second-half"
-    if data_dir is None:
-        for folder, classes in ((first, FIRST_HALF), (second, SECOND_HALF)):
-            write_images(open_data("digits"), classes=classes, folder=folder)
-        data: Flags = ("--data", "imagefolder", "--data-dir", str(second))
-        task = DIGITS
-    else:
-        if weights is None:
-            write_images(open_data("cifar10", data_dir), classes=FIRST_HALF, folder=first, most=CIFAR_PER_CLASS)
-        data = ("--data", "cifar10", "--data-dir", str(data_dir))
-        task = CIFAR
-    stages = []
-    if weights is None:
-        flags = ("--data", "imagefolder", "--data-dir", str(first), *task.pretraining, *COMMON)
-        stages.append(Stage(title=f"pretrain on {task.first}", run_dir=out / PRETRAINED, flags=flags))
-        weights = out / PRETRAINED / "model.pt"
-    tuning = (*data, *task.tuning, *COMMON, "--weights", str(weights))
-    stages.append(Stage(title=f"fine-tune in full on {task.second}", run_dir=out / "full", flags=tuning))
-    frozen = (*tuning, *task.vote)
-    cached = (*frozen, "--cache", "auto")
-    stages.append(Stage(title="the same, frozen by vote", run_dir=out / "voted", flags=frozen))
-    stages.append(Stage(title="the same again, frozen blocks' output cached", run_dir=out / "cached", flags=cached))
-    return stages
-
-
-def write_images(
-    splits: DataSplits, *, classes: Iterable[int], folder: Path, most: Mapping[str, int] | None = None
-) -> None:
-    """Write the images of some classes as PNG files, `folder`/{train,test}/<class>/*.png, at most so many a class."""
-    wanted = frozenset(classes)
-    for part, images in (("train", splits.train), ("test", splits.test)):
-        chosen = chosen_ids(images, wanted, most=(most or {}).get(part))
-        for sample in chosen:
-            path = folder / part / images.classes[int(images.labels[sample])] / f"{sample:05d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(images.decode(sample).transpose(1, 2, 0)).save(path)
-
-
-def chosen_ids(images: ImageSet, classes: frozenset[int], *, most: int | None) -> list[int]:
-    """Return the ids of the first `most` samples of each class, of all where it is None."""
-    taken = dict.fromkeys(classes, 0)
-    chosen = []
-    for sample, label in enumerate(images.labels.tolist()):
-        if label in classes and (most is None or taken[label] < most):
-            taken[label] += 1
-            chosen.append(sample)
-    return chosen
 
 
 def run_stage(stage: Stage, *, ranks: int) -> None:

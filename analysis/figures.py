@@ -13,9 +13,10 @@ from pathlib import Path
 
 from analysis.experiments import EXPERIMENTS
 from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.presets import Answer, Experiment
-from analysis.sweeps.rows import Results, open_results, publish
-from analysis.writing.writeup import draw, is_complete, readme
+from analysis.sweeps.questions import Answer, Experiment
+from analysis.sweeps.results import Results, open_results
+from analysis.sweeps.rows import publish
+from analysis.sweeps.writeup import draw, is_complete, readme
 from hvfreeze.report.page import Picture, Section, write_page
 
 OUT = Path("build") / "experiments" / "report"

@@ -13,8 +13,9 @@ from __future__ import annotations
 import sys
 
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results, best_lr
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results, best_lr
 from analysis.sweeps.statistics import shown, signed_points
 from analysis.writing.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, learning_rates, same_time
 from analysis.writing.charts import IN_TIME, accuracy_time_chart

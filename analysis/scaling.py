@@ -15,89 +15,26 @@ no latency, so that a real network's cannot be fitted and is assumed.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-from scipy import optimize
 
 from analysis.communication import FROZEN, milliseconds, phase, short, step
+from analysis.parts.ring import LATENCY, Point, efficiency, fit
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from analysis.writing.charts import Line, line_chart
-from hvfreeze.ranks.reducer import BUCKET_BYTES
 from hvfreeze.report.style import COLOURS, DASHES
 from hvfreeze.report.tables import Table, factor, percent
 
 FIT, LEFT_OUT = (2, 3), 4
 BANDWIDTHS = ("1gbit", "200mbit")
 VARIANTS: dict[str, dict[str, Value]] = {"full": {}, "frozen": FROZEN}
-LATENCY = 50e-6
-"""Seconds of a message from node to node, assumed: TCP over Ethernet, with its way through both systems."""
 PREDICTED_NODES = (2, 4, 8, 16, 32, 64, 128, 256)
 PREDICTED_BANDWIDTHS = ("1gbit", "10gbit", "25gbit")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A step on a network: what it consists of, and how long it took."""
-
-    variant: str
-    nodes: int
-    bandwidth: float
-    """Bits per second."""
-    work: float
-    """Seconds of a step on one node."""
-    backward: float
-    """Seconds of its backward pass, which hides some of the exchange."""
-    payload: float
-    """Bytes of gradients a step."""
-    cores: int
-    """Cores that all nodes share; with as many as nodes, each has its own."""
-    seconds: float = float("nan")
-
-    @property
-    def crowd(self) -> float:
-        """Ranks per core."""
-        return max(1.0, self.nodes / self.cores)
-
-
-@dataclass(frozen=True)
-class Model:
-    """What the fit found."""
-
-    efficiency: float
-    """Part of the link's rate that gradients travel at."""
-    copying: float
-    """Seconds of a processor to copy and to sum a byte."""
-    hidden: float
-    """Part of the backward pass that the exchange can hide behind."""
-
-    def step(self, point: Point) -> float:
-        """Return the predicted seconds of a step."""
-        sent = 2 * (point.nodes - 1) / point.nodes * point.payload
-        messages = 2 * (point.nodes - 1) * math.ceil(point.payload / BUCKET_BYTES)
-        exchange = sent * (8 / (self.efficiency * point.bandwidth) + self.copying * point.crowd) + messages * LATENCY
-        return point.work * point.crowd + max(0.0, exchange - self.hidden * point.backward * point.crowd)
-
-
-def fit(points: Sequence[Point]) -> Model:
-    """Return the model with the smallest relative errors."""
-
-    def errors(values: NDArray[np.float64]) -> list[float]:
-        model = Model(*map(float, values))
-        return [(model.step(point) - point.seconds) / point.seconds for point in points]
-
-    found = optimize.least_squares(
-        errors, x0=(0.7, 2e-9, 0.5), bounds=((0.02, 0, 0), (1, 1e-6, 1)), x_scale=(1, 1e-9, 1)
-    )
-    return Model(*map(float, found.x))
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -169,11 +106,6 @@ def predicted(points: Sequence[Point], variant: str, nodes: int, bandwidth: str)
         payload=like.payload,
         cores=nodes,
     )
-
-
-def efficiency(model: Model, point: Point) -> float:
-    """Return the throughput as a part of that of as many nodes that need not communicate."""
-    return point.work / model.step(point)
 
 
 def tables(results: Results) -> list[Table]:

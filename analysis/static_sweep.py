@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import sys
 
-from analysis import larger_images
+from analysis.parts import larger_images
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset
-from analysis.sweeps.rows import Results
+from analysis.sweeps.presets import PlannedRun, Preset
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, shown, signed_points, time_saved
 from analysis.writing import paper
 from analysis.writing.cells import COMPARED, SAME_TIME, compared, same_time

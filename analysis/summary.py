@@ -12,8 +12,9 @@ from pathlib import Path
 
 from analysis.experiments import EXPERIMENTS
 from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.rows import collect, open_results, publish, read_rows
-from analysis.writing.writeup import is_complete
+from analysis.sweeps.results import open_results
+from analysis.sweeps.rows import collect, publish, read_rows
+from analysis.sweeps.writeup import is_complete
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.csv_files import to_csv
 

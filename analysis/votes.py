@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis.sweeps.experiment import main
-from analysis.sweeps.presets import Answer, Drawing, Experiment, PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import (
     Interval,
     Values,

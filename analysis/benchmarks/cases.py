@@ -9,7 +9,7 @@ CUTS = range(1, 6)
 
 @dataclass(frozen=True)
 class Case:
-    """A module of this package, the rows that it measures, and seconds for each of them.
+    """A module of rows/, the rows that it measures, and seconds for each of them.
 
     The module has `measure(ranks, wanted, pace, scratch)`, which yields rows and which every rank calls.
     """

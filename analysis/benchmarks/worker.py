@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = Ranks()
     end_job_on_exception(ranks.world)
-    case = importlib.import_module(f"analysis.benchmarks.{options.case}")
+    case = importlib.import_module(f"analysis.benchmarks.rows.{options.case}")
     quick = Pace(cap_seconds=0, quick=True, min_pairs=2)
     pace = quick if options.quick else Pace(cap_seconds=options.seconds)
     rows: list[Row] = []
@@ -47,7 +47,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m analysis.benchmarks.worker", description=__doc__)
-    parser.add_argument("case", help="a module of this package")
+    parser.add_argument("case", help="a module of rows/")
     parser.add_argument("--only", required=True, help="rows, separated by commas")
     parser.add_argument("--seconds", type=float, required=True, help="for each row")
     parser.add_argument("--quick", action="store_true")

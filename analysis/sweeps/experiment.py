@@ -24,9 +24,11 @@ from pathlib import Path
 from analysis.sweeps.estimates import duration, seconds_of
 from analysis.sweeps.kept import borrow, is_kept, keep
 from analysis.sweeps.launching import Site, launch, require_cluster
-from analysis.sweeps.presets import PRESETS, Experiment, PlannedRun, Preset
-from analysis.sweeps.rows import Results, Row, best_lr, collect, open_results, read_rows, write_rows
-from analysis.writing.writeup import write_up
+from analysis.sweeps.presets import PRESETS, PlannedRun, Preset
+from analysis.sweeps.questions import Experiment
+from analysis.sweeps.results import Results, best_lr, open_results
+from analysis.sweeps.rows import Row, collect, read_rows, write_rows
+from analysis.sweeps.writeup import write_up
 from hvfreeze.errors import HvfreezeError, UsageError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

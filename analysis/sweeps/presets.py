@@ -1,4 +1,4 @@
-"""What an experiment is: a question, the runs that answer it, and what is made of them.
+"""A run that is planned, and the scales on which experiments plan theirs.
 
 A preset says on what scale: `smoke` sees that everything runs, `reduced` fits a machine with 2 cores, `full` is the
 setting of the study. Within a preset one factor at a time differs from the defaults below.
@@ -7,19 +7,13 @@ setting of the study. Within a preset one factor at a time differs from the defa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from matplotlib.figure import Figure
+from typing import Any, TypeVar
 
 from hvfreeze.config.sections import Config
 from hvfreeze.config.tree import from_dict
-from hvfreeze.report.tables import Table
-
-if TYPE_CHECKING:
-    from analysis.sweeps.rows import Results
 
 T = TypeVar("T")
 Value = str | int | float | bool
@@ -193,48 +187,3 @@ FULL = Preset(
     checkpoint_every="10",
 )
 PRESETS = {preset.name: preset for preset in (SMOKE, REDUCED, FULL)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A question answered in one sentence, with a number and its spread."""
-
-    question: str
-    text: str
-    n: int
-    negative: bool = False
-    """Whether the method did not keep what one would hope of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """A figure of an experiment."""
-
-    name: str
-    caption: str
-    figure: Figure
-
-
-def nothing_more(preset: Preset, results: Results) -> list[PlannedRun]:
-    """Return no further runs."""
-    return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """A named set of runs, and what is made of their rows. The last three take results that may be incomplete."""
-
-    name: str
-    title: str
-    runs: Callable[[Preset], list[PlannedRun]]
-    answers: Callable[[Results], list[Answer]]
-    tables: Callable[[Results], list[Table]]
-    drawings: Callable[[Results], list[Drawing]]
-    limits: tuple[str, ...]
-    """What the results do not show, one sentence each."""
-    reference: str = ""
-    """The label of full fine-tuning among its runs, on their own data; empty where there is no one such label."""
-    shown: int = 1
-    """How many of the tables its README.md shows; the page shows all."""
-    then: Callable[[Preset, Results], list[PlannedRun]] = nothing_more
-    """Runs that depend on what the first ones gave."""

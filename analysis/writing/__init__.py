@@ -1,1 +1,4 @@
-"""How results are shown: charts, cells of tables, each result's page, and the study's numbers."""
+"""How results are shown: charts, cells of tables, and the study's numbers.
+
+May import `analysis.sweeps`.
+"""

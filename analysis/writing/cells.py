@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.sweeps.rows import Results
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import shown, signed_points, time_saved
 from hvfreeze.report.tables import Table, factor, percent, seconds
 

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.sweeps.rows import Results
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval
 from hvfreeze.report.style import BASELINE, COLOURS, STYLE, WIDE
 

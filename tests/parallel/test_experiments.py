@@ -16,7 +16,7 @@ from analysis.experiments import EXPERIMENTS
 from analysis.sweeps.experiment import plan
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import SMOKE
-from analysis.sweeps.rows import open_results
+from analysis.sweeps.results import open_results
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import launch, scratch, wait_until
 

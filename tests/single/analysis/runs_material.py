@@ -8,8 +8,9 @@ from typing import Any
 
 from analysis.sweeps.experiment import carry_out
 from analysis.sweeps.launching import Site
-from analysis.sweeps.presets import Experiment, PlannedRun, Preset
-from analysis.sweeps.rows import Results, open_results
+from analysis.sweeps.presets import PlannedRun, Preset
+from analysis.sweeps.questions import Experiment
+from analysis.sweeps.results import Results, open_results
 from tests.single.report.run_directories import vote, write_run
 
 FAST = {"none": 1.0, "static": 1.5, "gradient-norm": 1.2, "percentile": 1.3, "linear": 1.3, "geometric": 1.4}

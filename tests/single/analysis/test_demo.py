@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from analysis import demo
-from analysis.demo import Stage, StageError, comparison_table, environment, is_progress, launch, plan, run_stage
+from analysis.demo import StageError, comparison_table, environment, is_progress, launch, run_stage
+from analysis.parts import demo_stages
+from analysis.parts.demo_stages import Stage, chosen_ids, plan, write_images
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import RefusedError, UsageError
@@ -18,7 +20,7 @@ from tests.single.report.run_directories import vote, write_run
 
 
 def test_the_halves_hold_the_same_pixels_as_the_digits(tmp_path: Path) -> None:
-    demo.write_images(open_data("digits"), classes=range(5, 10), folder=tmp_path)
+    write_images(open_data("digits"), classes=range(5, 10), folder=tmp_path)
     folder, digits = open_data("imagefolder", tmp_path), open_data("digits", classes=range(5, 10))
     assert folder.train.classes == ("5", "6", "7", "8", "9")
     for written, known in ((folder.train, digits.train), (folder.test, digits.test)):
@@ -30,9 +32,9 @@ def test_the_halves_hold_the_same_pixels_as_the_digits(tmp_path: Path) -> None:
 
 def test_at_most_so_many_images_of_a_class_are_chosen() -> None:
     images = open_data("digits").test
-    chosen = demo.chosen_ids(images, frozenset((2, 3)), most=4)
+    chosen = chosen_ids(images, frozenset((2, 3)), most=4)
     assert sorted(images.labels[chosen].tolist()) == [2] * 4 + [3] * 4
-    assert len(demo.chosen_ids(images, frozenset(range(10)), most=None)) == len(images)
+    assert len(chosen_ids(images, frozenset(range(10)), most=None)) == len(images)
 
 
 @pytest.mark.parametrize("weights", [None, Path("some.pt")])
@@ -41,7 +43,7 @@ def test_the_program_takes_every_stages_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cifar: bool, weights: Path | None
 ) -> None:
     if cifar:
-        monkeypatch.setattr(demo, "open_data", lambda name, directory=None: open_data("digits"))
+        monkeypatch.setattr(demo_stages, "open_data", lambda name, directory=None: open_data("digits"))
     stages = plan(tmp_path, data_dir=tmp_path if cifar else None, weights=weights)
     configs = [configuration(parse(["train", *stage.flags, "--run-dir", str(stage.run_dir)])[1]) for stage in stages]
     assert [stage.run_dir.name for stage in stages] == ["pretrained", "full", "voted", "cached"][

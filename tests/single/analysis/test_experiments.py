@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from analysis import adaptive, baseline, figures, scaling, static_sweep, summary, votes
-from analysis.scaling import LATENCY, Model, Point, fit
+from analysis.parts.ring import LATENCY, Model, Point, fit
 from analysis.sweeps import experiment as sweep
-from analysis.sweeps.presets import REDUCED, SMOKE, Answer
-from analysis.sweeps.rows import open_results, read_rows
-from analysis.writing import paper, writeup
+from analysis.sweeps import writeup
+from analysis.sweeps.presets import REDUCED, SMOKE
+from analysis.sweeps.questions import Answer
+from analysis.sweeps.results import open_results
+from analysis.sweeps.rows import read_rows
+from analysis.writing import paper
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.reducer import BUCKET_BYTES
 from tests.single.analysis.runs_material import a_vote, carried_out, made_up

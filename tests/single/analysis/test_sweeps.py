@@ -10,14 +10,14 @@ import yaml
 
 from analysis import caching, communication, experiments, scaling, static_sweep
 from analysis.sweeps import experiment as sweep
-from analysis.sweeps import launching
-from analysis.sweeps.estimates import bits_per_second, duration, total_seconds
-from analysis.sweeps.front import Budget, Front
+from analysis.sweeps import launching, writeup
+from analysis.sweeps.estimates import total_seconds
 from analysis.sweeps.kept import is_kept
 from analysis.sweeps.launching import Site, command_of, flags_of
-from analysis.sweeps.presets import FULL, PRESETS, REDUCED, SMOKE, Experiment, Preset
-from analysis.sweeps.rows import Results, best_lr, cell, read_rows
-from analysis.writing import writeup
+from analysis.sweeps.presets import FULL, PRESETS, REDUCED, SMOKE, Preset
+from analysis.sweeps.questions import Experiment
+from analysis.sweeps.results import Results
+from analysis.sweeps.rows import read_rows
 from hvfreeze.config.flags import configuration, parse
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.analysis.runs_material import carried_out, made_up
@@ -235,64 +235,3 @@ def test_commands_start_one_rank_alone_several_under_mpirun_and_nodes_on_the_clu
     assert nodes[1:5] == ["run", "--name", "c7", "--"]
     hosts = command_of(FULL.run("a", 0), Site(work=Path("work"), hosts="n0:2,n1:2"), run_dir)
     assert hosts[1:5] == ["-np", "4", "-H", "n0:2,n1:2"]
-
-
-def test_the_front_is_linear_between_budgets_and_flat_beyond() -> None:
-    front = Front((Budget(20.0, 0.8, epochs=10), Budget(10.0, 0.6, epochs=5)))
-    assert front.accuracy(15.0) == pytest.approx(0.7)
-    assert front.accuracy(5.0) == 0.6
-    assert front.accuracy(99.0) == 0.8
-    assert front.seconds(5) == 10.0
-    assert front.seconds(7) is None
-
-
-def test_the_front_is_taken_at_the_pace_of_full_fine_tuning_among_the_same_runs() -> None:
-    """Twice as slow throughout: half of the full run's time is half of the front's time too."""
-    front = Front((Budget(20.0, 0.8, epochs=10), Budget(10.0, 0.6, epochs=5)))
-    made = {"full": (40.0, 0.8), "frozen": (30.0, 0.75)}
-    rows = [
-        {"label": label, "seed": seed, "epochs": 10, "train_seconds": seconds, "test_accuracy": accuracy}
-        for seed in (0, 1)
-        for label, (seconds, accuracy) in made.items()
-    ]
-    results = Results(Path(), rows, front, "full")
-    assert results.paces() == {0: 2.0, 1: 2.0}
-    assert results.over_front("frozen").mean == pytest.approx(0.75 - 0.7)
-    assert Results(Path(), rows[1:], front, "full").over_front("frozen").n == 1
-
-
-def test_a_caption_counts_the_seeds_of_what_it_shows() -> None:
-    rows = [{"label": label, "seed": seed} for label, n in (("a", 3), ("b", 5), ("c", 4)) for seed in range(n)]
-    assert Results(Path(), rows).count(["a"]) == "n = 3 seeds"
-    assert Results(Path(), rows).count(["a", "b", "c"]) == "n = 3 to 5 seeds"
-
-
-def test_the_learning_rate_is_chosen_on_held_out_samples_by_the_mean() -> None:
-    def row(label: str, lr: float, accuracy: float, held_out: float) -> dict[str, object]:
-        return {"label": label, "lr": lr, "test_accuracy": accuracy, "validation_fraction": held_out}
-
-    rows = [
-        row("lr1", 0.1, 0.9, 0.2),
-        row("lr1", 0.1, 0.5, 0.2),
-        row("lr2", 0.2, 0.8, 0.2),
-        row("epochs1", 9.0, 1.0, 0.0),
-    ]
-    assert best_lr(rows) == 0.2
-    assert best_lr([]) is None
-
-
-def test_cells_come_back_as_what_they_were() -> None:
-    assert [cell(text) for text in ("", "True", "3", "0.5", "1gbit", "1,0,0,0")] == [
-        None,
-        True,
-        3,
-        0.5,
-        "1gbit",
-        "1,0,0,0",
-    ]
-
-
-def test_rates_and_durations_are_read_and_written() -> None:
-    assert bits_per_second("200mbit") == 2e8
-    assert bits_per_second("") == float("inf")
-    assert [duration(seconds) for seconds in (30, 600, 7200)] == ["30 s", "10 min", "2.0 h"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from analysis.benchmarks.cached import KEPT
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, Setting
 from analysis.benchmarks.ranks import Ranks
+from analysis.benchmarks.rows.cached import KEPT
 from analysis.benchmarks.runs import epoch_of
 from hvfreeze.training.job import Job
 

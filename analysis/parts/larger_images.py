@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.rows import Results
+from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, Values, paired_ratio, shown
 from analysis.writing import paper
 from analysis.writing.charts import Line

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from analysis.benchmarks.cached import KEPT
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, HeldBatch, Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop
+from analysis.benchmarks.rows.cached import KEPT
 from analysis.benchmarks.runs import ProgramRun, epoch_of
 
 STEPS = {1: 5, 2: 6, 3: 8, 4: 12, 5: 60}

@@ -8,8 +8,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from analysis.sweeps.presets import Answer, Experiment, Preset
-from analysis.sweeps.rows import ROWS, Results, publish
+from analysis.sweeps.presets import Preset
+from analysis.sweeps.questions import Answer, Experiment
+from analysis.sweeps.results import Results
+from analysis.sweeps.rows import ROWS, publish
 from hvfreeze.report.style import save_figure
 from hvfreeze.report.tables import Table, plural
 

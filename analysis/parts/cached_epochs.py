@@ -1,0 +1,40 @@
+"""The epochs of a cached run beside those of the same run without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval, mean_interval
+from analysis.writing.charts import Line, line_chart
+from hvfreeze.report.style import BASELINE, COLOURS
+
+CACHED_FROM = 2
+"""Epochs that fill the cache: as many as there are views."""
+SUFFIX_PHASES = ("forward", "backward", "allreduce", "optimizer", "vote")
+
+
+def epochs_chart(results: Results, cached_label: str, uncached_label: str) -> Figure:
+    """Return the training time of each epoch with and without a cache, and what is left when reading costs nothing."""
+
+    def by_epoch(label: str, seconds_of: Callable[[Mapping[str, Any]], float]) -> dict[int, Interval]:
+        columns = zip(*(run.metrics for run in results.runs_of(label)), strict=True)
+        return {epoch: mean_interval([seconds_of(line) for line in lines]) for epoch, lines in enumerate(columns, 1)}
+
+    def all_of(line: Mapping[str, Any]) -> float:
+        return float(line["train_seconds"] - line["seconds"].get("checkpoint", 0.0))
+
+    def of_suffix(line: Mapping[str, Any]) -> float:
+        return float(sum(line["seconds"].get(phase, 0.0) for phase in SUFFIX_PHASES))
+
+    cached = by_epoch(cached_label, of_suffix)
+    read = {epoch: value for epoch, value in cached.items() if epoch > CACHED_FROM}
+    lines = [
+        Line(label="no cache", points=by_epoch(uncached_label, all_of), colour=COLOURS[0]),
+        Line(label="with the cache", points=by_epoch(cached_label, all_of), colour=COLOURS[1]),
+        Line(label="bound: reading costs nothing", points=read, colour=BASELINE, dash="--"),
+    ]
+    return line_chart(lines, x="epoch", y="training time of the epoch (s)")

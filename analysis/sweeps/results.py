@@ -1,0 +1,122 @@
+"""An experiment's rows, with what a sentence or a figure needs of them, and the front that they are held against."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from analysis.sweeps.front import Budget, Front
+from analysis.sweeps.rows import Row, read_rows
+from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio, within
+from hvfreeze.runs.reading import Run, load_run
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of an experiment, with what a sentence or a figure needs of them."""
+
+    directory: Path
+    rows: list[Row] = field(default_factory=list)
+    front: Front = field(default_factory=Front)
+    """Full fine-tuning at several budgets of epochs, of these rows where they have some, else of the baseline's."""
+    reference: str = ""
+    """The label of full fine-tuning among these rows."""
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels in the order of their first row."""
+        return list(dict.fromkeys(str(row["label"]) for row in self.rows))
+
+    def of(self, label: str) -> list[Row]:
+        """Return the rows of a label."""
+        return [row for row in self.rows if row["label"] == label]
+
+    def values(self, label: str, column: str) -> dict[int, float]:
+        """Return a column's number for each seed of a label."""
+        return {int(row["seed"]): float(row[column]) for row in self.of(label) if row[column] is not None}
+
+    def mean(self, label: str, column: str) -> Interval:
+        """Return a column's mean over the seeds of a label."""
+        return of_seeds(self.values(label, column))
+
+    def cut(self, label: str) -> Interval:
+        """Return the mean of the last cut over the seeds of a label."""
+        return within(self.mean(label, "final_cut"), 0)
+
+    def gain(self, label: str, reference: str, column: str = "train_seconds") -> Interval:
+        """Return the reference's time over this label's, paired by seed."""
+        return paired_ratio(self.values(reference, column), self.values(label, column))
+
+    def change(self, label: str, reference: str, column: str = "test_accuracy") -> Interval:
+        """Return this label's column minus the reference's, paired by seed."""
+        return paired_difference(self.values(label, column), self.values(reference, column))
+
+    def paces(self) -> dict[int, float]:
+        """Return for each seed how long full fine-tuning took here, over what it took when the front was measured.
+
+        Experiments are run at different times, perhaps on other ranks; times are compared at one pace.
+        """
+        known = ((row, self.front.seconds(row["epochs"])) for row in self.of(self.reference))
+        return {int(row["seed"]): row["train_seconds"] / seconds for row, seconds in known if seconds}
+
+    def over_front(self, label: str) -> Interval:
+        """Return accuracy minus that of full fine-tuning for as many epochs as take equally long at the same pace."""
+        paces = self.paces()
+        rows = [row for row in self.of(label) if int(row["seed"]) in paces]
+        return mean_interval(
+            [row["test_accuracy"] - self.front.accuracy(row["train_seconds"] / paces[int(row["seed"])]) for row in rows]
+        )
+
+    def count(self, labels: Sequence[str]) -> str:
+        """Return n as a caption has it: the seeds of these labels, from the fewest to the most."""
+        counts = sorted({len(self.of(label)) for label in labels})
+        return f"n = {' to '.join(str(n) for n in (counts[:1] + counts[1:][-1:]))} seeds"
+
+    @functools.cached_property
+    def runs(self) -> dict[str, Run]:
+        """The kept runs by name, those of the rows only."""
+        return {str(row["run"]): load_run(self.directory / "runs" / str(row["run"])) for row in self.rows}
+
+    def runs_of(self, *labels: str) -> list[Run]:
+        """Return the kept runs of some labels, of all where none is named."""
+        wanted = labels or tuple(self.labels)
+        return [self.runs[str(row["run"])] for label in wanted for row in self.of(label)]
+
+
+def best_lr(rows: Sequence[Row]) -> float | None:
+    """Return the learning rate whose runs, on held-out training samples, were best on average; None without such."""
+    tried: dict[float, list[float]] = {}
+    for row in rows:
+        if str(row["label"]).startswith("lr") and row["validation_fraction"]:
+            tried.setdefault(float(row["lr"]), []).append(float(row["test_accuracy"]))
+    return max(tried, key=lambda lr: sum(tried[lr]) / len(tried[lr]), default=None)
+
+
+def open_results(root: Path, name: str, reference: str = "") -> Results:
+    """Return an experiment's results, with the front that its own budgets of epochs give, else the baseline's."""
+    own = Results(root / name, read_rows(root / name), reference=reference)
+    if budgets_of(own):
+        return replace(own, front=front_of(own, [*budgets_of(own), reference]))
+    baseline = Results(root / "baseline", read_rows(root / "baseline"))
+    return replace(own, front=front_of(baseline, budgets_of(baseline)))
+
+
+def budgets_of(results: Results) -> list[str]:
+    """Return the labels of full fine-tuning for some number of epochs, the fewest first."""
+    return sorted((label for label in results.labels if label.startswith("epochs")), key=lambda b: int(b[6:]))
+
+
+def front_of(results: Results, labels: Sequence[str]) -> Front:
+    """Return the front that these labels make, those without rows left out."""
+    points = [
+        Budget(
+            results.mean(label, "train_seconds").mean,
+            results.mean(label, "test_accuracy").mean,
+            int(results.of(label)[0]["epochs"]),
+        )
+        for label in labels
+        if results.of(label)
+    ]
+    return Front(tuple(sorted(points)))

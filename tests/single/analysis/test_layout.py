@@ -1,0 +1,104 @@
+"""Who may import whom below analysis/, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+LEVELS = ("benchmarks", "benchmarks.rows", "sweeps", "writing", "parts", "")
+"""Folders below analysis/, the lowest first; the commands themselves are the highest."""
+ROOMS, LINES = 12, 250
+
+
+def modules(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*.py") if "results" not in path.parts]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the full names of the modules that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def name_of(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts)
+
+
+def folder_of(module: str) -> str:
+    """Return the folder below analysis/ that a module lies in, empty for the commands."""
+    return module.removeprefix("analysis").strip(".").rpartition(".")[0]
+
+
+def edges(root: Path) -> dict[str, set[str]]:
+    """Return what each module below analysis/ imports of the others."""
+    files = modules(root / "analysis")
+    known = {name_of(path, root): path for path in files if path.name != "__init__.py"}
+    return {name: {other for other in imported(path) if other in known} - {name} for name, path in known.items()}
+
+
+def upward(found: dict[str, set[str]]) -> list[str]:
+    """Return the imports that a folder may not make. The rows of the benchmark are used by nobody but its worker."""
+    wrong = []
+    for name, others in found.items():
+        own = LEVELS.index(folder_of(name))
+        wrong += [f"{name} -> {other}" for other in others if LEVELS.index(folder_of(other)) > own]
+    return wrong
+
+
+def circles(found: dict[str, set[str]]) -> list[str]:
+    """Return the modules that can be reached from themselves."""
+    left = dict(found)
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+        for name in leaves:
+            del left[name]
+    return sorted(left)
+
+
+def test_folders_are_imported_downwards_and_no_module_reaches_itself() -> None:
+    found = edges(ROOT)
+    assert len(found) > 40
+    assert upward(found) == []
+    assert circles(found) == []
+
+
+def test_the_library_and_the_cache_import_nothing_of_the_analysis() -> None:
+    for folder in ("hvfreeze", "cache"):
+        for path in modules(ROOT / folder):
+            assert not [name for name in imported(path) if name.partition(".")[0] == "analysis"], path
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "wrong"),
+    [
+        ("sweeps/a.py", "from analysis.writing import b", ["analysis.sweeps.a -> analysis.writing.b"]),
+        ("benchmarks/a.py", "import analysis.writing.b", ["analysis.benchmarks.a -> analysis.writing.b"]),
+        ("parts/a.py", "from analysis.writing.b import x", []),
+    ],
+)
+def test_a_planted_import_is_found(path: str, line: str, wrong: list[str], tmp_path: Path) -> None:
+    for name, text in ((path, line), ("writing/b.py", "")):
+        (tmp_path / "analysis" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "analysis" / name).write_text(text)
+    assert upward(edges(tmp_path)) == wrong
+
+
+def test_a_planted_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == ["a", "b", "c", "d"]
+
+
+def test_no_folder_has_too_many_rooms_and_no_file_too_many_lines() -> None:
+    folders = {path.parent for path in modules(ROOT / "analysis")}
+    for folder in folders - {ROOT / "analysis"}:  # whose files are the commands
+        rooms = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"}
+        assert len(rooms) <= ROOMS, folder
+    for path in modules(ROOT / "analysis"):
+        assert path.read_text(encoding="utf-8").count("\n") <= LINES, path
+        assert path.name != "__init__.py" or ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path

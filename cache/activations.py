@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.compute import Batch, Counters, LoadImages, PaddedPrefix, RunBlocks
+from hvfreeze.cache.compute import Counters, LoadImages, PaddedPrefix, Pairs, RunBlocks
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.budget import Budget
-from hvfreeze.cache.file.disk import Disk
+from hvfreeze.cache.file.disk import Budget, Disk
 from hvfreeze.cache.file.names import refusals
 from hvfreeze.cache.file.rows import Keys, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
@@ -49,7 +48,7 @@ class PrefixActivations:
         phase: Callable[[str], AbstractContextManager[None]] | None = None,
         prefix_digest: Callable[[int], str] | None = None,
     ) -> None:
-        """Opens nothing yet.
+        """Open nothing yet.
 
         Args:
             run_blocks: (x, start, stop) -> output of blocks start..stop-1, with the prefix in evaluation mode.
@@ -113,9 +112,9 @@ class PrefixActivations:
         return self._levels.current is not None and self._levels.current.store.complete
 
     def begin_cut(
-        self, cut: int, *, mark: Fingerprint | None = None, universe: Batch | None = None, store: bool = True
+        self, cut: int, *, mark: Fingerprint | None = None, universe: Pairs | None = None, store: bool = True
     ) -> None:
-        """The prefix is now the first `cut` blocks; rows of shallower cuts serve until this cut's are complete.
+        """Take the first `cut` blocks for the prefix; rows of shallower cuts serve until this cut's are complete.
 
         Args:
             cut: number of frozen blocks.
@@ -136,8 +135,8 @@ class PrefixActivations:
             for line in refusals(self._directory, mark):
                 logger.info(line)
 
-    def announce(self, batches: Sequence[Batch]) -> None:
-        """These (sample ids, views) come next, in this order; they are read ahead when reading is slow.
+    def announce(self, batches: Sequence[Pairs]) -> None:
+        """Expect these (sample ids, views) next, in this order; they are read ahead when reading is slow.
 
         Rows that another job was found to be building are looked for again.
         """
@@ -146,11 +145,11 @@ class PrefixActivations:
         self._prefetcher.announce(self._requests(batches))
 
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
-        """Whether `get` will need no images for this batch."""
+        """Tell whether `get` will need no images for this batch."""
         return self._levels.locate(pack_keys(sample_ids, views)) is not None
 
     def sweep(self, *, everything: bool = False) -> int:
-        """Computes missing rows of the announced batches, if that takes fewer forwards than the batches themselves.
+        """Compute missing rows of the announced batches, if that takes fewer forwards than the batches themselves.
 
         Args:
             everything: the whole universe instead, whatever it takes.
@@ -167,11 +166,11 @@ class PrefixActivations:
                 request = self._request(*unpack_keys(missing[first : first + rows]))
                 self._compute(request, self._read(request))
         self._prefetcher.forget()
-        self._prefetcher.locate()
+        self._prefetcher.look_up()
         return self.counters.rows_written - before
 
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
-        """The prefix's output for these samples and views, each (rows,); with cut 0 the images.
+        """Return the prefix's output for these samples and views, each (rows,); with cut 0 the images.
 
         Args:
             sample_ids: at most `batch_rows` of them.
@@ -191,21 +190,21 @@ class PrefixActivations:
         return self._compute(request, found)[: len(sample_ids)]
 
     def publish(self) -> None:
-        """Makes the rows stored so far readable for other processes, and takes in theirs (see `shared`)."""
+        """Make the rows stored so far readable for other processes, and take in theirs (see `shared`)."""
         self._prefetcher.forget()
         if self._levels.current is not None:
             with self._guard():
                 self._levels.current.store.publish()
 
     def refresh(self) -> None:
-        """Takes in rows that other processes have published."""
+        """Take in rows that other processes have published."""
         self._prefetcher.forget()
         if self._levels.current is not None:
             with self._guard():
                 self._levels.current.store.refresh()
 
     def disable(self, reason: str) -> None:
-        """Goes on without a cache: what is not published is removed, what is stays for others."""
+        """Go on without a cache: what is not published is removed, what is stays for others."""
         if self.failed is None:
             self.failed = reason
             logger.warning("going on without the activation cache: %s", reason)
@@ -213,7 +212,7 @@ class PrefixActivations:
         self._levels.discard()
 
     def close(self) -> None:
-        """Publishes what was stored at the current cut and lets go of all files.
+        """Publish what was stored at the current cut and let go of all files.
 
         Raises:
             CacheFault: it could not be written, and failures are to stop the run.
@@ -236,8 +235,8 @@ class PrefixActivations:
     def _request(self, sample_ids: Keys, views: Keys) -> Request:
         return self._requests([(sample_ids, views)])[0]
 
-    def _requests(self, batches: Sequence[Batch]) -> list[Request]:
-        """Requests with their keys packed at once, which is several times faster than one by one."""
+    def _requests(self, batches: Sequence[Pairs]) -> list[Request]:
+        """Return requests with their keys packed at once, which is several times faster than one by one."""
         if not batches:
             return []
         keys = pack_keys(*(np.concatenate(column) for column in zip(*batches, strict=True)))
@@ -253,7 +252,7 @@ class PrefixActivations:
         return found
 
     def _compute(self, request: Request, found: tuple[Level, Tensor] | None) -> Tensor:
-        """The output (batch_rows, ...) for a request; missing rows are on their way to the disk."""
+        """Return the output (batch_rows, ...) for a request; missing rows are on their way to the disk."""
         if found is None:
             start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
         else:
@@ -268,7 +267,7 @@ class PrefixActivations:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """What goes wrong with the cache inside ends its use, or the run."""
+        """Let what goes wrong with the cache inside end its use, or the run."""
         try:
             yield
         except CacheFault as fault:

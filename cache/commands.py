@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def ls(directory: Path) -> int:
-    """Prints a line for each cache file under `directory`; returns the exit code."""
+    """Print a line for each cache file under `directory`; return the exit code."""
     lines = [("file", "split", "cut", "rows", "row", "type", "MiB", "state")]
     for path in _files(directory):
         lines.append((str(path.relative_to(directory)), *_describe(path)))
@@ -28,7 +28,7 @@ def ls(directory: Path) -> int:
 
 
 def verify(directory: Path) -> int:
-    """Checks every `.h5` file under `directory` in full and names the bad ones.
+    """Check every `.h5` file under `directory` in full and name the bad ones.
 
     Returns:
         The exit code: 3 when a file is refused.
@@ -51,7 +51,7 @@ def verify(directory: Path) -> int:
 
 
 def rm(directory: Path) -> int:
-    """Removes cache files under `directory`: by name, regular files only, none that is being built.
+    """Remove cache files under `directory`: by name, regular files only, none that is being built.
 
     Returns:
         The exit code: 3 when a file had to be left.
@@ -77,7 +77,7 @@ def rm(directory: Path) -> int:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Every `.h5` and every temporary file of a cache, links included and never followed."""
+    """Yield every `.h5` and every temporary file of a cache, links included and never followed."""
     _require_directory(directory)
     for folder, _, names in os.walk(directory, followlinks=False):
         for name in sorted(names):
@@ -112,7 +112,7 @@ def _describe(path: Path) -> tuple[str, str, str, str, str, str, str]:
 
 
 def _check_name(path: Path, file: ActivationFile) -> None:
-    """A file under another fingerprint's name would be refused by the run that looks for that one."""
+    """Refuse a file under another fingerprint's name: the run that looks for that one would refuse it."""
     if FILE_NAME.fullmatch(path.name):
         shard = path.stem.rpartition("-")[2]
         expected = path_of(path.parent, file.manifest.fingerprint, shard=shard)

@@ -19,7 +19,8 @@ from hvfreeze.cache.fingerprint import Fingerprint, bytes_of
 
 RunBlocks = Callable[[Tensor, int, int], Tensor]
 LoadImages = Callable[[Keys, Keys], Tensor]
-Batch = tuple[Keys, Keys]
+Pairs = tuple[Keys, Keys]
+"""Sample ids and views, (rows,) each."""
 
 
 @dataclass
@@ -41,24 +42,24 @@ class Activations(Protocol):
     counters: Counters
 
     def begin_cut(
-        self, cut: int, *, mark: Fingerprint | None = None, universe: Batch | None = None, store: bool = True
+        self, cut: int, *, mark: Fingerprint | None = None, universe: Pairs | None = None, store: bool = True
     ) -> None:
-        """The prefix is now the first `cut` blocks."""
+        """Take the first `cut` blocks for the prefix."""
 
-    def announce(self, batches: Sequence[Batch]) -> None:
-        """These (sample ids, views) come next, in this order."""
+    def announce(self, batches: Sequence[Pairs]) -> None:
+        """Expect these (sample ids, views) next, in this order."""
 
     def sweep(self, *, everything: bool = False) -> int:
-        """Fills in missing rows before they are asked for; returns how many."""
+        """Fill in missing rows before they are asked for; return how many."""
 
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
-        """The prefix's output (rows, ...) for these samples and views, each (rows,)."""
+        """Return the prefix's output (rows, ...) for these samples and views, each (rows,)."""
 
     def disable(self, reason: str) -> None:
-        """Goes on without a cache."""
+        """Go on without a cache."""
 
     def close(self) -> None:
-        """Keeps what is worth keeping and lets go of all files."""
+        """Keep what is worth keeping and let go of all files."""
 
 
 class PaddedPrefix:
@@ -70,13 +71,13 @@ class PaddedPrefix:
         self._run_blocks = run_blocks
 
     def pad(self, keys: Keys) -> Keys:
-        """`keys` repeated up to the batch shape."""
+        """Return `keys` repeated up to the batch shape."""
         if not 0 < len(keys) <= self.batch_rows:
             raise ValueError(f"a batch of {len(keys)} rows: need 1 to {self.batch_rows}, the training batch")
         return keys if len(keys) == self.batch_rows else np.resize(keys, self.batch_rows)
 
     def run(self, x: Tensor, start: int, stops: Sequence[int]) -> Tensor:
-        """The output (batch_rows, ...) of blocks start..stops[-1]-1 for `x`, dense, and rounded at each of `stops`."""
+        """Return blocks start..stops[-1]-1 of `x`: (batch_rows, ...), dense, and rounded at each of `stops`."""
         with torch.no_grad():
             for stop in stops:
                 x = self._run_blocks(x, start, stop)
@@ -97,20 +98,20 @@ class NullActivations:
         self._load_images = load_images
 
     def begin_cut(
-        self, cut: int, *, mark: Fingerprint | None = None, universe: Batch | None = None, store: bool = True
+        self, cut: int, *, mark: Fingerprint | None = None, universe: Pairs | None = None, store: bool = True
     ) -> None:
-        """The prefix is now the first `cut` blocks; the rest is of no interest here."""
+        """Take the first `cut` blocks for the prefix; the rest is of no interest here."""
         self.cut = cut
 
-    def announce(self, batches: Sequence[Batch]) -> None:
-        """Nothing is read ahead."""
+    def announce(self, batches: Sequence[Pairs]) -> None:
+        """Do nothing: nothing is read ahead."""
 
     def sweep(self, *, everything: bool = False) -> int:
-        """Nothing is kept, so nothing is missing."""
+        """Return 0: nothing is kept, so nothing is missing."""
         return 0
 
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
-        """The prefix's output (rows, ...); with cut 0 the images."""
+        """Return the prefix's output (rows, ...); with cut 0 the images."""
         if self.cut == 0:
             return self._load_images(sample_ids, views)
         padded = unpack_keys(self._prefix.pad(pack_keys(sample_ids, views)))
@@ -118,14 +119,14 @@ class NullActivations:
         return self._prefix.run(self._load_images(*padded), 0, [self.cut])[: len(sample_ids)]
 
     def disable(self, reason: str) -> None:
-        """There is nothing to go without."""
+        """Do nothing: there is nothing to go without."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to let go of."""
 
 
 def permuted_batch_is_exact(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> bool:
-    """Whether each row's bits stay the same when the rows of a batch change places, which caching relies on.
+    """Tell whether each row's bits stay the same when the rows of a batch change places, which caching relies on.
 
     Args:
         run_prefix: the frozen prefix in evaluation mode.

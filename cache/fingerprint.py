@@ -22,7 +22,7 @@ SHOWN_CHARACTERS = 40
 
 
 def canonical(value: JSON) -> str:
-    """One text for equal values: sorted keys, no spaces, tuples as lists; NaN and infinity are refused."""
+    """Return one text for equal values: sorted keys, no spaces, tuples as lists; NaN and infinity are refused."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -35,16 +35,16 @@ class Fingerprint:
     digest: str
 
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
-        """Names of the identity fields in which `other` differs, sorted; empty when its rows may be used."""
+        """Return the identity fields in which `other` differs, sorted; empty when its rows may be used."""
         names = sorted(set(self.fields) | set(other.fields))
         return tuple(name for name in names if _shown(self.fields, name) != _shown(other.fields, name))
 
     def is_exact(self, other: Fingerprint) -> bool:
-        """Whether rows written under `other` have the bits that a run under this fingerprint would compute."""
+        """Tell whether rows written under `other` have the bits that a run under this fingerprint would compute."""
         return bool(other.exactness) and canonical(self.exactness) == canonical(other.exactness)
 
     def explain(self, other: Fingerprint) -> str:
-        """The differing fields with both values, for a message: `cut (file 2, run 3)`."""
+        """Return the differing fields with both values, for a message: `cut (file 2, run 3)`."""
         parts = []
         for name in self.differences(other):
             theirs, ours = (_shorten(_shown(fields, name)) for fields in (other.fields, self.fields))
@@ -53,7 +53,7 @@ class Fingerprint:
 
 
 def fingerprint(fields: Mapping[str, JSON], *, exactness: Mapping[str, JSON] | None = None) -> Fingerprint:
-    """The fingerprint of these fields; tuples become lists, so that it equals one that was read back from a file.
+    """Return the fingerprint of these fields; tuples become lists, so that it equals one read back from a file.
 
     Args:
         fields: identity, by name.
@@ -81,7 +81,7 @@ def activation_fingerprint(
     threads: int,
     via: Sequence[int] = (),
 ) -> Fingerprint:
-    """The fingerprint of a frozen prefix's output over a data set on this machine.
+    """Return the fingerprint of a frozen prefix's output over a data set on this machine.
 
     Args:
         prefix: `digest_tensors` of the prefix's parameters and buffers.
@@ -120,13 +120,13 @@ def activation_fingerprint(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The elements' bytes in logical order, as a vector of uint8."""
+    """Return the elements' bytes in logical order, as a vector of uint8."""
     # A copy even of a contiguous tensor: one with a single element in some dimension may have any stride there.
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, types, shapes and bytes, in the order given; strides do not count."""
+    """Return a SHA-256 over names, types, shapes and bytes, in the order given; strides do not count."""
     digest = hashlib.sha256()
     for name, tensor in named:
         head = canonical([name, str(tensor.dtype), list(tensor.shape)]).encode()

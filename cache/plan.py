@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hvfreeze.cache.file.disk import Rates
+from hvfreeze.cache.rates import Rates
 
 GIB = 1 << 30
 
@@ -101,13 +101,13 @@ class Plan:
     rows: tuple[tuple[str, str], ...]
 
     def table(self) -> str:
-        """The rows as text, one a line."""
+        """Return the rows as text, one a line."""
         width = max(len(name) for name, _ in self.rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
 
 
 def make_plan(ranks: Sequence[Situation], *, limit_bytes: int | None = None) -> Plan:
-    """The plan for the situations of all ranks.
+    """Return the plan for the situations of all ranks.
 
     Args:
         ranks: one each; ranks wait for each other, so the slowest counts.
@@ -136,7 +136,7 @@ def make_plan(ranks: Sequence[Situation], *, limit_bytes: int | None = None) -> 
 
 
 def _seconds(rank: Situation) -> tuple[float, float, float]:
-    """Seconds for the prefix until the cut moves or the run ends: never cached, filled in training, filled before."""
+    """Return seconds for the prefix until the run ends: never cached, filled in training, filled before."""
     epochs = min(rank.epochs_left, rank.epochs_until_move)
     steps = epochs * (rank.rows // rank.batch_rows)
     total_rows = rank.rows * rank.views
@@ -155,7 +155,7 @@ def _seconds(rank: Situation) -> tuple[float, float, float]:
 
 
 def _obstacle(ranks: Sequence[Situation], *, limit_bytes: int | None) -> str:
-    """Why the rows cannot be stored, or nothing."""
+    """Return why the rows cannot be stored, or nothing."""
     needed = sum(rank.new_bytes for rank in ranks)
     if limit_bytes is not None and needed > limit_bytes:
         return f"needs {needed / GIB:.2f} GiB, the budget leaves {limit_bytes / GIB:.2f}"
@@ -191,7 +191,7 @@ def _table(
 
 
 def _advice(ranks: Sequence[Situation], *, limit_bytes: int | None) -> list[str]:
-    """What the user could choose; it would change results, so it is never chosen here."""
+    """Return what the user could choose; it would change results, so it is never chosen here."""
     advice = []
     needed = sum(rank.new_bytes for rank in ranks)
     does_not_fit = bool(_obstacle(ranks, limit_bytes=limit_bytes))

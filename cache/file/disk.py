@@ -1,45 +1,34 @@
-"""How fast a cache directory is, measured on the spot, and a slower disk to stand in for it."""
+"""The disk under a cache directory: what may be taken of it, and a slower one to stand in for it."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import tempfile
+import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import torch
-
-from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.mapping import MappedRows
-
-PROBE_BYTES = 24 << 20
-PROBE_SECONDS = 0.15
-SYNC_BYTES = 4 << 20
-PROBE_BATCHES = 24
+from hvfreeze.cache.faults import CacheFull
 
 
 class Disk(Protocol):
     """Called with the bytes of every transfer, before a read and before a write."""
 
     def read(self, num_bytes: int) -> None:
-        """Holds the caller up for as long as reading takes beyond what the real disk needs."""
+        """Hold the caller up for as long as reading takes beyond what the real disk needs."""
 
     def write(self, num_bytes: int) -> None:
-        """Holds the caller up for as long as writing takes beyond what the real disk needs."""
+        """Hold the caller up for as long as writing takes beyond what the real disk needs."""
 
 
 class LocalDisk:
     """The disk as it is."""
 
     def read(self, num_bytes: int) -> None:
-        """Costs nothing beyond the real read."""
+        """Do nothing: the real read takes its time."""
 
     def write(self, num_bytes: int) -> None:
-        """Costs nothing beyond the real write."""
+        """Do nothing: the real write takes its time."""
 
 
 class LimitedDisk:
@@ -50,111 +39,48 @@ class LimitedDisk:
         self._write_rate = write_rate
 
     def read(self, num_bytes: int) -> None:
-        """Sleeps for as long as the transfer takes at the read rate."""
+        """Sleep for as long as the transfer takes at the read rate."""
         time.sleep(num_bytes / self._read_rate)
 
     def write(self, num_bytes: int) -> None:
-        """Sleeps for as long as the transfer takes at the write rate."""
+        """Sleep for as long as the transfer takes at the write rate."""
         time.sleep(num_bytes / self._write_rate)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What a directory costs. Seconds per byte; `_cpu_` is the part that occupies a core, the rest is waiting.
+class Budget:
+    """Bytes of the files that this process has allocated, never above `limit_bytes` (None: unlimited)."""
 
-    Attributes:
-        read_cold: of shuffled rows that are not in the page cache.
-        read_warm: of shuffled rows that are.
-        read_cpu: of the same rows, on a core.
-        write: of rows up to their safe arrival on the disk, hashing included.
-        write_cpu: of the same rows, on a core.
-        hash: of verification.
-        free_bytes: available on the file system.
-        filesystem: equal for directories on the same file system, also seen from several hosts; disks of their own
-            that look alike may be taken for one, which only makes the plan more careful.
-    """
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lock = threading.Lock()
 
-    read_cold: float
-    read_warm: float
-    read_cpu: float
-    write: float
-    write_cpu: float
-    hash: float
-    free_bytes: int
-    filesystem: str
+    @property
+    def left_bytes(self) -> int | None:
+        """Bytes that may still be reserved; None is unlimited."""
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
+
+    def reserve(self, num_bytes: int, *, path: Path) -> None:
+        """Take `num_bytes` for `path`.
+
+        Raises:
+            CacheFull: they would exceed the limit; nothing was taken.
+        """
+        with self._lock:
+            if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
+                raise CacheFull(
+                    f"cache file {path} needs {num_bytes} bytes: {self.used_bytes} of this process's share "
+                    f"of --cache-limit, {self.limit_bytes}, are taken; raise it or take a deeper cut"
+                )
+            self.used_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give back what `reserve` took, or what a removed file of an earlier run had been using."""
+        with self._lock:
+            self.used_bytes -= num_bytes
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that an unprivileged process may still write there."""
+    """Return the bytes that an unprivileged process may still write there."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
-
-
-def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk: Disk | None = None) -> Rates:
-    """Rates of `directory`, from a temporary file of at most 24 MiB or about 0.15 s of writing.
-
-    Raises:
-        CacheFault: the directory cannot be written.
-    """
-    rate_limit = disk or LocalDisk()
-    row_bytes = min(row_bytes, SYNC_BYTES)
-    batch_rows = max(1, min(batch_rows, SYNC_BYTES // row_bytes))
-    batch = np.random.default_rng(0).integers(0, 256, (batch_rows, row_bytes), dtype=np.uint8)
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            written, write, write_cpu = _time_writes(file.fileno(), batch, rate_limit)
-            cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, rate_limit)
-    except OSError as error:
-        raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
-    start = time.perf_counter()
-    hashlib.sha256(batch.data).digest()
-    hashing = (time.perf_counter() - start) / batch.nbytes
-    status = os.statvfs(directory)
-    return Rates(
-        read_cold=max(cold, warm),
-        read_warm=warm,
-        read_cpu=read_cpu,
-        write=write,
-        write_cpu=write_cpu,
-        hash=hashing,
-        free_bytes=free_bytes(directory),
-        filesystem=f"{status.f_fsid:x}-{status.f_blocks}",
-    )
-
-
-def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk) -> tuple[int, float, float]:
-    """Bytes written, and seconds and processor seconds per byte."""
-    written = unsynced = 0
-    start, start_cpu = time.perf_counter(), time.thread_time()
-    # At least one batch, however long a crowded core made this process wait.
-    while written == 0 or (written + batch.nbytes <= PROBE_BYTES and time.perf_counter() - start < PROBE_SECONDS):
-        disk.write(batch.nbytes)
-        hashlib.sha256(batch.data).digest()
-        os.pwrite(descriptor, batch.data, written)
-        written += batch.nbytes
-        unsynced += batch.nbytes
-        if unsynced >= SYNC_BYTES:
-            os.fsync(descriptor)
-            unsynced = 0
-    os.fsync(descriptor)
-    return written, (time.perf_counter() - start) / written, (time.thread_time() - start_cpu) / written
-
-
-def _time_reads(descriptor: int, written: int, batch: np.ndarray, disk: Disk) -> tuple[float, float, float]:
-    """Seconds per byte of shuffled batches from the disk, from the page cache, and on a core."""
-    num_rows, row_bytes = written // batch.shape[1], batch.shape[1]
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    mapped = MappedRows(descriptor, offset=0, num_rows=num_rows, row_bytes=row_bytes, name="the probe file")
-    order = torch.from_numpy(np.random.default_rng(1).permutation(num_rows)).split(len(batch))[:PROBE_BATCHES]
-    seconds, processor_seconds = [], []
-    for _ in ("cold", "warm"):
-        start, start_cpu, num_bytes = time.perf_counter(), time.thread_time(), 0
-        for rows in order:
-            disk.read(len(rows) * row_bytes)
-            mapped.read(rows)
-            num_bytes += len(rows) * row_bytes
-            if time.perf_counter() - start > PROBE_SECONDS:
-                break
-        seconds.append((time.perf_counter() - start) / num_bytes)
-        processor_seconds.append((time.thread_time() - start_cpu) / num_bytes)
-    return seconds[0], seconds[1], processor_seconds[1]

@@ -85,7 +85,7 @@ class _SparseFile(io.RawIOBase):
 def make_frame(
     datasets: Mapping[str, tuple[tuple[int, ...], str]], attributes: Mapping[str, Mapping[str, str | int]]
 ) -> Frame:
-    """The frame of a file with these fixed-size contiguous datasets.
+    """Return the frame of a file with these fixed-size contiguous datasets.
 
     Args:
         datasets: name -> (shape, numpy type), all in the root group.
@@ -111,7 +111,7 @@ def make_frame(
 
 
 def find_regions(path: Path, *, names: frozenset[str]) -> tuple[int, dict[str, Region]]:
-    """Opens a file that may have been made by anybody and returns a descriptor and where its datasets lie.
+    """Open a file that may have been made by anybody and return a descriptor and where its datasets lie.
 
     Nothing is allocated or read beyond the library's own metadata. The descriptor is the caller's to close.
 
@@ -139,7 +139,7 @@ def find_regions(path: Path, *, names: frozenset[str]) -> tuple[int, dict[str, R
 
 
 def _open_regular(path: Path) -> int:
-    """A read-only descriptor; never follows a link and never blocks on a pipe."""
+    """Return a read-only descriptor; never follows a link and never blocks on a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

@@ -16,7 +16,7 @@ class FileLock:
     """Held from construction to `release`; the kernel drops it when the process ends, however it ends."""
 
     def __init__(self, path: Path, *, owner: str) -> None:
-        """Takes the lock at `path` and writes into it who holds it.
+        """Take the lock at `path` and write into it who holds it.
 
         Raises:
             CacheBusy: another process holds it; the message says which.
@@ -45,7 +45,7 @@ class FileLock:
         os.pwrite(self._descriptor, note.encode()[:OWNER_BYTES], 0)
 
     def release(self) -> None:
-        """Removes the lock file and lets go; harmless when already released."""
+        """Remove the lock file and let go; harmless when already released."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -59,7 +59,7 @@ class FileLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock at `path`; a lock file alone, left by a killed process, does not count."""
+    """Tell whether a process holds the lock at `path`; a lock file alone, left by a killed process, does not count."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

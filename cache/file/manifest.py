@@ -53,7 +53,7 @@ class Manifest:
         return (self.capacity, *self.row.stored_shape), STORED_TYPES[self.row.stored]
 
     def datasets(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and numpy type of each dataset, the rows last."""
+        """Return shape and numpy type of each dataset, the rows last."""
         length = len(self.to_json()) + SPARE_BYTES
         return {
             "manifest": ((-(-length // ROUND_BYTES) * ROUND_BYTES,), "|u1"),
@@ -65,7 +65,7 @@ class Manifest:
         }
 
     def attributes(self) -> dict[str, dict[str, str | int]]:
-        """For people who open the file; nothing here is read back."""
+        """Return what people who open the file should see; nothing here is read back."""
         order = ",".join(map(str, self.row.order))
         cut, split = (str(self.fingerprint.fields.get(name, "")) for name in ("cut", "split"))
         return {
@@ -74,7 +74,7 @@ class Manifest:
         }
 
     def to_json(self) -> bytes:
-        """The manifest as JSON, without padding."""
+        """Return the manifest as JSON, without padding."""
         value: dict[str, JSON] = {
             "format": FORMAT,
             "version": VERSION,
@@ -95,7 +95,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """The manifest in these bytes.
+        """Return the manifest in these bytes.
 
         Raises:
             CacheFault: the bytes are no manifest of this version, or its parts contradict each other.
@@ -127,7 +127,7 @@ class Manifest:
 
 
 def manifest_digest(pieces: Callable[[str], Iterable[bytes]], regions: Mapping[str, Region]) -> bytes:
-    """SHA-256 over the manifest and all tables, taken piece by piece, and over what the payload is."""
+    """Return a SHA-256 over the manifest and all tables, taken piece by piece, and over what the payload is."""
     payload = regions[PAYLOAD]
     digest = hashlib.sha256(f"{FORMAT} {VERSION}\0{payload.shape}{payload.dtype}".encode())
     for name in ("manifest", *TABLES):
@@ -138,7 +138,7 @@ def manifest_digest(pieces: Callable[[str], Iterable[bytes]], regions: Mapping[s
 
 
 def start_range(manifest: Manifest, index: int) -> hashlib._Hash:
-    """A SHA-256 that is bound to range `index` of these activations, and still waits for the range's bytes."""
+    """Return a SHA-256 that is bound to range `index` of these activations, and still waits for the range's bytes."""
     bound = f"{FORMAT}\0{manifest.fingerprint.digest}\0{PAYLOAD}\0".encode()
     return hashlib.sha256(bound + index.to_bytes(8, "little"))
 
@@ -154,7 +154,7 @@ class RangeHasher:
         self._open = start_range(manifest, 0)
 
     def update(self, content: memoryview) -> None:
-        """Takes the bytes of the next rows."""
+        """Take the bytes of the next rows."""
         while len(content):
             taken = content[: self._range_bytes - self._filled]
             self._open.update(taken)
@@ -166,12 +166,12 @@ class RangeHasher:
                 self._open = start_range(self._manifest, len(self._finished))
 
     def digests(self) -> list[bytes]:
-        """Of all ranges with at least one row; the last may be partly filled."""
+        """Return the digests of all ranges with at least one row; the last may be partly filled."""
         return [*self._finished, self._open.digest()] if self._filled else list(self._finished)
 
 
 def tables(manifest: Manifest, keys: Keys, digests: list[bytes], *, manifest_bytes: int) -> dict[str, bytes]:
-    """The bytes of every dataset but the rows and the manifest's digest.
+    """Return the bytes of every dataset but the rows and the manifest's digest.
 
     Args:
         manifest: as it stands at publication.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
-import threading
 import warnings
+import weakref
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,8 @@ from hvfreeze.cache.faults import CacheFault
 
 HUGE_BYTES = 4 << 20
 """From here on memory is kept: the page faults of new memory take longer than the copy."""
-UNUSED_REFERENCES = next(sys.getrefcount(raw) for raw in [object()])
-"""To an array that only a list holds, while a loop looks at it."""
-MOST_ARRAYS = 8
+MOST_KEPT = 8
+"""Pieces of memory that wait for the next read."""
 ALIGNMENT = 64
 """As torch's own memory: kernels may give other bits elsewhere."""
 
@@ -29,21 +28,26 @@ class Room:
     """Memory for large batches, which is used again as soon as nobody holds what it held. Any thread may take some."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._arrays: list[npt.NDArray[np.uint8]] = []
+        # Its methods are atomic: memory comes back wherever the last view of it dies, also while some is being taken.
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=MOST_KEPT)
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Return uninitialised, aligned memory (num_bytes,) that no other array or tensor refers to."""
         size = num_bytes + ALIGNMENT
-        with self._lock:
-            self._arrays = [raw for raw in self._arrays if raw.nbytes == size]
-            # The views that were given out, and tensors made of them, refer to the array.
-            free = [raw for raw in self._arrays if sys.getrefcount(raw) == UNUSED_REFERENCES]
-            whole = free[0] if free else np.empty(size, np.uint8)
-            if not free and len(self._arrays) < MOST_ARRAYS:
-                self._arrays.append(whole)
-            start = -whole.ctypes.data % ALIGNMENT
-            return whole[start : start + num_bytes]
+        try:
+            whole = self._free.pop()
+        except IndexError:
+            whole = np.empty(size, np.uint8)
+        if whole.nbytes != size:
+            # Batches have another size now: what waits is of no more use.
+            self._free.clear()
+            whole = np.empty(size, np.uint8)
+        start = -whole.ctypes.data % ALIGNMENT
+        # Behind a memoryview every view of the loan, and every tensor made of one, refers to the loan itself and not to
+        # what is under it: when the loan dies, nobody sees the memory any more.
+        loan: npt.NDArray[np.uint8] = np.frombuffer(memoryview(whole)[start : start + num_bytes], np.uint8)
+        weakref.finalize(loan, self._free.append, whole).atexit = False
+        return loan
 
 
 class MappedRows:
@@ -62,7 +66,7 @@ class MappedRows:
         name: str,
         dtype: torch.dtype = torch.uint8,
     ) -> None:
-        """Maps the rows.
+        """Map the rows.
 
         Args:
             descriptor: of the open file; a duplicate is taken, and it stays the caller's.
@@ -99,11 +103,11 @@ class MappedRows:
             self._rows = torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(num_rows, -1)
 
     def seal(self) -> None:
-        """From now on the file counts as finished: a later change of it is a fault."""
+        """Take the file for finished: from now on a change of it is a fault."""
         self._sealed = os.fstat(self._descriptor).st_mtime_ns
 
     def read(self, rows: Tensor) -> Tensor:
-        """A copy (len(rows), elements) of these rows, given as int64 row numbers.
+        """Return a copy (len(rows), elements) of these rows, given as int64 row numbers.
 
         Raises:
             CacheFault: the file was truncated, or changed after it was sealed.
@@ -120,7 +124,7 @@ class MappedRows:
         return torch.index_select(self._rows, 0, rows, out=copy)
 
     def pread(self, first: int, last: int) -> bytes:
-        """Rows first..last-1 through the descriptor, which cannot kill the process on a truncated file."""
+        """Return rows first..last-1 through the descriptor, which cannot kill the process on a truncated file."""
         self._check()
         length, start = (last - first) * self.row_bytes, self._end - (self.num_rows - first) * self.row_bytes
         content = os.pread(self._descriptor, length, start)
@@ -129,14 +133,14 @@ class MappedRows:
         return content
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` is this very file."""
+        """Tell whether `path` is this very file."""
         try:
             return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Releases the descriptor; the mapping goes with the last tensor that refers to it."""
+        """Release the descriptor; the mapping goes with the last tensor that refers to it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

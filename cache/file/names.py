@@ -16,24 +16,24 @@ LOCK_SUFFIX = ".lock"
 
 
 def path_of(directory: Path, mark: Fingerprint, *, shard: str) -> Path:
-    """Where the rows of `mark` that rank R of N writes belong; `shard` is "RofN"."""
+    """Return where the rows of `mark` that rank R of N writes belong; `shard` is "RofN"."""
     return directory / f"activations-{mark.digest[:DIGEST_CHARACTERS]}-{shard}.h5"
 
 
 def files_of(directory: Path, mark: Fingerprint) -> list[Path]:
-    """The files of `mark`, of all ranks and of runs of any size."""
+    """Return the files of `mark`, of all ranks and of runs of any size."""
     pattern = f"activations-{mark.digest[:DIGEST_CHARACTERS]}-*.h5"
     return sorted(path for path in directory.glob(pattern) if FILE_NAME.fullmatch(path.name))
 
 
 def directory_bytes(directory: Path) -> int:
-    """Bytes of all cache files in `directory`, finished or not; links and locks do not count."""
+    """Return the bytes of all cache files in `directory`, finished or not; links and locks do not count."""
     paths = [*directory.glob("activations-*.h5"), *directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}")]
     return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
 def refusals(directory: Path, mark: Fingerprint) -> list[str]:
-    """One line for each file of the same split that belongs to another fingerprint, naming the fields that differ."""
+    """Return a line for each file of the same split with another fingerprint, naming the fields that differ."""
     lines = []
     for path in sorted(directory.glob("activations-*.h5")):
         try:

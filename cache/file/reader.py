@@ -11,8 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheMismatch
-from hvfreeze.cache.file.budget import Budget
-from hvfreeze.cache.file.disk import Disk, LocalDisk
+from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk
 from hvfreeze.cache.file.hdf5 import Region, find_regions
 from hvfreeze.cache.file.manifest import (
     MAX_MANIFEST_BYTES,
@@ -36,7 +35,7 @@ class ActivationFile:
     """The rows of one published file. `keys` (rows,) int64 belong to rows 0, 1, ... of the file, in this order."""
 
     def __init__(self, path: Path, *, expected: Fingerprint | None = None, disk: Disk | None = None) -> None:
-        """Opens `path` and checks its frame, manifest and tables; the rows are only readable after `verify`.
+        """Open `path` and check its frame, manifest and tables; the rows are only readable after `verify`.
 
         Args:
             path: the file.
@@ -77,7 +76,7 @@ class ActivationFile:
             os.close(descriptor)
 
     def verify(self) -> None:
-        """Reads the whole file once and compares every range; afterwards rows may be read.
+        """Read the whole file once and compare every range; afterwards rows may be read.
 
         Raises:
             CacheFault: a range does not have the contents that its digest was taken from.
@@ -93,11 +92,11 @@ class ActivationFile:
         self._verified = True
 
     def verify_in(self, executor: Executor) -> None:
-        """Lets `verify` happen elsewhere; `read` waits for it and raises what it raised."""
+        """Let `verify` happen elsewhere; `read` waits for it and raises what it raised."""
         self._verification = executor.submit(self.verify)
 
     def read(self, rows: Tensor) -> Tensor:
-        """A copy (len(rows), elements) of these rows, given as int64 row numbers.
+        """Return a copy (len(rows), elements) of these rows, given as int64 row numbers.
 
         Raises:
             CacheFault: the file was truncated or changed since it was opened.
@@ -110,11 +109,11 @@ class ActivationFile:
         return self._rows.read(rows)
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` is this very file, and not another generation of it."""
+        """Tell whether `path` is this very file, and not another generation of it."""
         return self._rows.is_at(path)
 
     def delete(self, budget: Budget) -> None:
-        """Removes the file, unless another one has its name; rows stay readable from here."""
+        """Remove the file, unless another one has its name; rows stay readable from here."""
         if self.is_at(self.path):
             self.path.unlink(missing_ok=True)
             budget.release(self.file_bytes)
@@ -146,7 +145,7 @@ def _read_tables(descriptor: int, regions: dict[str, Region]) -> tuple[Manifest,
 
 
 def _pieces(descriptor: int, region: Region) -> Iterator[bytes]:
-    """The region's bytes, never many at once: so much of a file is read before anything in it is trusted."""
+    """Return the region's bytes, never many at once: so much of a file is read before anything in it is trusted."""
     for start in range(0, region.nbytes, PIECE_BYTES):
         yield os.pread(descriptor, min(PIECE_BYTES, region.nbytes - start), region.offset + start)
 

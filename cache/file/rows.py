@@ -26,7 +26,7 @@ TYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_TYP
 
 
 def pack_keys(sample_ids: npt.ArrayLike | Tensor, views: npt.ArrayLike | Tensor) -> Keys:
-    """One int64 key for each (sample id, view) pair, ordered as the pairs are; both inputs have shape (rows,)."""
+    """Return an int64 key for each (sample id, view), ordered as they are; both inputs have shape (rows,)."""
     ids, view_numbers = np.asarray(sample_ids, dtype=np.int64), np.asarray(views, dtype=np.int64)
     if ids.ndim != 1 or ids.shape != view_numbers.shape:
         raise ValueError(f"sample_ids {ids.shape} and views {view_numbers.shape} must be two equally long vectors")
@@ -38,12 +38,12 @@ def pack_keys(sample_ids: npt.ArrayLike | Tensor, views: npt.ArrayLike | Tensor)
 
 
 def unpack_keys(keys: Keys) -> tuple[Keys, Keys]:
-    """Sample ids and views of these keys, each of shape (rows,)."""
+    """Return sample ids and views of these keys, each of shape (rows,)."""
     return keys >> VIEW_BITS, keys & ((1 << VIEW_BITS) - 1)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of the dimensions."""
+    """Tell whether the elements fill their memory without gaps or overlaps, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         if stride != expected:
@@ -72,7 +72,7 @@ class RowFormat:
 
     @classmethod
     def of(cls, batch: Tensor, *, stored: torch.dtype | None) -> RowFormat:
-        """The format of a dense `batch` (rows, ...); `stored` None means the type that it has."""
+        """Return the format of a dense `batch` (rows, ...); `stored` None means the type that it has."""
         if batch.dtype not in STORED_TYPES or (stored or batch.dtype) not in STORED_TYPES:
             raise ValueError(f"activations are {batch.dtype}: cacheable are {', '.join(TYPE_BY_NAME)}")
         if not is_dense(batch.shape, batch.stride()):
@@ -100,20 +100,20 @@ class RowFormat:
         return math.prod(self.shape)
 
     def same_rows(self, other: RowFormat) -> bool:
-        """Whether the bytes of a row mean the same in both."""
+        """Tell whether the bytes of a row mean the same in both."""
         ours, theirs = ((row.stored, row.computed, row.shape, row.order) for row in (self, other))
         return ours == theirs
 
     def round(self, batch: Tensor) -> Tensor:
-        """`batch` with the values that reading it back would give; itself when the stored type is the computed one."""
+        """Return `batch` as reading it back would give it; itself when the stored type is the computed one."""
         return batch if self.stored == self.computed else batch.to(self.stored).to(self.computed)
 
     def pack(self, batch: Tensor) -> Tensor:
-        """Rows (rows, elements) of the stored type in physical order; a view of `batch` where it can be."""
+        """Return rows (rows, elements) of the stored type in physical order; a view of `batch` where it can be."""
         return batch.to(self.stored).permute(0, *self.order).reshape(len(batch), -1)
 
     def unpack(self, raw: Tensor, *, batch_rows: int) -> Tensor:
-        """The activations in `raw` (rows, elements), with the strides that a forward of `batch_rows` gives."""
+        """Return the activations in `raw` (rows, elements), with the strides that a forward of `batch_rows` gives."""
         flat = raw if self.stored == self.computed else raw.to(self.computed)
         if self._batch_is_outermost:
             num_rows, num_elements = flat.shape
@@ -129,7 +129,7 @@ class RowFormat:
         return self.batch_rows == 1 or self.strides[0] >= max(others, default=1)
 
     def _strides_at(self, batch_rows: int) -> tuple[int, ...]:
-        """Strides for another number of rows: dimensions outside the batch dimension are spaced by whole batches."""
+        """Return strides for other numbers of rows: dimensions outside the batch dimension are whole batches apart."""
         outside = self.strides[0] * self.batch_rows
         return tuple(
             stride // self.batch_rows * batch_rows if dim > 0 and stride >= outside else stride

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.file.budget import Budget
-from hvfreeze.cache.file.disk import Disk, free_bytes
+from hvfreeze.cache.file.disk import Budget, Disk, free_bytes
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
 from hvfreeze.cache.file.lock import FileLock
 from hvfreeze.cache.file.manifest import NAMES, PAYLOAD, Manifest, RangeHasher, manifest_digest, tables
@@ -37,7 +36,7 @@ class FileWriter:
     def __init__(
         self, path: Path, *, lock: FileLock, manifest: Manifest, budget: Budget, disk: Disk, replaces: int = 0
     ) -> None:
-        """Allocates the file.
+        """Allocate the file.
 
         Args:
             path: final name.
@@ -83,7 +82,7 @@ class FileWriter:
         return self._frame.size
 
     def write(self, keys: Keys, rows: Tensor) -> None:
-        """Appends `rows` (len(keys), elements), contiguous, of the stored type.
+        """Append `rows` (len(keys), elements), contiguous, of the stored type.
 
         Raises:
             OSError: the disk refused.
@@ -97,20 +96,20 @@ class FileWriter:
         self.written += len(keys)
 
     def read(self, rows: Tensor) -> Tensor:
-        """A copy (len(rows), elements) of written rows, given as int64 row numbers."""
+        """Return a copy (len(rows), elements) of written rows, given as int64 row numbers."""
         self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._mapped.read(rows)
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` is this very file."""
+        """Tell whether `path` is this very file."""
         return self._mapped.is_at(path)
 
     def mark_inexact(self) -> None:
-        """The file will not count as exact for any run: rows of several origins are in it."""
+        """Let the file count as exact for no run: rows of several origins are in it."""
         self.manifest = replace(self.manifest, fingerprint=fingerprint(self.manifest.fingerprint.fields))
 
     def publish(self) -> None:
-        """Gives the file its final name, if it has not got it, once all of it is on the disk; rows stay readable.
+        """Give the file its final name, if it has not got it, once all of it is on the disk; rows stay readable.
 
         Raises:
             OSError: the disk refused; the file that had the name is untouched.
@@ -137,7 +136,7 @@ class FileWriter:
         self._let_go()
 
     def discard(self) -> None:
-        """Removes the temporary file unless it was published; rows stay readable for whoever holds the writer."""
+        """Remove the temporary file unless it was published; rows stay readable for whoever holds the writer."""
         if not self.published:
             if self._descriptor >= 0:
                 self._temporary.unlink(missing_ok=True)
@@ -145,7 +144,7 @@ class FileWriter:
         self._let_go()
 
     def delete(self) -> None:
-        """Removes the file, published or not, unless another one has taken its name; rows stay readable as above."""
+        """Remove the file, published or not, unless another one has taken its name; rows stay readable as above."""
         self.discard()
         if self.published and self._reserved:
             if self._mapped.is_at(self.path):
@@ -178,7 +177,7 @@ class FileWriter:
 
 
 def fault_of(error: Exception, *, path: Path) -> CacheFault:
-    """`error` as a cache fault that names the file; a full disk and a cache fault keep their kind."""
+    """Return `error` as a cache fault that names the file; a full disk and a cache fault keep their kind."""
     if isinstance(error, CacheFault):
         return error
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -187,7 +186,7 @@ def fault_of(error: Exception, *, path: Path) -> CacheFault:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes renames in `directory` survive a power failure."""
+    """Make renames in `directory` survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -196,7 +195,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
-    """Writes all of `content`, however much a single call takes."""
+    """Write all of `content`, however much a single call takes."""
     while len(content):
         count = os.pwrite(descriptor, content, offset)
         content, offset = content[count:], offset + count

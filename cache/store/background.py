@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.manifest import Manifest
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.file.rows import Keys
@@ -25,7 +25,7 @@ class BackgroundWriter:
     """Feeds a `FileWriter`. All but `read` belong to one thread; row numbers are given out in the order of `append`."""
 
     def __init__(self, file: FileWriter, *, staging_rows: int) -> None:
-        """`staging_rows` is the most rows that one `append` brings; up to three times that is kept in memory."""
+        """Expect at most `staging_rows` rows an `append`; up to three times that is kept in memory."""
         self.file = file
         self.appended = 0
         self._error: CacheFault | None = None
@@ -48,15 +48,15 @@ class BackgroundWriter:
         return self.file.manifest
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` is the file that this has published."""
+        """Tell whether `path` is the file that this has published."""
         return self.file.is_at(path)
 
     def delete(self, budget: Budget) -> None:
-        """Removes the file, published or not; rows stay readable from here."""
+        """Remove the file, published or not; rows stay readable from here."""
         self.file.delete()
 
     def append(self, keys: Keys, rows: Tensor, *, select: Tensor) -> float:
-        """Takes a copy of rows `select` of `rows` (batch, elements); the batch may be changed afterwards.
+        """Take a copy of rows `select` of `rows` (batch, elements); the batch may be changed afterwards.
 
         Returns:
             Seconds for which the caller was held up.
@@ -75,7 +75,7 @@ class BackgroundWriter:
         return time.perf_counter() - start
 
     def copy(self, source: ActivationFile) -> None:
-        """Takes over all rows of `source`, in its order, once they are verified."""
+        """Take over all rows of `source`, in its order, once they are verified."""
         self.appended += len(source.keys)
 
         def copy() -> None:
@@ -87,7 +87,7 @@ class BackgroundWriter:
         self._submit(copy)
 
     def read(self, rows: Tensor) -> Tensor:
-        """A copy (len(rows), elements) of appended rows, given as int64 row numbers; waits until they are written.
+        """Return a copy (len(rows), elements) of appended rows, by int64 row numbers; waits until they are written.
 
         Raises:
             CacheFault: a write has failed.
@@ -99,11 +99,11 @@ class BackgroundWriter:
         return self.file.read(rows)
 
     def publish(self) -> None:
-        """Lets the file be published once everything appended so far is in it."""
+        """Let the file be published once everything appended so far is in it."""
         self._submit(self.file.publish)
 
     def close(self, *, keep: bool) -> None:
-        """Waits for what was asked for; an unpublished file is published if `keep` and it has rows, else removed.
+        """Wait for what was asked for; an unpublished file is published if `keep` and it has rows, else removed.
 
         Raises:
             CacheFault: something has failed that no call has reported yet.
@@ -115,7 +115,7 @@ class BackgroundWriter:
         self.check()
 
     def check(self) -> None:
-        """Raises what went wrong in the background, if anything did."""
+        """Raise what went wrong in the background, if anything did."""
         if self._error is not None:
             raise self._error
 

@@ -16,7 +16,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def contains(ascending: Keys, keys: Keys) -> Mask:
-    """For each of `keys` (rows,) whether it is in `ascending`, which is sorted and not empty."""
+    """Tell for each of `keys` (rows,) whether it is in `ascending`, which is sorted and not empty."""
     at = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
     found: Mask = ascending[at] == keys
     return found
@@ -35,7 +35,7 @@ class Positions:
         self._first = np.searchsorted(ascending, starts) if starts is not None else None
 
     def find(self, keys: Keys) -> tuple[Keys, Mask]:
-        """For each of `keys` its position, and whether it is there; where it is not the position means nothing."""
+        """Return each key's position, and whether it is there; where it is not the position means nothing."""
         if self._first is None:
             at: Keys = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
             return at, self._keys[at] == keys
@@ -53,7 +53,7 @@ class RowIndex:
     """A (part, row) for each key that has one; one thread changes it, any may look."""
 
     def __init__(self, keys: Keys) -> None:
-        """`keys` (keys,), unique or not, at least one; their rows are missing at first."""
+        """Know `keys` (keys,), unique or not, at least one; their rows are missing at first."""
         self.keys = np.unique(keys)
         self._positions = Positions(self.keys)
         self._part = np.zeros(len(self.keys), np.int64)
@@ -61,25 +61,25 @@ class RowIndex:
         self._lock = threading.Lock()
 
     def locate(self, keys: Keys) -> tuple[Keys, Keys]:
-        """Part and row number of each of `keys` (rows,); the row is -1 where it is missing."""
+        """Return part and row number of each of `keys` (rows,); the row is -1 where it is missing."""
         with self._lock:
             at, there = self._positions.find(keys)
             return self._part[at], np.where(there, self._row[at], MISSING)
 
     def missing(self, keys: Keys) -> Mask:
-        """For each of `keys` (rows,) whether its row is not there."""
+        """Tell for each of `keys` (rows,) whether its row is not there."""
         _, rows = self.locate(keys)
         absent: Mask = rows == MISSING
         return absent
 
     def place(self, keys: Keys, *, part: int, rows: Keys) -> None:
-        """The rows of `keys`, which must be known, are now `rows` of `part`."""
+        """Note that the rows of `keys`, which must be known, are now `rows` of `part`."""
         with self._lock:
             at = np.searchsorted(self.keys, keys)
             self._part[at], self._row[at] = part, rows
 
     def extend(self, keys: Keys) -> None:
-        """Makes `keys` known; rows that are there stay."""
+        """Make `keys` known; rows that are there stay."""
         known = np.union1d(self.keys, keys)
         at = np.searchsorted(known, self.keys)
         part, row = np.zeros(len(known), np.int64), np.full(len(known), MISSING, np.int64)

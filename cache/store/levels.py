@@ -30,7 +30,7 @@ class Level:
 
 
 def via_of(mark: Fingerprint | None) -> tuple[int, ...]:
-    """The field `via` of a fingerprint; empty where there is none."""
+    """Return the field `via` of a fingerprint; empty where there is none."""
     found = mark.fields.get("via", ()) if mark is not None else ()
     return tuple(cut for cut in found if isinstance(cut, int)) if isinstance(found, (list, tuple)) else ()
 
@@ -42,7 +42,7 @@ class Levels:
     """
 
     def __init__(self, open_store: OpenStore, *, lossy: bool, prefix_digest: Callable[[int], str] | None) -> None:
-        """Nothing is open yet.
+        """Open nothing yet.
 
         Args:
             open_store: (fingerprint, universe) -> its store.
@@ -66,7 +66,7 @@ class Levels:
         return self.current is not None and self.current.store.waiting
 
     def move(self, cut: int, *, mark: Fingerprint | None, universe: Keys | None) -> None:
-        """The cut is now `cut`; with a fingerprint and a universe its rows are stored.
+        """Move to `cut`; with a fingerprint and a universe its rows are stored.
 
         Deeper rows are removed. A store of this very fingerprint goes on being used.
 
@@ -88,12 +88,12 @@ class Levels:
         self._drop_sources_if_complete()
 
     def stops(self, start: int) -> list[int]:
-        """The cuts at which a forward from `start` to here rounds, this one last."""
+        """Return the cuts at which a forward from `start` to here rounds, this one last."""
         between = [cut for cut in self._via if start < cut < self.cut] if self._lossy else []
         return [*between, self.cut]
 
     def locate(self, keys: Keys) -> tuple[Level, Place] | None:
-        """The deepest cached activations that hold all of `keys`; stands until the next `move`."""
+        """Return the deepest cached activations that hold all of `keys`; stands until the next `move`."""
         for level in reversed(self._all()):
             place = level.store.locate(keys)
             if place is not None:
@@ -101,7 +101,7 @@ class Levels:
         return None
 
     def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Level, Place] | None]:
-        """What `locate` gives for each of `batches`, looked up at once."""
+        """Return what `locate` gives for each of `batches`, looked up at once."""
         found: list[tuple[Level, Place] | None] = [None] * len(batches)
         for level in self._all() if batches else ():
             for position, place in enumerate(level.store.locate_batches(batches)):
@@ -109,7 +109,7 @@ class Levels:
         return found
 
     def append(self, keys: Keys, batch: Tensor, *, exact: bool) -> int:
-        """Stores what is missing of `keys` at the current cut; older cuts make room, and go when they are not needed.
+        """Store what is missing of `keys` at the current cut; older cuts make room, and go when they are not needed.
 
         Raises:
             CacheFault: the file cannot be written.
@@ -127,13 +127,13 @@ class Levels:
         return count
 
     def discard(self) -> None:
-        """Removes what is not published, and uses nothing any more."""
+        """Remove what is not published, and uses nothing any more."""
         for level in self._all():
             level.store.discard()
         self.current, self._sources = None, ()
 
     def close(self) -> None:
-        """Publishes the rows of the current cut, and removes those of older ones.
+        """Publish the rows of the current cut, and remove those of older ones.
 
         Raises:
             CacheFault: they could not be written.
@@ -143,7 +143,7 @@ class Levels:
             self.current.store.close()
 
     def _all(self) -> tuple[Level, ...]:
-        """Shallowest first."""
+        """Return all levels, shallowest first."""
         return (*self._sources, self.current) if self.current else self._sources
 
     def _is_valid(self, level: Level) -> bool:

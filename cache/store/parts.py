@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.manifest import Manifest
 from hvfreeze.cache.file.rows import Keys
 
@@ -30,13 +30,13 @@ class Part(Protocol):
         """What its rows are."""
 
     def read(self, rows: Tensor) -> Tensor:
-        """A copy (len(rows), elements) of these rows, given as int64 row numbers."""
+        """Return a copy (len(rows), elements) of these rows, given as int64 row numbers."""
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` is this very file."""
+        """Tell whether `path` is this very file."""
 
     def delete(self, budget: Budget) -> None:
-        """Removes the file; its rows stay readable from here."""
+        """Remove the file; its rows stay readable from here."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Place:
 
     @classmethod
     def of(cls, numbers: Keys, rows: Keys, *, among: Sequence[Part]) -> Place:
-        """Row `rows[i]` of part `among[numbers[i]]` for each position i."""
+        """Return the place with row `rows[i]` of part `among[numbers[i]]` at each position i."""
         if len(among) == 1 or (numbers == numbers[0]).all():
             return cls(len(rows), ((among[numbers[0]], WHOLE, torch.from_numpy(rows)),))
         pieces = []
@@ -58,7 +58,7 @@ class Place:
         return cls(len(rows), pieces)
 
     def read(self) -> Tensor:
-        """The rows (num_rows, elements) as they are stored.
+        """Return the rows (num_rows, elements) as they are stored.
 
         Raises:
             CacheFault: a file is damaged, truncated or changed, or an earlier write has failed.

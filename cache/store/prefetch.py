@@ -32,7 +32,7 @@ class Request:
     found: tuple[Level, Place] | None = None
 
     def is_for(self, sample_ids: Keys, views: Keys) -> bool:
-        """Whether this is the request for that batch."""
+        """Tell whether this is the request for that batch."""
         same = self.sample_ids is sample_ids and self.views is views
         return same or (np.array_equal(self.sample_ids, sample_ids) and np.array_equal(self.views, views))
 
@@ -41,7 +41,7 @@ class Prefetcher:
     """Reads announced batches before they are asked for; what is read does not depend on whether it did."""
 
     def __init__(self, levels: Levels, *, depth: int) -> None:
-        """`depth` batches are read ahead; 0 never does."""
+        """Read `depth` batches ahead; 0 never does."""
         self._levels = levels
         self._depth = depth
         self._usual_excess = 0.0
@@ -50,10 +50,10 @@ class Prefetcher:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
 
     def announce(self, requests: Sequence[Request]) -> None:
-        """From now on these come, in this order."""
+        """Expect these from now on, in this order."""
         self.forget()
         self._upcoming = deque(requests)
-        self.locate()
+        self.look_up()
 
     @property
     def upcoming(self) -> list[Request]:
@@ -61,11 +61,11 @@ class Prefetcher:
         return list(self._upcoming)
 
     def next_for(self, sample_ids: Keys, views: Keys) -> Request | None:
-        """The next announced request, if it is for this batch."""
+        """Return the next announced request, if it is for this batch."""
         return self._upcoming[0] if self._upcoming and self._upcoming[0].is_for(sample_ids, views) else None
 
     def take(self, request: Request) -> tuple[Level, Tensor] | None:
-        """The cached activations for `request`, None when some are missing; one not announced disturbs nothing.
+        """Return the cached activations for `request`, None when some are missing; one not announced disturbs nothing.
 
         Raises:
             CacheFault: a file cannot be trusted any more.
@@ -79,7 +79,7 @@ class Prefetcher:
         return result
 
     def forget(self) -> None:
-        """Drops what was read ahead or located: the stores are about to change. The announced order stands."""
+        """Drop what was read ahead or looked up: the stores are about to change. The announced order stands."""
         while self._started:
             future = self._started.pop()
             if not future.cancel():
@@ -87,14 +87,14 @@ class Prefetcher:
         for request in self._upcoming:
             request.found = None
 
-    def locate(self) -> None:
-        """Finds the announced rows beforehand; `forget` undoes it."""
+    def look_up(self) -> None:
+        """Find the announced rows beforehand; `forget` undoes it."""
         found = self._levels.locate_batches([request.keys for request in self._upcoming])
         for request, place in zip(self._upcoming, found, strict=True):
             request.found = place
 
     def close(self) -> None:
-        """Waits for a read in progress and stops."""
+        """Wait for a read in progress and stop."""
         self._upcoming.clear()
         self.forget()
         self._reader.shutdown(wait=True)

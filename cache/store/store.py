@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheBusy, CacheFault
-from hvfreeze.cache.file.budget import Budget
-from hvfreeze.cache.file.disk import Disk, LocalDisk
+from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk
 from hvfreeze.cache.file.lock import FileLock
 from hvfreeze.cache.file.manifest import Manifest
 from hvfreeze.cache.file.names import LOCK_SUFFIX, files_of, path_of
@@ -73,7 +72,7 @@ class Store:
         owner: str = "",
         disk: Disk | None = None,
     ) -> None:
-        """Opens what is there; files start to be verified in the background.
+        """Open what is there; files start to be verified in the background.
 
         Args:
             directory: made if absent.
@@ -125,11 +124,11 @@ class Store:
         return (len(self.universe) - self._num_missing) * self.row.row_bytes if self.row else 0
 
     def missing(self, keys: Keys) -> Mask:
-        """For each of `keys` (rows,) whether its row is not there."""
+        """Tell for each of `keys` (rows,) whether its row is not there."""
         return self._index.missing(keys)
 
     def read(self, keys: Keys) -> Tensor | None:
-        """The activations (rows, ...) of `keys` with the strides of a forward, or None when a row is missing.
+        """Return the activations (rows, ...) of `keys` with the strides of a forward, or None when a row is missing.
 
         Raises:
             CacheFault: a file is damaged, truncated or changed, or an earlier write has failed.
@@ -138,12 +137,12 @@ class Store:
         return None if place is None else self.read_at(place)
 
     def locate(self, keys: Keys) -> Place | None:
-        """Where the rows of `keys` lie, for good; None when one is missing."""
+        """Return where the rows of `keys` lie, for good; None when one is missing."""
         parts, rows = self._index.locate(keys)
         return None if (rows == MISSING).any() else Place.of(parts, rows, among=self._parts)
 
     def locate_batches(self, batches: Sequence[Keys]) -> list[Place | None]:
-        """What `locate` gives for each of `batches`, looked up at once, which is several times faster."""
+        """Return what `locate` gives for each of `batches`, looked up at once, which is several times faster."""
         parts, rows = self._index.locate(np.concatenate(batches))
         stops = np.cumsum([len(keys) for keys in batches]).tolist()
         starts = [0, *stops[:-1]]
@@ -154,12 +153,12 @@ class Store:
         ]
 
     def read_at(self, place: Place) -> Tensor:
-        """The activations (rows, ...) that `locate` has found; raises as `read` does."""
+        """Return the activations (rows, ...) that `locate` has found; raise as `read` does."""
         assert self.row is not None
         return self.row.unpack(place.read(), batch_rows=self._batch_rows)
 
     def append(self, keys: Keys, batch: Tensor, *, exact: bool = True) -> int:
-        """Adds those of `keys` (rows,) that are missing and in the universe; returns how many.
+        """Add those of `keys` (rows,) that are missing and in the universe; return how many.
 
         `batch` is a whole forward (batch_rows, ...), of which the first rows belong to `keys` and the rest to nobody;
         the caller may change it as soon as this returns. A full file is published. While another process is making
@@ -192,14 +191,14 @@ class Store:
         return len(chosen)
 
     def refresh(self) -> None:
-        """Takes in files published since; other ranks' only where rows are missing, or all of them if shared."""
+        """Take in files published since; other ranks' only where rows are missing, or all of them if shared."""
         self.waiting = False
         for path in sorted(files_of(self.directory, self.mark), key=lambda path: path != self.path):
             if self.shared or not self.complete:
                 self._adopt(path)
 
     def publish(self) -> None:
-        """Publishes the rows added so far, even if more are to come; returns when they are safe.
+        """Publish the rows added so far, even if more are to come; return when they are safe.
 
         Raises:
             CacheFault: something could not be written.
@@ -209,12 +208,12 @@ class Store:
             writer.close(keep=True)
 
     def close(self) -> None:
-        """Publishes what was added and stops; raises as `publish` does."""
+        """Publish what was added and stop; raise as `publish` does."""
         self._verifier.shutdown(wait=True, cancel_futures=True)
         self.publish()
 
     def delete(self) -> None:
-        """Stops and removes what this owner has made; rows stay readable from this object."""
+        """Stop and remove what this owner has made; rows stay readable from this object."""
         self.discard()
         for part in self._parts:
             named = bool(self._owner) or isinstance(part, BackgroundWriter)
@@ -222,7 +221,7 @@ class Store:
                 part.delete(self._budget)
 
     def discard(self) -> None:
-        """Stops and removes what is not published yet; whatever is wrong with it no longer matters."""
+        """Stop and remove what is not published yet; whatever is wrong with it no longer matters."""
         self._verifier.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
             writer, self._writer = self._writer, None
@@ -230,13 +229,13 @@ class Store:
                 writer.close(keep=False)
 
     def _wanted(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Positions in `keys` (rows,) of the rows that are to be added, each once."""
+        """Return the positions in `keys` (rows,) of the rows that are to be added, each once."""
         new = self.missing(keys) & contains(self.universe, keys)
         first: npt.NDArray[np.intp] = np.flatnonzero(new)[np.unique(keys[new], return_index=True)[1]]
         return first
 
     def _adopt(self, path: Path) -> None:
-        """Uses the rows of `path` that are missing here, if there are any."""
+        """Use the rows of `path` that are missing here, if there are any."""
         if any(part.is_at(path) for part in self._parts):
             return
         file = self._open(path)
@@ -258,7 +257,7 @@ class Store:
         self._num_missing = int(self.missing(self.universe).sum())
 
     def _open(self, path: Path) -> ActivationFile | None:
-        """The file at `path`; None when its owner has removed it since the directory was listed."""
+        """Return the file at `path`; None when its owner has removed it since the directory was listed."""
         try:
             return ActivationFile(path, expected=self.mark, disk=self._disk)
         except CacheFault:
@@ -267,7 +266,7 @@ class Store:
             return None
 
     def _start_writer(self, row: RowFormat) -> None:
-        """Begins the file for what is missing, unless another job is doing so or has published all of it meanwhile.
+        """Begin the file for what is missing, unless another job is doing so or has published all of it meanwhile.
 
         Only under the lock is it certain which file has the name. A row of it that counted as missing would be stored
         twice, and the new file be refused for good.
@@ -290,7 +289,7 @@ class Store:
             raise
 
     def _begin_generation(self, row: RowFormat, lock: FileLock, *, own: ActivationFile | None) -> None:
-        """Begins a file with the rows of `own`, which it will replace, and space for what is missing."""
+        """Begin a file with the rows of `own`, which it will replace, and space for what is missing."""
         self._refuse_unlike(row, own.manifest.row if own else None)
         exact = self.exact and (own is None or self.mark.is_exact(own.manifest.fingerprint))
         manifest = Manifest(

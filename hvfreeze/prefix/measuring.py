@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
-from hvfreeze.cache.file.budget import Budget
-from hvfreeze.cache.file.disk import Rates, measure_directory
+from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.cache.rates import Rates, measure_directory
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.feed import Ids, Images
 from hvfreeze.freezing.freezer import Freezer

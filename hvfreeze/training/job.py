@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from hvfreeze.cache.file.budget import Budget
+from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats

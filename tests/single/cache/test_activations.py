@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.compute import Activations, permuted_batch_is_exact
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.budget import Budget
-from hvfreeze.cache.file.disk import LimitedDisk
+from hvfreeze.cache.file.disk import Budget, LimitedDisk
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.file.rows import Keys
 from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, same_bits, write_file

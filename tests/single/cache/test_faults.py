@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.file.budget import Budget
-from hvfreeze.cache.file.disk import LimitedDisk
+from hvfreeze.cache.file.disk import Budget, LimitedDisk
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.file.reader import ActivationFile
 from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file

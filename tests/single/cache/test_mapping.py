@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 
-from hvfreeze.cache.file.mapping import ALIGNMENT, MOST_ARRAYS, Room
+from hvfreeze.cache.file.mapping import ALIGNMENT, MOST_KEPT, Room
 
 
 def test_memory_is_used_again_only_after_every_view_of_it_is_gone() -> None:
@@ -32,10 +34,23 @@ def test_memory_is_held_by_a_graph_too() -> None:
 
 def test_memory_is_aligned_and_little_of_it_is_kept() -> None:
     room = Room()
-    taken = [room.take(1000 + ALIGNMENT) for _ in range(MOST_ARRAYS + 3)]
+    taken = [room.take(1000 + ALIGNMENT) for _ in range(MOST_KEPT + 3)]
     assert len({array.ctypes.data for array in taken}) == len(taken)
     assert all(array.ctypes.data % ALIGNMENT == 0 for array in taken)
-    assert len(room._arrays) == MOST_ARRAYS
+    del taken
+    assert len(room._free) == MOST_KEPT
     other: np.ndarray = room.take(50)
-    assert len(room._arrays) == 1
+    assert len(room._free) == 0, "batches of another size are not coming back"
     assert other.nbytes == 50
+
+
+def test_memory_goes_on_being_used_while_it_dies_in_another_thread() -> None:
+    room = Room()
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(200):
+            tensor = torch.from_numpy(room.take(4096)).fill_(7)
+            dying = threads.submit(lambda held: held.sum().item(), [tensor].pop())
+            del tensor
+            fresh = torch.from_numpy(room.take(4096)).fill_(1)
+            assert dying.result() == 7 * 4096
+            assert fresh.sum() == 4096

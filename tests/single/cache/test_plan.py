@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import LimitedDisk, Rates, measure_directory
+from hvfreeze.cache.file.disk import LimitedDisk
 from hvfreeze.cache.plan import Situation, make_plan
+from hvfreeze.cache.rates import Rates, measure_directory
 
 GIB = 1 << 30
 
@@ -130,7 +131,7 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 def test_a_process_that_lost_its_core_for_the_whole_time_still_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvfreeze.cache.file.disk.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("hvfreeze.cache.rates.PROBE_SECONDS", 0.0)
     rates = measure_directory(tmp_path, row_bytes=4096, batch_rows=16)
     assert min(rates.write, rates.read_cold, rates.read_warm) > 0
 

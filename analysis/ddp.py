@@ -22,9 +22,9 @@ import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 from analysis.parts.ddp_loop import Training, train
-from hvfreeze.config.flags import configuration, parse
-from hvfreeze.config.sections import Config
-from hvfreeze.config.tree import to_dict
+from hvfreeze.commands import parse
+from hvfreeze.config.flags import configuration
+from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import deal, open_feeds
 from hvfreeze.data.datasets import open_data
 from hvfreeze.data.feed import padded_batches
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1))
     )
     try:
-        config = configuration(parse(list(sys.argv[1:] if arguments is None else arguments))[1])
+        config = configuration(parse(list(sys.argv[1:] if arguments is None else arguments)))
         run_dir = checked(config)
     except HvfreezeError as error:
         print(f"ddp: error: {error}", file=sys.stderr)

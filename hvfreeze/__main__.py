@@ -1,4 +1,7 @@
-"""The program: `hvfreeze train|report|doctor|cache`, alone or as one rank under horovodrun or mpirun."""
+"""The program: `hvfreeze train`, alone or as one rank under horovodrun or mpirun, and the commands beside it.
+
+Nothing here, nor what it imports at the top, loads torch: `hvfreeze --help` should not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hvfreeze.config.flags import configuration, parse
+from hvfreeze.commands import parse, perform
+from hvfreeze.config.flags import configuration
 from hvfreeze.errors import HvfreezeError, StallError
-from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.machine.mpi_environment import claimed_rank
-from hvfreeze.ranks.world import World
+
+if TYPE_CHECKING:
+    from hvfreeze.ranks.world import World
 
 INTERRUPTED = 130
 GRACE_SECONDS = 10.0
@@ -26,9 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["train"] and not {"-h", "--help"} & set(given):
             return train(given)
-        from hvfreeze.commands import perform
-
-        return perform(*parse(given))
+        return perform(given)
     except HvfreezeError as error:
         return give_up(error)
     except KeyboardInterrupt:
@@ -38,12 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """Train as one rank of the job, and leave it together with the others."""
+    from hvfreeze.ranks.agreement import together
+    from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+
     world = open_world()
     end_job_on_exception(world)
     try:
         from hvfreeze.training.run import run
 
-        config = together(world, lambda: configuration(parse(arguments)[1]), name="configuration")
+        config = together(world, lambda: configuration(parse(arguments)), name="configuration")
         summary = run(config, world)
         if config.run.json and world.rank == 0:
             print(json.dumps(summary), flush=True)
@@ -77,6 +82,8 @@ def give_up(error: HvfreezeError) -> int:
     A launcher ends all ranks when the first leaves. That must be rank 0, after it has spoken; where it has another fate
     than this rank, this rank speaks.
     """
+    from hvfreeze.ranks.machine.mpi_environment import claimed_rank
+
     rank = claimed_rank(os.environ)
     if rank > 0:
         time.sleep(GRACE_SECONDS)

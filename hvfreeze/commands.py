@@ -1,26 +1,53 @@
-"""The commands beside train."""
+"""The commands: what each is called with and which code performs it, imported when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from hvfreeze import __version__
+from hvfreeze.config.flags import EXIT_CODES, Parser, add_train, flag_of
+from hvfreeze.config.tree import did_you_mean, leaves
 from hvfreeze.errors import UsageError
 
-
-def perform(command: str, options: argparse.Namespace) -> int:
-    """Run a command and return its exit code; each imports only what it needs."""
-    if command == "doctor":
-        return diagnose(options)
-    if command == "report":
-        from hvfreeze.report.report import write_report
-
-        return write_report(options.run_dirs, out=options.out)
-    from hvfreeze.cache import commands
-
-    return {"ls": commands.ls, "verify": commands.verify, "rm": commands.rm}[options.action](options.directory)
+DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front layers to freeze, and cache their output."
 
 
-def diagnose(options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class Command:
+    """A command beside train."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], Any]
+    perform: Callable[[argparse.Namespace], int]
+    """Returns the exit code."""
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze report` takes."""
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the page and figures go")
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write a report on run directories."""
+    from hvfreeze.report.report import write_report
+
+    return write_report(options.run_dirs, out=options.out)
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze doctor` takes."""
+    parser.add_argument("--hosts", metavar="HOST,...", help="check these hosts over ssh")
+    parser.add_argument("--hostfile", metavar="FILE", type=Path, help="check the hosts of a hostfile over ssh")
+    parser.add_argument("--data-dir", metavar="DIR", type=Path, help="must be readable on every host")
+    parser.add_argument("--cache-dir", metavar="DIR", type=Path, help="must be writable on every host")
+
+
+def doctor(options: argparse.Namespace) -> int:
     """Check this machine, or the hosts that were named."""
     if options.hosts is None and options.hostfile is None:
         from hvfreeze.doctor.this_machine import run_doctor
@@ -32,3 +59,65 @@ def diagnose(options: argparse.Namespace) -> int:
         raise UsageError("--hosts and --hostfile both name hosts; give one of them")
     hosts = parse_hosts(options.hosts) if options.hosts is not None else read_hostfile(options.hostfile)
     return run_hosts_doctor(hosts, data_dir=options.data_dir, cache_dir=options.cache_dir)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze cache` takes."""
+    parser.add_argument("action", choices=("ls", "verify", "rm"))
+    parser.add_argument("directory", metavar="DIR", type=Path)
+
+
+def cache(options: argparse.Namespace) -> int:
+    """List, verify or remove cached activations."""
+    from hvfreeze.cache import commands
+
+    return {"ls": commands.ls, "verify": commands.verify, "rm": commands.rm}[options.action](options.directory)
+
+
+COMMANDS = {
+    "report": Command("figures and one HTML page from run directories", add_report, report),
+    "doctor": Command("check this machine, or several hosts", add_doctor, doctor),
+    "cache": Command("list, verify or remove cached activations", add_cache, cache),
+}
+
+
+def build_parser() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(
+        prog="hvfreeze",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hvfreeze {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    add_train(commands)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.help, allow_abbrev=False))
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what the arguments ask for, the command's name as `command`.
+
+    Raises:
+        UsageError: an unknown command or flag, or a value of the wrong type.
+        SystemExit: --help or --version was asked for and printed.
+    """
+    names = ("train", *COMMANDS)
+    if arguments and arguments[0] not in names and not arguments[0].startswith("-"):
+        hint = did_you_mean(arguments[0], dict.fromkeys(names))
+        raise UsageError(f"unknown command '{arguments[0]}'{hint}; the commands are {', '.join(names)}")
+    options, rest = build_parser().parse_known_args(list(arguments))
+    if rest:
+        flags = {flag_of(leaf): None for leaf in leaves()} if options.command == "train" else {}
+        word = rest[0].partition("=")[0]
+        raise UsageError(f"unknown argument '{rest[0]}'{did_you_mean(word, flags)}")
+    return options
+
+
+def perform(arguments: Sequence[str]) -> int:
+    """Run a command beside train, and return its exit code."""
+    options = parse(arguments)
+    return COMMANDS[options.command].perform(options)

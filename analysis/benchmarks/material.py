@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.compute import NullActivations
-from hvfreeze.config.sections import CacheConfig, Config, DataConfig, FreezeConfig, OptimizerConfig
+from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, OptimizerConfig
+from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Batch, Ids

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import Config
 from hvfreeze.data.feed import Batch, Images, TrainFeed
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.training.learning_rate import learning_rate

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from hvfreeze.config.sections import Config
-from hvfreeze.config.tree import from_dict
+from hvfreeze.config.tree import Config, from_dict
 
 T = TypeVar("T")
 Value = str | int | float | bool

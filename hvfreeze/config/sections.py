@@ -1,50 +1,49 @@
-"""What a run is: one tree of frozen dataclasses, checked on construction.
+"""The sections of a configuration: frozen dataclasses, checked on construction.
 
-A run's configuration comes from a YAML file (`--config`), from command line flags that override it, or from Python.
-The leaves of the tree have unique names, and each is the command line flag of that name (`eta_max` is `--eta-max`).
+A field is one setting, declared once: its name is the flag's (`eta_max` is `--eta-max`) and the key's in a file, its
+text is what `--help` says. Names are unique over all sections.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from hvfreeze.errors import UsageError
+from hvfreeze.config.rules import (
+    number_list,
+    one_of,
+    parse_bytes,
+    parse_cadence,
+    parse_dirichlet,
+    parse_views,
+    rule,
+    setting,
+)
 
 DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder")
 CRITERIA = ("none", "static", "gradient-norm", "percentile", "linear", "geometric")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
-
-
-def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> None:
-    """Raise UsageError naming the flag, its value, the rule and the way out unless `ok`."""
-    if not ok:
-        raise UsageError(f"--{flag} ({value}) must be {wanted}" + (f"; {remedy}" if remedy else ""))
-
-
-def one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise UsageError unless `value` is one of `choices`."""
-    rule(value in choices, flag, value, "one of " + ", ".join(choices))
+MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which samples are trained on, who gets them and how they are augmented."""
 
-    data: str = "digits"
-    data_dir: str | None = None
-    train_samples: int | None = None
-    """Size of the stratified subset of the training set; None is all of it."""
-    validation_fraction: float = 0.0
-    image_size: int | None = None
-    """Pixels; None is the data's own size."""
-    data_seed: int | None = None
-    """Drives subset, shards, order and views; None is the run's seed."""
-    shuffle: str = "shard"
-    partition: str = "iid"
-    shard_sizes: str = "equal"
-    augment: str = "fresh"
+    data: str = setting("digits", "NAME", "digits, cifar10, cifar100 or imagefolder")
+    data_dir: str | None = setting(None, "DIR", "where the data lies; default $HVFREEZE_DATA or a cache directory")
+    train_samples: int | None = setting(None, "N", "train on a stratified subset of N samples")
+    validation_fraction: float = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
+    image_size: int | None = setting(None, "PIXELS", "resize images; default: the data's own size")
+    data_seed: int | None = setting(None, "SEED", "seed of subset, shards, order and views; default: --seed")
+    shuffle: str = setting(
+        "shard", "HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)"
+    )
+    partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks")
+    shard_sizes: str = setting("equal", "HOW", "equal, or one relative size per rank, as in 3,1,1,1")
+    augment: str = setting(
+        "fresh", "HOW", "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)"
+    )
 
     def __post_init__(self) -> None:
         one_of("data", self.data, DATA_SETS)
@@ -53,24 +52,12 @@ class DataConfig:
         rule(0 <= self.validation_fraction < 1, "validation-fraction", self.validation_fraction, "in [0, 1)")
         rule(self.image_size is None or 1 <= self.image_size <= 4096, "image-size", self.image_size, "in 1..4096")
         one_of("shuffle", self.shuffle, ("shard", "global"))
-        views = re.fullmatch(r"views:([1-9]\d*)", self.augment)
-        rule(
-            self.augment in ("fresh", "none") or views is not None,
-            "augment",
-            self.augment,
-            "fresh, none or views:K with K >= 1",
-        )
-        dirichlet = re.fullmatch(r"dirichlet:([0-9.eE+-]+)", self.partition)
-        alpha = float_or_nan(dirichlet.group(1)) if dirichlet else math.nan
-        rule(
-            self.partition == "iid" or alpha > 0,
-            "partition",
-            self.partition,
-            "iid or dirichlet:A with A > 0",
-        )
+        parse_views(self.augment)
+        parse_dirichlet(self.partition)
         if self.shard_sizes != "equal":
             sizes = number_list("shard-sizes", self.shard_sizes)
-            rule(all(s > 0 for s in sizes), "shard-sizes", self.shard_sizes, "equal, or one positive number per rank")
+            ok = all(math.isfinite(s) and s > 0 for s in sizes)
+            rule(ok, "shard-sizes", self.shard_sizes, "equal, or one positive, finite number per rank")
 
     def cacheable(self) -> bool:
         """Tell whether a sample's view can come again, so that its activations are worth keeping."""
@@ -81,9 +68,9 @@ class DataConfig:
 class ModelConfig:
     """The network, where it may be cut, and what it starts from."""
 
-    model: str = "resnet18"
-    blocks: str = "stage"
-    weights: str = "none"
+    model: str = setting("resnet18", "NAME", "a torchvision classification model")
+    blocks: str = setting("stage", "HOW", "where it may be cut: stage, residual, paper, or NAME,NAME,...")
+    weights: str = setting("none", "FILE", "none, DEFAULT (torchvision's, downloaded), or a state_dict's file")
 
     def __post_init__(self) -> None:
         rule(bool(self.model), "model", repr(self.model), "the name of a torchvision classification model")
@@ -94,30 +81,23 @@ class ModelConfig:
 class OptimizerConfig:
     """SGD and its schedule."""
 
-    epochs: int = 10
-    batch_size: int = 128
-    """Samples per rank and step."""
-    lr: float = 0.1
-    """Used as given, never multiplied by the world's size."""
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    schedule: str = "constant"
-    lr_warmup: int = 0
-    """Steps over which the learning rate rises linearly to `lr`."""
-    compression: str = "none"
-    precision: str = "float32"
+    epochs: int = setting(10, "N", "passes over the shard")
+    batch_size: int = setting(128, "N", "samples per rank and step")
+    lr: float = setting(0.1, "LR", "learning rate, used as given for any number of ranks")
+    momentum: float = setting(0.9, "M", "SGD momentum")
+    weight_decay: float = setting(1e-4, "WD", "SGD weight decay")
+    schedule: str = setting("constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine")
+    lr_warmup: int = setting(0, "STEPS", "steps over which the learning rate rises linearly to --lr")
+    compression: str = setting("none", "HOW", "of gradients on the wire: none or fp16")
+    precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")
 
     def __post_init__(self) -> None:
         rule(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         rule(self.batch_size >= 1, "batch-size", self.batch_size, "at least 1")
         rule(math.isfinite(self.lr) and self.lr > 0, "lr", self.lr, "a positive number")
         rule(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
-        rule(
-            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
-            "weight-decay",
-            self.weight_decay,
-            "0 or a positive number",
-        )
+        decay_ok = math.isfinite(self.weight_decay) and self.weight_decay >= 0
+        rule(decay_ok, "weight-decay", self.weight_decay, "0 or a positive number")
         one_of("schedule", self.schedule, ("constant", "step", "cosine"))
         rule(self.lr_warmup >= 0, "lr-warmup", self.lr_warmup, "0 or more steps")
         one_of("compression", self.compression, ("none", "fp16"))
@@ -128,18 +108,18 @@ class OptimizerConfig:
 class FreezeConfig:
     """Who proposes a cut, when, and how the ranks vote on it."""
 
-    freeze: str = "none"
-    cut: int | None = None
-    interval: int | None = None
-    """Steps between votes; None is half an epoch."""
-    freeze_warmup: int | None = None
-    """Steps before the first vote; None is one epoch."""
-    patience: int = 1
-    eta_max: float = 0.2
-    signal: str = "local"
-    vote_weight: str = "uniform"
-    quorum: float = 0.5
-    shadow: str = "none"
+    freeze: str = setting("none", "CRITERION", "none, static, gradient-norm, percentile, linear or geometric")
+    cut: int | None = setting(None, "K", "with --freeze static: the first K blocks are frozen")
+    interval: int | None = setting(None, "STEPS", "steps between votes; default: half an epoch")
+    freeze_warmup: int | None = setting(None, "STEPS", "steps before the first vote; default: one epoch")
+    patience: int = setting(1, "N", "a rank proposes what its criterion wanted N times in a row")
+    eta_max: float = setting(0.2, "ETA", "a block whose gradient norm changes faster is not frozen")
+    signal: str = setting(
+        "local", "WHICH", "gradients that the criterion sees: local (each rank's own) or averaged (no real vote)"
+    )
+    vote_weight: str = setting("uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank")
+    quorum: float = setting(0.5, "Q", "part of the weight that must support a cut, in (0, 1]")
+    shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect")
 
     def __post_init__(self) -> None:
         one_of("freeze", self.freeze, CRITERIA)
@@ -169,14 +149,16 @@ class FreezeConfig:
 class CacheConfig:
     """Whether and where the frozen prefix's activations are kept."""
 
-    cache: str = "off"
-    cache_dir: str | None = None
-    """None is the run directory."""
-    cache_dtype: str = "native"
-    cache_limit: str = "none"
-    """Bytes over all ranks, with an optional suffix K, M, G or T (powers of 1024); `none` is no limit."""
-    cache_shared: bool = False
-    cache_failure: str = "recompute"
+    cache: str = setting("off", "MODE", "off, auto (when it pays) or on; needs --augment none or views:K")
+    cache_dir: str | None = setting(None, "DIR", "where its files stay after the run; default: the run directory")
+    cache_dtype: str = setting("native", "TYPE", "native (exact), float16 or bfloat16")
+    cache_limit: str = setting("none", "SIZE", "disk space over all ranks, as in 20G; default: none")
+    cache_shared: bool = setting(
+        False, "", "ranks may read each other's files: the directory is on a shared file system"
+    )
+    cache_failure: str = setting(
+        "recompute", "HOW", "on a full disk or a damaged file: recompute (go on without it) or stop"
+    )
 
     def __post_init__(self) -> None:
         one_of("cache", self.cache, ("off", "auto", "on"))
@@ -186,91 +168,38 @@ class CacheConfig:
 
     def limit_bytes(self) -> int | None:
         """Return the budget in bytes over all ranks, None where there is none."""
-        if self.cache_limit == "none":
-            return None
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)i?B?", self.cache_limit)
-        rule(match is not None, "cache-limit", self.cache_limit, "none or a size such as 500M or 20G")
-        assert match is not None
-        return int(float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " "))
+        return parse_bytes("cache-limit", self.cache_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run keeps its files, how it starts and what it starts from."""
 
-    seed: int = 0
-    threads: int | None = None
-    run_dir: str | None = None
-    checkpoint_every: str = "1"
-    """Epochs, or steps with the suffix `s` (`200s`), between checkpoints; 0 is none."""
-    evaluate_every: int = 1
-    """Epochs between evaluations; the last epoch is evaluated always."""
-    resume: bool = False
-    json: bool = False
+    seed: int = setting(0, "SEED", "of the model's initialisation and dropout")
+    threads: int | None = setting(
+        None, "N", "torch threads per rank; default: OMP_NUM_THREADS, else this rank's share of the cores"
+    )
+    run_dir: str | None = setting(None, "DIR", "where the run's files go; default: runs/<time>-<name>")
+    checkpoint_every: str = setting(
+        "1", "N", "epochs between checkpoints, or steps with the suffix s (200s); 0 is none"
+    )
+    evaluate_every: int = setting(1, "N", "epochs between evaluations; the last epoch is always evaluated")
+    resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
+    json: bool = setting(False, "", "print the summary as the last line")
 
     def __post_init__(self) -> None:
         rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
         rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")
-        rule(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
-        ok = re.fullmatch(r"\d+s?", self.checkpoint_every) is not None
-        rule(ok, "checkpoint-every", self.checkpoint_every, "a number of epochs, or of steps with the suffix s")
+        ok = self.threads is None or 1 <= self.threads <= MOST_THREADS
+        rule(ok, "threads", self.threads, f"at least 1 and at most {MOST_THREADS}")
+        parse_cadence("checkpoint-every", self.checkpoint_every)
         rule(self.evaluate_every >= 1, "evaluate-every", self.evaluate_every, "at least 1 epoch")
 
     def checkpoint_steps(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps between two checkpoints, 0 for none."""
-        if self.checkpoint_every.endswith("s"):
-            return int(self.checkpoint_every[:-1])
-        return int(self.checkpoint_every) * steps_per_epoch
+        number, unit = parse_cadence("checkpoint-every", self.checkpoint_every)
+        return number if unit == "steps" else number * steps_per_epoch
 
     def evaluates(self, epoch: int, *, epochs: int) -> bool:
         """Tell whether epoch `epoch` of 0..`epochs`-1 ends with an evaluation."""
         return (epoch + 1) % self.evaluate_every == 0 or epoch + 1 == epochs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything that determines a run."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    freeze: FreezeConfig = field(default_factory=FreezeConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-
-    def __post_init__(self) -> None:
-        if self.cache.cache == "on":
-            rule(
-                self.data.cacheable(),
-                "cache",
-                "on",
-                "used with --augment none or views:K",
-                "fresh draws never come again",
-            )
-        if self.data.shuffle == "global" and self.cache.cache == "on":
-            rule(self.cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
-
-    @property
-    def data_seed(self) -> int:
-        """The seed of subset, shards, order and views."""
-        return self.run.seed if self.data.data_seed is None else self.data.data_seed
-
-
-def float_or_nan(text: str) -> float:
-    """Return `text` as a number, NaN where it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def number_list(flag: str, text: str, *, also: str = "") -> list[float]:
-    """Parse `text` as numbers separated by commas.
-
-    Raises:
-        UsageError: an entry is no number.
-    """
-    numbers = [float_or_nan(entry) for entry in text.split(",")]
-    wanted = (also + ", or " if also else "") + "numbers separated by commas, one per rank"
-    rule(not any(math.isnan(n) for n in numbers), flag, text, wanted)
-    return numbers

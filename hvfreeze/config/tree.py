@@ -1,4 +1,8 @@
-"""A configuration as nested dicts, as a YAML file, and as flags; every leaf has a name of its own."""
+"""A configuration: the tree of all sections, and the same as nested dicts and as a YAML file.
+
+It comes from a YAML file (`--config`), from command line flags that override it, or from Python. The leaves of the tree
+have unique names.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,52 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hvfreeze.config.sections import Config
+from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
+from hvfreeze.config.rules import rule
+from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, ModelConfig, OptimizerConfig, RunConfig
+from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that determines a run; a part of the program receives its own section, not the tree.
+
+    A section's flags stand under its `title` in the help.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig, metadata={"title": "data"})
+    model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "model"})
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata={"title": "optimizer"})
+    strategy: StrategyConfig = field(default_factory=StrategyConfig, metadata={"title": "strategy"})
+    freeze: FreezeConfig = field(default_factory=FreezeConfig, metadata={"title": "freezing"})
+    cache: CacheConfig = field(default_factory=CacheConfig, metadata={"title": "activation cache"})
+    run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
+
+    def __post_init__(self) -> None:
+        if self.cache.cache == "on":
+            wanted = "used with --augment none or views:K"
+            rule(self.data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
+        if self.data.shuffle == "global" and self.cache.cache == "on":
+            rule(self.cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of subset, shards, order and views."""
+        return self.run.seed if self.data.data_seed is None else self.data.data_seed
 
 
 def leaves() -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return for each flag (with underscores) its section, its dataclass field and its type."""
     found: dict[str, tuple[str, dataclasses.Field[Any], Any]] = {}
-    for section, cls in typing.get_type_hints(Config).items():
+    for name, cls in typing.get_type_hints(Config).items():
         types = typing.get_type_hints(cls)
         for leaf in dataclasses.fields(cls):
-            found[leaf.name] = (section, leaf, types[leaf.name])
+            found[leaf.name] = (name, leaf, types[leaf.name])
     return found
 
 
@@ -100,15 +134,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a configuration file without building anything but plain values.
 
     Raises:
-        UsageError: the file cannot be read, is no YAML, asks for an object, or is no mapping.
+        UsageError: the file cannot be read, is no plain YAML, or is no mapping.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            tree = parse_plain_yaml(file.read(MOST_BYTES + 1))
+    except OSError as error:
         raise UsageError(f"--config ({path}) cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"--config ({path}) is not plain YAML: {reason}") from error
+    except ValueError as error:
+        raise UsageError(f"--config ({path}) is not plain YAML: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import Config
 from hvfreeze.data.datasets import DataSplits, ImageSet, open_data, prepare_data
 from hvfreeze.data.decoding import load_pixels
 from hvfreeze.data.feed import Ids, Images, TrainFeed, evaluation_ids

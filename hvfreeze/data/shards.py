@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hvfreeze.config.sections import float_or_nan, number_list, one_of, rule
+from hvfreeze.config.rules import number_list, one_of, parse_dirichlet, rule
 from hvfreeze.data.draws import Ids, shuffled
 from hvfreeze.errors import UsageError
 
@@ -76,20 +75,6 @@ def split_validation(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int)
     enough = fraction == 0 or len(held) > 0
     rule(enough, "validation-fraction", fraction, f"0, or large enough to hold out some of the {len(ids)} samples")
     return np.setdiff1d(ids, held), held
-
-
-def parse_partition(text: str) -> float | None:
-    """Returns None for `iid`, and A for `dirichlet:A`.
-
-    Raises:
-        UsageError: It is neither, or A is not a positive finite number.
-    """
-    if text == "iid":
-        return None
-    kind, _, number = text.partition(":")
-    alpha = float_or_nan(number) if kind == "dirichlet" else math.nan
-    rule(math.isfinite(alpha) and alpha > 0, "partition", text, "iid, or dirichlet:A with A > 0, such as dirichlet:0.5")
-    return alpha
 
 
 def _shard_weights(shard_sizes: str | Sequence[float], size: int) -> NDArray[np.float64]:
@@ -191,7 +176,7 @@ def plan_shards(
     Raises:
         UsageError: Fewer samples than ranks, a batch larger than the smallest shard, or values that contradict.
     """
-    alpha = parse_partition(partition)
+    alpha = parse_dirichlet(partition)
     weights = _shard_weights(shard_sizes, size)
     one_of("shuffle", shuffle, ("shard", "global"))
     alike = alpha is None and shard_sizes == "equal"

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.sections import rule
+from hvfreeze.config.rules import parse_views
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Ids, draw, two_below
 
@@ -43,17 +43,12 @@ class Augment:
 
 
 def parse_augment(text: str) -> Augment:
-    """Returns the meaning of an --augment value.
+    """Return the meaning of an --augment value.
 
     Raises:
-        UsageError: It is not `none`, `fresh` or `views:K` with K from 1 to 65536.
+        UsageError: it is not `none`, `fresh` or `views:K` with K from 1 to 65536.
     """
-    if text in ("none", "fresh"):
-        return Augment(text, int(text == "none"))
-    kind, _, number = text.partition(":")
-    known = kind == "views" and number.isascii() and number.isdigit() and 1 <= int(number) <= 65536
-    rule(known, "augment", text, "fresh, none or views:K with K in 1..65536")
-    return Augment(kind, int(number))
+    return Augment(*parse_views(text))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
 from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import Config
 from hvfreeze.data.feed import Batch, Ids
 from hvfreeze.prefix.measuring import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
 from hvfreeze.ranks.agreement import together

@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from hvfreeze.config.sections import Config
-from hvfreeze.config.tree import to_dict
+from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import PHASES, train_seconds
 

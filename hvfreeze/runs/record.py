@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from hvfreeze.config.sections import Config
-from hvfreeze.config.tree import to_dict
+from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.ranks.world import World

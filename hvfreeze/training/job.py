@@ -14,8 +14,7 @@ from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
-from hvfreeze.config.sections import Config
-from hvfreeze.config.tree import to_dict
+from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import Config
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.ranks.world import World

@@ -22,7 +22,7 @@ from torch.nn import functional
 import hvfreeze.training.job
 import hvfreeze.training.run
 from hvfreeze.__main__ import main
-from hvfreeze.config.sections import Config
+from hvfreeze.config.tree import Config
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.world import World

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hvfreeze.chain.memory_formats import set_memory_formats
-from hvfreeze.config.sections import Config
-from hvfreeze.config.tree import from_dict
+from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.feed import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.ranks.equal_models import parameter_digest

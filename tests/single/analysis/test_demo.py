@@ -12,7 +12,8 @@ from analysis import demo
 from analysis.demo import StageError, comparison_table, environment, is_progress, launch, run_stage
 from analysis.parts import demo_stages
 from analysis.parts.demo_stages import Stage, chosen_ids, plan, write_images
-from hvfreeze.config.flags import configuration, parse
+from hvfreeze.commands import parse
+from hvfreeze.config.flags import configuration
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import load_runs
@@ -45,7 +46,7 @@ def test_the_program_takes_every_stages_flags(
     if cifar:
         monkeypatch.setattr(demo_stages, "open_data", lambda name, directory=None: open_data("digits"))
     stages = plan(tmp_path, data_dir=tmp_path if cifar else None, weights=weights)
-    configs = [configuration(parse(["train", *stage.flags, "--run-dir", str(stage.run_dir)])[1]) for stage in stages]
+    configs = [configuration(parse(["train", *stage.flags, "--run-dir", str(stage.run_dir)])) for stage in stages]
     assert [stage.run_dir.name for stage in stages] == ["pretrained", "full", "voted", "cached"][
         0 if weights is None else 1 :
     ]

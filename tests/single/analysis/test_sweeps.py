@@ -18,7 +18,8 @@ from analysis.sweeps.presets import FULL, PRESETS, REDUCED, SMOKE, Preset
 from analysis.sweeps.questions import Experiment
 from analysis.sweeps.results import Results
 from analysis.sweeps.rows import read_rows
-from hvfreeze.config.flags import configuration, parse
+from hvfreeze.commands import parse
+from hvfreeze.config.flags import configuration
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.analysis.runs_material import carried_out, made_up
 
@@ -45,7 +46,7 @@ def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Exper
     planned = sweep.plan(experiment, preset, Results(Path()))
     assert planned
     for run in planned:
-        options = parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name))[1]
+        options = parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name))
         given = configuration(options)
         assert dataclasses.replace(given, run=run.config().run) == run.config()
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvfreeze.data.shards import ShardPlan, apportion, parse_partition, plan_shards, split_validation, stratified_subset
+from hvfreeze.data.shards import ShardPlan, apportion, plan_shards, split_validation, stratified_subset
 from hvfreeze.errors import UsageError
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5), [211, 100, 150, 37, 2]))
@@ -142,11 +142,6 @@ def test_listed_sizes_stay_class_balanced_without_skew() -> None:
     for shard in shards:
         assert np.abs(per_class(shard) - per_class(IDS) * len(shard) / len(IDS)).max() <= 1.5
     assert plan(shard_sizes=[4.0, 2.0, 1.0]).steps_per_epoch == len(shards[2]) // 16
-
-
-def test_partitions_are_parsed() -> None:
-    assert parse_partition("iid") is None
-    assert parse_partition("dirichlet:0.3") == 0.3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""How a setting is declared and checked, and the only parsers of the little languages that some of them hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import field
+from typing import Any
+
+from hvfreeze.errors import UsageError
+
+MOST_VIEWS = 65536
+"""A cached row's key leaves 16 bits to the view."""
+
+
+def setting(default: Any, metavar: str, text: str) -> Any:
+    """Return a dataclass field that is also a flag; the help names its value `metavar` and says `text`."""
+    return field(default=default, metadata={"metavar": metavar, "help": text})
+
+
+def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> None:
+    """Raise UsageError naming the flag, its value, the rule and the way out unless `ok`."""
+    if not ok:
+        raise UsageError(f"--{flag} ({value}) must be {wanted}" + (f"; {remedy}" if remedy else ""))
+
+
+def one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise UsageError unless `value` is one of `choices`."""
+    rule(value in choices, flag, value, "one of " + ", ".join(choices))
+
+
+def float_or_nan(text: str) -> float:
+    """Return `text` as a number, NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def number_list(flag: str, text: str, *, also: str = "") -> list[float]:
+    """Return the numbers in `text`, which commas separate.
+
+    Raises:
+        UsageError: an entry is no number.
+    """
+    numbers = [float_or_nan(entry) for entry in text.split(",")]
+    wanted = (also + ", or " if also else "") + "numbers separated by commas, one per rank"
+    rule(not any(math.isnan(n) for n in numbers), flag, text, wanted)
+    return numbers
+
+
+def parse_views(text: str) -> tuple[str, int]:
+    """Return the kind of an --augment value (fresh, none or views) and how many views of a sample there are.
+
+    `fresh` has 0, which stands for a new one every epoch; `none` has 1.
+
+    Raises:
+        UsageError: it is not `fresh`, `none` or `views:K` with K from 1 to 65536.
+    """
+    if text in ("fresh", "none"):
+        return text, int(text == "none")
+    found = re.fullmatch(r"views:([1-9][0-9]{0,4})", text)
+    number = int(found.group(1)) if found else 0
+    rule(1 <= number <= MOST_VIEWS, "augment", text, f"fresh, none or views:K with K in 1..{MOST_VIEWS}")
+    return "views", number
+
+
+def parse_dirichlet(text: str) -> float | None:
+    """Return A of a --partition value `dirichlet:A`, None for `iid`.
+
+    Raises:
+        UsageError: it is neither, or A is not in (0, 1e9], beyond which shares are equal and sums overflow.
+    """
+    if text == "iid":
+        return None
+    kind, _, number = text.partition(":")
+    alpha = float_or_nan(number) if kind == "dirichlet" else math.nan
+    wanted = "iid, or dirichlet:A with A > 0 and at most 1e9, such as dirichlet:0.5"
+    rule(0 < alpha <= 1e9, "partition", text, wanted)
+    return alpha
+
+
+def parse_bytes(flag: str, text: str) -> int | None:
+    """Return the bytes in a size such as `500M` or `20G` (K, M, G, T are powers of 1024), None for `none`.
+
+    Raises:
+        UsageError: it is no such size, or larger than any disk.
+    """
+    if text == "none":
+        return None
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)i?B?", text)
+    rule(found is not None, flag, text, "none or a size such as 500M or 20G")
+    assert found is not None
+    return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2) or " "))
+
+
+def parse_cadence(flag: str, text: str) -> tuple[int, str]:
+    """Return how often something is done and its unit, `epochs`, or `steps` for a number with the suffix s.
+
+    Raises:
+        UsageError: it is neither `N` nor `Ns`.
+    """
+    found = re.fullmatch(r"([0-9]{1,18})(s?)", text)
+    rule(found is not None, flag, text, "a number of epochs, or of steps with the suffix s")
+    assert found is not None
+    return int(found.group(1)), "steps" if found.group(2) else "epochs"

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hvfreeze.config.plain_yaml import DEEPEST, MOST_BYTES, parse_plain_yaml
+from hvfreeze.config.tree import Config, from_dict, leaves, read_yaml, to_dict
+from hvfreeze.errors import UsageError
+
+
+def test_leaves_have_names_of_their_own_and_a_text_each() -> None:
+    parts = [dataclasses.fields(part.default_factory) for part in dataclasses.fields(Config)]  # type: ignore[arg-type]
+    names = [leaf.name for part in parts for leaf in part]
+    assert len(set(names)) == len(names) == len(leaves())
+    assert all(leaf.metadata["help"] for part in parts for leaf in part)
+
+
+def test_a_configuration_survives_being_a_dict() -> None:
+    config = from_dict({"lr": 1, "strategy": "replicas", "vote_weight": [1, 2.5], "freeze": "linear"})
+    assert config.optimizer.lr == 1.0 and config.freeze.vote_weight == "1,2.5"
+    assert from_dict(to_dict(config)) == config
+
+
+def test_the_only_strategy_is_plain_replication() -> None:
+    with pytest.raises(UsageError, match=r"--strategy \(grid\) must be one of replicas"):
+        from_dict({"strategy": {"strategy": "grid"}})
+
+
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmnopqrstuvwx", "bcdefghijklmnopqrstuvwxy")
+)
+FORGED = {
+    "alias bomb": (BOMB, "alias"),
+    "merge bomb": ("a: &a {x: 1}\nb: {<<: [*a, *a]}\n", "alias"),
+    "deep lists": ("[" * 200_000, "deeper"),
+    "deep blocks": ("".join(f"{' ' * n}k:\n" for n in range(900)), "deeper"),
+    "long": ("a: " + "x" * MOST_BYTES, "longer"),
+    "number of many digits": ("a: " + "9" * 5000, "digits"),
+    "no truth value": ("a: !!bool perhaps", "KeyError"),
+    "empty number": ('a: !!int ""', "IndexError"),
+    "impossible date": ("a: 2020-13-45", "month"),
+    "object": ("a: !!python/object/apply:os.getpid []", "python/object"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), FORGED.values(), ids=FORGED)
+@pytest.mark.timeout(20)
+def test_yaml_that_is_more_than_plain_values_is_refused_at_once(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=rf"--config \(.*\) is not plain YAML: .*{reason}") as refusal:
+        read_yaml(path)
+    assert len(str(refusal.value)) < 1000 and "\n" not in str(refusal.value)
+
+
+def test_plain_values_are_read() -> None:
+    assert parse_plain_yaml(b"") is None
+    assert parse_plain_yaml(b"a: {b: [1, 2.5, yes, null, text]}") == {"a": {"b": [1, 2.5, True, None, "text"]}}
+    deepest = "[" * (DEEPEST - 1) + "1" + "]" * (DEEPEST - 1)
+    assert parse_plain_yaml(deepest.encode())

@@ -19,6 +19,7 @@ FOLDERS = (
     "ranks.machine",
     "report",
     "runs",
+    "strategies",
     "training",
 )
 

@@ -25,10 +25,10 @@ from analysis.parts.ddp_loop import Training, train
 from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import deal, open_feeds
+from hvfreeze.data.batches import IMAGENET, deal, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data
-from hvfreeze.data.feed import padded_batches
 from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.record import describe_environment
@@ -78,11 +78,9 @@ def checked(config: Config) -> Path:
 def prepare(config: Config, *, rank: int, size: int) -> Training:
     """Build the same model and the same batches as `hvfreeze train` does."""
     torch.set_num_threads(config.run.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    place = SoloWorld()
-    place.rank, place.size, place.local_rank, place.local_size = rank, size, rank, size
-    corpus = deal(
-        config, open_data(config.data.data, config.data.data_dir, image_size=config.data.image_size), size=size
-    )
+    splits = open_data(config.data.data, config.data.data_dir, image_size=config.data.image_size)
+    batch_size = config.optimizer.batch_size
+    corpus = deal(splits, config.data, seed=config.data_seed, batch_size=batch_size, replicas=size)
     chain, _ = build_chain(config, corpus)
     frozen = chain.named_parameters(0, config.freeze.cut or 0)
     for _, parameter in frozen:
@@ -90,14 +88,24 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
     trained = [parameter for parameter in chain.model.parameters() if parameter.requires_grad]
     settings = config.optimizer
     optimizer = torch.optim.SGD(trained, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
-    feed, evaluation = open_feeds(config, place, corpus)
+    feed, evaluation = open_feeds(
+        corpus,
+        config.data,
+        seed=config.data_seed,
+        replica=rank,
+        replicas=size,
+        budget_bytes=memory_budget(size),
+        statistics=IMAGENET if config.model.weights == "DEFAULT" else None,
+    )
     return Training(
         config=config,
         model=DistributedDataParallel(chain.model),
         optimizer=optimizer,
         feed=feed,
         evaluation=evaluation,
-        evaluation_batches=padded_batches(corpus.share(place), corpus.evaluated.labels, settings.batch_size),
+        evaluation_batches=padded_batches(
+            corpus.share(replica=rank, replicas=size), corpus.evaluated.labels, settings.batch_size
+        ),
         clock=PhaseClock(),
         trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
     )

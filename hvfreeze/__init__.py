@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _HOMES = {
-    "Cadence": "freezing.proposer",
+    "Cadence": "freezing.cadence",
     "Chain": "chain.blocks",
     "FreezeConfig": "config.sections",
     "Freezer": "freezing.freezer",

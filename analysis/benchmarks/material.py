@@ -15,13 +15,14 @@ from torch import Tensor
 from hvfreeze.cache.compute import NullActivations
 from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, OptimizerConfig
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Corpus
+from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.datasets import ImageSet
-from hvfreeze.data.feed import Batch, Ids
+from hvfreeze.data.draws import Ids
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.sources import ArraySource
 from hvfreeze.prefix.caching import NoCache
 from hvfreeze.ranks.world import World
+from hvfreeze.strategies.replicas import Replicas
 from hvfreeze.training.job import Job, assemble, build_chain
 from hvfreeze.training.loop import train_step
 
@@ -94,7 +95,7 @@ class Setting:
         corpus = made_up_corpus(self)
         chain, _ = build_chain(config, corpus)
         job = assemble(config, self.world, self.folder(name), chain, corpus, [])
-        job.chain.model.train()
+        replicas_of(job).chain.model.train()
         return job
 
 
@@ -119,6 +120,12 @@ def made_up_corpus(setting: Setting) -> Corpus:
     return Corpus(train=images, evaluated=images, evaluated_ids=ids[:size], plan=plan, notes=[])
 
 
+def replicas_of(job: Job) -> Replicas:
+    """Return the job's strategy, whose parts a case measures."""
+    assert isinstance(job.strategy, Replicas)
+    return job.strategy
+
+
 def held_batches(job: Job, *, epoch: int = 0) -> list[HeldBatch]:
     """Return an epoch's images and labels, loaded."""
     return [(job.feed.images.load(batch.ids, batch.views), batch.labels) for batch in job.feed.epoch(epoch)]
@@ -129,7 +136,7 @@ class HeldSteps:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        batches = job.feed.epoch(0)
+        batches, training = job.feed.epoch(0), replicas_of(job).training
         images = {int(batch.ids[0]): x for batch, (x, _) in zip(batches, held_batches(job), strict=True)}
 
         def load(ids: Ids, views: Ids) -> Tensor:
@@ -138,11 +145,11 @@ class HeldSteps:
 
         def run_blocks(x: Tensor, start: int, stop: int) -> Tensor:
             with job.clock.within("forward"):
-                return job.prefix.halves.run(x, start, stop)
+                return training.halves.run(x, start, stop)
 
         rows = job.config.optimizer.batch_size
-        job.prefix.caching = NoCache(NullActivations(run_blocks=run_blocks, load_images=load, batch_rows=rows))
-        job.prefix.move(job.freezer.cut_history)
+        training.caching = NoCache(NullActivations(run_blocks=run_blocks, load_images=load, batch_rows=rows))
+        job.strategy.begin_epoch([])
         self._batches: Iterator[Batch] = cycle(batches)
 
     def step(self) -> float:

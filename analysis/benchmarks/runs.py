@@ -26,11 +26,10 @@ class ProgramRun:
     def step(self) -> float:
         """Make the run; return its mean loss. Collective: every rank must call this."""
         job = self.job
-        job.prefix.move(job.freezer.cut_history)
         for epoch in range(self.setting.epochs):
             train_epoch(job, epoch, Silence())
-        job.prefix.close()
-        self.predicted_seconds.append(float(job.prefix.caching.report()["seconds_saved_predicted"]))
+        job.strategy.close()
+        self.predicted_seconds.append(float(job.strategy.report()["cache"]["seconds_saved_predicted"]))
         shutil.rmtree(job.directory)
         return job.totals.loss / job.totals.count
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from hvfreeze.config.tree import Config
-from hvfreeze.data.feed import Batch, Images, TrainFeed
+from hvfreeze.data.batches import Batch, TrainFeed
+from hvfreeze.data.decoding import Images
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.training.learning_rate import learning_rate
 

@@ -1,24 +1,38 @@
-"""The samples of a run: which are trained on, which are evaluated, who gets which, and their pixels."""
+"""From a data set to batches: which samples are trained and evaluated on, who meets which, and in which order.
+
+Ranks are known here as `replica` of `replicas`: all ranks that work on one batch together are one replica.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hvfreeze.config.tree import Config
-from hvfreeze.data.datasets import DataSplits, ImageSet, open_data, prepare_data
-from hvfreeze.data.decoding import load_pixels
-from hvfreeze.data.feed import Ids, Images, TrainFeed, evaluation_ids
+from hvfreeze.config.sections import DataConfig
+from hvfreeze.data.datasets import DataSplits, ImageSet
+from hvfreeze.data.decoding import Images, load_pixels
+from hvfreeze.data.draws import Ids
 from hvfreeze.data.shards import ShardPlan, plan_shards, split_validation, stratified_subset
-from hvfreeze.data.views import Augment, Transform, parse_augment, transform_for
-from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.machine.share import memory_budget
-from hvfreeze.ranks.world import World
+from hvfreeze.data.views import Augment, parse_augment, transform_for
 
-# What torchvision's own weights were trained with, mean and standard deviation.
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
+
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""What torchvision's own weights were trained with: mean and standard deviation of each channel."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The samples of one step: (B,) ids, views and labels; `counted` of them are real, the rest pads the shape."""
+
+    ids: Ids
+    views: Ids
+    labels: Tensor
+    counted: int
 
 
 @dataclass(frozen=True)
@@ -35,26 +49,60 @@ class Corpus:
         """Return digests of the samples, equal for equal data on other machines."""
         return {"train": self.train.identity(local=False), "test": self.evaluated.identity(local=False)}
 
-    def share(self, world: World) -> Ids:
-        """Return the samples that this rank evaluates."""
-        return self.evaluated_ids[evaluation_ids(len(self.evaluated_ids), rank=world.rank, size=world.size)]
+    def share(self, *, replica: int, replicas: int) -> Ids:
+        """Return the samples that `replica` evaluates: every sample in exactly one replica."""
+        return self.evaluated_ids[replica::replicas]
+
+    def owned(self, *, replica: int, replicas: int) -> Ids:
+        """Return the training samples that `replica` is to store, if any: every sample in exactly one replica."""
+        shard = self.plan.shards[replica]
+        # Dealt anew in every epoch, all samples are in every shard.
+        return shard[replica::replicas] if self.plan.shuffle == "global" else shard
 
 
-def open_corpus(config: Config, world: World) -> Corpus:
-    """Find the data and deal it out; nothing is decoded yet.
+@dataclass(frozen=True)
+class TrainFeed:
+    """One replica's training batches, a pure function of the epoch."""
 
-    Collective: every rank of `world` must call this.
+    plan: ShardPlan
+    replica: int
+    labels: Tensor
+    images: Images
+
+    def epoch(self, epoch: int) -> list[Batch]:
+        """Return the epoch's batches in order, all of the same shape."""
+        transform = self.images.transform
+        batches = []
+        for ids in self.plan.epoch_order(epoch, self.replica):
+            views = transform.augment.view_of(ids, epoch=epoch, data_seed=transform.data_seed)
+            labels = self.labels[torch.from_numpy(ids)]
+            batches.append(Batch(ids=ids, views=views, labels=labels, counted=len(ids)))
+        return batches
+
+
+def padded_batches(ids: Ids, labels: Tensor, batch_size: int) -> list[Batch]:
+    """Return batches of exactly `batch_size` rows that count each of `ids` once; the last repeats its last sample."""
+    batches = []
+    for start in range(0, len(ids), batch_size):
+        chosen = ids[start : start + batch_size]
+        filled = np.pad(chosen, (0, batch_size - len(chosen)), mode="edge")
+        views = np.zeros_like(filled)
+        batches.append(Batch(ids=filled, views=views, labels=labels[torch.from_numpy(filled)], counted=len(chosen)))
+    return batches
+
+
+def announce(images: Images, batches: Sequence[Batch]) -> None:
+    """Tell a streamed source which batches come next, in order."""
+    images.pixels.prefetch([batch.ids for batch in batches])
+
+
+def deal(splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, replicas: int) -> Corpus:
+    """Choose training and evaluation samples and plan the shards; nothing is decoded.
+
+    Raises:
+        UsageError: the samples do not suffice for what the settings ask.
     """
-    data = config.data
-    together(world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download")
-    splits = together(world, lambda: open_data(data.data, data.data_dir, image_size=data.image_size), name="data")
-    return together(world, lambda: deal(config, splits, size=world.size), name="shards")
-
-
-def deal(config: Config, splits: DataSplits, *, size: int) -> Corpus:
-    """Choose training and evaluation samples and plan the shards."""
-    train, data, seed = splits.train, config.data, config.data_seed
-    labels = train.labels.numpy()
+    train, labels = splits.train, splits.train.labels.numpy()
     ids = np.arange(len(train), dtype=np.int64)
     if data.train_samples is not None:
         ids = stratified_subset(labels, data.train_samples, seed=seed)
@@ -65,8 +113,8 @@ def deal(config: Config, splits: DataSplits, *, size: int) -> Corpus:
     plan = plan_shards(
         labels,
         ids,
-        size=size,
-        batch_size=config.optimizer.batch_size,
+        size=replicas,
+        batch_size=batch_size,
         seed=seed,
         shuffle=data.shuffle,
         partition=data.partition,
@@ -78,23 +126,35 @@ def deal(config: Config, splits: DataSplits, *, size: int) -> Corpus:
     return Corpus(train, evaluated, evaluated_ids, plan, notes)
 
 
-def open_feeds(config: Config, world: World, corpus: Corpus) -> tuple[TrainFeed, Images]:
-    """Load the pixels of this rank's training and evaluation samples."""
-    augment = parse_augment(config.data.augment)
-    shard = corpus.plan.shards[world.rank]
-    share = corpus.share(world)
-    train = open_images(config, corpus.train, shard, augment, local_size=world.local_size)
-    evaluated = open_images(config, corpus.evaluated, share, parse_augment("none"), local_size=world.local_size)
-    return TrainFeed(corpus.plan, world.rank, corpus.train.labels, train), evaluated
+def open_feeds(
+    corpus: Corpus,
+    data: DataConfig,
+    *,
+    seed: int,
+    replica: int,
+    replicas: int,
+    budget_bytes: int,
+    statistics: Statistics | None = None,
+) -> tuple[TrainFeed, Images]:
+    """Load the pixels of a replica's training and evaluation samples.
 
+    Args:
+        corpus: what `deal` returned.
+        data: augmentation and image size.
+        seed: the data seed.
+        replica: whose samples.
+        replicas: how many there are.
+        budget_bytes: what each split's pixels may take in memory.
+        statistics: mean and standard deviation to normalise with; None is the data set's own.
+    """
 
-def open_images(config: Config, image_set: ImageSet, ids: Ids, augment: Augment, *, local_size: int) -> Images:
-    """Return the images of `ids`, in memory where they fit and streamed where not."""
-    transform: Transform = transform_for(
-        image_set, augment=augment, data_seed=config.data_seed, image_size=config.data.image_size
-    )
-    if config.model.weights == "DEFAULT":
-        transform = replace(transform, mean=IMAGENET[0], std=IMAGENET[1])
-    workers = max(1, torch.get_num_threads())
-    pixels = load_pixels(image_set, ids, budget_bytes=memory_budget(local_size), workers=workers)
-    return Images(pixels, transform)
+    def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Images:
+        transform = transform_for(image_set, augment=augment, data_seed=seed, image_size=data.image_size)
+        if statistics is not None:
+            transform = replace(transform, mean=statistics[0], std=statistics[1])
+        workers = max(1, torch.get_num_threads())
+        return Images(load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers), transform)
+
+    train = load(corpus.train, corpus.plan.shards[replica], parse_augment(data.augment))
+    evaluated = load(corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none"))
+    return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated

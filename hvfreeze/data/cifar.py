@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvfreeze.data.sources import Pixels
+from hvfreeze.data.sources import PixelArray
 from hvfreeze.errors import RefusedError
 
 _DOWNLOAD_TIMEOUT_SECONDS = 30.0
@@ -89,7 +89,7 @@ def _read_pickle(path: Path, *keys: str) -> list[Any]:
         ) from error
 
 
-def read_archive(directory: Path, archive: Archive) -> tuple[tuple[str, ...], dict[str, tuple[Pixels, list[int]]]]:
+def read_archive(directory: Path, archive: Archive) -> tuple[tuple[str, ...], dict[str, tuple[PixelArray, list[int]]]]:
     """Returns the class names and, for `train` and `test`, the (N, 3, 32, 32) uint8 pixels and N labels.
 
     Raises:
@@ -99,9 +99,9 @@ def read_archive(directory: Path, archive: Archive) -> tuple[tuple[str, ...], di
     (classes,) = _read_pickle(root / archive.meta, archive.classes_key)
     if not isinstance(classes, list) or len(classes) != archive.num_classes:
         raise RefusedError(f"{root / archive.meta} does not hold {archive.num_classes} class names; unpack it again")
-    splits: dict[str, tuple[Pixels, list[int]]] = {}
+    splits: dict[str, tuple[PixelArray, list[int]]] = {}
     for split, names in (("train", archive.train), ("test", archive.test)):
-        parts: list[Pixels] = []
+        parts: list[PixelArray] = []
         labels: list[int] = []
         for name in names:
             data, known = _read_pickle(root / name, "data", archive.labels_key)

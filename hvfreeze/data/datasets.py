@@ -17,7 +17,7 @@ from torch import Tensor
 from hvfreeze.data.cifar import ARCHIVES, download, read_archive
 from hvfreeze.data.folders import find_splits, is_folder
 from hvfreeze.data.shards import split_validation
-from hvfreeze.data.sources import ArraySource, FileSource, Pixels
+from hvfreeze.data.sources import ArraySource, FileSource, PixelArray
 from hvfreeze.errors import RefusedError, UsageError
 
 _Triple = tuple[float, float, float]
@@ -55,7 +55,7 @@ class ImageSet:
         """(C, H, W) of every decoded image."""
         return self.source.image_shape
 
-    def decode(self, sample_id: int) -> Pixels:
+    def decode(self, sample_id: int) -> PixelArray:
         """Returns the (C, H, W) uint8 pixels of one sample.
 
         Raises:
@@ -173,7 +173,7 @@ def _digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 
 
 def _from_array(
-    name: str, pixels: Pixels, labels: Sequence[int], classes: tuple[str, ...], image_size: int | None
+    name: str, pixels: PixelArray, labels: Sequence[int], classes: tuple[str, ...], image_size: int | None
 ) -> ImageSet:
     side = None if image_size is None else min(image_size, *pixels.shape[2:])
     return _image_set(name, classes, labels, ArraySource(pixels=pixels, side=side))

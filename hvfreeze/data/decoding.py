@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Ids
-from hvfreeze.data.sources import Pixels as PixelArray
+from hvfreeze.data.sources import PixelArray
+from hvfreeze.data.views import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +176,19 @@ def load_pixels(
     rate = len(ids) / max(seconds, 1e-9)
     _log.info("decoded %d images in %.1f s (%.0f images/s, %d threads)", len(ids), seconds, rate, workers)
     return pixels
+
+
+@dataclass(frozen=True)
+class Images:
+    """Float images of any view of the samples that this rank holds."""
+
+    pixels: MemoryPixels | StreamedPixels
+    transform: Transform
+
+    def load(self, ids: Ids, views: Ids) -> Tensor:
+        """Return (B, C, S, S) float32, channels last, augmented and normalised; row i shows view views[i] of ids[i]."""
+        images = self.transform(self.pixels.fetch(ids), ids=ids, views=views)
+        return images.contiguous(memory_format=torch.channels_last)
 
 
 def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[None]:

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 
 from hvfreeze.errors import RefusedError, UsageError
 
-Pixels = NDArray[np.uint8]
+PixelArray = NDArray[np.uint8]
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -23,7 +23,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 class ArraySource:
     """Images that are in memory already."""
 
-    pixels: Pixels
+    pixels: PixelArray
     """(N, 3, H, W)."""
     side: int | None
     """The centre square is resized to this side; None keeps the pixels as they are."""
@@ -34,10 +34,10 @@ class ArraySource:
         _, channels, height, width = self.pixels.shape
         return (channels, self.side or height, self.side or width)
 
-    def decode(self, row: int) -> Pixels:
+    def decode(self, row: int) -> PixelArray:
         """Returns the (C, H, W) uint8 pixels of one image."""
         if self.image_shape == self.pixels.shape[1:]:
-            kept: Pixels = self.pixels[row]
+            kept: PixelArray = self.pixels[row]
             return kept
         assert self.side is not None
         return _to_pixels(_centre_square(Image.fromarray(self.pixels[row].transpose(1, 2, 0)), self.side))
@@ -62,7 +62,7 @@ class FileSource:
     side: int | None
     """The centre square of every image is resized to this side; None accepts images of `image_shape` only."""
 
-    def decode(self, row: int) -> Pixels:
+    def decode(self, row: int) -> PixelArray:
         """Returns the (C, H, W) uint8 pixels of one image.
 
         Raises:
@@ -140,7 +140,7 @@ def _centre_square(image: Image.Image, side: int) -> Image.Image:
     return image.resize((side, side), Image.Resampling.BILINEAR, box=box)
 
 
-def _to_pixels(image: Image.Image) -> Pixels:
+def _to_pixels(image: Image.Image) -> PixelArray:
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing.criteria import Evidence, rates_of_change
-from hvfreeze.freezing.proposer import Track
+from hvfreeze.freezing.proposer import Proposer
 from hvfreeze.freezing.vote import (
     Decision,
     ShadowOutcome,
@@ -25,7 +25,7 @@ from hvfreeze.ranks.world import World
 def hold_vote(
     world: World,
     settings: FreezeConfig,
-    tracks: Sequence[Track],
+    proposers: Sequence[Proposer],
     evidence: Evidence,
     *,
     weight: float,
@@ -40,14 +40,14 @@ def hold_vote(
     Args:
         world: the ranks that vote.
         settings: the deciding criterion, patience and quorum.
-        tracks: the criteria, the deciding one first where there is one; each takes note of its proposal.
+        proposers: the criteria, the deciding one first where there is one; each takes note of its proposal.
         evidence: what this rank's criteria see.
         weight: of this rank's vote, as computed; what cannot be a weight counts 0, and the decision says so.
         broken: whether this rank's gradients are not finite, which makes the vote void.
         step: optimizer steps done.
         steps_per_epoch: for the decision's epoch.
     """
-    mine = [track.propose(evidence, settings.patience) for track in tracks]
+    mine = [proposer.propose(evidence, settings.patience) for proposer in proposers]
     etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
     proposals, numbers, broken_ranks = exchange(world, mine, [weight, *etas], broken)
     usable = [usable_weight(row[0]) for row in numbers]
@@ -58,10 +58,10 @@ def hold_vote(
     cast = fixed_point(weights[world.rank], max(weights)) if not broken_ranks else 0
     tallies = count(world, mine, cast, deepest=evidence.num_blocks - 1)
     cuts = [
-        deepest_supported(tally, quorum=settings.quorum, cut=track.cut)
-        for track, tally in zip(tracks, tallies, strict=True)
+        deepest_supported(tally, quorum=settings.quorum, cut=proposer.cut)
+        for proposer, tally in zip(proposers, tallies, strict=True)
     ]
-    decides = tracks[0].name == settings.freeze
+    decides = proposers[0].name == settings.freeze
     after = cuts[0] if decides else evidence.cut
     why = explain(tallies[0], quorum=settings.quorum, cut_before=evidence.cut, cut_after=after)
     return Decision(
@@ -77,9 +77,9 @@ def hold_vote(
         cut_after=after,
         reason="; ".join([why if decides else "only shadow criteria are scored", *notes]),
         shadow={
-            track.name: ShadowOutcome(proposals=proposed, cut=cut)
-            for track, proposed, cut in zip(tracks, proposals, cuts, strict=True)
-            if track.name != settings.freeze
+            proposer.name: ShadowOutcome(proposals=proposed, cut=cut)
+            for proposer, proposed, cut in zip(proposers, proposals, cuts, strict=True)
+            if proposer.name != settings.freeze
         },
         etas=[[None if math.isnan(eta) else eta for eta in row[1:]] for row in numbers],
     )

@@ -8,7 +8,6 @@ function of a sample.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +17,17 @@ from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.ballots import hold_vote
+from hvfreeze.freezing.cadence import Cadence, epochs_until_move
 from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, release
-from hvfreeze.freezing.gradients import GradientSums, Voter, voting_weight
-from hvfreeze.freezing.proposer import Cadence, Track
+from hvfreeze.freezing.gradients import GradientSums
+from hvfreeze.freezing.proposer import Proposer
 from hvfreeze.freezing.vote import Decision
+from hvfreeze.freezing.vote_weights import Voter, voting_weight
 from hvfreeze.ranks.equal_models import average_running_statistics
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
+from hvfreeze.runs.moves import Move
 
 
 class Freezer:
@@ -56,11 +58,11 @@ class Freezer:
         self.settings, self.cadence, self.voter = settings, cadence, voter
         self.step = 0
         self.cut = 0
-        self.cut_history: list[list[int]] = []
+        self.cut_history: list[Move] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         deciding = [settings.freeze] if settings.freeze in CRITERIA else []
-        self._tracks = {name: Track(name) for name in [*deciding, *settings.shadow_names()]}
-        self._observes = bool(NEEDS_GRADIENTS & set(self._tracks)) or settings.vote_weight == "snr"
+        self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
+        self._observes = bool(NEEDS_GRADIENTS & set(self._proposers)) or settings.vote_weight == "snr"
         self._sums = GradientSums(chain, step_norms=settings.vote_weight == "snr")
         self._norms: list[tuple[float, ...]] = []
         self._loss_sum = 0.0
@@ -87,7 +89,7 @@ class Freezer:
             if self.settings.signal == "averaged":
                 self._observe_averaged()
             self._sums.step_done()
-        if not self._tracks or not self.cadence.ends_interval(self.step):
+        if not self._proposers or not self.cadence.ends_interval(self.step):
             return None
         self._end_interval()
         decision = self._vote() if self.cadence.votes(self.step) else None
@@ -128,26 +130,16 @@ class Freezer:
 
     def epochs_until_move(self) -> float:
         """Return the epochs until the cut can move at the earliest, infinity where it is fixed."""
-        name, cadence = self.settings.freeze, self.cadence
-        if name not in self._tracks or self.cut == len(self.chain.blocks) - 1:
-            return math.inf
-        track, steps = self._tracks[name], range(self.step + 1, cadence.steps_per_epoch * cadence.num_epochs)
-        waiting = max(0, 2 - track.intervals) if name in NEEDS_GRADIENTS else 0
-        for step in (step for step in steps if cadence.ends_interval(step)):
-            waiting -= 1
-            evidence = replace(self._evidence(), epoch=step / cadence.steps_per_epoch)
-            wants = name in NEEDS_GRADIENTS or CRITERIA[name](evidence).cut > self.cut
-            if waiting <= 0 and cadence.votes(step) and wants:
-                return (step - self.step) / cadence.steps_per_epoch
-        return math.inf
+        proposer = self._proposers.get(self.settings.freeze)
+        return math.inf if proposer is None else epochs_until_move(self.cadence, proposer, self._evidence(), self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's freeze state: cut, history, position in the interval, accumulators."""
         return {
             "step": self.step,
             "cut": self.cut,
-            "cut_history": [list(entry) for entry in self.cut_history],
-            "tracks": {name: [t.cut, t.intervals, list(t.recent)] for name, t in self._tracks.items()},
+            "cut_history": [list(move) for move in self.cut_history],
+            "tracks": {name: [t.cut, t.intervals, list(t.recent)] for name, t in self._proposers.items()},
             "sums": self._sums.state_dict(),
             "norms": [list(norms) for norms in self._norms],
             "loss": [self._loss_sum, self._loss_steps],
@@ -157,9 +149,9 @@ class Freezer:
         """Continue from a state of the same rank; call it before the optimizer's own `load_state_dict`."""
         self.step = state["step"]
         self._move(state["cut"])
-        self.cut_history = [list(entry) for entry in state["cut_history"]]
+        self.cut_history = [Move(*entry) for entry in state["cut_history"]]
         for name, (cut, intervals, recent) in state["tracks"].items():
-            self._tracks[name] = Track(name, cut, intervals, list(recent))
+            self._proposers[name] = Proposer(name, cut, intervals, list(recent))
         self._sums.load_state_dict(state["sums"])
         self._norms = [tuple(norms) for norms in state["norms"]]
         self._loss_sum, self._loss_steps = state["loss"]
@@ -204,10 +196,10 @@ class Freezer:
         prune_optimizer(self.optimizer, self._groups)
         self.cut = cut
         self.seal()
-        self.cut_history.append([self.step // self.cadence.steps_per_epoch, self.step, cut])
-        for track in self._tracks.values():
+        self.cut_history.append(Move(self.step // self.cadence.steps_per_epoch, self.step, cut))
+        for proposer in self._proposers.values():
             if self.step > 0 or cut > 0:
-                track.moved(max(track.cut, cut) if track.name != self.settings.freeze else cut)
+                proposer.moved(max(proposer.cut, cut) if proposer.name != self.settings.freeze else cut)
         self.reducer.carry(self.chain.named_parameters(cut))
         self._sums.restart(cut)
         self._norms = []
@@ -222,8 +214,8 @@ class Freezer:
     def _end_interval(self) -> None:
         if self._observes:
             self._norms = [*self._norms, self._sums.norms()][-2:]
-        for track in self._tracks.values():
-            track.intervals += 1
+        for proposer in self._proposers.values():
+            proposer.intervals += 1
 
     def _begin_interval(self) -> None:
         self._sums.restart(self.cut)
@@ -256,7 +248,7 @@ class Freezer:
         decision = hold_vote(
             self.world,
             self.settings,
-            list(self._tracks.values()),
+            list(self._proposers.values()),
             self._evidence(),
             weight=weight,
             broken=not all(math.isfinite(norm) for norms in self._norms for norm in norms),
@@ -264,8 +256,8 @@ class Freezer:
             steps_per_epoch=self.cadence.steps_per_epoch,
         )
         for name, outcome in decision.shadow.items():
-            if outcome["cut"] != self._tracks[name].cut:
-                self._tracks[name].moved(outcome["cut"])
+            if outcome["cut"] != self._proposers[name].cut:
+                self._proposers[name].moved(outcome["cut"])
         return decision
 
 

@@ -1,43 +1,14 @@
-"""When votes are held, and what each criterion, deciding or in the shadow, has seen since its cut last moved."""
+"""What each criterion, deciding or in the shadow, has seen since its cut last moved, and what it proposes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cadence:
-    """When votes are held, in optimizer steps, and how long training lasts."""
-
-    interval: int
-    warmup: int
-    steps_per_epoch: int
-    num_epochs: int
-
-    @classmethod
-    def of(cls, settings: FreezeConfig, *, steps_per_epoch: int, num_epochs: int) -> Cadence:
-        """Return the settings' cadence: by default votes twice an epoch, from the end of the first epoch on."""
-        return cls(
-            interval=settings.interval or max(1, steps_per_epoch // 2),
-            warmup=steps_per_epoch if settings.freeze_warmup is None else settings.freeze_warmup,
-            steps_per_epoch=steps_per_epoch,
-            num_epochs=num_epochs,
-        )
-
-    def ends_interval(self, step: int) -> bool:
-        """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
-        return step > 0 and (step - self.warmup) % self.interval == 0
-
-    def votes(self, step: int) -> bool:
-        """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""
-        return self.ends_interval(step) and step >= self.warmup and step < self.steps_per_epoch * self.num_epochs
-
-
 @dataclass
-class Track:
+class Proposer:
     """How one criterion, deciding or in the shadow, has fared: its cut and what it has seen since that cut."""
 
     name: str

@@ -17,12 +17,14 @@ from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
 from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.tree import Config
-from hvfreeze.data.feed import Batch, Ids
+from hvfreeze.data.batches import Batch
+from hvfreeze.data.draws import Ids
 from hvfreeze.prefix.measuring import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.moves import Move
 
 STORED_TYPES = {"native": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MEMORY_FORMAT = "channels_last"
@@ -34,9 +36,9 @@ class NoCache:
     def __init__(self, activations: NullActivations) -> None:
         self.activations: Activations = activations
 
-    def move(self, history: Sequence[Sequence[int]]) -> None:
+    def move(self, history: Sequence[Move]) -> None:
         """Follow the cut. Collective in `Caching`."""
-        self.activations.begin_cut(history[-1][2])
+        self.activations.begin_cut(history[-1].cut)
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
         """Do nothing. Collective in `Caching`."""
@@ -73,13 +75,13 @@ class Caching:
     _cut: int = 0
     _read_before: int = 0
 
-    def move(self, history: Sequence[Sequence[int]]) -> None:
+    def move(self, history: Sequence[Move]) -> None:
         """Follow the cut to the end of `history`; rows of the cut before serve until there are new ones.
 
         Collective: every rank of the world must call this in the same step.
         """
         self._settle()
-        self._cut = history[-1][2]
+        self._cut = history[-1].cut
         if self._cut == 0:
             self.activations.begin_cut(0)
             return

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.data.feed import Batch, Images, announce
+from hvfreeze.data.batches import Batch, announce
+from hvfreeze.data.decoding import Images
 from hvfreeze.prefix.caching import Caching, NoCache
+from hvfreeze.runs.moves import Move
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Prefix:
         self.caching.begin_epoch(batches)
         announce(self.images, batches)
 
-    def move(self, history: Sequence[Sequence[int]]) -> None:
+    def move(self, history: Sequence[Move]) -> None:
         """Follow the cut, the last entry of `history`.
 
         Collective: every rank of the world must call this in the same step.

@@ -18,9 +18,11 @@ from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.cache.rates import Rates, measure_directory
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.data.feed import Ids, Images
+from hvfreeze.data.decoding import Images
+from hvfreeze.data.draws import Ids
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.moves import Move
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,9 @@ def prefix_digest(chain: Chain, cut: int) -> str:
     return digest_tensors([*chain.named_parameters(0, cut), *chain.named_buffers(0, cut)])
 
 
-def rounded_before(history: Sequence[Sequence[int]]) -> list[int]:
+def rounded_before(history: Sequence[Move]) -> list[int]:
     """Return the cuts, ascending, at which rows of the present cut were kept on the way: those that never thawed."""
     via: list[int] = []
-    for _, _, cut in history:
-        via = [*(earlier for earlier in via if earlier < cut), cut]
+    for move in history:
+        via = [*(earlier for earlier in via if earlier < move.cut), move.cut]
     return [cut for cut in via[:-1] if cut > 0]

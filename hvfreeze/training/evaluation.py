@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.data.feed import Batch
-from hvfreeze.prefix.features import Prefix
+from hvfreeze.data.batches import Batch
 from hvfreeze.ranks.world import World
+from hvfreeze.strategies.strategy import Strategy
 
 
 @dataclass
@@ -39,29 +38,17 @@ class Totals:
         return loss / max(count, 1), correct / max(count, 1)
 
 
-@dataclass(frozen=True)
-class Evaluator:
-    """Evaluates a chain on this rank's share of a split."""
+def evaluate(strategy: Strategy, batches: Sequence[Batch], world: World) -> tuple[float, float]:
+    """Return (mean loss, accuracy in 0-1) over a split, of which `batches` are this replica's share.
 
-    chain: Chain
-    world: World
-    prefix: Prefix
-    batches: Sequence[Batch] = field(default_factory=list)
-
-    def evaluate(self) -> tuple[float, float]:
-        """Return (mean loss, accuracy in 0-1) over the whole split; leaves the model in training mode.
-
-        Running statistics must have been averaged. Collective: every rank of the world must call this.
-        """
-        self.chain.model.eval()
-        totals = Totals()
-        with torch.no_grad():
-            self.prefix.begin_epoch(self.batches)
-            for batch in self.batches:
-                activations = self.prefix.get(batch)
-                logits = self.prefix.suffix(activations).float()[: batch.counted]
-                labels = batch.labels[: batch.counted]
-                loss = functional.cross_entropy(logits.double(), labels, reduction="mean")
-                totals.add(logits, labels, float(loss))
-        self.chain.model.train()
-        return totals.reduce(self.world, name="evaluation")
+    The strategy must have settled. Ranks of one replica count the same samples, which changes no mean.
+    Collective: every rank of `world` must call this.
+    """
+    totals = Totals()
+    strategy.begin_epoch(batches, training=False)
+    for batch in batches:
+        logits = strategy.predict(batch)[: batch.counted]
+        labels = batch.labels[: batch.counted]
+        loss = functional.cross_entropy(logits.double(), labels, reduction="mean")
+        totals.add(logits, labels, float(loss))
+    return totals.reduce(world, name="evaluation")

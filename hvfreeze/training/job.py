@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from hvfreeze.cache.file.disk import Budget
-from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import Corpus, open_corpus, open_feeds
-from hvfreeze.data.datasets import ImageSet
-from hvfreeze.data.feed import Ids, Images, TrainFeed, padded_batches
-from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.gradients import Voter, coverage
-from hvfreeze.freezing.proposer import Cadence
-from hvfreeze.prefix.caching import open_caching
-from hvfreeze.prefix.features import Halves, Prefix
-from hvfreeze.prefix.measuring import Outlook, Split
+from hvfreeze.data.batches import IMAGENET, Batch, Corpus, TrainFeed, deal, open_feeds, padded_batches
+from hvfreeze.data.datasets import open_data, prepare_data
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
-from hvfreeze.ranks.machine.share import crowding, threads_of_environment, threads_per_rank
-from hvfreeze.ranks.reducer import Reducer
+from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.record import (
@@ -40,7 +28,10 @@ from hvfreeze.runs.record import (
     open_record,
     version_of,
 )
-from hvfreeze.training.evaluation import Evaluator, Totals
+from hvfreeze.strategies.strategy import Materials, Strategy
+from hvfreeze.training.choice import open_strategy
+from hvfreeze.training.evaluation import Totals
+from hvfreeze.training.progress import line_above_the_bar, say_nothing
 
 
 @dataclass
@@ -50,13 +41,12 @@ class Job:
     config: Config
     world: World
     directory: Path
-    chain: Chain
-    optimizer: torch.optim.Optimizer
-    reducer: Reducer
-    freezer: Freezer
+    block_names: tuple[str, ...]
+    strategy: Strategy
     feed: TrainFeed
-    prefix: Prefix
-    evaluator: Evaluator
+    evaluation_batches: list[Batch]
+    """This replica's share of the evaluation samples."""
+    replicas: int
     clock: PhaseClock
     notes: list[str]
     steps_per_epoch: int
@@ -92,7 +82,7 @@ def prepare(config: Config, world: World) -> Job:
     check_equal(world, "versions", {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")})
     directory = choose_directory(config, world)
     together(world, lambda: claim_directory(directory, config) if world.rank == 0 else None, name="directory")
-    corpus = open_corpus(config, world)
+    corpus = open_corpus(config, world, replicas=world.size)
     identities = together(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)
     if config.model.weights == "DEFAULT":
@@ -129,6 +119,22 @@ def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
     return cut_into_blocks(built.model, scheme=config.model.blocks), built.notes
 
 
+def open_corpus(config: Config, world: World, *, replicas: int) -> Corpus:
+    """Find the data and deal it out; nothing is decoded yet.
+
+    Collective: every rank of `world` must call this.
+    """
+    data = config.data
+    together(world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download")
+    splits = together(world, lambda: open_data(data.data, data.data_dir, image_size=data.image_size), name="data")
+    batch = config.optimizer.batch_size
+    return together(
+        world,
+        lambda: deal(splits, data, seed=config.data_seed, batch_size=batch, replicas=replicas),
+        name="shards",
+    )
+
+
 def assemble(
     config: Config,
     world: World,
@@ -141,93 +147,44 @@ def assemble(
 
     Collective: every rank of `world` must call this.
     """
-    settings, clock = config.optimizer, PhaseClock()
-    reducer = Reducer(world, compression=settings.compression)
-    optimizer = torch.optim.SGD(
-        chain.model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-    )
-    steps = corpus.plan.steps_per_epoch
-    shard_labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[world.rank])]
-    freezer = together(
+    replica, replicas = world.rank, world.size
+    feed, evaluated = together(
         world,
-        lambda: Freezer(
-            chain,
-            optimizer=optimizer,
-            reducer=reducer,
-            world=world,
-            settings=config.freeze,
-            cadence=Cadence.of(config.freeze, steps_per_epoch=steps, num_epochs=settings.epochs),
-            voter=Voter(samples=len(shard_labels), coverage=coverage(shard_labels.tolist(), len(corpus.train.classes))),
+        lambda: open_feeds(
+            corpus,
+            config.data,
+            seed=config.data_seed,
+            replica=replica,
+            replicas=replicas,
+            budget_bytes=memory_budget(world.local_size),
+            statistics=IMAGENET if config.model.weights == "DEFAULT" else None,
         ),
-        name="freezer",
+        name="pixels",
     )
-    feed, evaluation = together(world, lambda: open_feeds(config, world, corpus), name="pixels")
-    prefix, evaluator = open_halves(config, world, directory, corpus, freezer, feed, evaluation, clock)
+    clock = PhaseClock()
+    materials = Materials(
+        world=world,
+        replica=replica,
+        replicas=replicas,
+        chain=chain,
+        corpus=corpus,
+        feed=feed,
+        evaluated=evaluated,
+        directory=directory,
+        clock=clock,
+        say=line_above_the_bar if world.rank == 0 else say_nothing,
+    )
+    share = corpus.share(replica=replica, replicas=replicas)
     return Job(
         config=config,
         world=world,
         directory=directory,
-        chain=chain,
-        optimizer=optimizer,
-        reducer=reducer,
-        freezer=freezer,
+        block_names=tuple(block.name for block in chain.blocks),
+        strategy=open_strategy("replicas", materials, config),
         feed=feed,
-        prefix=prefix,
-        evaluator=evaluator,
+        evaluation_batches=padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size),
+        replicas=replicas,
         clock=clock,
         notes=notes,
-        steps_per_epoch=steps,
+        steps_per_epoch=corpus.plan.steps_per_epoch,
     )
-
-
-def open_halves(
-    config: Config,
-    world: World,
-    directory: Path,
-    corpus: Corpus,
-    freezer: Freezer,
-    feed: TrainFeed,
-    evaluation: Images,
-    clock: PhaseClock,
-) -> tuple[Prefix, Evaluator]:
-    """Return how activations are had in training and in evaluation; both pay from one budget."""
-    settings, chain = config.optimizer, freezer.chain
-    halves = Halves(chain, settings.precision)
-    place = Path(config.cache.cache_dir) if config.cache.cache_dir else directory / "cache"
-    outlook = Outlook(freezer, clock, open_budget(config, place, size=world.size), place)
-    stored = corpus.plan.shards[world.rank]
-    if config.data.shuffle == "global":
-        stored = stored[world.rank :: world.size]
-    share = corpus.share(world)
-
-    def say(text: str) -> None:
-        if world.rank == 0:
-            tqdm.write(text, file=sys.stdout)
-
-    def prefix(
-        name: str, image_set: ImageSet, images: Images, ids: Ids, clock: PhaseClock, *, passes: float = 1.0
-    ) -> Prefix:
-        caching = open_caching(
-            config,
-            chain,
-            world,
-            Split(name, image_set.identity(), images, ids, passes),
-            outlook=outlook,
-            clock=clock,
-            run_blocks=halves.run,
-            owner=str(directory),
-            say=say,
-        )
-        return Prefix(halves, images, caching)
-
-    train = prefix("train", corpus.train, feed.images, stored, clock)
-    passes = 1 / config.run.evaluate_every
-    test = prefix("test", corpus.evaluated, evaluation, share, PhaseClock(), passes=passes)
-    batches = padded_batches(share, corpus.evaluated.labels, settings.batch_size)
-    return train, Evaluator(chain, world, test, batches)
-
-
-def open_budget(config: Config, place: Path, *, size: int) -> Budget:
-    """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
-    limit = config.cache.limit_bytes()
-    return Budget(None if limit is None else max(0, limit - directory_bytes(place)) // size)

@@ -1,25 +1,20 @@
-"""The training loop. One page: what every rank does in a step, and which of it is a collective.
+"""The training loop. One page: what every rank does in an epoch, and which of it is a collective.
 
-prefix (cached or computed, no gradient) -> suffix -> loss -> backward while gradients travel -> update -> vote
+What a step is, the strategy knows: which blocks run on which rank, and what crosses between ranks.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from torch.nn import functional
-
-from hvfreeze.data.feed import Batch
-from hvfreeze.errors import NumericsError, Preempted
-from hvfreeze.freezing.vote import Decision
-from hvfreeze.ranks.reducer import Signals
+from hvfreeze.data.batches import Batch
+from hvfreeze.errors import Preempted
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training import state
-from hvfreeze.training.evaluation import Totals
+from hvfreeze.training.evaluation import Totals, evaluate
 from hvfreeze.training.job import Job
 from hvfreeze.training.learning_rate import learning_rate
 from hvfreeze.training.progress import Progress
@@ -37,7 +32,6 @@ def train(job: Job, progress: Progress) -> None:
     """
     with leaving_on_signal(job):
         job.clock.restart()
-        follow_cut(job)
         for epoch in range(job.epochs_done, job.config.optimizer.epochs):
             train_epoch(job, epoch, progress)
             end_epoch(job, epoch, progress)
@@ -48,48 +42,24 @@ def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
     """Make the epoch's steps that are not made yet. Collective."""
     batches = job.feed.epoch(epoch)[job.step - epoch * job.steps_per_epoch :]
     if batches:
-        job.chain.model.train()
-        job.prefix.begin_epoch(batches)
+        job.strategy.begin_epoch(batches)
     for batch in batches:
         loss = train_step(job, batch)
-        progress.step(job.step, f"epoch {epoch} loss {loss:.3f} cut {job.freezer.cut}")
+        progress.step(job.step, f"epoch {epoch} loss {loss:.3f} cut {job.strategy.cut}")
         if job.step % job.steps_per_epoch != 0:
             checkpoint_when_due(job)
 
 
 def train_step(job: Job, batch: Batch) -> float:
-    """Make one optimizer step and return this rank's loss. Collective."""
-    clock = job.clock
-    clock.enter("forward")
-    activations = job.prefix.get(batch)
-    logits = job.prefix.suffix(activations).float()
-    loss = functional.cross_entropy(logits, batch.labels)
-    value = loss.item()
-
-    # All ranks: the signals, then each bucket of gradients, travel while the backward pass runs.
-    clock.enter("backward")
-    job.reducer.begin(nonfinite=not math.isfinite(value), leave=job.asked_to_leave)
-    loss.backward()
-    clock.enter("allreduce")
-    signals = job.reducer.finish()
-    stop_unless_finite(job, signals)
-
-    clock.enter("optimizer")
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate(job)
-    job.optimizer.step()
+    """Make one optimizer step, count it, and leave after it if that was asked; return this rank's loss. Collective."""
+    result = job.strategy.step(batch, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
-    job.totals.add(logits.detach(), batch.labels, value)
-
-    # All ranks, at the end of an interval: the vote, and the same cut in the same step.
-    clock.enter("vote")
-    decision = job.freezer.after_step(value)
-    if decision is not None:
-        record_decision(job, decision)
-    clock.enter("data")
-    if signals.leave:
+    job.totals.add(result.logits, batch.labels, result.loss)
+    if result.decision is not None:
+        job.record.decision(result.decision)
+    if result.leave:
         leave(job)
-    return value
+    return result.loss
 
 
 def rate(job: Job) -> float:
@@ -100,45 +70,18 @@ def rate(job: Job) -> float:
     )
 
 
-def stop_unless_finite(job: Job, signals: Signals) -> None:
-    """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""
-    if signals.nonfinite:
-        what = f"the loss is not finite on {signals.nonfinite} of {job.world.size} ranks"
-    elif not job.reducer.gradients_are_finite():
-        what = "the gradients are not finite"
-    else:
-        return
-    advice = "lower --lr or add --lr-warmup"
-    if job.config.optimizer.compression == "fp16":
-        advice += ", or train without --compression fp16"
-    raise NumericsError(f"step {job.step}: {what}; no update was made; {advice}, and go on from the last checkpoint")
-
-
-def record_decision(job: Job, decision: Decision) -> None:
-    """Write a vote down and let the prefix follow the cut."""
-    job.record.decision(decision)
-    if decision.moved:
-        follow_cut(job)
-
-
-def follow_cut(job: Job) -> None:
-    """Let both splits' activations follow the cut; what that takes is training time. Collective."""
-    job.prefix.move(job.freezer.cut_history)
-    job.evaluator.prefix.move(job.freezer.cut_history)
-
-
 def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
     """Evaluate on all ranks when that is due and write the epoch's line. Collective."""
     run, epochs = job.config.run, job.config.optimizer.epochs
     loss, accuracy = None, None
     with job.clock.within("evaluate"):
         # Also where nothing is evaluated: how often that is done must not change one bit of the training.
-        job.freezer.average_statistics()
+        job.strategy.settle()
         if run.evaluates(epoch, epochs=epochs):
-            loss, accuracy = job.evaluator.evaluate()
+            loss, accuracy = evaluate(job.strategy, job.evaluation_batches, job.world)
             job.last_accuracy, job.best_accuracy = accuracy, max(job.best_accuracy, accuracy)
         train_loss, train_accuracy = job.totals.reduce(job.world, name="train")
-        cache = job.prefix.caching.report()
+        report = job.strategy.report()
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
@@ -146,7 +89,7 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
     line = {
         "epoch": epoch,
         "step": job.step,
-        "cut": job.freezer.cut,
+        "cut": job.strategy.cut,
         "train_loss": train_loss,
         "train_accuracy": train_accuracy,
         "test_loss": loss,
@@ -154,15 +97,15 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         "train_seconds": train_seconds(spent),
         "seconds": spent,
         "images_per_second": images / max(train_seconds(spent), 1e-9),
-        "allreduce_bytes": job.reducer.payload_bytes,
-        "cache": cache,
+        "allreduce_bytes": report["allreduce_bytes"],
+        "cache": report["cache"],
     }
     job.record.metrics(line)
     job.totals = Totals()
     job.epochs_done = epoch + 1
     tested = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
     progress.line(
-        f"epoch {epoch:3d} | cut {job.freezer.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
+        f"epoch {epoch:3d} | cut {job.strategy.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
         f"{tested} | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
     )
 
@@ -171,7 +114,7 @@ def checkpoint_when_due(job: Job) -> None:
     """Write a checkpoint when the step calls for one. Collective."""
     if checkpoint_is_due(job):
         with job.clock.within("checkpoint"):
-            state.save(job, average=True)
+            state.save(job, settled=True)
 
 
 def checkpoint_is_due(job: Job) -> bool:
@@ -182,10 +125,10 @@ def checkpoint_is_due(job: Job) -> bool:
 
 def leave(job: Job) -> None:
     """Write a checkpoint and leave with the code that says so. Collective."""
-    # The uninterrupted run averages here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
-    average = checkpoint_is_due(job) and job.step % job.steps_per_epoch != 0
+    # The uninterrupted run settles here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
+    settled = checkpoint_is_due(job) and job.step % job.steps_per_epoch != 0
     with job.clock.within("checkpoint"):
-        state.save(job, average=average)
+        state.save(job, settled=settled)
     raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; go on with --resume")
 
 

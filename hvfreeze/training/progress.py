@@ -75,3 +75,12 @@ def open_progress(rank: int, total: int, *, done: int) -> Progress:
     if rank != 0:
         return Silence()
     return Bar(total, done=done) if sys.stderr.isatty() else Lines(total, done=done)
+
+
+def line_above_the_bar(text: str) -> None:
+    """Print a line for the user, above a bar where there is one."""
+    tqdm.write(text, file=sys.stdout)
+
+
+def say_nothing(text: str) -> None:
+    """Do nothing, as on every rank but 0."""

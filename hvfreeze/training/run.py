@@ -41,8 +41,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             train(job, progress)
         finally:
             progress.close()
-            job.prefix.close()
-            job.evaluator.prefix.close()
+            job.strategy.close()
         return conclude(job)
 
 
@@ -59,16 +58,16 @@ def noticing(number: int) -> Iterator[list[int]]:
 
 def introduce(job: Job, progress: Progress, *, resumed: bool) -> None:
     """Say what is about to happen."""
-    config, blocks = job.config, [block.name for block in job.chain.blocks]
+    config = job.config
     progress.line(
-        f"{config.model.model} ({' | '.join(blocks)}) on {config.data.data}, {job.world.size} "
+        f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, {job.world.size} "
         f"{'rank' if job.world.size == 1 else 'ranks'}, {job.steps_per_epoch} steps an epoch, "
         f"freeze {config.freeze.freeze}, cache {config.cache.cache}; files in {job.directory}"
     )
     for note in job.notes:
         progress.line(f"note: {note}")
     if resumed:
-        progress.line(f"resumed after step {job.step} of {job.total_steps}, cut {job.freezer.cut}")
+        progress.line(f"resumed after step {job.step} of {job.total_steps}, cut {job.strategy.cut}")
 
 
 def finished(job: Job) -> dict[str, Any] | None:
@@ -88,12 +87,13 @@ def conclude(job: Job) -> dict[str, Any]:
 
     Collective: every rank of the world must call this.
     """
-    job.freezer.average_statistics()
-    digest = check_replicas(job.chain.model, job.world, step=job.step)
+    job.strategy.settle()
+    digest = check_replicas(job.strategy.whole_model(), job.world, step=job.step)
     state.export(job)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
-    images = job.step * job.config.optimizer.batch_size * job.world.size
+    images = job.step * job.config.optimizer.batch_size * job.replicas
+    report = job.strategy.report()
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": job.best_accuracy,
@@ -103,11 +103,11 @@ def conclude(job: Job) -> dict[str, Any]:
         "train_seconds": spent,
         "seconds": seconds,
         "images_per_second": images / max(spent, 1e-9),
-        "allreduce_bytes": job.reducer.payload_bytes,
-        "other_collective_bytes": job.reducer.other_bytes,
-        "final_cut": job.freezer.cut,
-        "cut_history": job.freezer.cut_history,
-        "cache": job.prefix.caching.report(),
+        "allreduce_bytes": report["allreduce_bytes"],
+        "other_collective_bytes": report["other_collective_bytes"],
+        "final_cut": job.strategy.cut,
+        "cut_history": [list(move) for move in report["cut_history"]],
+        "cache": report["cache"],
         "parameter_digest": digest,
     }
     summary = job.world.broadcast_object(summary, name="summary")

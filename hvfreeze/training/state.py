@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.equal_models import check_replicas, running_statistics
+from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.runs.clock import PHASES
+from hvfreeze.strategies.strategy import State
 from hvfreeze.training import checkpoint
 from hvfreeze.training.evaluation import Totals
 from hvfreeze.training.job import Job
@@ -24,12 +25,12 @@ def directory_of(job: Job) -> Path:
     return job.directory / "checkpoints"
 
 
-def save(job: Job, *, average: bool) -> None:
+def save(job: Job, *, settled: bool) -> None:
     """Write a checkpoint of all ranks.
 
-    With `average` the running statistics of BatchNorm become equal on all ranks first, and replicas are compared.
-    Without it, as when a run is asked to leave between two such points, every rank's own statistics are kept, so that
-    the resumed run averages exactly when the uninterrupted one does.
+    With `settled` the strategy settles first, and the model that all ranks then hold is compared. Without it, as when
+    a run is asked to leave between two such points, every rank's own state is kept as it is, so that the resumed run
+    settles exactly when the uninterrupted one does.
 
     Collective: every rank of the world must call this.
 
@@ -37,44 +38,37 @@ def save(job: Job, *, average: bool) -> None:
         DivergedError: replicas are not equal.
         RefusedError: the file cannot be written.
     """
-    if average:
-        job.freezer.average_statistics()
-        check_replicas(job.chain.model, job.world, step=job.step)
-    ranks = job.world.gather_bytes(packed(rank_state(job)), name="checkpoint.ranks")
+    if settled:
+        job.strategy.settle()
+        check_replicas(job.strategy.whole_model(), job.world, step=job.step)
+    strategy = job.strategy.state_dict()
+    ranks = job.world.gather_bytes(packed({**rank_state(job), **strategy.own}), name="checkpoint.ranks")
 
     def write() -> None:
         if job.world.rank == 0:
-            state = {**shared_state(job), "ranks": ranks}
+            state = {**shared_state(job), **strategy.shared, "ranks": ranks}
             checkpoint.save(directory_of(job), state, step=job.step, size=job.world.size)
 
     together(job.world, write, name="checkpoint.write")
 
 
 def shared_state(job: Job) -> dict[str, Any]:
-    """Return what is equal on all ranks, or known to rank 0 alone."""
+    """Return what is equal on all ranks, or known to rank 0 alone; the strategy adds its own."""
     return {
         "step": job.step,
         "data": job.data_identities,
-        "model": job.chain.model.state_dict(),
-        "optimizer": job.optimizer.state_dict(),
         "position": job.record.position(),
         "epochs_done": job.epochs_done,
         "seconds": job.clock.read(),
         "epoch_seconds": dict(job.epoch_seconds),
         "best_accuracy": job.best_accuracy,
         "last_accuracy": job.last_accuracy,
-        "bytes": [job.reducer.payload_bytes, job.reducer.other_bytes],
     }
 
 
 def rank_state(job: Job) -> dict[str, Any]:
-    """Return what differs between ranks: random state, running statistics, accumulators."""
-    return {
-        "random": torch.get_rng_state(),
-        "statistics": [tensor.clone() for pair in running_statistics(job.chain.modules()) for tensor in pair],
-        "freezer": job.freezer.state_dict(),
-        "totals": dataclasses.asdict(job.totals),
-    }
+    """Return what differs between ranks: random state and sums over samples; the strategy adds its own."""
+    return {"random": torch.get_rng_state(), "totals": dataclasses.asdict(job.totals)}
 
 
 def packed(state: dict[str, Any]) -> Tensor:
@@ -118,23 +112,16 @@ def put_back(job: Job, state: dict[str, Any]) -> None:
         raise RefusedError(f"the checkpoint in {directory_of(job)} is another model's: {first_line(error)}") from error
 
 
-def fill(job: Job, state: dict[str, Any], mine: dict[str, Any]) -> None:
+def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     """Set every part of the job from what all ranks share and from what is this rank's."""
-    job.freezer.load_state_dict(mine["freezer"])
-    job.chain.model.load_state_dict(state["model"])
-    job.optimizer.load_state_dict(state["optimizer"])
-    tensors = [tensor for pair in running_statistics(job.chain.modules()) for tensor in pair]
-    for tensor, saved in zip(tensors, mine["statistics"], strict=True):
-        tensor.copy_(saved)
+    job.strategy.load_state_dict(State(shared, mine))
     job.totals = Totals(**mine["totals"])
-    job.step = state["step"]
-    job.record.cut_back(state["position"])
-    job.clock.seconds = {phase: float(state["seconds"][phase]) for phase in PHASES}
-    job.epochs_done, job.epoch_seconds = state["epochs_done"], state["epoch_seconds"]
-    job.best_accuracy, job.last_accuracy = state["best_accuracy"], state["last_accuracy"]
-    job.reducer.payload_bytes, job.reducer.other_bytes = state["bytes"]
+    job.step = shared["step"]
+    job.record.cut_back(shared["position"])
+    job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
+    job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
+    job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
     torch.set_rng_state(mine["random"])
-    job.freezer.seal()
 
 
 def first_line(error: Exception) -> str:
@@ -154,7 +141,7 @@ def export(job: Job) -> None:
             return
         temporary = job.directory / ".model.pt.tmp"
         try:
-            torch.save(job.chain.model.state_dict(), temporary)
+            torch.save(job.strategy.whole_model().state_dict(), temporary)
             temporary.chmod(0o600)
             temporary.replace(job.directory / "model.pt")
         except (OSError, RuntimeError) as error:

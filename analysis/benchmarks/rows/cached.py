@@ -7,11 +7,11 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldBatch, Setting, held_batches
+from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldBatch, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 from hvfreeze.config.sections import CacheConfig
-from hvfreeze.data.feed import Batch
+from hvfreeze.data.batches import Batch
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_epoch, train_step
 from hvfreeze.training.progress import Silence
@@ -46,9 +46,8 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
 def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> list[Row]:
     """Fill a cache, then measure. Collective: every rank must call this."""
     job = setting.job(name, cut=cut, cache=KEPT)
-    job.prefix.move(job.freezer.cut_history)
     train_epoch(job, 0, Silence())
-    loop = ReducedLoop(ranks.world, job.chain.model, cut=cut)
+    loop = ReducedLoop(ranks.world, replicas_of(job).chain.model, cut=cut)
     for x, labels in held_batches(job):
         loop.whole_step(x, labels)
     memory: list[HeldBatch] = [(loop.output_of_prefix(x), labels) for x, labels in held_batches(job, epoch=1)]
@@ -67,9 +66,9 @@ def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> 
         Side("memory", repeated(loop.suffix_step, memory)),
     ]
     rows = hold(ranks, sides, [duel], pace=pace)
-    if job.prefix.caching.activations.counters.forwards > setting.steps:
+    if replicas_of(job).training.caching.activations.counters.forwards > setting.steps:
         raise ValueError(f"{name}: the prefix was computed while it should have been read")
-    job.prefix.close()
+    job.strategy.close()
     return rows
 
 
@@ -85,8 +84,7 @@ class CachedSteps:
         if not self.left:
             self.epoch += 1
             self.left = self.job.feed.epoch(self.epoch)
-            self.job.chain.model.train()
-            self.job.prefix.begin_epoch(self.left)
+            self.job.strategy.begin_epoch(self.left)
 
     def step(self) -> float:
         """Make one step of the real loop; return the loss."""

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, Setting
+from analysis.benchmarks.material import BATCH_ROWS, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.cached import KEPT
 from analysis.benchmarks.runs import epoch_of
+from hvfreeze.runs.moves import Move
 from hvfreeze.training.job import Job
 
 FILLED_CUTS = (1, 5)
@@ -27,7 +28,6 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
         name = f"filling_epoch_cut{cut}"
         if name in wanted:
             filled, plain = setting.job(f"{name}-on", cut=cut, cache=KEPT), setting.job(f"{name}-off", cut=cut)
-            plain.prefix.move(plain.freezer.cut_history)
             epochs = FillingEpochs(filled)
             duel = Duel(
                 name=name,
@@ -42,7 +42,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
                 Side("without", lambda job=plain: epoch_of(job)),  # type: ignore[misc]
             ]
             yield from hold(ranks, sides, [duel], pace=pace.at_least(MIN_PAIRS))
-            filled.prefix.close()
+            filled.strategy.close()
 
 
 class FillingEpochs:
@@ -53,12 +53,12 @@ class FillingEpochs:
 
     def prepare(self) -> None:
         """Drop what is cached. Collective: every rank must call this."""
-        history = self.job.freezer.cut_history
-        self.job.prefix.move([[0, 0, 0]])
-        self.job.prefix.move(history)
+        replicas = replicas_of(self.job)
+        replicas.training.move([Move(0, 0, 0)])
+        replicas.training.move(replicas.freezer.cut_history)
 
     def step(self) -> float:
         """Make an epoch and wait for the file; return the sum of losses."""
         value = epoch_of(self.job)
-        self.job.prefix.caching.activations.publish()  # type: ignore[union-attr]  # there is a cache
+        replicas_of(self.job).training.caching.activations.publish()  # type: ignore[union-attr]  # there is a cache
         return value

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldSteps, Setting, held_batches
+from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldSteps, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 
@@ -21,7 +21,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
         name = f"frozen_step_cut{cut}"
         if name in wanted:
             job = setting.job(name, cut=cut)
-            loop = ReducedLoop(ranks.world, job.chain.model, cut=cut)
+            loop = ReducedLoop(ranks.world, replicas_of(job).chain.model, cut=cut)
             sides = [
                 Side("ours", HeldSteps(job).step),
                 Side("by hand", repeated(loop.whole_step, held_batches(job))),

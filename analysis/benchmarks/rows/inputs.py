@@ -11,7 +11,7 @@ from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, NUM_CLASSES, HeldSteps, Setting
 from analysis.benchmarks.ranks import Ranks
-from hvfreeze.data.feed import Batch
+from hvfreeze.data.batches import Batch
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.record import NullRecord, describe_environment, open_record
 from hvfreeze.training.evaluation import Totals
@@ -62,8 +62,8 @@ class Extra:
         with job.clock.within("data"):
             images = job.feed.images.load(batch.ids, batch.views)
         self.totals.add(self.logits, batch.labels, 2.3)
-        self.progress.step(self.steps, f"epoch 0 loss {2.3:.3f} cut {job.freezer.cut}")
-        seconds = job.clock.read()
+        self.progress.step(self.steps, f"epoch 0 loss {2.3:.3f} cut {job.strategy.cut}")
+        seconds, report = job.clock.read(), job.strategy.report()
         job.record.metrics(
             {
                 "epoch": 0,
@@ -74,8 +74,8 @@ class Extra:
                 "test_accuracy": 0.1,
                 "train_seconds": train_seconds(seconds),
                 "seconds": seconds,
-                "allreduce_bytes": job.reducer.payload_bytes,
-                "cache": job.prefix.caching.report(),
+                "allreduce_bytes": report["allreduce_bytes"],
+                "cache": report["cache"],
             }
         )
         self.steps += 1

@@ -9,7 +9,7 @@ from torch import nn
 
 from analysis.benchmarks.contest import Pace
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import HeldSteps, Setting
+from analysis.benchmarks.material import HeldSteps, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import parts_of, resnet
 
@@ -27,7 +27,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
         for _ in range(STEPS):
             steps.step()
         expected = 4 * STEPS * sum(parameter.numel() for parameter in nn.Sequential(*parts[cut:]).parameters())
-        found[cut] = max(given for (given,) in ranks.gather([steps.job.reducer.payload_bytes])) / expected
+        found[cut] = max(given for (given,) in ranks.gather([replicas_of(steps.job).reducer.payload_bytes])) / expected
     yield row_of(found)
 
 

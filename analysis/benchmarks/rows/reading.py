@@ -16,7 +16,7 @@ from analysis.benchmarks.material import BATCH_ROWS, Setting
 from analysis.benchmarks.ranks import Ranks
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.fingerprint import fingerprint
-from hvfreeze.data.feed import Ids
+from hvfreeze.data.draws import Ids
 
 SHAPES = {"2k": (512, 1, 1), "64k": (256, 8, 8)}
 ROWS = {"2k": 24_576, "64k": 2048}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, Setting
+from analysis.benchmarks.material import BATCH_ROWS, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.cached import KEPT, STEPS
 from analysis.benchmarks.runs import epoch_of
@@ -33,9 +33,8 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
         world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS), steps=2 if pace.quick else STEPS
     )
     job = setting.job(DUEL.name, cut=CUT, cache=KEPT)
-    job.prefix.move(job.freezer.cut_history)
     epoch_of(job)
-    job.prefix.caching.activations.publish()  # type: ignore[union-attr]  # there is a cache
+    replicas_of(job).training.caching.activations.publish()  # type: ignore[union-attr]  # there is a cache
     (path,) = job.directory.rglob("*.h5")
 
     def verify() -> float:
@@ -45,4 +44,4 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
 
     sides = [Side("verification", verify), Side("epoch", lambda: epoch_of(job))]
     yield from hold(ranks, sides, [DUEL], pace=pace)
-    job.prefix.close()
+    job.strategy.close()

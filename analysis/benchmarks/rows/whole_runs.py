@@ -9,7 +9,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, HeldBatch, Setting
+from analysis.benchmarks.material import BATCH_ROWS, HeldBatch, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop
 from analysis.benchmarks.rows.cached import KEPT
@@ -61,7 +61,6 @@ def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace, *, 
 def step_in_full(setting: Setting) -> float:
     """Return the seconds of a step in which everything trains. Collective: every rank must call this."""
     job = setting.job("full")
-    job.prefix.move(job.freezer.cut_history)
     epoch_of(job)
     start = time.perf_counter()
     epoch_of(job)
@@ -77,7 +76,7 @@ class IdealRun:
     def prepare(self) -> None:
         """Set up a new run. Collective: every rank must call this."""
         self.job = self.setting.job("ideal", cut=self.cut)
-        self.loop = ReducedLoop(self.setting.world, self.job.chain.model, cut=self.cut)
+        self.loop = ReducedLoop(self.setting.world, replicas_of(self.job).chain.model, cut=self.cut)
 
     def step(self) -> float:
         """Make the run; return its mean loss. Collective: every rank must call this."""

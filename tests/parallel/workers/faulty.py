@@ -23,14 +23,21 @@ import hvfreeze.training.job
 import hvfreeze.training.run
 from hvfreeze.__main__ import main
 from hvfreeze.config.tree import Config
-from hvfreeze.data.feed import Batch
+from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.record import Record
+from hvfreeze.strategies import replicas
+from hvfreeze.strategies.replicas import Replicas
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job, prepare
 
 make_step = loop.train_step
+
+
+def replicas_of(job: Job) -> Replicas:
+    assert isinstance(job.strategy, Replicas)
+    return job.strategy
 
 
 def die_of(number: int) -> None:
@@ -67,21 +74,21 @@ def terminate_launcher(job: Job) -> None:
 def perturb_a_weight(job: Job) -> None:
     with torch.no_grad():
         # Not the lowest bit, which the next update could round away.
-        next(job.chain.model.parameters())[0, 0, 0, 0].view(torch.int32).bitwise_xor_(1 << 12)
+        next(replicas_of(job).chain.model.parameters())[0, 0, 0, 0].view(torch.int32).bitwise_xor_(1 << 12)
 
 
 def freeze_alone(job: Job) -> None:
-    job.freezer._move(2)
+    replicas_of(job).freezer._move(2)
 
 
 def spoil_the_loss(job: Job) -> None:
     lost = SimpleNamespace(cross_entropy=lambda logits, labels: functional.cross_entropy(logits, labels) * math.nan)
-    loop.functional = lost  # type: ignore[assignment,attr-defined]
+    replicas.functional = lost  # type: ignore[assignment,attr-defined]
 
 
 def spoil_the_statistics(job: Job) -> None:
-    broken = (math.nan,) * len(job.chain.blocks)
-    job.freezer._sums.norms = lambda: broken  # type: ignore[method-assign]
+    broken = (math.nan,) * len(job.block_names)
+    replicas_of(job).freezer._sums.norms = lambda: broken  # type: ignore[method-assign]
 
 
 def fill_the_disk_of_the_log(job: Job) -> None:

@@ -11,8 +11,8 @@ import hvfreeze.ranks.horovod_world
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import DivergedError
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.proposer import Cadence
 from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.reducer import Reducer

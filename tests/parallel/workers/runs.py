@@ -12,7 +12,7 @@ from torch import nn
 
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.data.feed import Batch
+from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world

@@ -1,0 +1,251 @@
+"""Plain data parallelism, the default: every rank holds the whole model, and ranks vote which blocks are frozen.
+
+    prefix (cached or computed, no gradient) -> suffix -> loss -> backward while gradients travel -> update -> vote
+
+Replicas start equal and change only by averaged gradients and by decisions that all ranks take alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvfreeze.cache.file.disk import Budget
+from hvfreeze.cache.file.names import directory_bytes
+from hvfreeze.config.sections import CacheConfig
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Batch
+from hvfreeze.errors import NumericsError
+from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.vote import Decision
+from hvfreeze.freezing.vote_weights import Voter, coverage
+from hvfreeze.prefix.caching import open_caching
+from hvfreeze.prefix.features import Halves, Prefix
+from hvfreeze.prefix.measuring import Outlook, Split
+from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.equal_models import running_statistics
+from hvfreeze.ranks.reducer import Reducer, Signals
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.strategy import Materials, State, StepResult
+
+
+class Replicas:
+    """Trains equal replicas; see `Strategy` for what its methods promise.
+
+    Args:
+        freezer: decides the cut; holds the chain, the optimizer, the reducer and the world.
+        training: the frozen prefix's output for training batches.
+        evaluation: the same for evaluation batches.
+        clock: where the seconds of a step go.
+        advice: what a user can do about numbers that are not finite.
+    """
+
+    def __init__(
+        self, freezer: Freezer, training: Prefix, evaluation: Prefix, *, clock: PhaseClock, advice: str
+    ) -> None:
+        self.freezer, self.training, self.evaluation, self.clock = freezer, training, evaluation, clock
+        self.chain, self.optimizer, self.reducer = freezer.chain, freezer.optimizer, freezer.reducer
+        self._advice = advice
+        self._moves_followed = 0
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self.freezer.cut
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches; what following the cut takes counts as training time."""
+        self._follow_cut()
+        (self.training if training else self.evaluation).begin_epoch(batches)
+
+    def step(self, batch: Batch, *, rate: float, leave: bool) -> StepResult:
+        """Make one optimizer step."""
+        clock = self.clock
+        clock.enter("forward")
+        self._be_in_mode(training=True)
+        activations = self.training.get(batch)
+        logits = self.training.suffix(activations).float()
+        loss = functional.cross_entropy(logits, batch.labels)
+        value = loss.item()
+
+        # All ranks: the signals, then each bucket of gradients, travel while the backward pass runs.
+        clock.enter("backward")
+        self.reducer.begin(nonfinite=not math.isfinite(value), leave=leave)
+        loss.backward()
+        clock.enter("allreduce")
+        signals = self.reducer.finish()
+        self._stop_unless_finite(signals)
+
+        clock.enter("optimizer")
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+        # All ranks, at the end of an interval: the vote, and the same cut in the same step.
+        clock.enter("vote")
+        decision: Decision | None = self.freezer.after_step(value)
+        self._follow_cut()
+        clock.enter("data")
+        return StepResult(loss=value, logits=logits.detach(), leave=bool(signals.leave), decision=decision)
+
+    def settle(self) -> None:
+        """Average the running statistics; everything else is equal on all ranks after every step."""
+        self.freezer.average_statistics()
+
+    def predict(self, batch: Batch) -> Tensor:
+        """Return the logits of an evaluation batch. Not a collective."""
+        self._be_in_mode(training=False)
+        with torch.no_grad():
+            return self.evaluation.suffix(self.evaluation.get(batch)).float()
+
+    def whole_model(self) -> nn.Module:
+        """Return the model, which every rank holds."""
+        return self.chain.model
+
+    def state_dict(self) -> State:
+        """Return the model and the optimizer, which ranks share, and this rank's statistics and accumulators."""
+        statistics = [tensor.clone() for pair in running_statistics(self.chain.modules()) for tensor in pair]
+        shared = {
+            "model": self.chain.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "bytes": [self.reducer.payload_bytes, self.reducer.other_bytes],
+        }
+        return State(shared, {"statistics": statistics, "freezer": self.freezer.state_dict()})
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of the same rank."""
+        # The freezer first: it takes frozen parameters out of the optimizer, whose state then fits.
+        self.freezer.load_state_dict(state.own["freezer"])
+        self.chain.model.load_state_dict(state.shared["model"])
+        self.optimizer.load_state_dict(state.shared["optimizer"])
+        tensors = [tensor for pair in running_statistics(self.chain.modules()) for tensor in pair]
+        for tensor, saved in zip(tensors, state.own["statistics"], strict=True):
+            tensor.copy_(saved)
+        self.reducer.payload_bytes, self.reducer.other_bytes = state.shared["bytes"]
+        self.freezer.seal()
+        self._moves_followed = 0
+
+    def report(self) -> dict[str, Any]:
+        """Return the cut's history, what was exchanged, and what the cache did."""
+        return {
+            "allreduce_bytes": self.reducer.payload_bytes,
+            "other_collective_bytes": self.reducer.other_bytes,
+            "cut_history": self.freezer.cut_history,
+            "cache": self.training.caching.report(),
+        }
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        self.training.close()
+        self.evaluation.close()
+
+    def _be_in_mode(self, *, training: bool) -> None:
+        # Frozen blocks hold themselves in evaluation mode; walking through all modules costs as much as a small one.
+        if self.chain.model.training != training:
+            self.chain.model.train(training)
+
+    def _stop_unless_finite(self, signals: Signals) -> None:
+        """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""
+        if signals.nonfinite:
+            what = f"the loss is not finite on {signals.nonfinite} of {self.freezer.world.size} ranks"
+        elif not self.reducer.gradients_are_finite():
+            what = "the gradients are not finite"
+        else:
+            return
+        step = self.freezer.step
+        raise NumericsError(
+            f"step {step}: {what}; no update was made; {self._advice}, and go on from the last checkpoint"
+        )
+
+    def _follow_cut(self) -> None:
+        """Let both splits' activations follow the cut, where it has moved since the last call."""
+        history = self.freezer.cut_history
+        if len(history) != self._moves_followed:
+            self.training.move(history)
+            self.evaluation.move(history)
+            self._moves_followed = len(history)
+
+
+def open_replicas(materials: Materials, config: Config) -> Replicas:
+    """Return the strategy for a run.
+
+    Collective: every rank of the world must call this.
+
+    Raises:
+        UsageError: the freeze settings do not fit the model or the world; on all ranks.
+    """
+    freezer = together(materials.world, lambda: open_freezer(materials, config), name="freezer")
+    training, evaluation = open_prefixes(materials, config, freezer)
+    advice = "lower --lr or add --lr-warmup"
+    if config.optimizer.compression == "fp16":
+        advice += ", or train without --compression fp16"
+    return Replicas(freezer, training, evaluation, clock=materials.clock, advice=advice)
+
+
+def open_freezer(materials: Materials, config: Config) -> Freezer:
+    """Return the freezer, with the optimizer and the reducer that it keeps in step with the cut."""
+    settings, corpus, chain = config.optimizer, materials.corpus, materials.chain
+    optimizer = torch.optim.SGD(
+        chain.model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+    labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[materials.replica])]
+    return Freezer(
+        chain,
+        optimizer=optimizer,
+        reducer=Reducer(materials.world, compression=settings.compression),
+        world=materials.world,
+        settings=config.freeze,
+        cadence=Cadence.of(config.freeze, steps_per_epoch=corpus.plan.steps_per_epoch, num_epochs=settings.epochs),
+        voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
+    )
+
+
+def open_prefixes(materials: Materials, config: Config, freezer: Freezer) -> tuple[Prefix, Prefix]:
+    """Return how activations are had in training and in evaluation; both pay from one budget."""
+    corpus, chain, world = materials.corpus, materials.chain, materials.world
+    halves = Halves(chain, config.optimizer.precision)
+    place = Path(config.cache.cache_dir) if config.cache.cache_dir else materials.directory / "cache"
+    outlook = Outlook(freezer, materials.clock, open_budget(config.cache, place, size=world.size), place)
+    share = {"replica": materials.replica, "replicas": materials.replicas}
+    splits = (
+        Split("train", corpus.train.identity(), materials.feed.images, corpus.owned(**share)),
+        Split(
+            "test",
+            corpus.evaluated.identity(),
+            materials.evaluated,
+            corpus.share(**share),
+            1 / config.run.evaluate_every,
+        ),
+    )
+    # Seconds of an evaluation are counted as a whole, by the loop.
+    clocks = (materials.clock, PhaseClock())
+
+    def prefix(split: Split, clock: PhaseClock) -> Prefix:
+        caching = open_caching(
+            config,
+            chain,
+            world,
+            split,
+            outlook=outlook,
+            clock=clock,
+            run_blocks=halves.run,
+            owner=str(materials.directory),
+            say=materials.say,
+        )
+        return Prefix(halves, split.images, caching)
+
+    training, evaluation = map(prefix, splits, clocks)
+    return training, evaluation
+
+
+def open_budget(settings: CacheConfig, place: Path, *, size: int) -> Budget:
+    """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
+    limit = settings.limit_bytes()
+    return Budget(None if limit is None else max(0, limit - directory_bytes(place)) // size)

@@ -1,0 +1,123 @@
+"""The door: what the training loop asks of a strategy, and all that it knows of one.
+
+A strategy decides which rank holds which part of the chain and what crosses between ranks. The loop keeps what is the
+same for all of them: epochs, the learning rate, sums of loss and accuracy, the run's record, when to evaluate and
+when to write a checkpoint. A new strategy is one file here, a line in `training/choice.py`, its flags in
+`config/strategy.py`, and a twin in one process that `tests/parallel` compares it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from hvfreeze.chain.blocks import Chain
+from hvfreeze.data.batches import Batch, Corpus, TrainFeed
+from hvfreeze.data.decoding import Images
+from hvfreeze.freezing.vote import Decision
+from hvfreeze.ranks.world import World
+from hvfreeze.runs.clock import PhaseClock
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Materials:
+    """What every strategy is built from; the model's parameters are equal on all ranks."""
+
+    world: World
+    replica: int
+    """Which share of the samples this rank works on: all ranks of a replica see the same batches."""
+    replicas: int
+    chain: Chain
+    corpus: Corpus
+    feed: TrainFeed
+    evaluated: Images
+    """The images of this replica's share of the evaluation samples."""
+    directory: Path
+    """The run's."""
+    clock: PhaseClock
+    say: Callable[[str], None]
+    """Tells the user a line; does nothing but on rank 0."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves for the loop."""
+
+    loss: float
+    """This rank's mean over its samples."""
+    logits: Tensor
+    """(B, classes) float32, without gradient, of the batch before the update."""
+    leave: bool
+    """Some rank was asked to leave; equal on all ranks."""
+    decision: Decision | None = None
+    """The vote that was held after the update, if one was; equal on all ranks."""
+
+
+class State(NamedTuple):
+    """A strategy's state, for a checkpoint: plain values and tensors."""
+
+    shared: dict[str, Any]
+    """Equal on all ranks, or known to rank 0 alone; rank 0's is kept."""
+    own: dict[str, Any]
+    """This rank's, which comes back to this rank."""
+
+
+class Strategy(Protocol):
+    """How a chain is trained by all ranks together.
+
+    Every method is a collective unless it says otherwise: every rank of the world must call it at the same point.
+    """
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks. Not a collective."""
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches, in this order: of training steps, or of predictions."""
+
+    def step(self, batch: Batch, *, rate: float, leave: bool) -> StepResult:
+        """Make one optimizer step with learning rate `rate`, and vote where a vote is due.
+
+        Args:
+            batch: this replica's.
+            rate: the learning rate of this update.
+            leave: this rank was asked to leave after this step.
+
+        Raises:
+            NumericsError: a loss or gradient is not finite on some rank; raised on all ranks, before the update.
+            DivergedError: ranks that must be equal are not.
+        """
+
+    def settle(self) -> None:
+        """End what is in flight and make `whole_model` one and the same on all ranks, running statistics too.
+
+        Settling twice changes nothing.
+        """
+
+    def predict(self, batch: Batch) -> Tensor:
+        """Return the logits, (B, classes) float32, in evaluation mode; changes nothing. Not always a collective.
+
+        The batch is one of this replica's share of the evaluation samples; batches may come in any order.
+        """
+
+    def whole_model(self) -> nn.Module:
+        """Return the model that `settle` has made whole, with the names of the model that was given."""
+
+    def state_dict(self) -> State:
+        """Return what a checkpoint must hold so that training goes on bit for bit. Not a collective."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from the state of the same rank of a world of the same size. Not a collective."""
+
+    def report(self) -> dict[str, Any]:
+        """Return what a strategy adds to summary.json and to an epoch's line, equal on all ranks.
+
+        Keys: `cut_history` (a list of `Move`), `allreduce_bytes`, `other_collective_bytes`, `cache`.
+        """
+
+    def close(self) -> None:
+        """Keep what is worth keeping and let go of files and threads; closing twice does no harm. Not a collective."""

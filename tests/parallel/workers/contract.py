@@ -1,0 +1,146 @@
+"""What every strategy promises the loop, checked on the strategy that is named: `contract.py DIRECTORY STRATEGY`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import HvfreezeError
+from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
+from hvfreeze.ranks.horovod_world import end_job_on_exception
+from hvfreeze.ranks.world import World, open_world
+from hvfreeze.strategies.strategy import State
+from hvfreeze.training.evaluation import evaluate
+from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.state import packed, unpacked
+from tests.parallel.mpirun import report
+
+BATCH, STEPS, RATE = 6, 4, 0.05
+SETTINGS: dict[str, dict[str, Any]] = {
+    "replicas": {"freeze": "linear", "interval": 2, "freeze_warmup": 2, "augment": "views:2", "cache": "on"},
+}
+"""What a strategy is tried with; it should move, keep and exchange all that it can."""
+UNFIT: dict[str, list[dict[str, Any]]] = {
+    "replicas": [{"freeze": "static", "cut": 99}, {"vote_weight": "1,1,1,1,1,1,1", "freeze": "linear"}],
+}
+"""What a strategy must refuse, on all ranks."""
+REPORTED = {"cut_history", "allreduce_bytes", "other_collective_bytes", "cache"}
+
+
+class Trial:
+    """Jobs of one strategy, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path, name: str) -> None:
+        self.world, self.root, self.name, self.count = world, root, name, 0
+
+    def job(self, **changes: Any) -> Job:
+        self.count += 1
+        base = {
+            "model": "shufflenet_v2_x0_5",
+            "train_samples": STEPS * BATCH * self.world.size * 5 // 4 + 10,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "epochs": 3,
+            "threads": 1,
+            "strategy": self.name,
+            "run_dir": str(self.root / f"{self.name}-{self.count}"),
+        }
+        return prepare(from_dict({**base, **SETTINGS[self.name], **changes}), self.world)
+
+    def train(self, job: Job, *, first: int, last: int, disturbed: bool = False) -> str:
+        """Make the steps first..last-1; return the digest of the whole model then."""
+        strategy = job.strategy
+        for epoch in range(3):
+            batches = [(epoch * STEPS + i, batch) for i, batch in enumerate(job.feed.epoch(epoch)[:STEPS])]
+            due = [batch for step, batch in batches if first <= step < last]
+            if due:
+                strategy.begin_epoch(due)
+            for batch in due:
+                strategy.step(batch, rate=RATE, leave=False)
+                if disturbed:
+                    strategy.predict(job.evaluation_batches[0])
+        strategy.settle()
+        return check_replicas(strategy.whole_model(), self.world, step=last)
+
+
+def check_state_round_trip(trial: Trial) -> None:
+    straight, stopped, resumed = trial.job(), trial.job(), trial.job()
+    expected = trial.train(straight, first=0, last=10)
+    trial.train(stopped, first=0, last=6)
+    random, state = torch.get_rng_state(), stopped.strategy.state_dict()
+    shared = trial.world.broadcast_object(state.shared, name="contract.shared")
+    resumed.strategy.load_state_dict(State(shared, unpacked(packed(state.own))))
+    torch.set_rng_state(random)
+    assert resumed.strategy.cut == stopped.strategy.cut
+    found = trial.train(resumed, first=6, last=10)
+    assert found == expected, "a strategy that was put back trains on otherwise"
+
+
+def check_predictions_in_any_order_change_nothing(trial: Trial) -> None:
+    job, quiet = trial.job(), trial.job()
+    disturbed = trial.train(job, first=0, last=5, disturbed=True)
+    assert disturbed == trial.train(quiet, first=0, last=5), "predicting changed the training"
+    batches = job.evaluation_batches
+    forward = [job.strategy.predict(batch) for batch in batches]
+    backward = [job.strategy.predict(batch) for batch in reversed(batches)][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+    assert all(logits.dtype == torch.float32 and not logits.requires_grad for logits in forward)
+    loss, accuracy = evaluate(job.strategy, batches, trial.world)
+    assert len(set(trial.world.allgather_object((loss, accuracy), name="contract.accuracy"))) == 1
+
+
+def check_settling_twice_changes_nothing(trial: Trial) -> None:
+    job = trial.job()
+    names = [name for name, _ in job.strategy.whole_model().named_parameters()]
+    digest = trial.train(job, first=0, last=3)
+    job.strategy.settle()
+    assert parameter_digest(job.strategy.whole_model()) == digest
+    assert [name for name, _ in job.strategy.whole_model().named_parameters()] == names
+
+
+def check_reports_are_equal_on_all_ranks(trial: Trial) -> None:
+    job = trial.job()
+    trial.train(job, first=0, last=9)
+    found = job.strategy.report()
+    assert set(found) >= REPORTED, REPORTED - set(found)
+    fixed = {key: value for key, value in found.items() if key != "cache"}
+    assert len({str(theirs) for theirs in trial.world.allgather_object(fixed, name="contract.report")}) == 1
+    assert found["cut_history"][-1].cut == job.strategy.cut
+
+
+def check_closing_twice_does_no_harm(trial: Trial) -> None:
+    job = trial.job()
+    trial.train(job, first=0, last=2)
+    job.strategy.close()
+    job.strategy.close()
+
+
+def check_what_does_not_fit_is_refused_by_all(trial: Trial) -> None:
+    for changes in UNFIT[trial.name]:
+        try:
+            trial.job(**changes)
+        except HvfreezeError as error:
+            assert error.everywhere and error.exit_code in (2, 3), repr(error)
+        else:
+            raise AssertionError(f"{trial.name} accepts {changes}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = open_world()
+    end_job_on_exception(world)
+    trial = Trial(world, Path(sys.argv[1]), sys.argv[2])
+    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_")]
+    checks.remove(check_replicas)
+    for check in checks:
+        check(trial)
+    report(world.rank, checks=[check.__name__ for check in checks])
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

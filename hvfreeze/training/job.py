@@ -180,7 +180,7 @@ def assemble(
         world=world,
         directory=directory,
         block_names=tuple(block.name for block in chain.blocks),
-        strategy=open_strategy("replicas", materials, config),
+        strategy=open_strategy(config.strategy.strategy, materials, config),
         feed=feed,
         evaluation_batches=padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size),
         replicas=replicas,

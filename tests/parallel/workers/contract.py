@@ -11,8 +11,8 @@ import torch
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
-from hvfreeze.ranks.horovod_world import end_job_on_exception
-from hvfreeze.ranks.world import World, open_world
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
 from hvfreeze.strategies.strategy import State
 from hvfreeze.training.evaluation import evaluate
 from hvfreeze.training.job import Job, prepare

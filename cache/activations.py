@@ -88,6 +88,7 @@ class PrefixActivations:
             )
 
         self._directory, self._explained = directory, False
+        self._steady = True
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
         self._prefetcher = Prefetcher(self._levels, depth=prefetch)
 
@@ -112,7 +113,13 @@ class PrefixActivations:
         return self._levels.current is not None and self._levels.current.store.complete
 
     def begin_cut(
-        self, cut: int, *, mark: Fingerprint | None = None, universe: Pairs | None = None, store: bool = True
+        self,
+        cut: int,
+        *,
+        mark: Fingerprint | None = None,
+        universe: Pairs | None = None,
+        store: bool = True,
+        steady: bool = True,
     ) -> None:
         """Take the first `cut` blocks for the prefix; rows of shallower cuts serve until this cut's are complete.
 
@@ -121,6 +128,7 @@ class PrefixActivations:
             mark: fingerprint of the rows at this cut; None when there is nothing to store or to round.
             universe: (sample ids, views) that this process may store, each (rows,).
             store: whether rows are cached at this cut; without, old rows still save a part of the forward.
+            steady: a row's bits do not depend on its place in a batch, see `permuted_batch_is_exact`.
 
         Raises:
             CacheFault: a file of this fingerprint cannot be used, and failures are to stop the run.
@@ -130,6 +138,8 @@ class PrefixActivations:
         keys = pack_keys(*universe) if wanted and universe is not None else None
         with self._guard():
             self._levels.move(cut, mark=mark, universe=keys)
+            self._steady = steady
+            self._compare_files()
         if keys is not None and mark is not None and not self._explained and self.stored_bytes == 0:
             self._explained = True
             for line in refusals(self._directory, mark):
@@ -202,6 +212,7 @@ class PrefixActivations:
         if self._levels.current is not None:
             with self._guard():
                 self._levels.current.store.refresh()
+                self._compare_files()
 
     def disable(self, reason: str) -> None:
         """Go on without a cache: what is not published is removed, what is stays for others."""
@@ -220,6 +231,14 @@ class PrefixActivations:
         self._prefetcher.close()
         with self._guard():
             self._levels.close()
+
+    def _compare_files(self) -> None:
+        """Compute a few rows of every file that has come into use, and refuse a file that holds others."""
+        store = self._levels.current.store if self._levels.current else None
+        while store is not None and len(keys := store.to_compare()):
+            self.counters.comparisons += 1
+            images = self._load_images(*unpack_keys(self._prefix.pad(keys)))
+            store.compare(self._prefix.run(images, 0, self._levels.stops(0)), steady=self._steady)
 
     def _missing_worth_a_sweep(self, *, everything: bool) -> Keys:
         batches = [request.keys for request in self._prefetcher.upcoming]

@@ -25,11 +25,15 @@ Pairs = tuple[Keys, Keys]
 
 @dataclass
 class Counters:
-    """What the cache did: rows without padding, forwards of `batch_rows` rows, and seconds that training waited."""
+    """What the cache did: rows without padding, forwards of `batch_rows` rows, and seconds that training waited.
+
+    `comparisons` are forwards beside these, of rows that are there, to see whether they are right.
+    """
 
     rows_read: int = 0
     rows_written: int = 0
     forwards: int = 0
+    comparisons: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
 
@@ -42,7 +46,13 @@ class Activations(Protocol):
     counters: Counters
 
     def begin_cut(
-        self, cut: int, *, mark: Fingerprint | None = None, universe: Pairs | None = None, store: bool = True
+        self,
+        cut: int,
+        *,
+        mark: Fingerprint | None = None,
+        universe: Pairs | None = None,
+        store: bool = True,
+        steady: bool = True,
     ) -> None:
         """Take the first `cut` blocks for the prefix."""
 
@@ -98,7 +108,13 @@ class NullActivations:
         self._load_images = load_images
 
     def begin_cut(
-        self, cut: int, *, mark: Fingerprint | None = None, universe: Pairs | None = None, store: bool = True
+        self,
+        cut: int,
+        *,
+        mark: Fingerprint | None = None,
+        universe: Pairs | None = None,
+        store: bool = True,
+        steady: bool = True,
     ) -> None:
         """Take the first `cut` blocks for the prefix; the rest is of no interest here."""
         self.cut = cut

@@ -67,6 +67,7 @@ def fingerprint(fields: Mapping[str, JSON], *, exactness: Mapping[str, JSON] | N
 def activation_fingerprint(
     *,
     prefix: str,
+    operations: str,
     cut: int,
     data: JSON,
     split: str,
@@ -85,6 +86,7 @@ def activation_fingerprint(
 
     Args:
         prefix: `digest_tensors` of the prefix's parameters and buffers.
+        operations: digest of what the prefix does with them: modules, functions and their settings, in order.
         cut: number of frozen blocks.
         data: identity of the data set (pixel hash, or paths with size and time).
         split: "train" or "test"; rows of different splits never mix.
@@ -102,6 +104,7 @@ def activation_fingerprint(
     """
     identity: dict[str, JSON] = {
         "prefix": prefix,
+        "operations": operations,
         "cut": cut,
         "data": data,
         "split": split,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -78,9 +79,11 @@ class RowIndex:
             at = np.searchsorted(self.keys, keys)
             self._part[at], self._row[at] = part, rows
 
-    def extend(self, keys: Keys) -> None:
-        """Make `keys` known; rows that are there stay."""
-        known = np.union1d(self.keys, keys)
+    def extend(self, more: Sequence[Keys]) -> None:
+        """Make all keys of `more` known; rows that are there stay."""
+        if not more:
+            return
+        known = np.unique(np.concatenate([self.keys, *more]))
         at = np.searchsorted(known, self.keys)
         part, row = np.zeros(len(known), np.int64), np.full(len(known), MISSING, np.int64)
         part[at], row[at] = self._part, self._row

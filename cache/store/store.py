@@ -1,27 +1,4 @@
-"""The activation cache on disk: rows by (sample id, view), in one HDF5 file per fingerprint and rank.
-
-A file `activations-<16 digits of the fingerprint>-<rank>of<size>.h5` has six fixed-size, contiguous, unfiltered
-datasets in its root group, so that h5py alone reads it:
-
-=================  =======================  ===========================================================================
-dataset            shape, type              contents
-=================  =======================  ===========================================================================
-`activations`      (capacity, ...) f4, f2,  row i is the prefix's output for `sample_ids[i]` and `views[i]`; its
-                   f8, or u2 (bfloat16)     dimensions are in physical order, given by the attribute `dimension_order`
-                                            ("1,2,3": C, H, W; "2,3,1": H, W, C); attribute `dtype` is torch's type
-`sample_ids`       (capacity,) i8           sample of each row; -1: the row was not written and means nothing
-`views`            (capacity,) i4           view of each row, 0 without augmentation; -1 as above
-`range_sha256`     (ranges, 32) u1          SHA-256 of each range of rows, bound to its place and the fingerprint
-`manifest`         (bytes,) u1              JSON, padded with spaces: `identity` and `exactness` (the fingerprint's
-                                            fields), `fingerprint` (its digest), `stored` and `computed` (types),
-                                            `shape` (of a row) and `strides` (of a batch of `batch_rows`), `capacity`,
-                                            `rows` (written, the first ones), `range_rows`, `owner`, `format`, `version`
-`manifest_sha256`  (32,) u1                 SHA-256 over the manifest, the three tables and the type of `activations`
-=================  =======================  ===========================================================================
-
-File attributes: `format`, `version`, `cut`, `split`. While it is made a file has the suffix `.tmp`, and beside it lies
-`.lock` with its builder. A published file never changes: completing a partial one publishes a new one over it.
-"""
+"""The rows of one fingerprint: those in published files, whoever made them, and those that this process adds."""
 
 from __future__ import annotations
 
@@ -48,6 +25,7 @@ from hvfreeze.cache.fingerprint import Fingerprint, fingerprint
 from hvfreeze.cache.store.background import BackgroundWriter
 from hvfreeze.cache.store.index import MISSING, Mask, RowIndex, contains
 from hvfreeze.cache.store.parts import Part, Place
+from hvfreeze.cache.store.proof import Sample, Unproven
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +79,7 @@ class Store:
         self._num_missing = len(self.universe)
         self._parts: tuple[Part, ...] = ()
         self._writer: BackgroundWriter | None = None
+        self._unproven = Unproven(batch_rows=batch_rows)
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="cache-verifier")
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -193,9 +172,33 @@ class Store:
     def refresh(self) -> None:
         """Take in files published since; other ranks' only where rows are missing, or all of them if shared."""
         self.waiting = False
-        for path in sorted(files_of(self.directory, self.mark), key=lambda path: path != self.path):
-            if self.shared or not self.complete:
-                self._adopt(path)
+        paths = sorted(files_of(self.directory, self.mark), key=lambda path: path != self.path)
+        if self.shared:
+            files = [file for path in paths if (file := self._open_new(path))]
+            # Once for all files: their number times all keys would be too much.
+            self._index.extend([file.keys for file in files])
+            for file in files:
+                self._adopt(file)
+            return
+        for path in paths:
+            if not self.complete and (file := self._open_new(path)):
+                self._adopt(file)
+
+    def to_compare(self) -> Keys:
+        """Return keys, at most a batch, of rows that must be computed for `compare` before files are used; or none."""
+        return self._unproven.keys()
+
+    def compare(self, batch: Tensor, *, steady: bool) -> None:
+        """Compare the rows of `to_compare` with `batch`, (batch_rows, ...), as computed for them.
+
+        Args:
+            batch: rounded as it would be for `append`; rows beyond those asked for are padding.
+            steady: a row's bits do not depend on its place in a batch, so that an exact file must have them.
+
+        Raises:
+            CacheFault: a file holds other rows than its fingerprint says.
+        """
+        self._unproven.compare(batch, steady=steady)
 
     def publish(self) -> None:
         """Publish the rows added so far, even if more are to come; return when they are safe.
@@ -234,27 +237,27 @@ class Store:
         first: npt.NDArray[np.intp] = np.flatnonzero(new)[np.unique(keys[new], return_index=True)[1]]
         return first
 
-    def _adopt(self, path: Path) -> None:
-        """Use the rows of `path` that are missing here, if there are any."""
-        if any(part.is_at(path) for part in self._parts):
-            return
-        file = self._open(path)
-        if file is None:
-            return
-        if self.shared:
-            self._index.extend(file.keys)
+    def _adopt(self, file: ActivationFile) -> None:
+        """Use the rows of `file` that are missing here, if there are any."""
         wanted = np.flatnonzero(self.missing(file.keys) & contains(self._index.keys, file.keys))
         if len(wanted) == 0:
             return
         if self.row is not None and not self.row.same_rows(file.manifest.row):
-            logger.info("cache file %s not used: its rows are laid out in another way", path)
+            logger.info("cache file %s not used: its rows are laid out in another way", file.path)
             return
         self.row = self.row or file.manifest.row
         file.verify_in(self._verifier)
         # In this order: a reader in another thread may look the part up as soon as its rows are placed.
         self._parts = (*self._parts, file)
         self._index.place(file.keys[wanted], part=len(self._parts) - 1, rows=wanted)
-        self._num_missing = int(self.missing(self.universe).sum())
+        own = wanted[contains(self.universe, file.keys[wanted])]
+        self._num_missing -= len(own)
+        exact = self.mark.is_exact(file.manifest.fingerprint)
+        self._unproven.add(Sample(file, file.keys[own], own, exact))
+
+    def _open_new(self, path: Path) -> ActivationFile | None:
+        """Return the file at `path`; None when it is in use here already."""
+        return None if any(part.is_at(path) for part in self._parts) else self._open(path)
 
     def _open(self, path: Path) -> ActivationFile | None:
         """Return the file at `path`; None when its owner has removed it since the directory was listed."""

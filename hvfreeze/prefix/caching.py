@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.draws import Ids
 from hvfreeze.prefix.measuring import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
+from hvfreeze.prefix.operations import operations_digest
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
@@ -89,7 +91,10 @@ class Caching:
         use = plan.use or self.config.cache.cache == "on"
         self.predicted += plan.predicted_seconds_saved if use else 0.0
         mark = self._mark(rounded_before(history))
-        self.activations.begin_cut(self._cut, mark=mark, universe=self.split.universe(), store=use)
+        universe, steady = self.split.universe(), self.exact
+        begin = partial(self.activations.begin_cut, mark=mark, universe=universe, store=use, steady=steady)
+        together(self.world, lambda: begin(self._cut), name=f"cache.begin.{self.split.name}")
+        self._agree_on_failure()
         if use and self.config.data.shuffle == "global":
             # No rank knows its own samples beforehand: each computes a fixed share and all read all.
             self.activations.sweep(everything=True)
@@ -188,6 +193,7 @@ class Caching:
         shape = self.split.images.pixels.fetch(self.split.ids[:1]).shape[1:]
         return activation_fingerprint(
             prefix=prefix_digest(self.chain, cut),
+            operations=operations_digest(self.chain, cut),
             cut=cut,
             data=self.split.identity,
             split=self.split.name,

@@ -20,6 +20,7 @@ BATCH_ROWS = 16
 
 FIELDS: dict[str, Any] = {
     "prefix": "p" * 64,
+    "operations": "o" * 64,
     "cut": 2,
     "data": {"name": "digits", "pixels": "d" * 64},
     "split": "train",

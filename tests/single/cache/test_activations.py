@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, LimitedDisk
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.file.rows import Keys
-from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, same_bits, write_file
+from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, make_mark, same_bits, write_file
 
 Batches = Sequence[tuple[Keys, Keys]]
 
@@ -399,11 +400,75 @@ def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
     content[-500] ^= 1
     path.write_bytes(content)
     second = net.cached(tmp_path, on_failure="stop")
-    second.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
     with pytest.raises(CacheFault, match=str(path)) as stopped:
-        run_epoch(second, batches_of(NUM_SAMPLES))
+        second.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
     assert stopped.value.exit_code == 3
     second.close()
+
+
+def fill_with_other_rows(net: FrozenNet, directory: Path, *, change: float, **changes: Any) -> Path:
+    """Publish rows of a net whose weights were changed, under the fingerprint of `net`; give the weights back."""
+    mark, weight = net.mark(2, **changes), net.blocks[0][0][0].weight
+    original = weight.detach().clone()
+    other = net.cached(directory)
+    with torch.no_grad():
+        weight.mul_(1 + change)
+        other.begin_cut(2, mark=mark, universe=UNIVERSE)
+        run_epoch(other, batches_of(NUM_SAMPLES))
+        weight.copy_(original)
+    other.close()
+    (path,) = directory.glob("*.h5")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "changes", "steady", "used"),
+    [
+        (1e-6, {}, True, False),
+        (1e-6, {}, False, True),
+        (1e-6, {"threads": 2}, True, True),
+        (0.5, {}, False, False),
+        (0.5, {"threads": 2}, True, False),
+    ],
+)
+def test_rows_are_compared_with_computed_ones_before_the_first_is_used(
+    change: float, changes: dict[str, Any], steady: bool, used: bool, tmp_path: Path
+) -> None:
+    net = FrozenNet()
+    path = fill_with_other_rows(net, tmp_path, change=change, **changes)
+    stopping = net.cached(tmp_path, on_failure="stop")
+    begin = partial(stopping.begin_cut, 2, mark=net.mark(2), universe=UNIVERSE, steady=steady)
+    if used:
+        begin()
+        assert stopping.complete
+    else:
+        with pytest.raises(CacheFault, match=rf"{path} refused: its rows are not what this run computes"):
+            begin()
+    stopping.close()
+    going_on = net.cached(tmp_path)
+    going_on.begin_cut(2, mark=net.mark(2), universe=UNIVERSE, steady=steady)
+    if not used:
+        assert str(path) in (going_on.failed or "")
+        check_epoch(going_on, net, batches_of(NUM_SAMPLES))
+    assert (going_on.counters.rows_read == 0) or used
+    going_on.close()
+    assert path.exists(), "another run's file is left to its owner"
+
+
+def test_every_file_that_comes_into_use_is_compared(tmp_path: Path) -> None:
+    net = FrozenNet()
+    for rank in range(3):
+        one = net.cached(tmp_path, shard=f"{rank}of3")
+        with torch.no_grad():
+            net.blocks[0][0][0].weight.mul_(2.0 if rank == 2 else 1.0)
+        one.begin_cut(2, mark=make_mark(), universe=(UNIVERSE[0][rank::3], UNIVERSE[1][rank::3]))
+        one.sweep(everything=True)
+        with torch.no_grad():
+            net.blocks[0][0][0].weight.div_(2.0 if rank == 2 else 1.0)
+        one.close()
+    whole = net.cached(tmp_path)
+    whole.begin_cut(2, mark=make_mark(), universe=UNIVERSE)
+    assert "2of3" in (whole.failed or ""), whole.failed
 
 
 @pytest.mark.parametrize("on_failure", ["recompute", "stop"])

@@ -15,6 +15,7 @@ from tests.single.cache.material import make_keys, make_mark, open_store, write_
 
 OTHER_IDENTITY: dict[str, Any] = {
     "prefix": "q" * 64,
+    "operations": "n" * 64,
     "cut": 3,
     "data": {"name": "digits", "pixels": "e" * 64},
     "split": "test",

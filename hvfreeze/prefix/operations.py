@@ -1,0 +1,171 @@
+"""What a frozen prefix does with its tensors, as a digest: two chains with equal ones compute the same function.
+
+Parameters and buffers are digested elsewhere. Here is the rest: the modules and functions that run, in order, their
+settings, and the code of what is not torch's own, whose version is known. A function that somebody wrote by hand is
+known by its code, what it closes over, and the functions and constants that it names.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.cache.fingerprint import JSON, bytes_of, canonical
+from hvfreeze.chain.blocks import Chain
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train"}
+"""Attributes that say nothing of what a module computes; `train` is replaced where a module is held in evaluation."""
+NOT_RUN = frozenset({"__init__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+VERSIONED = ("torch.", "torch", "builtins", "math", "_operator", "_functools", "collections", "typing")
+
+
+def operations_digest(chain: Chain, cut: int) -> str:
+    """Return a digest of what the first `cut` blocks do, equal in other processes and on other machines."""
+    names = {id(module): name for name, module in chain.model.named_modules()}
+    description = _Description(names)
+    steps: list[JSON] = [[description.of(step) for step in block.steps] for block in chain.blocks[:cut]]
+    return hashlib.sha256(canonical(steps).encode()).hexdigest()
+
+
+class _Description:
+    """Describes modules, functions and what they refer to; what was described before is told by its number."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._seen: dict[int, int] = {}
+        # Held, so that no number comes to mean another object.
+        self._held: list[object] = []
+
+    def of(self, value: Any) -> JSON:
+        """Return what is to be known of `value`."""
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, (float, complex, bytes, torch.dtype, torch.device, torch.memory_format, range)):
+            return repr(value)
+        if id(value) in self._seen:
+            return ["seen", self._seen[id(value)]]
+        self._seen[id(value)] = len(self._seen)
+        self._held.append(value)
+        return self._described(value)
+
+    def _described(self, value: Any) -> JSON:
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, Tensor):
+            digest = hashlib.sha256(bytes_of(value).numpy().data).hexdigest()
+            return ["tensor", str(value.dtype), list(value.shape), digest]
+        if isinstance(value, (np.ndarray, np.generic)):
+            return ["array", str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+        if isinstance(value, Mapping):
+            return ["map", [[self.of(key), self.of(inner)] for key, inner in value.items()]]
+        if isinstance(value, (set, frozenset)):
+            return ["set", sorted(canonical(self.of(inner)) for inner in value)]
+        if isinstance(value, Sequence):
+            return [type(value).__name__, [self.of(inner) for inner in value]]
+        if isinstance(value, functools.partial):
+            return ["partial", self.of(value.func), self.of(value.args), self.of(value.keywords)]
+        if isinstance(value, types.MethodType):
+            return ["method", self.of(value.__func__), self.of(value.__self__)]
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.ModuleType) or (callable(value) and not hasattr(value, "__dict__")):
+            return ["known", _qualified(value)]
+        # What a function object holds is part of the function; anything else would lead all over the program.
+        held = dict(sorted(vars(value).items())) if callable(value) else {}
+        return ["object", self.of(type(value)), self.of(held)]
+
+    def _module(self, module: nn.Module) -> JSON:
+        settings = {name: inner for name, inner in vars(module).items() if name not in OF_EVERY_MODULE}
+        hooks = [list(getattr(module, name).values()) for name in HOOKS]
+        code = str(module.code) if isinstance(module, torch.jit.ScriptModule) else ""
+        return [
+            "module",
+            self._names.get(id(module), ""),
+            self.of(type(module)),
+            module.extra_repr(),
+            self.of(dict(sorted(settings.items()))),
+            self.of(hooks),
+            code,
+            [[name, self.of(child)] for name, child in module.named_children()],
+        ]
+
+    def _class(self, kind: type) -> JSON:
+        """Return a class's name and, where no version tells it, the code of its methods."""
+        if _is_versioned(kind):
+            return ["class", _qualified(kind)]
+        methods: list[JSON] = []
+        for owner in kind.__mro__:
+            if not _is_versioned(owner):
+                found = {name: _unwrapped(inner) for name, inner in vars(owner).items() if name not in NOT_RUN}
+                used = {name: inner for name, inner in sorted(found.items()) if _is_constant_or_function(inner)}
+                methods += [[name, self.of(inner)] for name, inner in used.items()]
+        return ["class", _qualified(kind), methods]
+
+    def _function(self, function: Callable[..., Any]) -> JSON:
+        if _is_versioned(function) or not isinstance(function, types.FunctionType):
+            return ["known", _qualified(function)]
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        named = {name: function.__globals__[name] for name in _names_in(function.__code__) & set(function.__globals__)}
+        # Of the rest, what matters comes in by an argument, and modules are known by what is taken out of them.
+        constants = {name: inner for name, inner in sorted(named.items()) if _is_constant_or_function(inner)}
+        return [
+            "function",
+            _qualified(function),
+            self._code(function.__code__),
+            self.of(cells),
+            self.of(function.__defaults__),
+            self.of(function.__kwdefaults__),
+            self.of(constants),
+        ]
+
+    def _code(self, code: types.CodeType) -> JSON:
+        """Return the instructions, constants and names of compiled code, without the places in its file."""
+        constants = [
+            self._code(inner) if isinstance(inner, types.CodeType) else self.of(inner) for inner in code.co_consts
+        ]
+        names = (code.co_names, code.co_varnames, code.co_freevars)
+        return [code.co_code.hex(), constants, [list(own) for own in names], code.co_argcount]
+
+
+def _unwrapped(member: object) -> object:
+    """Return the function behind a class's static method, class method or property."""
+    return getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names that compiled code looks up, functions inside it included."""
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_constant_or_function(value: object) -> bool:
+    plain = (bool, int, float, str, tuple, torch.dtype)
+    return isinstance(value, (types.FunctionType, functools.partial, Tensor, *plain))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _is_versioned(value: Any) -> bool:
+    """Tell whether the code of a class or function is known by torch's or Python's version."""
+    module = getattr(value, "__module__", None) or ""
+    return module in VERSIONED or module.startswith("torch.")
+
+
+def _qualified(value: Any) -> str:
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
+    return f"{getattr(value, '__module__', None) or ''}.{name}"

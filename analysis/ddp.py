@@ -29,9 +29,8 @@ from hvfreeze.data.batches import IMAGENET, deal, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.machine.share import memory_budget
-from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.runs.clock import PhaseClock, train_seconds
-from hvfreeze.runs.record import describe_environment
+from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
 from hvfreeze.training.job import build_chain
 
 PROGRAM = "torch DistributedDataParallel over gloo"
@@ -115,7 +114,7 @@ def describe(run_dir: Path, config: Config, *, size: int) -> None:
     """Write what a run directory says before training."""
     tree = {**to_dict(config), "program": {"program": PROGRAM}}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    known = {**describe_environment(SoloWorld()), "size": size, "hosts": [socket.gethostname()] * size}
+    known = {**describe_environment([facts_of_this_rank()]), "size": size, "hosts": [socket.gethostname()] * size}
     (run_dir / "environment.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     (run_dir / "decisions.jsonl").touch()
 

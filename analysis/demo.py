@@ -198,8 +198,8 @@ def comparison_table(runs: Sequence[Run]) -> Table:
 
 def cut_history(run: Run) -> str:
     """Return the cuts that a run had, each but the first with the epoch it began in."""
-    (_, _, first), *changes = run.cut_history
-    return ", ".join([str(first), *(f"{cut} ({epoch})" for epoch, _, cut in changes)])
+    first, *changes = run.cut_history
+    return ", ".join([str(first.cut), *(f"{move.cut} ({move.epoch})" for move in changes)])
 
 
 if __name__ == "__main__":

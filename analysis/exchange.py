@@ -34,10 +34,9 @@ from analysis.sweeps.writeup import commit
 from hvfreeze.chain.models import build_model
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.tables import factor
-from hvfreeze.runs.record import describe_environment
+from hvfreeze.runs.environment import facts_of_this_rank
 
 NODES, BANDWIDTH = (2, 3, 4), "1gbit"
 REPEATS, EXCHANGES = 5, 6
@@ -109,7 +108,7 @@ def verdict(rows: Sequence[dict[str, Any]], nodes: int) -> str:
 
 def readme(verdicts: Sequence[str]) -> str:
     """Return README.md."""
-    known = describe_environment(SoloWorld())
+    known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
     told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
     launcher = told.splitlines()[0]

@@ -65,7 +65,7 @@ def row_of(plan: Mapping[str, Any], run: Run) -> Row:
     row.update(steps=int(run.metrics[-1]["step"]), images_per_second=run.images_per_second)
     row.update(allreduce_bytes=run.allreduce_bytes, other_bytes=summary.get("other_collective_bytes"))
     row["final_cut"] = run.final_cut
-    row["cut_history"] = " ".join(f"{cut}@{step}" for _, step, cut in run.cut_history)
+    row["cut_history"] = " ".join(f"{move.cut}@{move.step}" for move in run.cut_history)
     row.update(vote_columns(run))
     cache = summary.get("cache") or {}
     wanted = ("exact", "bytes", "rows_written", "rows_read", "seconds_saved_predicted", "seconds_saved")

@@ -85,7 +85,11 @@ def machine(run: Run) -> Hashable:
     """Return what seconds depend on beside the work: ranks, hosts, processor, cores and threads."""
     known = run.environment
     hosts = known.get("hosts") or []
-    return (run.size, len(set(hosts)), *(known.get(key) for key in ("processor", "cores", "capability", "threads")))
+    return (
+        run.size,
+        len(set(hosts)),
+        *(str(known.get(key)) for key in ("processor", "cores", "capability", "threads")),
+    )
 
 
 def work(run: Run) -> Hashable:

@@ -156,15 +156,15 @@ def deepest_cut(run: Run) -> int:
     """Return the deepest cut that the run had or a rank proposed."""
     proposed = [cut for line in run.decisions for cut in line["proposals"]]
     shadows = [scored["cut"] for line in run.decisions for scored in line.get("shadow", {}).values()]
-    return int(max([run.final_cut, *(cut for _, _, cut in run.cut_history), *proposed, *shadows]))
+    return int(max([run.final_cut, *(move.cut for move in run.cut_history), *proposed, *shadows]))
 
 
 def plot_cut(axes: Axes, run: Run) -> None:
     """Draw one run's cut, proposals and shadow criteria."""
     per_epoch = run.steps_per_epoch
     end = run.metrics[-1]["step"] / per_epoch
-    times = [step / per_epoch for _, step, _ in run.cut_history]
-    cuts = [cut for _, _, cut in run.cut_history]
+    times = [move.step / per_epoch for move in run.cut_history]
+    cuts = [move.cut for move in run.cut_history]
     axes.step([*times, end], [*cuts, cuts[-1]], where="post", color="#222222", linewidth=1.8, label="cut")
     axes.fill_between([*times, end], [*cuts, cuts[-1]], step="post", color="#DDDDDD", linewidth=0)
     votes = [line for line in run.decisions if line["proposals"]]

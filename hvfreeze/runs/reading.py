@@ -16,6 +16,7 @@ import yaml
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import PHASES, train_seconds
+from hvfreeze.runs.moves import Move
 
 TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")
 METRICS = ("epoch", "step", "cut", "test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
@@ -105,13 +106,13 @@ class Run:
         return float(self.metrics[0]["step"]) / (int(self.metrics[0]["epoch"]) + 1)
 
     @property
-    def cut_history(self) -> list[tuple[int, int, int]]:
-        """(epoch, step, cut) at the start and at every change."""
+    def cut_history(self) -> list[Move]:
+        """The cut at the start and after every change."""
         if self.summary is not None and self.summary.get("cut_history"):
-            return [(int(epoch), int(step), int(cut)) for epoch, step, cut in self.summary["cut_history"]]
+            return [Move(int(epoch), int(step), int(cut)) for epoch, step, cut in self.summary["cut_history"]]
         moves = [d for d in self.decisions if d["cut_after"] != d["cut_before"]]
         first = moves[0]["cut_before"] if moves else self.final_cut
-        return [(0, 0, first), *((d["epoch"], d["step"], d["cut_after"]) for d in moves)]
+        return [Move(0, 0, first), *(Move(d["epoch"], d["step"], d["cut_after"]) for d in moves)]
 
     @property
     def is_baseline(self) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
+from hvfreeze.runs.publishing import publish
 
 KEPT = 2
 
@@ -59,33 +58,6 @@ def digest_of(payload: bytes | memoryview, *, step: int, size: int) -> str:
     digest = hashlib.sha256(f"{step} {size}\n".encode())
     digest.update(payload)
     return digest.hexdigest()
-
-
-def publish(target: Path, parts: list[bytes | memoryview]) -> None:
-    """Write `parts` to `target` so that readers see the old file or the whole new one.
-
-    Raises:
-        RefusedError: the file cannot be written; what was there before is untouched.
-    """
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise RefusedError(
-            f"{target} cannot be written ({error.strerror}); nothing that was there before is lost; "
-            "free space or choose another --run-dir, then start again with --resume"
-        ) from error
 
 
 def load(path: Path, *, size: int) -> dict[str, Any]:

@@ -18,16 +18,9 @@ from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.record import (
-    PER_RANK,
-    NullRecord,
-    Record,
-    choose_directory,
-    claim_directory,
-    describe_environment,
-    open_record,
-    version_of,
-)
+from hvfreeze.runs.directory import PER_RANK, claim_directory, directory_name, open_record
+from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, version_of
+from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
 from hvfreeze.training.choice import open_strategy
 from hvfreeze.training.evaluation import Totals
@@ -80,8 +73,13 @@ def prepare(config: Config, world: World) -> Job:
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
     check_equal(world, "versions", {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")})
-    directory = choose_directory(config, world)
-    together(world, lambda: claim_directory(directory, config) if world.rank == 0 else None, name="directory")
+    environment = describe_environment(world.allgather_object(facts_of_this_rank(), name="environment"))
+    directory, settings = choose_directory(config, world), to_dict(config)
+    together(
+        world,
+        lambda: claim_directory(directory, settings, resume=config.run.resume) if world.rank == 0 else None,
+        name="directory",
+    )
     corpus = open_corpus(config, world, replicas=world.size)
     identities = together(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)
@@ -94,14 +92,22 @@ def prepare(config: Config, world: World) -> Job:
         torch.manual_seed(config.run.seed + world.rank)
     job = assemble(config, world, directory, chain, corpus, [*corpus.notes, *notes, *crowding(world)])
     job.data_identities = identities
-    environment = describe_environment(world)
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = together(
         world,
-        lambda: open_record(directory, config, environment=environment) if world.rank == 0 else NullRecord(),
+        lambda: open_record(directory, settings, environment=environment) if world.rank == 0 else NullRecord(),
         name="record",
     )
     return job
+
+
+def choose_directory(config: Config, world: World) -> Path:
+    """Return the run directory, the same on every rank; rank 0 names it when the user did not.
+
+    Collective: every rank of `world` must call this.
+    """
+    named = Path("runs") / directory_name(config.model.model, config.data.data, config.freeze.freeze)
+    return Path(world.broadcast_object(config.run.run_dir or str(named), name="run.directory")).resolve()
 
 
 def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:

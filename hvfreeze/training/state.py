@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.runs.clock import PHASES
+from hvfreeze.runs.publishing import publishing
 from hvfreeze.strategies.strategy import State
 from hvfreeze.training import checkpoint
 from hvfreeze.training.evaluation import Totals
@@ -137,20 +138,8 @@ def export(job: Job) -> None:
     """
 
     def write() -> None:
-        if job.world.rank != 0:
-            return
-        temporary = job.directory / ".model.pt.tmp"
-        try:
-            torch.save(job.strategy.whole_model().state_dict(), temporary)
-            temporary.chmod(0o600)
-            temporary.replace(job.directory / "model.pt")
-        except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
-            raise export_error(job, error) from error
+        if job.world.rank == 0:
+            with publishing(job.directory / "model.pt") as file:
+                torch.save(job.strategy.whole_model().state_dict(), file)
 
     together(job.world, write, name="export")
-
-
-def export_error(job: Job, error: Exception) -> HvfreezeError:
-    """Return the error that says why the model could not be written."""
-    return RefusedError(f"{job.directory / 'model.pt'} cannot be written: {first_line(error)}; the checkpoint is kept")

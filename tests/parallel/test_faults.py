@@ -202,7 +202,10 @@ def test_a_vote_on_statistics_that_are_not_finite_on_one_rank_is_void(tmp_path: 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("0:6:log", "/dev/full cannot be written: No space left on device"), ("1:6:refuse", "error: rank 1: injected")],
+    [
+        ("0:6:log", "metrics.jsonl cannot be written: No space left on device"),
+        ("1:6:refuse", "error: rank 1: injected"),
+    ],
 )
 def test_an_error_that_only_one_rank_meets_ends_the_job(tmp_path: Path, fault: str, message: str) -> None:
     result = train(2, fault, tmp_path / "run")

@@ -11,9 +11,11 @@ from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, NUM_CLASSES, HeldSteps, Setting
 from analysis.benchmarks.ranks import Ranks
+from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.runs.record import NullRecord, describe_environment, open_record
+from hvfreeze.runs.directory import open_record
+from hvfreeze.runs.record import NullRecord
 from hvfreeze.training.evaluation import Totals
 from hvfreeze.training.job import Job
 from hvfreeze.training.progress import Progress, open_progress
@@ -37,8 +39,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
     rows = pace.rows(BATCH_ROWS)
     steps = HeldSteps(Setting(world=ranks.world, scratch=scratch, batch_rows=rows).job("step"))
     job = Setting(world=ranks.world, scratch=scratch, batch_rows=rows, steps=STEPS_OF_CIFAR).job("x", augment="fresh")
-    environment = describe_environment(ranks.world)
-    job.record = open_record(scratch / "run", job.config, environment=environment) if ranks.rank == 0 else NullRecord()
+    job.record = NullRecord() if ranks.rank else open_record(scratch / "run", to_dict(job.config), environment={})
     sides = [Side("extra", Extra(job, open_progress(ranks.rank, 1000, done=0)).step), Side("step", steps.step)]
     yield from hold(ranks, sides, [DUEL], pace=pace)
 

@@ -1,4 +1,4 @@
-"""Saves a checkpoint again and again, killed before a later line of checkpoint.py each time, until one save survives.
+"""Saves a checkpoint again and again, killed before a later line of its code each time, until one save survives.
 
 Arguments: a folder with checkpoints, and a folder in which the copy N of it is what the kill before line N left.
 """
@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 
+from hvfreeze.runs import publishing
 from hvfreeze.training import checkpoint
 
 
 def save_and_die(directory: Path, *, step: int, lines: int) -> None:
-    """Save, and be killed when `lines` lines of checkpoint.py have been run."""
+    """Save, and be killed when `lines` lines of its code have been run."""
     left = lines
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != checkpoint.__file__:
+        if frame.f_code.co_filename not in (checkpoint.__file__, publishing.__file__):
             return None
         if event == "line":
             if left == 0:

@@ -1,0 +1,63 @@
+"""What a run ran on: versions, processors, hosts and threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "h5py", "numpy", "hvfreeze")
+OF_EVERY_RANK = ("processor", "capability", "threads")
+"""Facts in which the ranks of a job may differ."""
+
+
+def facts_of_this_rank() -> dict[str, Any]:
+    """Return versions, processor, host and threads of this process."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version_of(name) for name in PACKAGES},
+    }
+
+
+def describe_environment(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return environment.json's object from every rank's facts, in the order of ranks.
+
+    A fact of `OF_EVERY_RANK` is one value where it is equal on all ranks, else a list of one per rank; the others are
+    rank 0's.
+    """
+    found: dict[str, Any] = {"size": len(ranks), "hosts": [facts["host"] for facts in ranks]}
+    for name, value in ranks[0].items():
+        if name != "host":
+            values = [facts[name] for facts in ranks]
+            found[name] = value if name not in OF_EVERY_RANK or values.count(value) == len(values) else values
+    return found
+
+
+def processor_name() -> str:
+    """Return the processor's name as the kernel tells it."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1) if match else platform.processor()
+
+
+def version_of(package: str) -> str | None:
+    """Return an installed package's version, None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

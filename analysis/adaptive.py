@@ -19,7 +19,8 @@ from analysis.writing.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, fin
 from analysis.writing.charts import IN_TIME, Line, accuracy_time_chart, line_chart
 from hvfreeze.report.figures import plot_cuts
 from hvfreeze.report.style import BASELINE, COLOURS
-from hvfreeze.report.tables import Table, factor, percent, seconds
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, percent, seconds
 
 FULL = "full"
 STUDY = "study"

@@ -19,7 +19,8 @@ from analysis.sweeps.statistics import shown
 from analysis.writing import paper
 from analysis.writing.cells import COMPARED, compared, learning_rates
 from analysis.writing.charts import accuracy_time_chart
-from hvfreeze.report.tables import Table, factor, percent, seconds
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, percent, seconds
 
 LEARNING_RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
 HELD_OUT = 0.2

@@ -23,7 +23,8 @@ from analysis.writing.charts import IN_TIME, Line, accuracy_time_chart, bar_char
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.style import COLOURS
-from hvfreeze.report.tables import Table, factor, megabytes, percent, phase_table, seconds
+from hvfreeze.report.tables import Table, phase_table
+from hvfreeze.report.units import factor, megabytes, percent, seconds
 
 CUT = 4
 CUTS = (3, 4, 5)

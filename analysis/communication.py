@@ -18,7 +18,8 @@ from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import NOTHING, Interval, mean_interval, shown
 from analysis.writing.charts import bar_chart
 from hvfreeze.report.figures import plot_phases
-from hvfreeze.report.tables import Table, factor, megabytes, number
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, megabytes, number
 from hvfreeze.runs.reading import Run
 
 NODES = (1, 2, 4)

@@ -35,7 +35,7 @@ from hvfreeze.chain.models import build_model
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.report.csv_files import to_csv
-from hvfreeze.report.tables import factor
+from hvfreeze.report.units import factor
 from hvfreeze.runs.environment import facts_of_this_rank
 
 NODES, BANDWIDTH = (2, 3, 4), "1gbit"

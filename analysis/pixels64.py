@@ -20,7 +20,8 @@ from analysis.sweeps.statistics import shown, signed_points
 from analysis.writing.cells import COMPARED, FINAL_CUT, SAME_TIME, compared, final_cut, learning_rates, same_time
 from analysis.writing.charts import IN_TIME, accuracy_time_chart
 from hvfreeze.report.figures import plot_phases
-from hvfreeze.report.tables import Table, factor, percent, seconds
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, percent, seconds
 
 LARGER = 2
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1)

@@ -28,7 +28,8 @@ from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from analysis.writing.charts import Line, line_chart
 from hvfreeze.report.style import COLOURS, DASHES
-from hvfreeze.report.tables import Table, factor, percent
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, percent
 
 FIT, LEFT_OUT = (2, 3), 4
 BANDWIDTHS = ("1gbit", "200mbit")

@@ -23,7 +23,8 @@ from analysis.writing.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_c
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.style import COLOURS
-from hvfreeze.report.tables import Table, factor, percent, phase_table
+from hvfreeze.report.tables import Table, phase_table
+from hvfreeze.report.units import factor, percent
 
 GROUPS = range(7)
 INNER = (2, 4, 6, 8)

@@ -8,7 +8,8 @@ from analysis.sweeps.statistics import Interval, Values, paired_ratio, shown
 from analysis.writing import paper
 from analysis.writing.charts import Line
 from hvfreeze.report.style import COLOURS
-from hvfreeze.report.tables import Table, factor
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor
 
 BATCHES = {224: 16}
 """Image size -> samples per rank: enough that the step's work, not the exchange, takes the time."""

@@ -13,7 +13,8 @@ from analysis.sweeps.questions import Answer, Experiment
 from analysis.sweeps.results import Results
 from analysis.sweeps.rows import ROWS, publish
 from hvfreeze.report.style import save_figure
-from hvfreeze.report.tables import Table, plural
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import plural
 
 VERSIONS = ("torch", "horovod", "mpi4py", "hvfreeze")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import shown, signed_points, time_saved
-from hvfreeze.report.tables import Table, factor, percent, seconds
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, percent, seconds
 
 COMPARED = ("Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
 SAME_TIME, FINAL_CUT = "Same time, full", "Final cut"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvfreeze.doctor.checks import CheckResult
 from hvfreeze.doctor.remote import PACKAGES
-from hvfreeze.doctor.this_machine import CheckResult
 
 CLOCK_SECONDS = 2.0
 
@@ -35,7 +35,7 @@ class Answer:
 
 
 def check_ssh(answers: Mapping[str, Answer]) -> CheckResult:
-    """Every host answers ssh without asking anything, and has this Python."""
+    """Check that every host answers ssh without asking anything, and has this Python."""
     bad = {name: answer for name, answer in answers.items() if answer.error}
     if bad:
         value = "; ".join(f"{name}: {answer.error}" for name, answer in bad.items())
@@ -44,7 +44,7 @@ def check_ssh(answers: Mapping[str, Answer]) -> CheckResult:
 
 
 def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> CheckResult:
-    """Every host has the packages and mpirun, in the same versions as the first."""
+    """Check that every host has the packages and mpirun, in the same versions as the first."""
     kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "Python": lambda said: str(said["python"]),
         "mpirun": lambda said: str(said["mpi"]),
@@ -77,7 +77,7 @@ def check_same(name: str, found: Mapping[str, str], *, remedy: str) -> CheckResu
 
 
 def check_cache_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: str) -> CheckResult:
-    """Every host could write 1 MiB to `directory`."""
+    """Check that every host could write 1 MiB to `directory`."""
     bad = [f"{name}: {said['cache']}" for name, said in facts.items() if said["cache"]]
     if bad:
         remedy = "make room there, or give another --cache-dir"
@@ -86,7 +86,7 @@ def check_cache_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: 
 
 
 def check_data_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: str) -> CheckResult:
-    """Every host sees the same names under `directory`."""
+    """Check that every host sees the same names under `directory`."""
     found = {name: str(said["data"]) for name, said in facts.items()}
     bad = [f"{name}: {value.removeprefix('error: ')}" for name, value in found.items() if value.startswith("error: ")]
     if bad:
@@ -97,7 +97,7 @@ def check_data_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: s
 
 
 def check_ports(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host], *, ports: list[int]) -> CheckResult:
-    """Every host has as many free ports in the range as its ranks and their daemon listen on."""
+    """Check that every host has as many free ports in the range as its ranks and their daemon listen on."""
     span = f"{ports[0]}-{ports[1]}"
     used = {name: list(said["used_ports"]) for name, said in facts.items()}
     words = [f"{name}: {', '.join(map(str, taken[:5]))} in use" for name, taken in used.items() if taken]
@@ -113,7 +113,7 @@ def check_ports(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host], *
 
 
 def check_clock(answers: Mapping[str, Answer]) -> CheckResult:
-    """Every host's clock is this one's, as far as can be told from when it was asked and when it answered."""
+    """Check that every host's clock is this one's, as far as the moments of question and answer tell."""
     off = []
     for name, answer in answers.items():
         early, late = answer.asked - float(answer.facts["time"]), float(answer.facts["time"]) - answer.answered
@@ -124,7 +124,7 @@ def check_clock(answers: Mapping[str, Answer]) -> CheckResult:
 
 
 def check_slots(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host]) -> CheckResult:
-    """No host is to take more ranks than it has cores."""
+    """Check that no host is to take more ranks than it has cores."""
     full = [f"{host.name}: {host.slots} ranks, {facts[host.name]['cores']} cores" for host in hosts]
     full = [text for text, host in zip(full, hosts, strict=True) if host.slots > int(facts[host.name]["cores"])]
     remedy = (
@@ -137,7 +137,7 @@ def check_slots(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host]) -
 
 
 def check_bandwidth(rates: Mapping[tuple[str, str], float | str]) -> CheckResult:
-    """Every host reaches the next; a link at less than half of the fastest is noted.
+    """Check that every host reaches the next; a link at less than half of the fastest is noted.
 
     Args:
         rates: Mbit/s by (sender, receiver), or why there is none.

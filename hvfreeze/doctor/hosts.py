@@ -5,22 +5,15 @@ Nodes are asked over ssh, with the Python and the directory of this process, as 
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import secrets
-import shlex
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+from hvfreeze.doctor.asking import ask, measure_ring
+from hvfreeze.doctor.checks import CheckResult, exit_code, table
 from hvfreeze.doctor.host_checks import (
-    Answer,
     Host,
     check_bandwidth,
     check_cache_directory,
@@ -32,27 +25,11 @@ from hvfreeze.doctor.host_checks import (
     check_ssh,
     check_versions,
 )
-from hvfreeze.doctor.this_machine import CheckResult, exit_code, table
 from hvfreeze.errors import UsageError
-
-ANSWER_SECONDS = 60.0
-BANDWIDTH_SECONDS = 0.5
-PROBE = Path(__file__).with_name("remote.py")
-# ssh's own words, and what they mean to somebody who wants to train.
-SSH_TROUBLE = (
-    ("not resolve", "the name has no address", "correct --hosts or the hostfile, or /etc/hosts"),
-    ("Permission denied", "ssh refuses the key", "`ssh-copy-id {host}`, until `ssh {host} true` asks nothing"),
-    ("Host key", "ssh does not trust its host key", "compare it, then `ssh-keyscan {host} >> ~/.ssh/known_hosts`"),
-    ("timed out", "no answer", "is it up, and its network reachable from here?"),
-    ("No route", "no answer", "is it up, and its network reachable from here?"),
-    ("refused", "no ssh server", "start sshd there"),
-    ("not found", "no Python at {python}", "run `make setup` there, or share this environment with it"),
-    ("No such file", "no Python at {python}", "run `make setup` there, or share this environment with it"),
-)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts from `a:2,b:2,c`; without a number a host takes one rank.
+    """Return the hosts in `a:2,b:2,c`; without a number a host takes one rank.
 
     Raises:
         UsageError: a part is not NAME or NAME:SLOTS, or a name is there twice.
@@ -62,7 +39,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Hosts from a file with a line a host: `a slots=2`, `a:2` or `a`; `#` begins a comment.
+    """Return the hosts of a file with a line a host: `a slots=2`, `a:2` or `a`; `#` begins a comment.
 
     Raises:
         UsageError: the file cannot be read, is empty, or has a line of another form.
@@ -97,7 +74,7 @@ def _without_repetition(hosts: tuple[Host, ...], *, source: str) -> tuple[Host, 
 
 
 def run_hosts_doctor(hosts: Sequence[Host], *, data_dir: Path | None = None, cache_dir: Path | None = None) -> int:
-    """Prints a table of all checks of these hosts; 0 when they are usable together, 3 when there is a problem."""
+    """Print a table of all checks of these hosts; return 0 when they are usable together, 3 when there is a problem."""
     checks = host_checks(hosts, data_dir=data_dir, cache_dir=cache_dir)
     print(table(checks))
     return exit_code(checks)
@@ -106,7 +83,7 @@ def run_hosts_doctor(hosts: Sequence[Host], *, data_dir: Path | None = None, cac
 def host_checks(
     hosts: Sequence[Host], *, data_dir: Path | None = None, cache_dir: Path | None = None
 ) -> list[CheckResult]:
-    """All checks of these hosts, in the order of the table; takes seconds, whatever their number.
+    """Return all checks of these hosts, in the order of the table; takes seconds, whatever their number.
 
     Args:
         hosts: the nodes; the ports in $HVFREEZE_PORTS (FIRST-LAST) are checked too when that is set.
@@ -121,7 +98,7 @@ def host_checks(
         "ports": ports,
     }
     with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = dict(zip([host.name for host in hosts], pool.map(lambda host: _ask(host, order), hosts), strict=True))
+        answers = dict(zip([host.name for host in hosts], pool.map(lambda host: ask(host, order), hosts), strict=True))
     reached = [host for host in hosts if not answers[host.name].error]
     facts = {host.name: answers[host.name].facts for host in reached}
     checks = [check_ssh(answers)]
@@ -139,79 +116,6 @@ def host_checks(
             check_bandwidth(measure_ring(reached, ports=ports)),
         ]
     return checks
-
-
-def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, str], float | str]:
-    """Mbit/s from each host to the next, all at once as in a ring allreduce, or why there is none; {} for one host."""
-    if len(hosts) < 2:
-        return {}
-    token = secrets.token_hex(16)
-    pairs = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
-    listeners = [_start(receiver, {"do": "listen", "token": token, "ports": ports}) for _, receiver in pairs]
-    senders = []
-    for (sender, receiver), listener in zip(pairs, listeners, strict=True):
-        assert listener.stdout is not None
-        port = _first_answer(listener.stdout).get("port", 0)
-        order = {"do": "send", "token": token, "host": receiver.name, "port": port, "seconds": BANDWIDTH_SECONDS}
-        senders.append(_start(sender, order))
-    rates: dict[tuple[str, str], float | str] = {}
-    for (sender, receiver), listening, sending in zip(pairs, listeners, senders, strict=True):
-        sent = _first_answer(sending.communicate(timeout=ANSWER_SECONDS)[0].splitlines())
-        trouble = sent.get("error", "no answer")
-        if trouble:
-            listening.kill()
-        received = _first_answer(listening.communicate(timeout=ANSWER_SECONDS)[0].splitlines())
-        rate = received.get("bytes", 0) * 8e-6 / received.get("seconds", 1.0)
-        rates[sender.name, receiver.name] = trouble or rate or "nothing arrived"
-    return rates
-
-
-def _start(host: Host, order: Mapping[str, Any]) -> subprocess.Popen[str]:
-    """The probe, running on the host with this order."""
-    search = os.environ.get("PYTHONPATH", "")
-    words = [
-        "env",
-        f"PATH={os.environ.get('PATH', os.defpath)}",
-        f"PYTHONPATH={search}",
-        sys.executable,
-        "-",
-        json.dumps(order),
-    ]
-    remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
-    here = host.name in ("localhost", "127.0.0.1", socket.gethostname())
-    reach = ["sh", "-c"] if here else ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host.name]
-    pipe = subprocess.PIPE
-    with PROBE.open() as text:
-        return subprocess.Popen([*reach, remote], stdin=text, stdout=pipe, stderr=pipe, text=True)
-
-
-def _ask(host: Host, order: Mapping[str, Any]) -> Answer:
-    asked = time.time()
-    process = _start(host, order)
-    try:
-        output, trouble = process.communicate(timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, trouble = process.communicate()
-        trouble = f"{trouble}\ntimed out after {ANSWER_SECONDS:.0f} s"
-    facts = _first_answer(output.splitlines())
-    if facts:
-        return Answer(facts, "", "", asked, time.time())
-    last = trouble.strip().splitlines()[-1] if trouble.strip() else f"ended with code {process.returncode}"
-    for words, meaning, remedy in SSH_TROUBLE:
-        if words in trouble:
-            names = {"host": host.name, "python": sys.executable}
-            return Answer({}, meaning.format(**names), remedy.format(**names), asked, time.time())
-    return Answer({}, last, f"try `ssh {host.name} true`", asked, time.time())
-
-
-def _first_answer(lines: Iterable[str]) -> dict[str, Any]:
-    """The first JSON object among the lines, {} without one; a login script may print before it."""
-    for line in lines:
-        if line.startswith("{"):
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-    return {}
 
 
 def _ports(text: str) -> list[int]:

@@ -28,7 +28,7 @@ class Probe:
 
 
 def probe(name: str, *, timeout_seconds: float = 120.0) -> Probe:
-    """The facts of library `name`, from a fresh process; a crash, an exception or silence becomes `error`."""
+    """Return the facts of library `name`, from a fresh process; a crash, an exception or silence becomes `error`."""
     output, error = run_and_read(
         [sys.executable, "-m", "hvfreeze.doctor.libraries", name], timeout_seconds=timeout_seconds
     )
@@ -38,7 +38,7 @@ def probe(name: str, *, timeout_seconds: float = 120.0) -> Probe:
 
 
 def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tuple[str, str]:
-    """Standard output of `command`, and an empty string or one line on how it failed."""
+    """Return the standard output of `command`, and an empty string or one line on how it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tu
 
 
 def mpi_name(text: str) -> str:
-    """Family and version, such as `Open MPI 4.1.4`, in what mpirun or MPI_Get_library_version say of themselves."""
+    """Return family and version, such as `Open MPI 4.1.4`, in what mpirun or MPI_Get_library_version say."""
     for family, pattern in (
         ("Open MPI", r"Open MPI\)? v?(\d[\w.]*)"),
         ("MPICH", r"(?:MPICH Version:|HYDRA build details:\s*Version:)\s*(\d[\w.]*)"),

@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def facts(order: dict[str, Any]) -> dict[str, Any]:
-    """Versions, code, directories, free ports, cores and the time, as seen by this process.
+    """Return versions, code, directories, free ports, cores and the time, as seen by this process.
 
     Args:
         order: `cache_dir`, `data_dir` (paths, or "" for none) and `ports` ([first, last], or []).
@@ -77,7 +77,7 @@ def _mpi() -> str:
 
 
 def _writable(directory: str) -> str:
-    """Empty when 1 MiB can be written to the directory, made if need be; else why not."""
+    """Return nothing when 1 MiB can be written to the directory, made if need be; else why not."""
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory) as file:
@@ -90,7 +90,7 @@ def _writable(directory: str) -> str:
 
 
 def _listing(directory: str) -> str:
-    """A hash of the names in the directory and in its own directories; else why there is none."""
+    """Return a hash of the names in the directory and in its own directories; else why there is none."""
     try:
         names = sorted(os.listdir(directory))
         below = [sorted(os.listdir(Path(directory, name))) for name in names if Path(directory, name).is_dir()]
@@ -114,7 +114,7 @@ def _is_free(port: int) -> bool:
 
 
 def listen(order: dict[str, Any]) -> dict[str, Any]:
-    """Prints a port, then receives there what `send` sends: {"bytes", "seconds"} from the first byte to the last.
+    """Print a port and receive there what `send` sends; return {"bytes", "seconds"}, from the first byte to the last.
 
     Args:
         order: `token`, which a sender must begin with, and `ports` as in `facts`.
@@ -138,7 +138,7 @@ def listen(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def send(order: dict[str, Any]) -> dict[str, Any]:
-    """Sends to `listen` on `host`:`port` for `seconds`; {"error": ""} or why it could not."""
+    """Send to `listen` on `host`:`port` for `seconds`; return {"error": ""} or why it could not."""
     try:
         with socket.create_connection((order["host"], order["port"]), timeout=5) as connection:
             connection.settimeout(20)

@@ -21,7 +21,8 @@ from hvfreeze.report.style import (
     directly_labelled,
     label_lines,
 )
-from hvfreeze.report.tables import factor, group_label, seconds
+from hvfreeze.report.tables import group_label
+from hvfreeze.report.units import factor, seconds
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
 
 PHASE_COLOURS = {

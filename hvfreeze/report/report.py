@@ -21,17 +21,8 @@ from hvfreeze.report.csv_files import epoch_rows, run_rows, to_csv, vote_rows
 from hvfreeze.report.figures import MOST_PANELS, plot_accuracy_against_time, plot_cuts, plot_phases
 from hvfreeze.report.page import Picture, Section, write_page, write_text
 from hvfreeze.report.style import NARROW, WIDE, save_figure
-from hvfreeze.report.tables import (
-    command_table,
-    environment_table,
-    factor,
-    percent,
-    phase_table,
-    plural,
-    shown,
-    summary_table,
-    vote_table,
-)
+from hvfreeze.report.tables import command_table, environment_table, phase_table, summary_table, vote_table
+from hvfreeze.report.units import factor, percent, plural, shown
 from hvfreeze.runs.reading import Run, load_runs
 
 VOTES_UNFOLDED = 100

@@ -40,9 +40,6 @@ MOST_ROOMS = 9
 
 TO_BE_CUT = {
     "hvfreeze/prefix/measuring.py -> hvfreeze.freezing.freezer",
-    "hvfreeze/runs/record.py -> hvfreeze.freezing.vote",
-    "hvfreeze/runs/record.py -> hvfreeze.ranks.world",
-    "hvfreeze/runs/record.py -> hvfreeze.training.checkpoint",
 }
 
 Sources = dict[str, str]

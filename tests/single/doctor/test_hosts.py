@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.doctor import host_checks, hosts, remote
+from hvfreeze.doctor import asking, host_checks, hosts, remote
 from hvfreeze.doctor.host_checks import Answer, Host
 from hvfreeze.errors import UsageError
 
@@ -171,8 +171,8 @@ def test_the_probe_needs_nothing_that_a_bare_python_lacks() -> None:
 
 
 def test_the_ring_measures_what_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "BANDWIDTH_SECONDS", 0.1)
+    monkeypatch.setattr(asking, "BANDWIDTH_SECONDS", 0.1)
     pair = [Host("localhost", 1), Host("127.0.0.1", 1)]
-    rates = hosts.measure_ring(pair, ports=[])
+    rates = asking.measure_ring(pair, ports=[])
     assert set(rates) == {("localhost", "127.0.0.1"), ("127.0.0.1", "localhost")}
     assert all(isinstance(rate, float) and rate > 0 for rate in rates.values())

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from hvfreeze.doctor import this_machine
+from hvfreeze.doctor import checks, this_machine
+from hvfreeze.doctor.checks import CheckResult
 from hvfreeze.doctor.libraries import Probe, mpi_name, probe, run_and_read
-from hvfreeze.doctor.this_machine import CheckResult
 
 HOROVOD = Probe(
     {"version": "0.28.1", "mpi_built": "yes", "built_with_torch": "2.13.0", "torch": "2.13.0", "mpi": "Open MPI 4.1.4"}
@@ -21,39 +21,39 @@ def but(facts: Probe, **changes: str) -> Probe:
 @pytest.mark.parametrize(
     ("check", "verdict"),
     [
-        (this_machine.check_python((3, 9, 1), executable="python3"), "PROBLEM"),
-        (this_machine.check_python((3, 10, 0), executable="python3"), "OK"),
-        (this_machine.check_torch(BROKEN), "PROBLEM"),
-        (this_machine.check_torch(Probe({"version": "2.13.0", "threads": "2", "capability": "AVX2"})), "OK"),
-        (this_machine.check_torchvision(BROKEN), "PROBLEM"),
-        (this_machine.check_torchvision(Probe({"version": "0.28.0", "shim": "yes"})), "note"),
-        (this_machine.check_torchvision(Probe({"version": "0.28.0", "shim": ""})), "OK"),
-        (this_machine.check_horovod(BROKEN), "PROBLEM"),
-        (this_machine.check_horovod(but(HOROVOD, mpi_built="", mpi="")), "PROBLEM"),
-        (this_machine.check_horovod(HOROVOD), "OK"),
-        (this_machine.check_horovod_torch(BROKEN), "PROBLEM"),
-        (this_machine.check_horovod_torch(but(HOROVOD, torch="2.12.0")), "PROBLEM"),
-        (this_machine.check_horovod_torch(HOROVOD), "OK"),
-        (this_machine.check_mpirun("", error="mpirun is not on the PATH", horovod=HOROVOD), "PROBLEM"),
-        (this_machine.check_mpirun("MPICH 4.0.2", error="", horovod=HOROVOD), "PROBLEM"),
-        (this_machine.check_mpirun("Open MPI 4.1.6", error="", horovod=HOROVOD), "PROBLEM"),
-        (this_machine.check_mpirun("Open MPI 4.1.4", error="", horovod=HOROVOD), "OK"),
-        (this_machine.check_mpirun("Open MPI 4.1.4", error="", horovod=BROKEN), "OK"),
-        (this_machine.check_mpi4py(BROKEN, horovod=HOROVOD), "PROBLEM"),
-        (this_machine.check_mpi4py(Probe({"version": "4.1.2", "mpi": "MPICH 4.0.2"}), horovod=HOROVOD), "PROBLEM"),
-        (this_machine.check_mpi4py(Probe({"version": "4.1.2", "mpi": "Open MPI 4.1.4"}), horovod=HOROVOD), "OK"),
-        (this_machine.check_hdf5(BROKEN), "PROBLEM"),
-        (this_machine.check_hdf5(Probe({"version": "3.16.0", "hdf5": "2.0.0"})), "OK"),
-        (this_machine.check_cores(2, local_size=4, yields=False), "note"),
-        (this_machine.check_cores(2, local_size=4, yields=True), "OK"),
-        (this_machine.check_cores(2, local_size=2, yields=False), "OK"),
-        (this_machine.check_memory(2**29), "note"),
-        (this_machine.check_disk(2**30), "note"),
-        (this_machine.check_shared_memory(64 * 2**20), "note"),
-        (this_machine.check_shared_memory(2**30), "OK"),
-        (this_machine.check_user(0, allowed=False), "note"),
-        (this_machine.check_user(0, allowed=True), "OK"),
-        (this_machine.check_user(1000, allowed=False), "OK"),
+        (checks.check_python((3, 9, 1), executable="python3"), "PROBLEM"),
+        (checks.check_python((3, 10, 0), executable="python3"), "OK"),
+        (checks.check_torch(BROKEN), "PROBLEM"),
+        (checks.check_torch(Probe({"version": "2.13.0", "threads": "2", "capability": "AVX2"})), "OK"),
+        (checks.check_torchvision(BROKEN), "PROBLEM"),
+        (checks.check_torchvision(Probe({"version": "0.28.0", "shim": "yes"})), "note"),
+        (checks.check_torchvision(Probe({"version": "0.28.0", "shim": ""})), "OK"),
+        (checks.check_horovod(BROKEN), "PROBLEM"),
+        (checks.check_horovod(but(HOROVOD, mpi_built="", mpi="")), "PROBLEM"),
+        (checks.check_horovod(HOROVOD), "OK"),
+        (checks.check_horovod_torch(BROKEN), "PROBLEM"),
+        (checks.check_horovod_torch(but(HOROVOD, torch="2.12.0")), "PROBLEM"),
+        (checks.check_horovod_torch(HOROVOD), "OK"),
+        (checks.check_mpirun("", error="mpirun is not on the PATH", horovod=HOROVOD), "PROBLEM"),
+        (checks.check_mpirun("MPICH 4.0.2", error="", horovod=HOROVOD), "PROBLEM"),
+        (checks.check_mpirun("Open MPI 4.1.6", error="", horovod=HOROVOD), "PROBLEM"),
+        (checks.check_mpirun("Open MPI 4.1.4", error="", horovod=HOROVOD), "OK"),
+        (checks.check_mpirun("Open MPI 4.1.4", error="", horovod=BROKEN), "OK"),
+        (checks.check_mpi4py(BROKEN, horovod=HOROVOD), "PROBLEM"),
+        (checks.check_mpi4py(Probe({"version": "4.1.2", "mpi": "MPICH 4.0.2"}), horovod=HOROVOD), "PROBLEM"),
+        (checks.check_mpi4py(Probe({"version": "4.1.2", "mpi": "Open MPI 4.1.4"}), horovod=HOROVOD), "OK"),
+        (checks.check_hdf5(BROKEN), "PROBLEM"),
+        (checks.check_hdf5(Probe({"version": "3.16.0", "hdf5": "2.0.0"})), "OK"),
+        (checks.check_cores(2, local_size=4, yields=False), "note"),
+        (checks.check_cores(2, local_size=4, yields=True), "OK"),
+        (checks.check_cores(2, local_size=2, yields=False), "OK"),
+        (checks.check_memory(2**29), "note"),
+        (checks.check_disk(2**30), "note"),
+        (checks.check_shared_memory(64 * 2**20), "note"),
+        (checks.check_shared_memory(2**30), "OK"),
+        (checks.check_user(0, allowed=False), "note"),
+        (checks.check_user(0, allowed=True), "OK"),
+        (checks.check_user(1000, allowed=False), "OK"),
     ],
 )
 def test_each_check_tells_problems_from_notes_and_says_what_to_mend(check: CheckResult, verdict: str) -> None:
@@ -67,15 +67,13 @@ def test_notes_leave_the_machine_usable_and_problems_do_not() -> None:
         CheckResult("b", True, "2", "do"),
         CheckResult("c", False, "3", "do"),
     )
-    assert this_machine.exit_code([fine, note]) == 0
-    assert this_machine.exit_code([fine, note, problem]) == 3
+    assert checks.exit_code([fine, note]) == 0
+    assert checks.exit_code([fine, note, problem]) == 3
 
 
 def test_table_puts_the_remedy_under_its_check() -> None:
-    lines = this_machine.table(
-        [CheckResult("torch", True, "2.13.0"), CheckResult("mpirun", False, "absent", "install it")]
-    )
-    assert this_machine.table([]).startswith("This machine is usable")
+    lines = checks.table([CheckResult("torch", True, "2.13.0"), CheckResult("mpirun", False, "absent", "install it")])
+    assert checks.table([]).startswith("This machine is usable")
     rows = lines.splitlines()
     assert rows[0].split() == ["OK", "torch", "2.13.0"]
     assert rows[1].split() == ["PROBLEM", "mpirun", "absent"]
@@ -85,7 +83,7 @@ def test_table_puts_the_remedy_under_its_check() -> None:
 
 def test_processor_lists_what_is_there_and_what_is_not() -> None:
     assert (
-        this_machine.check_processor(frozenset({"avx2", "amx_bf16"})).value
+        checks.check_processor(frozenset({"avx2", "amx_bf16"})).value
         == "AVX2, AMX bfloat16, no AVX512, no AVX512 bfloat16"
     )
 

@@ -14,7 +14,8 @@ from hvfreeze.report.figures import accuracy_curve, colours, plot_accuracy_again
 from hvfreeze.report.page import Section, write_page
 from hvfreeze.report.report import write_report
 from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
-from hvfreeze.report.tables import Table, command, percent, seconds, shown, summary_table, vote_table
+from hvfreeze.report.tables import Table, command, summary_table, vote_table
+from hvfreeze.report.units import percent, seconds, shown
 from hvfreeze.runs.reading import load_run, load_runs
 from tests.single.report.run_directories import PHASES, vote, write_run
 

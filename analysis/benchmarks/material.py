@@ -136,7 +136,7 @@ class HeldSteps:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        batches, training = job.feed.epoch(0), replicas_of(job).training
+        batches, replicas = job.feed.epoch(0), replicas_of(job)
         images = {int(batch.ids[0]): x for batch, (x, _) in zip(batches, held_batches(job), strict=True)}
 
         def load(ids: Ids, views: Ids) -> Tensor:
@@ -145,10 +145,10 @@ class HeldSteps:
 
         def run_blocks(x: Tensor, start: int, stop: int) -> Tensor:
             with job.clock.within("forward"):
-                return training.halves.run(x, start, stop)
+                return replicas.halves.prefix(x, start, stop)
 
         rows = job.config.optimizer.batch_size
-        training.caching = NoCache(NullActivations(run_blocks=run_blocks, load_images=load, batch_rows=rows))
+        replicas.training.caching = NoCache(NullActivations(run_blocks=run_blocks, load_images=load, batch_rows=rows))
         job.strategy.begin_epoch([])
         self._batches: Iterator[Batch] = cycle(batches)
 

@@ -5,31 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks
-from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
 from hvfreeze.cache.plan import Plan, Situation, make_plan
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.tree import Config
+from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.draws import Ids
-from hvfreeze.prefix.measuring import Misses, Outlook, Split, prefix_digest, rates_of, rounded_before
-from hvfreeze.prefix.operations import operations_digest
+from hvfreeze.prefix.measuring import Misses, Outlook, rates_of
+from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.moves import Move
-
-STORED_TYPES = {"native": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MEMORY_FORMAT = "channels_last"
 
 
 class NoCache:
@@ -38,9 +30,9 @@ class NoCache:
     def __init__(self, activations: NullActivations) -> None:
         self.activations: Activations = activations
 
-    def move(self, history: Sequence[Move]) -> None:
-        """Follow the cut. Collective in `Caching`."""
-        self.activations.begin_cut(history[-1].cut)
+    def move(self, cuts: Sequence[int]) -> None:
+        """Follow the cut to the last of `cuts`. Collective in `Caching`."""
+        self.activations.begin_cut(cuts[-1])
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
         """Do nothing. Collective in `Caching`."""
@@ -62,10 +54,12 @@ class NoCache:
 class Caching:
     """`--cache on` or `auto`: rows are kept at a cut, and later epochs read them."""
 
-    config: Config
+    settings: CacheConfig
     chain: Chain
     world: World
     split: Split
+    recipe: Recipe
+    shuffled_globally: bool
     activations: PrefixActivations
     outlook: Outlook
     run_blocks: RunBlocks
@@ -77,25 +71,28 @@ class Caching:
     _cut: int = 0
     _read_before: int = 0
 
-    def move(self, history: Sequence[Move]) -> None:
-        """Follow the cut to the end of `history`; rows of the cut before serve until there are new ones.
+    def move(self, cuts: Sequence[int]) -> None:
+        """Follow the cut to the last of `cuts`; rows of the cut before serve until there are new ones.
 
         Collective: every rank of the world must call this in the same step.
         """
         self._settle()
-        self._cut = history[-1].cut
+        self._cut = cuts[-1]
         if self._cut == 0:
             self.activations.begin_cut(0)
             return
         plan = self._plan()
-        use = plan.use or self.config.cache.cache == "on"
+        use = plan.use or self.settings.cache == "on"
         self.predicted += plan.predicted_seconds_saved if use else 0.0
-        mark = self._mark(rounded_before(history))
-        universe, steady = self.split.universe(), self.exact
-        begin = partial(self.activations.begin_cut, mark=mark, universe=universe, store=use, steady=steady)
-        together(self.world, lambda: begin(self._cut), name=f"cache.begin.{self.split.name}")
+
+        def begin() -> None:
+            mark = self.split.fingerprint(self.chain, cuts, self.recipe)
+            universe = self.split.universe()
+            self.activations.begin_cut(self._cut, mark=mark, universe=universe, store=use, steady=self.exact)
+
+        together(self.world, begin, name=f"cache.begin.{self.split.name}")
         self._agree_on_failure()
-        if use and self.config.data.shuffle == "global":
+        if use and self.shuffled_globally:
             # No rank knows its own samples beforehand: each computes a fixed share and all read all.
             self.activations.sweep(everything=True)
             self.activations.publish()
@@ -129,7 +126,7 @@ class Caching:
         exact = self.exact and self.activations.exact
         everyone = self.world.allgather_object((mine, exact, saved), name="cache.report")
         return {
-            "mode": self.config.cache.cache,
+            "mode": self.settings.cache,
             "exact": all(theirs for _, theirs, _ in everyone),
             **{key: sum(theirs[key] for theirs, _, _ in everyone) for key in mine},
             "seconds_saved_predicted": self.predicted,
@@ -138,7 +135,7 @@ class Caching:
 
     def _settle(self) -> None:
         """Count what the rows read since the last call would have cost to compute."""
-        batches = (self.activations.counters.rows_read - self._read_before) / self.config.optimizer.batch_size
+        batches = (self.activations.counters.rows_read - self._read_before) / self.recipe.batch_rows
         self._read_before = self.activations.counters.rows_read
         self.saved += batches * self.misses.seconds_per_batch()
 
@@ -156,11 +153,11 @@ class Caching:
         plan = make_plan(situations, limit_bytes=None if left is None else left * self.world.size)
         plan = self.world.broadcast_object(plan, name="cache.plan")
         if self.split.name == "train":
-            self.say(f"cache {self.config.cache.cache} at cut {self._cut}: {plan.reason}\n{plan.table()}")
+            self.say(f"cache {self.settings.cache} at cut {self._cut}: {plan.reason}\n{plan.table()}")
         return plan
 
     def _situation(self) -> Situation:
-        rows, cut = self.config.optimizer.batch_size, self._cut
+        rows, cut = self.recipe.batch_rows, self._cut
         ids = np.resize(self.split.ids, rows)
         start = time.perf_counter()
         images = self.split.images.load(ids, np.zeros_like(ids))
@@ -168,10 +165,10 @@ class Caching:
         trial = self.outlook.trial(cut, self.run_blocks, images)
         self.exact = self.exact and trial.exact
         self.misses.restart(image_seconds + trial.seconds)
-        stored = STORED_TYPES[self.config.cache.cache_dtype] or trial.dtype
+        stored = self.recipe.stored or trial.dtype
         row_bytes = trial.row_elements * stored.itemsize
         training, passes = self.split.name == "train", self.split.passes_per_epoch
-        directory = self.outlook.directory
+        directory, horizon = self.outlook.directory, self.outlook.horizon()
         directory.mkdir(parents=True, exist_ok=True)
         return Situation(
             image_seconds=image_seconds,
@@ -181,40 +178,20 @@ class Caching:
             rows=len(self.split.ids),
             views=self.split.num_views,
             row_bytes=row_bytes,
-            epochs_left=passes * self.outlook.freezer.epochs_left,
-            epochs_until_move=passes * self.outlook.freezer.epochs_until_move(),
-            memory_bytes=memory_budget(self.world.local_size),
+            epochs_left=passes * horizon.epochs_left,
+            epochs_until_move=passes * horizon.epochs_until_move,
+            memory_bytes=self.outlook.memory_bytes,
             rates=rates_of(directory, row_bytes, rows),
-        )
-
-    def _mark(self, via: Sequence[int]) -> Fingerprint:
-        transform = self.split.images.transform
-        cut, size = self._cut, self.config.data.image_size
-        shape = self.split.images.pixels.fetch(self.split.ids[:1]).shape[1:]
-        return activation_fingerprint(
-            prefix=prefix_digest(self.chain, cut),
-            operations=operations_digest(self.chain, cut),
-            cut=cut,
-            data=self.split.identity,
-            split=self.split.name,
-            transform=transform.identity(),
-            data_seed=self.config.data_seed,
-            augment=str(transform.augment),
-            dtype=self.config.cache.cache_dtype,
-            input_shape=[shape[0], size or shape[1], size or shape[2]],
-            memory_format=MEMORY_FORMAT,
-            precision=self.config.optimizer.precision,
-            batch_rows=self.config.optimizer.batch_size,
-            threads=torch.get_num_threads(),
-            via=via if self.config.cache.cache_dtype != "native" else (),
         )
 
 
 def open_caching(
-    config: Config,
+    settings: CacheConfig,
+    data: DataConfig,
     chain: Chain,
     world: World,
     split: Split,
+    recipe: Recipe,
     *,
     outlook: Outlook,
     clock: PhaseClock,
@@ -222,8 +199,22 @@ def open_caching(
     owner: str,
     say: Callable[[str], None],
 ) -> NoCache | Caching:
-    """Return how `split`'s activations are kept; with `--cache auto` and views that never come again they are not."""
-    rows, misses = config.optimizer.batch_size, Misses()
+    """Return how `split`'s activations are kept; with `--cache auto` and views that never come again they are not.
+
+    Args:
+        settings: whether, where and how.
+        data: how training samples are shown; in shuffle `global` every rank meets all, and rows can only be shared.
+        chain: the model.
+        world: the ranks that decide together.
+        split: the samples.
+        recipe: how rows are computed.
+        outlook: what plans need to know.
+        clock: told of what training waits for.
+        run_blocks: runs frozen blocks.
+        owner: names the run; only its own files are ever removed.
+        say: tells the user a line; does nothing but on rank 0.
+    """
+    misses = Misses()
 
     def load(ids: Ids, views: Ids) -> Tensor:
         with clock.within("data"), misses.timed(batches=0):
@@ -233,23 +224,25 @@ def open_caching(
         with clock.within("forward"), misses.timed(batches=1, counts=start == 0):
             return run_blocks(x, start, stop)
 
-    cacheable = config.data.cacheable() and (config.data.shuffle == "shard" or config.cache.cache_shared)
-    if config.cache.cache == "off" or not cacheable:
-        if config.cache.cache == "auto" and split.name == "train":
+    shuffled_globally = data.shuffle == "global"
+    if settings.cache == "off" or not data.cacheable() or (shuffled_globally and not settings.cache_shared):
+        if settings.cache == "auto" and split.name == "train":
             say("cache auto: off, because with this --augment and --shuffle no row would be read again")
-        return NoCache(NullActivations(run_blocks=compute, load_images=load, batch_rows=rows))
+        return NoCache(NullActivations(run_blocks=compute, load_images=load, batch_rows=recipe.batch_rows))
     activations = PrefixActivations(
         run_blocks=compute,
         load_images=load,
-        batch_rows=rows,
+        batch_rows=recipe.batch_rows,
         directory=outlook.directory,
         shard=f"{world.rank}of{world.size}",
-        stored=STORED_TYPES[config.cache.cache_dtype],
-        shared=config.cache.cache_shared,
-        on_failure="stop" if config.cache.cache_failure == "stop" else "recompute",
+        stored=recipe.stored,
+        shared=settings.cache_shared,
+        on_failure="stop" if settings.cache_failure == "stop" else "recompute",
         budget=outlook.budget,
         owner=owner,
         phase=clock.within,
         prefix_digest=lambda cut: prefix_digest(chain, cut),
     )
-    return Caching(config, chain, world, split, activations, outlook, run_blocks, misses, say)
+    return Caching(
+        settings, chain, world, split, recipe, shuffled_globally, activations, outlook, run_blocks, misses, say
+    )

@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Images
-from hvfreeze.prefix.caching import Caching, NoCache
-from hvfreeze.runs.moves import Move
+from hvfreeze.prefix.caching import Caching, NoCache, open_caching
+from hvfreeze.prefix.measuring import Outlook
+from hvfreeze.prefix.splits import Recipe, Split
+from hvfreeze.ranks.world import World
+from hvfreeze.runs.clock import PhaseClock
 
 
-@dataclass
+@dataclass(frozen=True)
 class Halves:
-    """Runs blocks of a chain in the run's precision."""
+    """Runs the blocks before and behind a cut, in the run's precision."""
 
     chain: Chain
     precision: str = "float32"
 
-    def run(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Return the output of blocks start..stop-1, without gradient."""
+    def prefix(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return the output of frozen blocks start..stop-1 for `x`, without gradient."""
         with torch.no_grad(), self._autocast():
             return self.chain.run(x, start, stop)
 
-    def suffix(self, activations: Tensor, cut: int) -> Tensor:
-        """Return the logits, (B, classes), with gradient where that is on."""
+    def suffix(self, features: Tensor, cut: int) -> Tensor:
+        """Return the logits, (B, classes), of the blocks from `cut` on, with gradient where that is on."""
         with self._autocast():
-            return self.chain.run(activations, cut, len(self.chain.blocks))
+            return self.chain.run(features, cut, len(self.chain.blocks))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 @dataclass
-class Prefix:
-    """Gives a batch's activations at the cut, and runs the suffix on them."""
+class Features:
+    """The frozen prefix's output for the batches of one split, read where it is cached."""
 
-    halves: Halves
     images: Images
     caching: NoCache | Caching
+
+    @property
+    def cut(self) -> int:
+        """Frozen blocks whose output this is."""
+        return self.caching.activations.cut
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
         """Get ready for an epoch's batches, in order.
@@ -52,21 +60,47 @@ class Prefix:
         self.caching.begin_epoch(batches)
         announce(self.images, batches)
 
-    def move(self, history: Sequence[Move]) -> None:
-        """Follow the cut, the last entry of `history`.
+    def move(self, cut: int, *, before: Sequence[int] = ()) -> None:
+        """Follow the cut to `cut`; `before` are the cuts that the run has had until now, on which rounded rows depend.
 
         Collective: every rank of the world must call this in the same step.
         """
-        self.caching.move(history)
+        self.caching.move([*before, cut])
 
-    def get(self, batch: Batch) -> Tensor:
-        """Return the frozen prefix's output for the batch; with cut 0 the images themselves."""
+    def of(self, batch: Batch) -> Tensor:
+        """Return the features of a batch, (B, ...); with cut 0 the images themselves."""
         return self.caching.activations.get(batch.ids, batch.views, counted=batch.counted)
-
-    def suffix(self, activations: Tensor) -> Tensor:
-        """Return the logits, (B, classes)."""
-        return self.halves.suffix(activations, self.caching.activations.cut)
 
     def close(self) -> None:
         """Keep what is cached and let go of all files."""
         self.caching.activations.close()
+
+
+def open_features(
+    settings: CacheConfig,
+    data: DataConfig,
+    halves: Halves,
+    world: World,
+    split: Split,
+    recipe: Recipe,
+    *,
+    outlook: Outlook,
+    clock: PhaseClock,
+    owner: str,
+    say: Callable[[str], None],
+) -> Features:
+    """Return the features of `split`, kept as `settings` say; for the arguments see `open_caching`."""
+    caching = open_caching(
+        settings,
+        data,
+        halves.chain,
+        world,
+        split,
+        recipe,
+        outlook=outlook,
+        clock=clock,
+        run_blocks=halves.prefix,
+        owner=owner,
+        say=say,
+    )
+    return Features(split.images, caching)

@@ -1,52 +1,24 @@
-"""What the cache is told of a run: which rows there are, what they would cost to compute, how long they will serve."""
+"""What the cache is told of a run: what rows cost to compute, and how long they will serve."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
 from hvfreeze.cache.file.disk import Budget
-from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.rates import Rates, measure_directory
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.data.decoding import Images
-from hvfreeze.data.draws import Ids
-from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.config.sections import CacheConfig
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.moves import Move
-
-
-@dataclass(frozen=True)
-class Split:
-    """The samples of one split that this rank asks for, and what identifies them."""
-
-    name: str
-    """`train` or `test`."""
-    identity: str
-    images: Images
-    ids: Ids
-    """(N,) samples that this rank may store."""
-    passes_per_epoch: float = 1.0
-    """How often they are all asked for."""
-
-    @property
-    def num_views(self) -> int:
-        """Distinct views of a sample."""
-        return max(1, self.images.transform.augment.num_views)
-
-    def universe(self) -> tuple[Ids, Ids]:
-        """Return (sample ids, views), (N x views,) each: every row that this rank may store."""
-        views = np.arange(self.num_views, dtype=np.int64)
-        return np.tile(self.ids, self.num_views), np.repeat(views, len(self.ids))
 
 
 @dataclass
@@ -89,14 +61,25 @@ class Trial:
     """Of the output."""
 
 
+class Horizon(NamedTuple):
+    """How long the rows of a cut will serve, from now on."""
+
+    epochs_left: float
+    epochs_until_move: float
+    """Until the cut moves; infinity where it is fixed."""
+
+
 @dataclass
 class Outlook:
     """What the plan must know of the run."""
 
-    freezer: Freezer
-    clock: PhaseClock
+    horizon: Callable[[], Horizon]
+    suffix_seconds: Callable[[], float]
+    """Seconds of a step's part that reading and writing can hide behind; 0 before the first step."""
     budget: Budget
     directory: Path
+    memory_bytes: int
+    """That the page cache may take for this rank."""
     _trials: dict[int, Trial] = field(default_factory=dict)
 
     def trial(self, cut: int, run: RunBlocks, images: Tensor) -> Trial:
@@ -105,10 +88,11 @@ class Outlook:
             self._trials = {cut: try_prefix(lambda x: run(x, 0, cut), images)}
         return self._trials[cut]
 
-    def suffix_seconds(self) -> float:
-        """Return the seconds of a step's part that reading and writing can hide behind; 0 before the first step."""
-        spent = self.clock.read()
-        return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, self.freezer.step)
+
+def suffix_seconds(clock: PhaseClock, *, steps: int) -> float:
+    """Return what the clock says of a step behind the prefix, after `steps` steps; 0 before the first."""
+    spent = clock.read()
+    return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, steps)
 
 
 def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> Trial:
@@ -132,14 +116,7 @@ def rates_of(directory: Path, row_bytes: int, batch_rows: int) -> Rates:
     return measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows)
 
 
-def prefix_digest(chain: Chain, cut: int) -> str:
-    """Return a digest of the first `cut` blocks' parameters and buffers."""
-    return digest_tensors([*chain.named_parameters(0, cut), *chain.named_buffers(0, cut)])
-
-
-def rounded_before(history: Sequence[Move]) -> list[int]:
-    """Return the cuts, ascending, at which rows of the present cut were kept on the way: those that never thawed."""
-    via: list[int] = []
-    for move in history:
-        via = [*(earlier for earlier in via if earlier < move.cut), move.cut]
-    return [cut for cut in via[:-1] if cut > 0]
+def open_budget(settings: CacheConfig, place: Path, *, size: int) -> Budget:
+    """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
+    limit = settings.limit_bytes()
+    return Budget(None if limit is None else max(0, limit - directory_bytes(place)) // size)

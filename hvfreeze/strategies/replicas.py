@@ -16,9 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.cache.file.disk import Budget
-from hvfreeze.cache.file.names import directory_bytes
-from hvfreeze.config.sections import CacheConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError
@@ -26,11 +23,12 @@ from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.freezing.vote_weights import Voter, coverage
-from hvfreeze.prefix.caching import open_caching
-from hvfreeze.prefix.features import Halves, Prefix
-from hvfreeze.prefix.measuring import Outlook, Split
+from hvfreeze.prefix.features import Features, Halves, open_features
+from hvfreeze.prefix.measuring import Horizon, Outlook, open_budget, suffix_seconds
+from hvfreeze.prefix.splits import Recipe, Split
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.equal_models import running_statistics
+from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.reducer import Reducer, Signals
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.strategy import Materials, State, StepResult
@@ -41,6 +39,7 @@ class Replicas:
 
     Args:
         freezer: decides the cut; holds the chain, the optimizer, the reducer and the world.
+        halves: run the blocks before and behind the cut.
         training: the frozen prefix's output for training batches.
         evaluation: the same for evaluation batches.
         clock: where the seconds of a step go.
@@ -48,8 +47,16 @@ class Replicas:
     """
 
     def __init__(
-        self, freezer: Freezer, training: Prefix, evaluation: Prefix, *, clock: PhaseClock, advice: str
+        self,
+        freezer: Freezer,
+        halves: Halves,
+        training: Features,
+        evaluation: Features,
+        *,
+        clock: PhaseClock,
+        advice: str,
     ) -> None:
+        self.halves = halves
         self.freezer, self.training, self.evaluation, self.clock = freezer, training, evaluation, clock
         self.chain, self.optimizer, self.reducer = freezer.chain, freezer.optimizer, freezer.reducer
         self._advice = advice
@@ -70,8 +77,7 @@ class Replicas:
         clock = self.clock
         clock.enter("forward")
         self._be_in_mode(training=True)
-        activations = self.training.get(batch)
-        logits = self.training.suffix(activations).float()
+        logits = self.halves.suffix(self.training.of(batch), self.training.cut).float()
         loss = functional.cross_entropy(logits, batch.labels)
         value = loss.item()
 
@@ -103,7 +109,7 @@ class Replicas:
         """Return the logits of an evaluation batch. Not a collective."""
         self._be_in_mode(training=False)
         with torch.no_grad():
-            return self.evaluation.suffix(self.evaluation.get(batch)).float()
+            return self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
 
     def whole_model(self) -> nn.Module:
         """Return the model, which every rank holds."""
@@ -168,8 +174,9 @@ class Replicas:
         """Let both splits' activations follow the cut, where it has moved since the last call."""
         history = self.freezer.cut_history
         if len(history) != self._moves_followed:
-            self.training.move(history)
-            self.evaluation.move(history)
+            cuts = [move.cut for move in history]
+            for features in (self.training, self.evaluation):
+                features.move(cuts[-1], before=cuts[:-1])
             self._moves_followed = len(history)
 
 
@@ -182,11 +189,12 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
         UsageError: the freeze settings do not fit the model or the world; on all ranks.
     """
     freezer = together(materials.world, lambda: open_freezer(materials, config), name="freezer")
-    training, evaluation = open_prefixes(materials, config, freezer)
+    halves = Halves(materials.chain, config.optimizer.precision)
+    training, evaluation = open_both_features(materials, config, freezer, halves)
     advice = "lower --lr or add --lr-warmup"
     if config.optimizer.compression == "fp16":
         advice += ", or train without --compression fp16"
-    return Replicas(freezer, training, evaluation, clock=materials.clock, advice=advice)
+    return Replicas(freezer, halves, training, evaluation, clock=materials.clock, advice=advice)
 
 
 def open_freezer(materials: Materials, config: Config) -> Freezer:
@@ -207,45 +215,44 @@ def open_freezer(materials: Materials, config: Config) -> Freezer:
     )
 
 
-def open_prefixes(materials: Materials, config: Config, freezer: Freezer) -> tuple[Prefix, Prefix]:
-    """Return how activations are had in training and in evaluation; both pay from one budget."""
-    corpus, chain, world = materials.corpus, materials.chain, materials.world
-    halves = Halves(chain, config.optimizer.precision)
+def open_both_features(
+    materials: Materials, config: Config, freezer: Freezer, halves: Halves
+) -> tuple[Features, Features]:
+    """Return how features are had in training and in evaluation; both pay from one budget."""
+    corpus, world = materials.corpus, materials.world
     place = Path(config.cache.cache_dir) if config.cache.cache_dir else materials.directory / "cache"
-    outlook = Outlook(freezer, materials.clock, open_budget(config.cache, place, size=world.size), place)
-    share = {"replica": materials.replica, "replicas": materials.replicas}
-    splits = (
-        Split("train", corpus.train.identity(), materials.feed.images, corpus.owned(**share)),
-        Split(
-            "test",
-            corpus.evaluated.identity(),
-            materials.evaluated,
-            corpus.share(**share),
-            1 / config.run.evaluate_every,
-        ),
+    outlook = Outlook(
+        horizon=lambda: Horizon(freezer.epochs_left, freezer.epochs_until_move()),
+        suffix_seconds=lambda: suffix_seconds(materials.clock, steps=freezer.step),
+        budget=open_budget(config.cache, place, size=world.size),
+        directory=place,
+        memory_bytes=memory_budget(world.local_size),
     )
-    # Seconds of an evaluation are counted as a whole, by the loop.
-    clocks = (materials.clock, PhaseClock())
+    settings = config.optimizer
+    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
+    share = {"replica": materials.replica, "replicas": materials.replicas}
+    train = Split(name="train", image_set=corpus.train, images=materials.feed.images, ids=corpus.owned(**share))
+    test = Split(
+        name="test",
+        image_set=corpus.evaluated,
+        images=materials.evaluated,
+        ids=corpus.share(**share),
+        passes_per_epoch=1 / config.run.evaluate_every,
+    )
 
-    def prefix(split: Split, clock: PhaseClock) -> Prefix:
-        caching = open_caching(
-            config,
-            chain,
+    def features(split: Split, clock: PhaseClock) -> Features:
+        return open_features(
+            config.cache,
+            config.data,
+            halves,
             world,
             split,
+            recipe,
             outlook=outlook,
             clock=clock,
-            run_blocks=halves.run,
             owner=str(materials.directory),
             say=materials.say,
         )
-        return Prefix(halves, split.images, caching)
 
-    training, evaluation = map(prefix, splits, clocks)
-    return training, evaluation
-
-
-def open_budget(settings: CacheConfig, place: Path, *, size: int) -> Budget:
-    """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
-    limit = settings.limit_bytes()
-    return Budget(None if limit is None else max(0, limit - directory_bytes(place)) // size)
+    # Seconds of an evaluation are counted as a whole, by the loop.
+    return features(train, materials.clock), features(test, PhaseClock())

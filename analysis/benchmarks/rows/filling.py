@@ -11,7 +11,6 @@ from analysis.benchmarks.material import BATCH_ROWS, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.cached import KEPT
 from analysis.benchmarks.runs import epoch_of
-from hvfreeze.runs.moves import Move
 from hvfreeze.training.job import Job
 
 FILLED_CUTS = (1, 5)
@@ -54,8 +53,8 @@ class FillingEpochs:
     def prepare(self) -> None:
         """Drop what is cached. Collective: every rank must call this."""
         replicas = replicas_of(self.job)
-        replicas.training.move([Move(0, 0, 0)])
-        replicas.training.move(replicas.freezer.cut_history)
+        replicas.training.move(0)
+        replicas.training.move(replicas.freezer.cut)
 
     def step(self) -> float:
         """Make an epoch and wait for the file; return the sum of losses."""

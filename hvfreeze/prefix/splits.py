@@ -1,0 +1,96 @@
+"""Which rows of the frozen prefix's output there are for a rank, and under which fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hvfreeze.cache.file.rows import TYPE_BY_NAME
+from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, digest_tensors
+from hvfreeze.chain.blocks import Chain
+from hvfreeze.data.datasets import ImageSet
+from hvfreeze.data.decoding import Images
+from hvfreeze.data.draws import Ids
+from hvfreeze.prefix.operations import operations_digest
+
+MEMORY_FORMAT = "channels_last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How rows are computed and kept, beside the prefix and the samples."""
+
+    batch_rows: int
+    """Of every forward."""
+    precision: str
+    """`float32` or `bfloat16`."""
+    kept_as: str
+    """`native`, or the type that rows are rounded to."""
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        """The type that rows are rounded to; None keeps the one that the prefix computes."""
+        return None if self.kept_as == "native" else TYPE_BY_NAME[self.kept_as]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The samples of one split that this rank may store."""
+
+    name: str
+    """`train` or `test`."""
+    image_set: ImageSet
+    images: Images
+    ids: Ids
+    """(N,) samples; none where there are fewer samples than ranks."""
+    passes_per_epoch: float = 1.0
+    """How often they are all asked for."""
+
+    @property
+    def num_views(self) -> int:
+        """Distinct views of a sample."""
+        return max(1, self.images.transform.augment.num_views)
+
+    def universe(self) -> tuple[Ids, Ids]:
+        """Return (sample ids, views), (N x views,) each: every row that this rank may store."""
+        views = np.arange(self.num_views, dtype=np.int64)
+        return np.tile(self.ids, self.num_views), np.repeat(views, len(self.ids))
+
+    def fingerprint(self, chain: Chain, cuts: Sequence[int], recipe: Recipe) -> Fingerprint:
+        """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far."""
+        transform, cut = self.images.transform, cuts[-1]
+        channels, height, width = self.image_set.image_shape
+        size = transform.image_size
+        return activation_fingerprint(
+            prefix=prefix_digest(chain, cut),
+            operations=operations_digest(chain, cut),
+            cut=cut,
+            data=self.image_set.identity(),
+            split=self.name,
+            transform=transform.identity(),
+            data_seed=transform.data_seed,
+            augment=str(transform.augment),
+            dtype=recipe.kept_as,
+            input_shape=[channels, size or height, size or width],
+            memory_format=MEMORY_FORMAT,
+            precision=recipe.precision,
+            batch_rows=recipe.batch_rows,
+            threads=torch.get_num_threads(),
+            via=rounded_before(cuts) if recipe.stored is not None else (),
+        )
+
+
+def prefix_digest(chain: Chain, cut: int) -> str:
+    """Return a digest of the first `cut` blocks' parameters and buffers."""
+    return digest_tensors([*chain.named_parameters(0, cut), *chain.named_buffers(0, cut)])
+
+
+def rounded_before(cuts: Sequence[int]) -> list[int]:
+    """Return the cuts, ascending, at which rows of the last were kept on the way: those that never thawed."""
+    via: list[int] = []
+    for cut in cuts:
+        via = [*(earlier for earlier in via if earlier < cut), cut]
+    return [cut for cut in via[:-1] if cut > 0]

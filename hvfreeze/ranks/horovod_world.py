@@ -1,19 +1,19 @@
-"""One rank of a job under `mpirun` or `horovodrun`: Horovod's collectives, a watch over them, and the job's end.
+"""One rank of a job under `mpirun` or `horovodrun`: Horovod's collectives, among all ranks or some, and the job's end.
 
 Two libraries whose blocking calls meet in different orders on different ranks wait for each other for ever. Collectives
-are Horovod's alone; mpi4py starts MPI and ends the job when a rank fails.
+are Horovod's alone. mpi4py starts and ends MPI; in between, only calls that never wait for a rank are made with it: the
+wire's and the stall watch's, on communicators of their own.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import socket
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,41 +21,51 @@ import torch
 from torch import Tensor
 
 from hvfreeze.errors import DivergedError, StallError, UsageError
-from hvfreeze.ranks.machine.mpi_environment import claimed_size, seconds_in, tune_open_mpi, yield_when_crowded
+from hvfreeze.ranks.machine.mpi_environment import (
+    claimed_size,
+    leave_mpi,
+    seconds_in,
+    start_mpi,
+    tune_open_mpi,
+    yield_when_crowded,
+)
+from hvfreeze.ranks.machine.stall_watch import STALL_SECONDS, StallWatch
 from hvfreeze.ranks.world import SoloWorld, World
 
 T = TypeVar("T")
 
-GATHERED_BYTES = 2**30
-"""What rank 0 receives at once: MPI counts bytes in 32 bits."""
-STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+PIECE_BYTES = 2**30
+"""What travels at once: MPI counts in 32 bits, and ends the job beyond."""
+DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 class HorovodWorld:
-    """One rank of a Horovod job over MPI."""
+    """One rank of a Horovod job over MPI. `among` makes another one of some of its ranks."""
 
     def __init__(self) -> None:
         # Fused transfers depend on timing, and sums on the place in the fused buffer: no two runs would be equal.
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
-        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "60")
         os.environ.setdefault(STALL_SECONDS, "600")
-        self._stall_seconds = seconds_in(STALL_SECONDS)
+        self.watch = StallWatch(seconds_in(STALL_SECONDS), self.abort)
+        os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
         import horovod.torch as hvd
 
-        # Whoever initialises MPI finalises it: with mpi4py first, MPI is still usable after Horovod's shutdown.
-        # Where Horovod cannot be imported, MPI is not initialised: its end would wait for the other ranks'.
-        from mpi4py import MPI
-
-        hvd.init()
-        self._mpi = MPI
+        with self.watch.waiting("start"):
+            # Whoever initialises MPI finalises it: with mpi4py first, MPI is still usable after Horovod's shutdown.
+            # Where Horovod cannot be imported, MPI is not initialised: its end would wait for the other ranks'.
+            self.mpi = start_mpi()
+            hvd.init()
+            self.hosts: list[str] = self.mpi.COMM_WORLD.allgather(socket.gethostname())
+            self.watch.connect(self.mpi, self.mpi.COMM_WORLD.Dup(), self.hosts)
         self._hvd = hvd
+        self._set = hvd.global_process_set
+        self._sets: dict[tuple[int, ...], Any] = {}
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
-        self._waiting_since = float("inf")
-        self._waiting_for = ""
-        threading.Thread(target=self._watch, name="stall-watch", daemon=True).start()
+        self.ranks: tuple[int, ...] = tuple(range(self.size))
+        """The number in the job of each of this world's ranks."""
 
     def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
         """Return the sum of `tensor` over ranks."""
@@ -65,83 +75,153 @@ class HorovodWorld:
 
     def start_allreduce_(self, tensor: Tensor, *, name: str) -> tuple[int, str]:
         """Start to sum `tensor` over ranks, in place."""
-        return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum), name
+        return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
 
-    def wait(self, handle: tuple[int, str]) -> None:
-        """Return when the operation has ended.
+    def wait(self, handle: tuple[int, str]) -> Any:
+        """Return when the operation has ended, with its result.
 
         Raises:
             DivergedError: ranks gave different shapes or types under one name.
-            StallError: a rank did not take part in time.
+            StallError: a rank left.
         """
-        self._watched(lambda: self._hvd.synchronize(handle[0]), handle[1])
+        number, name = handle
+        try:
+            with self.watch.waiting(name):
+                return self._hvd.synchronize(number)
+        except self._hvd.HorovodInternalError as error:
+            if "ismatched" in str(error):
+                raise DivergedError(f"ranks disagree in '{name}': {error}") from error
+            raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
 
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value`."""
-        gathered: list[T] = self._watched(lambda: self._hvd.allgather_object(value, name=name), name)
-        return gathered
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        length = torch.tensor([len(mine)], dtype=torch.int64)
+        lengths = self.wait((self._hvd.allgather_async(length, f"{name}.lengths", self._set), name))
+        gathered = self.wait((self._hvd.allgather_async(mine, name, self._set), name))
+        return [pickle.loads(part.numpy().tobytes()) for part in torch.split(gathered, lengths.tolist())]
 
     def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
         """Return on rank 0 every rank's `data`."""
         lengths = self.allgather_object(len(data), name=f"{name}.lengths")
-        piece = GATHERED_BYTES // self.size
-        parts: list[list[Tensor]] = [[] for _ in lengths]
-        for number, start in enumerate(range(0, max(lengths), piece)):
-            mine = data[start : start + piece]
+        parts = [torch.empty(length, dtype=torch.uint8) for length in lengths] if self.rank == 0 else []
+        for number, place in self._pieces(max(lengths)):
+            mine = data[place]
             # All that a rank has goes to rank 0: an allgather would bring it to everybody.
-            splits = torch.tensor([len(mine)] + [0] * (self.size - 1), dtype=torch.int32)
-            handle = self._hvd.alltoall_async(mine, splits=splits, name=f"{name}.{number}")
-            received, sizes = self._watched(partial(self._hvd.synchronize, handle), name)
+            received, sizes = self._deal([mine, *[mine[:0]] * (self.size - 1)], name=f"{name}.{number}")
             for part, arrived in zip(parts, torch.split(received, sizes.tolist())):
-                part.append(arrived)
-        return [torch.cat(part) for part in parts] if self.rank == 0 else []
+                part[place] = arrived
+        return parts
+
+    def scatter_bytes(self, data: Sequence[Tensor], *, name: str) -> Tensor:
+        """Return this rank's part of rank 0's `data`."""
+        lengths = self.broadcast_object([len(part) for part in data], name=f"{name}.lengths")
+        mine = torch.empty(lengths[self.rank], dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for number, place in self._pieces(max(lengths)):
+            parts = [part[place] for part in data] if self.rank == 0 else [nothing] * self.size
+            mine[place] = self._deal(parts, name=f"{name}.{number}")[0]
+        return mine
 
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `root`'s value."""
-        result: T = self._watched(lambda: self._hvd.broadcast_object(value, root_rank=root, name=name), name)
+        here = self.rank == root
+        packed = torch.frombuffer(bytearray(pickle.dumps(value) if here else b"?"), dtype=torch.uint8)
+        length = torch.tensor([len(packed)], dtype=torch.int64)
+        self.broadcast_(length, name=f"{name}.length", root=root)
+        if not here:
+            packed = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast_(packed, name=name, root=root)
+        result: T = value if here else pickle.loads(packed.numpy().tobytes())
         return result
 
     def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
         """Make `tensor` equal to `root`'s."""
-        self._watched(lambda: self._hvd.broadcast_(tensor, root_rank=root, name=name), name)
+        if tensor.nbytes <= PIECE_BYTES:
+            pieces: Sequence[Tensor] = [tensor]
+        else:
+            pieces = tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
+        for number, piece in enumerate(pieces):
+            called = name if number == 0 else f"{name}.{number}"
+            self.wait((self._hvd.broadcast_async_(piece, self.ranks[root], called, self._set), called))
 
     def barrier(self, *, name: str) -> None:
         """Return when every rank has called."""
         self.allreduce_sum(torch.zeros(1, dtype=torch.int32), name=f"barrier.{name}")
 
+    def among(self, ranks: Sequence[int]) -> World | None:
+        """Return the world of `ranks` alone, by their numbers in the job; all of them in any order are this world.
+
+        Horovod settles every millisecond, on all ranks, whether there are new sets, where it was told to. It is told
+        when the first set is asked for, for which it starts anew: a job without sets does not pay for them.
+        """
+        if len(self.ranks) != self._hvd.size():
+            raise ValueError("among() is for the world of the whole job")
+        members = tuple(sorted(set(ranks)))
+        if members == self.ranks:
+            return self
+        if len(members) > 1 and members not in self._sets:
+            with self.watch.waiting("process sets"):
+                self._sets[members] = self._new_set(members)
+        if self.rank not in members:
+            return None
+        if len(members) == 1:
+            return LoneRank(self)
+        part = copy.copy(self)
+        part._set, part.ranks = self._sets[members], members
+        part.rank, part.size = members.index(self.rank), len(members)
+        here = [rank for rank in members if self.hosts[rank] == self.hosts[self.rank]]
+        part.local_rank, part.local_size = here.index(self.rank), len(here)
+        return part
+
     def close(self) -> None:
-        """Leave Horovod together: a rank that leaves early takes slower ones down."""
+        """Leave Horovod and MPI together: a rank that leaves early takes slower ones down."""
         self.barrier(name="close")
-        self._hvd.shutdown()
+        if len(self.ranks) < self._hvd.size():
+            return
+        with self.watch.waiting("close"):
+            self._hvd.shutdown()
+            self.watch.disconnect()
+            leave_mpi(self.mpi)
 
     def abort(self, code: int) -> None:
         """End the whole job; peers may wait in a collective that this rank will never enter."""
         sys.stdout.flush()
         sys.stderr.flush()
-        self._mpi.COMM_WORLD.Abort(code)
+        if self.mpi.Is_finalized():
+            os._exit(code)
+        self.mpi.COMM_WORLD.Abort(code)
 
-    def _watched(self, call: Callable[[], Any], name: str) -> Any:
-        self._waiting_for, self._waiting_since = name, time.monotonic()
-        try:
-            return call()
-        except self._hvd.HorovodInternalError as error:
-            if "ismatched" in str(error):
-                raise DivergedError(f"ranks disagree in '{name}': {error}") from error
-            raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
-        finally:
-            self._waiting_since = float("inf")
+    def _new_set(self, members: tuple[int, ...]) -> Any:
+        if os.environ.get(DYNAMIC_SETS) != "1":
+            self.barrier(name="process-sets")
+            self._hvd.shutdown()
+            os.environ[DYNAMIC_SETS] = "1"
+            self._hvd.init()
+        return self._hvd.add_process_set(list(members))
 
-    def _watch(self) -> None:
-        # Horovod's stall inspector runs on the coordinator and blocks with it when a rank is stopped.
-        # Rank 0 has the first word where several ranks wait.
-        limit = self._stall_seconds + (10 if self.rank == 0 else 20)
-        while self._stall_seconds > 0:
-            time.sleep(1)
-            waited = time.monotonic() - self._waiting_since
-            if waited > limit:
-                text = f"rank {self.rank} on {socket.gethostname()} waited {waited:.0f} s for the others"
-                print(f"hvfreeze: error: {text} in '{self._waiting_for}'; set {STALL_SECONDS}", file=sys.stderr)
-                self.abort(StallError.exit_code)
+    def _pieces(self, length: int) -> Iterator[tuple[int, slice]]:
+        # Rank 0 holds a piece of every rank at once.
+        step = PIECE_BYTES // self.size
+        return ((number, slice(start, start + step)) for number, start in enumerate(range(0, length, step)))
+
+    def _deal(self, parts: Sequence[Tensor], *, name: str) -> tuple[Tensor, Tensor]:
+        """Send to each rank its part, uint8; return what came from all, and how much from each."""
+        splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
+        handle = self._hvd.alltoall_async(torch.cat(list(parts)), splits, name, self._set)
+        received: tuple[Tensor, Tensor] = self.wait((handle, name))
+        return received
+
+
+class LoneRank(SoloWorld):
+    """A rank of a job among no others: every collective is the identity."""
+
+    def __init__(self, job: HorovodWorld) -> None:
+        self._job = job
+
+    def abort(self, code: int) -> None:
+        """End the whole job."""
+        self._job.abort(code)
 
 
 def open_world() -> World:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -15,7 +16,10 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """One rank's view of the job. Every method but `abort` is a collective: every rank must call it."""
+    """One rank's view of a job, or of some of its ranks, which are then numbered anew from 0.
+
+    Every method but `abort` is a collective: every rank must call it.
+    """
 
     rank: int
     size: int
@@ -37,17 +41,26 @@ class World(Protocol):
     def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
         """Return on rank 0 every rank's `data`, uint8 [any length], in rank order; on the others an empty list."""
 
+    def scatter_bytes(self, data: Sequence[Tensor], *, name: str) -> Tensor:
+        """Return to each rank its own part of rank 0's `data`, uint8 [any length], one a rank; others give none."""
+
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `root`'s value on every rank."""
 
     def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
-        """Make a contiguous `tensor` equal to `root`'s on every rank."""
+        """Make a contiguous `tensor` of any length equal to `root`'s on every rank."""
 
     def barrier(self, *, name: str) -> None:
         """Return when every rank has called."""
 
+    def among(self, ranks: Sequence[int]) -> World | None:
+        """Return the world of `ranks` alone, None on a rank that is not one of them.
+
+        Every rank of the job calls this, with the same `ranks`, while nothing else is on its way.
+        """
+
     def close(self) -> None:
-        """Leave the job in good order, after a last barrier."""
+        """Leave the job in good order, after a last barrier; MPI cannot be used any more. A part of it stays."""
 
     def abort(self, code: int) -> None:
         """End the whole job at once with exit code `code`. Not a collective."""
@@ -79,6 +92,10 @@ class SoloWorld:
         """Return `[data]`."""
         return [data]
 
+    def scatter_bytes(self, data: Sequence[Tensor], *, name: str) -> Tensor:
+        """Return the only part of `data`."""
+        return data[0]
+
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `value`."""
         return value
@@ -88,6 +105,10 @@ class SoloWorld:
 
     def barrier(self, *, name: str) -> None:
         """Return at once."""
+
+    def among(self, ranks: Sequence[int]) -> World:
+        """Return this world."""
+        return self
 
     def close(self) -> None:
         """Return at once."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hvfreeze.errors import UsageError
 
@@ -60,3 +62,27 @@ def seconds_in(variable: str) -> float:
         return float(os.environ[variable])
     except ValueError as error:
         raise UsageError(f"${variable} ({os.environ[variable]}) must be a number of seconds; 0 is no limit") from error
+
+
+def start_mpi() -> Any:
+    """Return mpi4py's MPI, initialised for calls from any thread.
+
+    Waiting for the other ranks to start, this process's threads go on: `from mpi4py import MPI` would hold them up.
+
+    Raises:
+        ImportError: mpi4py is not there, or cannot load MPI.
+    """
+    import mpi4py
+
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
+    return MPI
+
+
+def leave_mpi(mpi: Any) -> None:
+    """Leave MPI together with all ranks; threads go on meanwhile."""
+    if not mpi.Is_finalized():
+        ctypes.CDLL(mpi.__file__).MPI_Finalize()

@@ -22,10 +22,9 @@ hvfreeze_settings() {
     export OMPI_MCA_oob_tcp_keepalive_probes=${OMPI_MCA_oob_tcp_keepalive_probes:-4}
     # The reducer lays out its own buckets; fusion by timing would change the order of sums from run to run.
     export HOROVOD_FUSION_THRESHOLD=${HOROVOD_FUSION_THRESHOLD:-0}
-    # A rank that does not come: name it after a minute, end the job after ten (must not be below the first).
-    export HOROVOD_STALL_CHECK_TIME_SECONDS=${HOROVOD_STALL_CHECK_TIME_SECONDS:-60}
+    # A rank that the others have waited for so long is named and ends the job, whether it is stopped or goes astray.
     export HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=${HOROVOD_STALL_SHUTDOWN_TIME_SECONDS:-600}
-    # A stopped process escapes the stall check: mpirun itself ends the job after so many seconds, with code 110.
+    # Who stops when all others have left escapes them: mpirun itself ends the job after so many seconds, with code 110.
     export MPIEXEC_TIMEOUT=${MPIEXEC_TIMEOUT:-${HVFREEZE_DEADLINE:-86400}}
 
     # The network between the nodes, where the first one found is the wrong one (docker0, a management network).

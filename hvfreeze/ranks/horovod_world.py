@@ -1,8 +1,7 @@
 """One rank of a job under `mpirun` or `horovodrun`: Horovod's collectives, among all ranks or some, and the job's end.
 
 Two libraries whose blocking calls meet in different orders on different ranks wait for each other for ever. Collectives
-are Horovod's alone. mpi4py starts and ends MPI; in between, only calls that never wait for a rank are made with it: the
-wire's and the stall watch's, on communicators of their own.
+are Horovod's alone; beside it, only calls of MPI that never wait for a rank are made, on communicators of their own.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class HorovodWorld:
         import horovod.torch as hvd
 
         with self.watch.waiting("start"):
-            # Whoever initialises MPI finalises it: with mpi4py first, MPI is still usable after Horovod's shutdown.
-            # Where Horovod cannot be imported, MPI is not initialised: its end would wait for the other ranks'.
+            # Whoever initialises MPI finalises it: this order lets Horovod end, and start anew. Where Horovod cannot be
+            # imported, MPI is not initialised: its end would wait for the other ranks'.
             self.mpi = start_mpi()
             hvd.init()
             self.hosts: list[str] = self.mpi.COMM_WORLD.allgather(socket.gethostname())
@@ -64,8 +63,7 @@ class HorovodWorld:
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
-        self.ranks: tuple[int, ...] = tuple(range(self.size))
-        """The number in the job of each of this world's ranks."""
+        self.ranks = tuple(range(self.size))  # by their numbers in the job
 
     def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
         """Return the sum of `tensor` over ranks."""
@@ -137,11 +135,7 @@ class HorovodWorld:
 
     def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
         """Make `tensor` equal to `root`'s."""
-        if tensor.nbytes <= PIECE_BYTES:
-            pieces: Sequence[Tensor] = [tensor]
-        else:
-            pieces = tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(tensor.view(-1).split(PIECE_BYTES // tensor.element_size())):
             called = name if number == 0 else f"{name}.{number}"
             self.wait((self._hvd.broadcast_async_(piece, self.ranks[root], called, self._set), called))
 
@@ -150,11 +144,7 @@ class HorovodWorld:
         self.allreduce_sum(torch.zeros(1, dtype=torch.int32), name=f"barrier.{name}")
 
     def among(self, ranks: Sequence[int]) -> World | None:
-        """Return the world of `ranks` alone, by their numbers in the job; all of them in any order are this world.
-
-        Horovod settles every millisecond, on all ranks, whether there are new sets, where it was told to. It is told
-        when the first set is asked for, for which it starts anew: a job without sets does not pay for them.
-        """
+        """Return the world of `ranks` alone, by their numbers in the job; all of them in any order are this world."""
         if len(self.ranks) != self._hvd.size():
             raise ValueError("among() is for the world of the whole job")
         members = tuple(sorted(set(ranks)))
@@ -163,10 +153,8 @@ class HorovodWorld:
         if len(members) > 1 and members not in self._sets:
             with self.watch.waiting("process sets"):
                 self._sets[members] = self._new_set(members)
-        if self.rank not in members:
-            return None
-        if len(members) == 1:
-            return LoneRank(self)
+        if self.rank not in members or len(members) == 1:
+            return LoneRank(self) if members == (self.rank,) else None
         part = copy.copy(self)
         part._set, part.ranks = self._sets[members], members
         part.rank, part.size = members.index(self.rank), len(members)
@@ -193,6 +181,8 @@ class HorovodWorld:
         self.mpi.COMM_WORLD.Abort(code)
 
     def _new_set(self, members: tuple[int, ...]) -> Any:
+        # Horovod can be told to settle every millisecond, on all ranks, whether there are new sets. It is told when the
+        # first is asked for, and starts anew: a job without sets does not pay for them.
         if os.environ.get(DYNAMIC_SETS) != "1":
             self.barrier(name="process-sets")
             self._hvd.shutdown()
@@ -208,9 +198,8 @@ class HorovodWorld:
     def _deal(self, parts: Sequence[Tensor], *, name: str) -> tuple[Tensor, Tensor]:
         """Send to each rank its part, uint8; return what came from all, and how much from each."""
         splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
-        handle = self._hvd.alltoall_async(torch.cat(list(parts)), splits, name, self._set)
-        received: tuple[Tensor, Tensor] = self.wait((handle, name))
-        return received
+        received, sizes = self.wait((self._hvd.alltoall_async(torch.cat(list(parts)), splits, name, self._set), name))
+        return received, sizes
 
 
 class LoneRank(SoloWorld):

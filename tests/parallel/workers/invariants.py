@@ -215,12 +215,12 @@ def check_averaged_signals_leave_nothing_to_vote_on(world: World) -> None:
 
 
 def check_every_ranks_bytes_arrive_whole_at_rank_0(world: World) -> None:
-    before, hvfreeze.ranks.horovod_world.GATHERED_BYTES = hvfreeze.ranks.horovod_world.GATHERED_BYTES, 4096
+    before, hvfreeze.ranks.horovod_world.PIECE_BYTES = hvfreeze.ranks.horovod_world.PIECE_BYTES, 4096
     try:
         sent = [torch.arange(3000 * rank, dtype=torch.int64).to(torch.uint8) for rank in range(world.size)]
         received = world.gather_bytes(sent[world.rank], name="test.bytes")
     finally:
-        hvfreeze.ranks.horovod_world.GATHERED_BYTES = before
+        hvfreeze.ranks.horovod_world.PIECE_BYTES = before
     if world.rank == 0:
         assert len(received) == world.size
         assert all(torch.equal(theirs, ours) for theirs, ours in zip(received, sent))

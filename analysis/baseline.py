@@ -15,7 +15,7 @@ from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results, best_lr, budgets_of
-from analysis.sweeps.statistics import shown
+from analysis.sweeps.statistics import is_below, shown
 from analysis.writing import paper
 from analysis.writing.cells import COMPARED, compared, learning_rates
 from analysis.writing.charts import accuracy_time_chart
@@ -33,11 +33,10 @@ DDP = "analysis.ddp"
 
 def runs(preset: Preset) -> list[PlannedRun]:
     """Return the runs that choose the learning rate."""
-    seeds = preset.seeds[:2]
     return [
         preset.run(f"lr{lr:g}", seed, {"lr": lr, "validation_fraction": HELD_OUT})
         for lr in preset.few(LEARNING_RATES)
-        for seed in seeds
+        for seed in preset.lr_seeds
     ]
 
 
@@ -87,7 +86,7 @@ def answers(results: Results) -> list[Answer]:
             f"with {RIVAL_CUT} groups frozen statically in both."
         )
         question = "And DistributedDataParallel over gloo on the same work?"
-        found.append(Answer(question=question, text=text, n=full.n, negative=min(full.mean, frozen.mean) < 1))
+        found.append(Answer(question=question, text=text, n=full.n, negative=is_below(full, 1) or is_below(frozen, 1)))
     return found
 
 
@@ -116,6 +115,7 @@ EXPERIMENT = Experiment(
     title="Full fine-tuning for several numbers of epochs, and DistributedDataParallel",
     runs=runs,
     then=then,
+    chooses_lr=True,
     answers=answers,
     tables=tables,
     drawings=drawings,

@@ -28,9 +28,9 @@ from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.launching import ROOT, nodes_up
 from analysis.sweeps.presets import REDUCED
+from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish
 from analysis.sweeps.statistics import mean_interval, paired_ratio, shown
-from analysis.sweeps.writeup import commit
 from hvfreeze.chain.models import build_model
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer

@@ -16,7 +16,7 @@ from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset
 from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, shown, signed_points, time_saved
+from analysis.sweeps.statistics import Interval, is_below, shown, signed_points, time_saved
 from analysis.writing import paper
 from analysis.writing.cells import COMPARED, SAME_TIME, compared, same_time
 from analysis.writing.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_chart, line_chart
@@ -75,7 +75,7 @@ def answers(results: Results) -> list[Answer]:
     theirs = paper.STATIC_ACCURACY[HEADLINE] - paper.STATIC_ACCURACY[0]
     second = (
         f"Freezing {HEADLINE} of 7 groups changes test accuracy by {shown(change, signed_points, count=True)}, in "
-        f"the study by {signed_points(theirs)}; against full fine-tuning that stops after as many seconds: "
+        f"the study by {signed_points(theirs)}; against full fine-tuning trained for as many seconds: "
         f"{shown(ahead, signed_points)}."
     )
     return [
@@ -83,13 +83,13 @@ def answers(results: Results) -> list[Answer]:
             question="1. How much training time does a frozen prefix save?",
             text=first,
             n=gain.n,
-            negative=gain.mean < 1,
+            negative=is_below(gain, 1),
         ),
         Answer(
             question="2. What does a frozen prefix cost in accuracy?",
             text=second,
             n=change.n,
-            negative=ahead.n > 0 and ahead.mean < 0,
+            negative=is_below(ahead, 0),
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""Writes the table of answers into README.md, between its markers, from analysis/results/; `--check` only compares.
+"""Writes what README.md says in numbers, between its markers, from analysis/results/; `--check` only compares.
 
 python -m analysis.summary [--check] [--readme FILE] [--results DIR]
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.experiments import EXPERIMENTS
+from analysis.parts.readme import NOTHING_YET, PARTS
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.results import open_results
 from analysis.sweeps.rows import collect, publish, read_rows
@@ -19,11 +20,10 @@ from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.csv_files import to_csv
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or compare the table; return 0 when README agrees with the results, 3 when not."""
+    """Write or compare the parts; return 0 when README agrees with the results, 3 when not."""
     parser = argparse.ArgumentParser(prog="python -m analysis.summary", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; fail where README and results disagree")
     parser.add_argument("--readme", type=Path, default=README)
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = options.readme.read_text(encoding="utf-8")
         check_rows(options.results)
-        wanted = with_table(text, table(options.results))
+        wanted = text
+        for name, part in (("results", table), *PARTS.items()):
+            wanted = with_part(wanted, name, part(options.results))
         if options.check and wanted != text:
             raise RefusedError(f"{options.readme} does not show what the results say: run python -m analysis.summary")
     except HvfreezeError as error:
@@ -66,22 +68,23 @@ def table(root: Path) -> str:
             continue
         for answer in experiment.answers(open_results(root, experiment.name, experiment.reference)):
             link = f"[{answer.question}](analysis/results/{experiment.name}/README.md)"
-            negative = "**(negative)** " if answer.negative else ""
-            lines.append(f"| {link} | {negative}{answer.text} | {answer.n} |")
-    return "\n".join(lines if len(lines) > 2 else ["No results are recorded yet."])
+            mark = f"**({answer.mark})** " if answer.mark else ""
+            lines.append(f"| {link} | {mark}{answer.text} | {answer.n} |")
+    return "\n".join(lines if len(lines) > 2 else [NOTHING_YET])
 
 
-def with_table(text: str, table: str) -> str:
-    """Return a README's text with the table between its markers.
+def with_part(text: str, name: str, part: str) -> str:
+    """Return a README's text with a part between its markers.
 
     Raises:
         RefusedError: the markers are not there, once each and in order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after:
-        raise RefusedError(f"README.md must hold the lines {BEGIN} and {END}, once and in this order")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed or begin in after:
+        raise RefusedError(f"README.md must hold the lines {begin} and {end}, once and in this order")
+    return f"{before}{begin}\n{part}\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import (
     Interval,
-    Values,
+    is_below,
     mean_interval,
-    of_seeds,
-    paired_ratio,
     shown,
     signed_points,
     within,
@@ -130,20 +128,19 @@ def share(results: Results, label: str) -> Interval:
     return within(mean_interval(shares), 0, 1)
 
 
-def training(results: Results, label: str) -> Values:
-    """Return for each seed the training seconds without the checkpoint at the end."""
-    seconds, written = (results.values(label, column) for column in ("train_seconds", "seconds_checkpoint"))
-    return {seed: seconds[seed] - written[seed] for seed in seconds}
-
-
-def gain(results: Results, label: str, against: str) -> Interval:
-    """Return the speed-up of training without the checkpoint at the end."""
-    return paired_ratio(training(results, against), training(results, label))
-
-
 def voting(results: Results) -> list[str]:
     """Return the labels of runs that voted."""
     return [label for label in results.labels if not label.endswith("full")]
+
+
+def alike(results: Results) -> list[str]:
+    """Return the labels that voted on the default's data, and so differ in nothing but how they voted."""
+    return [label for label in voting(results) if label not in REFERENCES]
+
+
+def distinct(results: Results, labels: Sequence[str]) -> int:
+    """Return how many different trainings the runs of some labels are: equal parameters at the end, one training."""
+    return len({row["parameter_digest"] or row["run"] for label in labels for row in results.of(label)})
 
 
 def answers(results: Results) -> list[Answer]:
@@ -153,16 +150,22 @@ def answers(results: Results) -> list[Answer]:
     split, change = share(results, DEFAULT), results.change(DEFAULT, "averaged")
     alone, cost = results.change(DEFAULT, "rank0"), results.change(DEFAULT, "full")
     matched, scored = agreement(results, DEFAULT)
+    rows = [row for label in alike(results) for row in results.of(label)]
+    trainings, counts = distinct(results, alike(results)), sorted({row["votes"] for row in rows})
+    votes = f"{counts[0]} votes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} votes"
+    undecided = change.n < 2 or change.low < 0 < change.high or trainings < len(rows)
+    begin = "Too few votes to say: under" if undecided else "Under"
     text = (
-        f"Under label skew {SKEW} the ranks disagree in {shown(split, percent, count=True)} of the votes. Voting on "
-        f"local signals changes accuracy by {shown(change, signed_points)} against the criterion on averaged "
+        f"{begin} label skew {SKEW} the {len(rows)} runs that differ in how they vote are {trainings} distinct "
+        f"trainings, of {votes} each. The ranks disagree in {shown(split, percent, count=True)} of the votes; voting "
+        f"on local signals changes accuracy by {shown(change, signed_points)} against the criterion on averaged "
         f"gradients, by {shown(alone, signed_points)} against rank 0 deciding alone, and by "
         f"{shown(cost, signed_points)} against full fine-tuning, at a speed-up of "
-        f"{shown(gain(results, DEFAULT, 'full'), factor)}; a weighted median of the scores would have chosen the "
+        f"{shown(results.gain(DEFAULT, 'full'), factor)}; a weighted median of the scores would have chosen the "
         f"same cut in {matched} of {scored} votes."
     )
     question = "4. Do weighted votes help when the ranks' data differ?"
-    return [Answer(question=question, text=text, n=change.n, negative=not change.low > 0)]
+    return [Answer(question=question, text=text, n=change.n, negative=is_below(change, 0), undecided=undecided)]
 
 
 def agreement(results: Results, label: str) -> tuple[int, int]:
@@ -182,8 +185,8 @@ def tables(results: Results) -> list[Table]:
                 label,
                 shown(results.mean(label, "test_accuracy"), percent),
                 shown(results.change(label, against), signed_points) if votes else "",
-                shown(of_seeds(training(results, label)), seconds),
-                shown(gain(results, label, against), factor) if votes else "",
+                shown(results.mean(label, "train_seconds"), seconds),
+                shown(results.gain(label, against), factor) if votes else "",
                 final_cut(results, label),
                 shown(share(results, label), percent) if votes else "",
                 f"{matched} of {scored}" if scored else "",
@@ -219,7 +222,7 @@ def drawings(results: Results) -> list[Drawing]:
         ),
         Drawing(
             name="accuracy-time",
-            caption=f"{IN_TIME}, checkpoints included; {spread}. More ranks than cores crowd the machine.",
+            caption=f"{IN_TIME}; {spread}. More ranks than cores crowd the machine.",
             figure=accuracy_time_chart(results, results.labels),
         ),
     ]
@@ -235,7 +238,7 @@ EXPERIMENT = Experiment(
     reference="full",
     limits=(
         "The weighted median is scored vote by vote on the states that the real votes led to; it was not trained with.",
-        "Training times are without the checkpoint at the end, which would take a good part of runs this short.",
+        "Runs of equal parameters at the end are one training: how they were weighed made no difference to any vote.",
         "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",
         "The front of full fine-tuning was measured without label skew and at another number of ranks.",
     ),

@@ -14,6 +14,8 @@ from hvfreeze.ranks.reducer import BUCKET_BYTES
 
 LATENCY = 50e-6
 """Seconds of a message from node to node, assumed: TCP over Ethernet, with its way through both systems."""
+LATENCIES = (0.0, LATENCY, 200e-6)
+"""The least that is possible, what is assumed, and a slow network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +52,15 @@ class Model:
     """Seconds of a processor to copy and to sum a byte."""
     hidden: float
     """Part of the backward pass that the exchange can hide behind."""
+    latency: float = LATENCY
 
     def step(self, point: Point) -> float:
         """Return the predicted seconds of a step."""
         sent = 2 * (point.nodes - 1) / point.nodes * point.payload
         messages = 2 * (point.nodes - 1) * math.ceil(point.payload / BUCKET_BYTES)
-        exchange = sent * (8 / (self.efficiency * point.bandwidth) + self.copying * point.crowd) + messages * LATENCY
+        exchange = (
+            sent * (8 / (self.efficiency * point.bandwidth) + self.copying * point.crowd) + messages * self.latency
+        )
         return point.work * point.crowd + max(0.0, exchange - self.hidden * point.backward * point.crowd)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from analysis.sweeps.presets import PlannedRun, Preset
 
@@ -64,3 +65,24 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@dataclass
+class Progress:
+    """How far a sweep is, and how much longer it takes: the estimates, corrected by what finished runs took."""
+
+    estimates: dict[str, float]
+    done: dict[str, float] = field(default_factory=dict)
+    """Seconds that each run took, 0 for those that were there already."""
+
+    def left(self) -> float:
+        """Return the estimated seconds of the runs to come."""
+        measured = {name: taken for name, taken in self.done.items() if taken > 0}
+        guessed = sum(self.estimates[name] for name in measured)
+        correction = sum(measured.values()) / guessed if guessed else 1.0
+        return correction * sum(seconds for name, seconds in self.estimates.items() if name not in self.done)
+
+    def line(self, planned: PlannedRun) -> str:
+        """Return where in the sweep a run stands."""
+        left = duration(self.left())
+        return f"[{len(self.done) + 1}/{len(self.estimates)}] {planned.name}, about {left} left"

@@ -1,6 +1,7 @@
 """Carries an experiment out: what is done is not done again, what was killed goes on, and results are always whole.
 
     python -m analysis.NAME --preset reduced --data-dir DIR --weights FILE
+    python -m analysis.NAME --seeds 3,4               more seeds beside those that are there
     python -m analysis.NAME --estimate                how many runs, how long
 
 A finished run's small logs lie in RESULTS/NAME/runs/; they are what counts as done. Where another experiment has made
@@ -18,14 +19,15 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from analysis.sweeps.estimates import duration, seconds_of
-from analysis.sweeps.kept import borrow, is_kept, keep
+from analysis.sweeps.estimates import Progress, duration, seconds_of
+from analysis.sweeps.kept import borrow, is_kept, keep, of_other_seeds
 from analysis.sweeps.launching import Site, launch, require_cluster
 from analysis.sweeps.presets import PRESETS, PlannedRun, Preset
-from analysis.sweeps.questions import Experiment
+from analysis.sweeps.provenance import commit
+from analysis.sweeps.questions import Experiment, nothing_more
 from analysis.sweeps.results import Results, best_lr, open_results
 from analysis.sweeps.rows import Row, collect, read_rows, write_rows
 from analysis.sweeps.writeup import write_up
@@ -37,27 +39,6 @@ PATIENCE = 20.0
 """A run that takes this many times its estimate hangs."""
 
 
-@dataclass
-class Progress:
-    """How far a sweep is, and how much longer it takes: the estimates, corrected by what finished runs took."""
-
-    estimates: dict[str, float]
-    done: dict[str, float] = field(default_factory=dict)
-    """Seconds that each run took, 0 for those that were there already."""
-
-    def left(self) -> float:
-        """Return the estimated seconds of the runs to come."""
-        measured = {name: taken for name, taken in self.done.items() if taken > 0}
-        guessed = sum(self.estimates[name] for name in measured)
-        correction = sum(measured.values()) / guessed if guessed else 1.0
-        return correction * sum(seconds for name, seconds in self.estimates.items() if name not in self.done)
-
-    def line(self, planned: PlannedRun) -> str:
-        """Return where in the sweep a run stands."""
-        left = duration(self.left())
-        return f"[{len(self.done) + 1}/{len(self.estimates)}] {planned.name}, about {left} left"
-
-
 def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
     """Run an experiment's command line and return its exit code: 0 done, 1 some runs failed, else as `hvfreeze`."""
     options = parse(experiment, arguments)
@@ -67,6 +48,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         if options.estimate:
             print(estimate(experiment, preset))
             return 0
+        require_lr(options, experiment, root=options.results)
         site = site_of(options, experiment, preset)
         return carry_out(experiment, preset, site, root=options.results, only=options.only)
     except HvfreezeError as error:
@@ -86,6 +68,7 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None) -> argparse.N
     add("--weights", type=Path, help="state_dict to start from; the preset's results are about a pretrained model")
     add("--ranks", type=int, help="instead of the preset's")
     add("--lr", type=float, help="instead of what the baseline experiment chose, or the preset's")
+    add("--seeds", type=numbers, metavar="N[,N]", help="instead of the preset's; runs with other seeds stay")
     add("--hosts", default="", help="HOST:SLOTS,... instead of this machine; they must see the same folders")
     add("--work", type=Path, help=f"run directories under way [{WORK}/{experiment.name}/PRESET]")
     add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
@@ -102,6 +85,11 @@ def labels(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Return a comma-separated list as its numbers, each once."""
+    return tuple(dict.fromkeys(int(word) for word in text.split(",")))
+
+
 def default_results(preset: str) -> Path:
     """Return where a preset's results go: those of `reduced` are part of the repository."""
     return {"smoke": WORK / "smoke-results", "full": RESULTS / "full"}.get(preset, RESULTS)
@@ -112,11 +100,28 @@ def preset_of(options: argparse.Namespace, *, root: Path) -> Preset:
     preset = PRESETS[options.preset]
     if options.ranks is not None:
         preset = replace(preset, ranks=options.ranks)
+    if options.seeds is not None:
+        preset = replace(preset, seeds=options.seeds)
     if options.weights is not None:
         digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights.is_file() else ""
         preset = replace(preset, weights=options.weights.name, weights_digest=digest)
     found = best_lr(read_rows(root / "baseline"))
     return replace(preset, lr=options.lr if options.lr is not None else found or preset.lr)
+
+
+def require_lr(options: argparse.Namespace, experiment: Experiment, *, root: Path) -> None:
+    """Refuse to begin with a learning rate that nobody chose.
+
+    Raises:
+        UsageError: the results hold no baseline that chose one, and none was given.
+    """
+    if options.preset == "smoke" or experiment.chooses_lr or options.lr is not None:
+        return
+    if best_lr(read_rows(root / "baseline")) is None:
+        raise UsageError(
+            f"--results ({root}) holds no baseline, which chooses the learning rate of this experiment; run "
+            f"python -m analysis.baseline with the same --results first, or give --lr (the kept results have 0.05)"
+        )
 
 
 def site_of(options: argparse.Namespace, experiment: Experiment, preset: Preset) -> Site:
@@ -167,13 +172,19 @@ def carry_out(
     """
     directory = root / experiment.name
     print(estimate(experiment, preset), flush=True)
-    failed = make(experiment.runs(preset), preset, site, directory, only=only)
+    first = experiment.runs(preset)
+    before = kept_names(directory)
+    failed = make(first, preset, site, directory, only=only)
     planned = plan(experiment, preset, open_results(root, experiment.name, experiment.reference))
     unknown = sorted(set(only or ()) - {run.label for run in planned})
     if unknown:
         raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
-    failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
-    write_up(experiment, preset, open_results(root, experiment.name, experiment.reference))
+    if all(run.name in kept_names(directory) for run in first) or experiment.then is nothing_more:
+        failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
+    elif {run.label for run in planned if only is None or run.label in only} - {run.label for run in first}:
+        print(f"{experiment.name}: the other runs depend on these, which are not all there yet", file=sys.stderr)
+    results = open_results(root, experiment.name, experiment.reference)
+    write_up(experiment, preset, results, made=kept_names(directory) != before)
     print(f"results: {directory}")
     if failed:
         print(f"{experiment.name}: error: {len(failed)} runs failed: {', '.join(failed)}", file=sys.stderr)
@@ -194,8 +205,10 @@ def make(
     wanted = [run for run in planned if run.name in kept or run in chosen]
     if any(run.nodes for run in wanted if run.name not in kept):
         require_cluster()
+    source = commit()
     progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
-    rows = collect(directory, kept)
+    others = of_other_seeds(planned, directory)
+    rows = collect(directory, [*kept, *others])
     write_rows(directory, rows)
     failed: list[str] = []
     for run in wanted:
@@ -209,7 +222,7 @@ def make(
             print(f"  {error}", file=sys.stderr, flush=True)
             failed.append(run.name)
         else:
-            keep(run_dir, run, directory / "runs" / run.name)
+            keep(run_dir, run, directory / "runs" / run.name, source=source)
             shutil.rmtree(run_dir)
             rows = in_order([*rows, *collect(directory, [run.name])], planned)
             write_rows(directory, rows)
@@ -217,7 +230,12 @@ def make(
     return failed
 
 
+def kept_names(directory: Path) -> set[str]:
+    """Return the names of all runs whose logs are kept."""
+    return {path.parent.name for path in directory.glob("runs/*/summary.json")}
+
+
 def in_order(rows: Sequence[Row], planned: Sequence[PlannedRun]) -> list[Row]:
-    """Return the rows in the order in which their runs were planned."""
+    """Return the rows in the order in which their runs were planned, those of other seeds behind them."""
     places = {run.name: place for place, run in enumerate(planned)}
-    return sorted(rows, key=lambda row: places[row["run"]])
+    return sorted(rows, key=lambda row: places.get(row["run"], len(places)))

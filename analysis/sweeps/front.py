@@ -1,4 +1,7 @@
-"""Full fine-tuning at several numbers of epochs: what anybody can do instead of freezing."""
+"""Full fine-tuning trained for several numbers of epochs: what anybody can do instead of freezing.
+
+Each budget is a training of its own, with the learning rate's whole schedule; none is a longer one stopped early.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Budget:
-    """Full fine-tuning for some epochs: mean training time in seconds, mean test accuracy 0-1."""
+    """Full fine-tuning for some epochs: training time in seconds, test accuracy 0-1."""
 
     seconds: float
     accuracy: float

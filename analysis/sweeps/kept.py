@@ -1,28 +1,45 @@
-"""What is kept of a run: its small logs, without this machine's paths.
+"""What is kept of a run: its small logs, without this machine's paths; and how they are read again.
 
 RESULTS/<experiment>/runs/<run>/    config.yaml environment.json metrics.jsonl decisions.jsonl summary.json plan.json
+                                    made.json
+
+Training time is one thing in all experiments: seconds of rank 0 without set-up, evaluation and checkpoints. How often a
+run is saved is a matter of taste, and not every rival can save itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from analysis.sweeps.presets import PlannedRun
+from analysis.sweeps.provenance import stamp
 from hvfreeze.errors import RefusedError
+from hvfreeze.runs.reading import TRAINING_PHASES, Run, load_run
 
 LOGS = ("config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl", "summary.json", "wire.json")
 PLAN = "plan.json"
+UNCOUNTED = "checkpoint"
+"""The phase of a run that is no part of its training time here."""
+COUNTED = tuple(phase for phase in TRAINING_PHASES if phase != UNCOUNTED)
 
 
-def keep(run_dir: Path, planned: PlannedRun, kept: Path) -> None:
-    """Copy a finished run's small logs to the folder `kept`, complete or not at all, without this machine's paths."""
+def keep(run_dir: Path, planned: PlannedRun, kept: Path, *, source: str) -> None:
+    """Copy a finished run's small logs to the folder `kept`, complete or not at all, without this machine's paths.
+
+    Args:
+        run_dir: the run directory.
+        planned: what was started.
+        kept: the folder, which is replaced.
+        source: the commit that the run was started from.
+    """
     part = kept.with_name(f".{kept.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -41,8 +58,25 @@ def keep(run_dir: Path, planned: PlannedRun, kept: Path) -> None:
     known["hosts"] = [names[host] for host in known.get("hosts", [])]
     (part / "environment.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     (part / PLAN).write_text(json.dumps(planned.identity(), indent=1) + "\n", encoding="utf-8")
+    stamp(part, source=source)
     shutil.rmtree(kept, ignore_errors=True)
     os.replace(part, kept)
+
+
+def kept_run(folder: Path) -> Run:
+    """Return a kept run with the one definition of training time, in its summary and in every epoch."""
+    run = load_run(folder)
+    metrics = tuple(without_checkpoints(line) for line in run.metrics)
+    summary = None if run.summary is None else without_checkpoints(run.summary)
+    return dataclasses.replace(run, metrics=metrics, summary=summary)
+
+
+def without_checkpoints(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an epoch's line, or a summary, whose training time has no checkpoints in it."""
+    seconds = {phase: value for phase, value in line["seconds"].items() if phase != UNCOUNTED}
+    counted = sum(seconds.get(phase, 0.0) for phase in COUNTED)
+    images = line["images_per_second"] * line["train_seconds"]
+    return {**line, "seconds": seconds, "train_seconds": counted, "images_per_second": images / max(counted, 1e-9)}
 
 
 def is_kept(planned: PlannedRun, kept: Path) -> bool:
@@ -59,6 +93,23 @@ def is_kept(planned: PlannedRun, kept: Path) -> bool:
         shown = "; ".join(f"{name}: {held.get(name)!r} there, {asked.get(name)!r} here" for name in names)
         raise RefusedError(f"{kept} holds another run ({shown}); remove that folder, or give another --results")
     return True
+
+
+def of_other_seeds(planned: Sequence[PlannedRun], directory: Path) -> list[str]:
+    """Return the names of kept runs that differ from a planned one in the seed only, in the order of their seeds.
+
+    Raises:
+        RefusedError: a kept run has a planned run's label and is another; see `is_kept`.
+    """
+    names = {run.name for run in planned}
+    found = {}
+    for like in {run.label: run for run in planned}.values():
+        for path in (directory / "runs").glob(f"{like.label}-s*/{PLAN}"):
+            told = json.loads(path.read_text(encoding="utf-8"))
+            other = dataclasses.replace(like, seed=told["seed"])
+            if told["label"] == like.label and other.name not in names and is_kept(other, path.parent):
+                found[other.name] = told["seed"]
+    return sorted(found, key=lambda name: found[name])
 
 
 def borrow(planned: PlannedRun, directory: Path) -> bool:

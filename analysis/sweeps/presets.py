@@ -69,6 +69,8 @@ class Preset:
     lr: float
     schedule: str
     seeds: tuple[int, ...]
+    lr_seeds: tuple[int, ...]
+    """Seeds of the runs that choose a learning rate, whatever other seeds are asked for."""
     ranks: int
     vote_ranks: int
     vote_epochs: int
@@ -145,6 +147,7 @@ SMOKE = Preset(
     lr=0.02,
     schedule="cosine",
     seeds=(0,),
+    lr_seeds=(0,),
     ranks=2,
     vote_ranks=2,
     vote_epochs=2,
@@ -163,6 +166,7 @@ REDUCED = Preset(
     lr=0.02,
     schedule="cosine",
     seeds=(0, 1, 2),
+    lr_seeds=(0, 1),
     ranks=2,
     vote_ranks=4,
     vote_epochs=4,
@@ -180,6 +184,7 @@ FULL = Preset(
     lr=0.1,
     schedule="constant",
     seeds=(0, 1, 2),
+    lr_seeds=(0, 1),
     ranks=4,
     vote_ranks=4,
     vote_epochs=50,

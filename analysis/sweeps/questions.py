@@ -20,7 +20,14 @@ class Answer:
     text: str
     n: int
     negative: bool = False
-    """Whether the method did not keep what one would hope of it."""
+    """Whether the method did not keep what one would hope of it: the whole interval says so, not its middle."""
+    undecided: bool = False
+    """Whether the runs are too few or too much alike to answer it."""
+
+    @property
+    def mark(self) -> str:
+        """What stands before an answer that is no success; empty where nothing does."""
+        return "negative" if self.negative else "no answer yet" if self.undecided else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,8 @@ class Experiment:
     drawings: Callable[[Results], list[Drawing]]
     limits: tuple[str, ...]
     """What the results do not show, one sentence each."""
+    chooses_lr: bool = False
+    """Whether its first runs choose the learning rate of the others, instead of the baseline's."""
     reference: str = ""
     """The label of full fine-tuning among its runs, on their own data; empty where there is no one such label."""
     shown: int = 1

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from analysis.sweeps.front import Budget, Front
+from analysis.sweeps.kept import kept_run
 from analysis.sweeps.rows import Row, read_rows
 from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio, within
-from hvfreeze.runs.reading import Run, load_run
+from hvfreeze.runs.reading import Run
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     front: Front = field(default_factory=Front)
     """Full fine-tuning at several budgets of epochs, of these rows where they have some, else of the baseline's."""
+    fronts: Mapping[int, Front] = field(default_factory=dict)
+    """The same for each seed alone, which is what differences are taken against."""
     reference: str = ""
     """The label of full fine-tuning among these rows."""
 
@@ -32,6 +35,16 @@ class Results:
     def of(self, label: str) -> list[Row]:
         """Return the rows of a label."""
         return [row for row in self.rows if row["label"] == label]
+
+    def shown_as(self, label: str) -> str:
+        """Return a label as a person reads it: runs that were allowed a cache and stored nothing have none."""
+        rows = self.of(label)
+        idle = [row for row in rows if row["cache"] != "off" and not row["cache_bytes"]]
+        if not idle:
+            return label
+        if len(idle) < len(rows):
+            return f"{label} (cached in {len(rows) - len(idle)} of {len(rows)} runs)"
+        return f"{label.removesuffix('-cached')}, {rows[0]['augment']} (nothing cached)"
 
     def values(self, label: str, column: str) -> dict[int, float]:
         """Return a column's number for each seed of a label."""
@@ -58,16 +71,18 @@ class Results:
 
         Experiments are run at different times, perhaps on other ranks; times are compared at one pace.
         """
-        known = ((row, self.front.seconds(row["epochs"])) for row in self.of(self.reference))
-        return {int(row["seed"]): row["train_seconds"] / seconds for row, seconds in known if seconds}
+        rows = [(int(row["seed"]), row) for row in self.of(self.reference)]
+        known = ((seed, row, self.fronts[seed].seconds(row["epochs"])) for seed, row in rows if seed in self.fronts)
+        return {seed: row["train_seconds"] / seconds for seed, row, seconds in known if seconds}
 
     def over_front(self, label: str) -> Interval:
-        """Return accuracy minus that of full fine-tuning for as many epochs as take equally long at the same pace."""
-        paces = self.paces()
-        rows = [row for row in self.of(label) if int(row["seed"]) in paces]
-        return mean_interval(
-            [row["test_accuracy"] - self.front.accuracy(row["train_seconds"] / paces[int(row["seed"])]) for row in rows]
-        )
+        """Return accuracy minus that of full fine-tuning trained for as long: same pace, same seed."""
+        paces, leads = self.paces(), []
+        for row in self.of(label):
+            seed = int(row["seed"])
+            if seed in paces:
+                leads.append(row["test_accuracy"] - self.fronts[seed].accuracy(row["train_seconds"] / paces[seed]))
+        return mean_interval(leads)
 
     def count(self, labels: Sequence[str]) -> str:
         """Return n as a caption has it: the seeds of these labels, from the fewest to the most."""
@@ -77,12 +92,16 @@ class Results:
     @functools.cached_property
     def runs(self) -> dict[str, Run]:
         """The kept runs by name, those of the rows only."""
-        return {str(row["run"]): load_run(self.directory / "runs" / str(row["run"])) for row in self.rows}
+        return {str(row["run"]): kept_run(self.directory / "runs" / str(row["run"])) for row in self.rows}
 
     def runs_of(self, *labels: str) -> list[Run]:
         """Return the kept runs of some labels, of all where none is named."""
         wanted = labels or tuple(self.labels)
-        return [self.runs[str(row["run"])] for label in wanted for row in self.of(label)]
+        return [
+            replace(self.runs[str(row["run"])], name=f"{self.shown_as(label)}-s{row['seed']}")
+            for label in wanted
+            for row in self.of(label)
+        ]
 
 
 def best_lr(rows: Sequence[Row]) -> float | None:
@@ -98,9 +117,19 @@ def open_results(root: Path, name: str, reference: str = "") -> Results:
     """Return an experiment's results, with the front that its own budgets of epochs give, else the baseline's."""
     own = Results(root / name, read_rows(root / name), reference=reference)
     if budgets_of(own):
-        return replace(own, front=front_of(own, [*budgets_of(own), reference]))
+        return with_front(own, own, [*budgets_of(own), reference])
     baseline = Results(root / "baseline", read_rows(root / "baseline"))
-    return replace(own, front=front_of(baseline, budgets_of(baseline)))
+    return with_front(own, baseline, budgets_of(baseline))
+
+
+def with_front(results: Results, measured: Results, labels: Sequence[str]) -> Results:
+    """Return results with the fronts that these labels of the results `measured` make, on average and seed by seed."""
+    seeds = sorted({int(row["seed"]) for label in labels for row in measured.of(label)})
+    alone = {seed: [row for row in measured.rows if int(row["seed"]) == seed] for seed in seeds}
+    fronts = {seed: front_of(replace(measured, rows=rows), labels) for seed, rows in alone.items()}
+    front = front_of(measured, labels)
+    whole = {seed: own for seed, own in fronts.items() if len(own.budgets) == len(front.budgets)}
+    return replace(results, front=front, fronts=whole)
 
 
 def budgets_of(results: Results) -> list[str]:

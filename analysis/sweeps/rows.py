@@ -1,6 +1,6 @@
 """A CSV row per run, made from its kept logs.
 
-RESULTS/<experiment>/rows.csv       seconds, bytes, accuracies 0-1
+RESULTS/<experiment>/rows.csv       seconds, bytes, accuracies 0-1; training time as in `kept`
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.sweeps.kept import PLAN
+from analysis.sweeps.kept import COUNTED, PLAN, UNCOUNTED, kept_run
+from analysis.sweeps.provenance import made_columns
 from hvfreeze.report.csv_files import to_csv
-from hvfreeze.runs.reading import TRAINING_PHASES, Run, load_run
+from hvfreeze.runs.reading import Run, load_run
 
 ROWS = "rows.csv"
+DIGEST = 16
+"""Digits of a digest that a row holds: enough to tell trainings apart."""
 SETTINGS = (
     "model",
     "data",
@@ -54,7 +57,7 @@ def publish(path: Path, text: str) -> None:
 
 
 def row_of(plan: Mapping[str, Any], run: Run) -> Row:
-    """Return a run as plain numbers. `step_*` are seconds of rank 0 per step, in the epochs after the first."""
+    """Return a kept run as plain numbers. `step_*` are seconds of rank 0 per step, in the epochs after the first."""
     summary, settings = run.summary or {}, run.settings
     row: Row = {
         "run": run.name,
@@ -70,10 +73,12 @@ def row_of(plan: Mapping[str, Any], run: Run) -> Row:
     cache = summary.get("cache") or {}
     wanted = ("exact", "bytes", "rows_written", "rows_read", "seconds_saved_predicted", "seconds_saved")
     row.update({f"cache_{key}": cache.get(key) for key in wanted})
-    row.update({f"seconds_{phase}": run.seconds[phase] for phase in TRAINING_PHASES})
+    row.update({f"seconds_{phase}": run.seconds[phase] for phase in COUNTED})
+    row[f"seconds_{UNCOUNTED}"] = load_run(run.directory).seconds[UNCOUNTED]
     row.update(steady_columns(run))
     row["wire_bytes_per_step"] = wire_bytes_per_step(run)
-    return row
+    row["parameter_digest"] = (summary.get("parameter_digest") or "")[:DIGEST] or None
+    return {**row, **made_columns(run.directory, run.environment)}
 
 
 def vote_columns(run: Run) -> Row:
@@ -88,7 +93,7 @@ def steady_columns(run: Run) -> Row:
     """Return seconds per step by phase over the epochs after the first, over all where there is one only."""
     first, lines = (run.metrics[0]["step"], run.metrics[1:]) if len(run.metrics) > 1 else (0, run.metrics)
     steps = max(1, lines[-1]["step"] - first)
-    columns = {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) / steps for phase in TRAINING_PHASES}
+    columns = {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) / steps for phase in COUNTED}
     return {"step_seconds": sum(columns.values()), **{f"step_{phase}": value for phase, value in columns.items()}}
 
 
@@ -111,7 +116,7 @@ def collect(directory: Path, names: Sequence[str]) -> list[Row]:
     """Return the rows of those of these runs whose logs are kept."""
     folders = [directory / "runs" / name for name in names]
     done = [folder for folder in folders if (folder / "summary.json").exists()]
-    return [row_of(json.loads((folder / PLAN).read_text(encoding="utf-8")), load_run(folder)) for folder in done]
+    return [row_of(json.loads((folder / PLAN).read_text(encoding="utf-8")), kept_run(folder)) for folder in done]
 
 
 def write_rows(directory: Path, rows: Sequence[Row]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from scipy import stats
 
 LEVEL = 0.95
-UNIT = re.compile(r"[ %A-Za-z]+$")
+UNIT = re.compile(r"[ %/A-Za-z]+$")
 
 Values = Mapping[int, float]
 """A number for each seed."""
@@ -56,6 +56,11 @@ def paired_ratio(ours: Values, theirs: Values) -> Interval:
     """Return the geometric mean of ours / theirs over the seeds that both have; the values must be positive."""
     logs = mean_interval([math.log(ours[seed] / theirs[seed]) for seed in sorted(set(ours) & set(theirs))])
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.n)
+
+
+def is_below(interval: Interval, limit: float) -> bool:
+    """Tell whether the whole interval lies below a limit; one value without a spread shows nothing."""
+    return interval.n > 1 and interval.high < limit
 
 
 def within(interval: Interval, low: float, high: float = math.inf) -> Interval:

@@ -8,7 +8,7 @@ from hvfreeze.report.tables import Table
 from hvfreeze.report.units import factor, percent, seconds
 
 COMPARED = ("Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
-SAME_TIME, FINAL_CUT = "Same time, full", "Final cut"
+SAME_TIME, FINAL_CUT = "Full, trained as long", "Final cut"
 
 
 def compared(results: Results, label: str, reference: str) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def compared(results: Results, label: str, reference: str) -> tuple[str, ...]:
 
 
 def same_time(results: Results, label: str) -> str:
-    """Return the cell below `SAME_TIME`: accuracy against full fine-tuning that stops after as many seconds."""
+    """Return the cell below `SAME_TIME`: accuracy against full fine-tuning trained for as many seconds."""
     return shown(results.over_front(label), signed_points)
 
 

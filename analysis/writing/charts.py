@@ -118,7 +118,7 @@ def accuracy_time_chart(results: Results, labels: Sequence[str]) -> Figure:
                 fmt=MARKERS[place // len(COLOURS) % len(MARKERS)],
                 color=COLOURS[place % len(COLOURS)],
                 capsize=2,
-                label=label,
+                label=results.shown_as(label),
             )
         axes.set(xlabel="training time (s)", ylabel="test accuracy after the last epoch (%)", xlim=(0, None))
         figure.legend(loc="outside right upper")

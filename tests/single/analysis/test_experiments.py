@@ -129,7 +129,8 @@ def test_a_cut_of_the_finer_split_on_a_boundary_of_the_coarser_is_run_once() -> 
 @pytest.fixture
 def readme(tmp_path: Path, no_files: None) -> Path:
     path = tmp_path / "README.md"
-    path.write_text("# x\n\n<!-- results -->\n<!-- /results -->\n\nrest\n")
+    parts = "\n".join(f"<!-- {part} -->\n<!-- /{part} -->" for part in ("front", "results", "bench", "cache"))
+    path.write_text(f"# x\n\n{parts}\n\nrest\n")
     carried_out(static_sweep.EXPERIMENT, REDUCED, tmp_path)
     return path
 
@@ -144,7 +145,7 @@ def test_the_summary_is_what_the_results_say_and_keeps_the_rest(readme: Path) ->
     assert summary.main(arguments(readme, "--check")) == 0
     text = readme.read_text()
     assert text.startswith("# x\n")
-    assert text.endswith("<!-- /results -->\n\nrest\n")
+    assert text.endswith("<!-- /cache -->\n\nrest\n")
     assert "n = 3" in text
 
 
@@ -167,7 +168,7 @@ def test_a_changed_number_in_the_readme_fails_the_check(readme: Path, capsys: py
 def test_a_readme_without_its_markers_is_refused() -> None:
     for text in ("", "<!-- results -->", "<!-- /results --><!-- results -->"):
         with pytest.raises(RefusedError, match="must hold the lines"):
-            summary.with_table(text, "table")
+            summary.with_part(text, "results", "table")
 
 
 @pytest.mark.skipif(not sweep.RESULTS.exists(), reason="no results are recorded yet")
@@ -175,13 +176,16 @@ def test_the_repositorys_readme_agrees_with_the_recorded_results() -> None:
     assert summary.main(["--check"]) == 0
 
 
-def test_figures_are_drawn_again_from_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_drawn_again_from_what_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "OUT", tmp_path / "page")
     carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
     carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
     drawn = tmp_path / "results/adaptive/figures/cuts.svg"
     before = drawn.read_bytes()
     shutil.rmtree(drawn.parent)
-    assert figures.main(["--results", str(tmp_path / "results"), "--out", str(tmp_path / "page")]) == 0
+    assert figures.main(["--results", str(tmp_path / "results")]) == 0
     assert drawn.read_bytes() == before
     assert "votes: no results yet" in capsys.readouterr().out
     assert open_results(tmp_path / "results", "adaptive").rows
@@ -194,7 +198,7 @@ def test_the_page_begins_with_all_answers_and_ends_with_those_that_are_negative(
     wide = {**row, "name": "wide", "low": 1.1}
     bench.write_text(json.dumps([row, wide, {**row, "name": "good", "ok": True}]))
     answers = [Answer(question="A?", text="Yes.", n=3), Answer(question="B?", text="No.", n=3, negative=True)]
-    assert figures.summary(answers).points == ("A? Yes.", "Negative result. B? No.")
+    assert figures.summary(answers).points == ("A? Yes.", "(negative) B? No.")
     failed, slow, uncertain = figures.failures(answers, bench).points
     assert failed == "B? No."
     assert "Benchmark slow" in slow

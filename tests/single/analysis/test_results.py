@@ -28,10 +28,10 @@ def test_the_front_is_taken_at_the_pace_of_full_fine_tuning_among_the_same_runs(
         for seed in (0, 1)
         for label, (seconds, accuracy) in made.items()
     ]
-    results = Results(Path(), rows, front, "full")
+    results = Results(Path(), rows, front, {0: front, 1: front}, "full")
     assert results.paces() == {0: 2.0, 1: 2.0}
     assert results.over_front("frozen").mean == pytest.approx(0.75 - 0.7)
-    assert Results(Path(), rows[1:], front, "full").over_front("frozen").n == 1
+    assert Results(Path(), rows[1:], front, {0: front, 1: front}, "full").over_front("frozen").n == 1
 
 
 def test_a_caption_counts_the_seeds_of_what_it_shows() -> None:

@@ -189,6 +189,7 @@ def test_kept_logs_hold_no_path_and_no_host_of_the_machine_and_no_weights(launch
         "config.yaml",
         "decisions.jsonl",
         "environment.json",
+        "made.json",
         "metrics.jsonl",
         "plan.json",
         "summary.json",

@@ -1,0 +1,259 @@
+"""What the sentences in README.md and in results/ may say, and where their numbers come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import adaptive, communication, figures, pixels64, scaling, summary, votes
+from analysis.parts import cached_epochs, readme, ring
+from analysis.sweeps import experiment as sweep
+from analysis.sweeps import provenance, writeup
+from analysis.sweeps.front import Budget, Front
+from analysis.sweeps.kept import COUNTED, kept_run
+from analysis.sweeps.launching import Site
+from analysis.sweeps.presets import REDUCED, SMOKE
+from analysis.sweeps.questions import Answer
+from analysis.sweeps.results import Results, open_results
+from analysis.sweeps.rows import read_rows
+from analysis.sweeps.statistics import Interval, is_below, shown
+from hvfreeze.errors import RefusedError
+from hvfreeze.runs.reading import load_run
+from tests.single.analysis.runs_material import carried_out, made_up
+
+RESULTS = sweep.RESULTS
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "launch", made_up)
+    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
+    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
+
+
+def kept(name: str) -> Results:
+    experiment = next(each for each in figures.EXPERIMENTS if each.name == name)
+    return open_results(RESULTS, name, experiment.reference)
+
+
+@pytest.mark.parametrize("name", [experiment.name for experiment in figures.EXPERIMENTS])
+def test_training_time_is_one_thing_in_rows_runs_and_epochs_of_every_experiment(name: str) -> None:
+    results = kept(name)
+    for row in results.rows[::7]:
+        run = results.runs[str(row["run"])]
+        raw = load_run(run.directory)
+        assert row["train_seconds"] == pytest.approx(sum(row[f"seconds_{phase}"] for phase in COUNTED))
+        assert row["train_seconds"] == pytest.approx(raw.train_seconds - row["seconds_checkpoint"])
+        assert run.train_seconds == pytest.approx(row["train_seconds"])
+        assert run.images_per_second * run.train_seconds == pytest.approx(raw.images_per_second * raw.train_seconds)
+        assert sum(line["train_seconds"] for line in run.metrics) == pytest.approx(run.train_seconds, abs=1.0)
+
+
+def test_checkpoints_do_not_make_equal_work_look_unequal(tmp_path: Path) -> None:
+    results = carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    folder = results.runs["full-s0"].directory
+    before = kept_run(folder)
+    told = json.loads((folder / "summary.json").read_text())
+    told["seconds"]["checkpoint"] = told["seconds"].get("checkpoint", 0.0) + 30.0
+    told["train_seconds"] += 30.0
+    (folder / "summary.json").write_text(json.dumps(told))
+    after = kept_run(folder)
+    assert after.train_seconds == pytest.approx(before.train_seconds)
+    assert after.seconds["checkpoint"] == 0.0
+    assert load_run(folder).seconds["checkpoint"] >= 30.0
+
+
+def rows(seed: int, *, slower: float, better: float) -> list[dict[str, Any]]:
+    common = {"cache": "off", "cache_bytes": 0, "augment": "fresh", "seed": seed, "epochs": 10}
+    made = {"full": (20.0, 0.8), "frozen": (15.0, 0.75)}
+    return [
+        {**common, "label": label, "train_seconds": slower * taken, "test_accuracy": right + better}
+        for label, (taken, right) in made.items()
+    ]
+
+
+def test_a_lead_over_the_front_is_taken_within_a_seed() -> None:
+    """One seed is better throughout, and slower: neither has anything to do with freezing."""
+    fronts = {
+        seed: Front((Budget(10.0, 0.6 + better, epochs=5), Budget(20.0, 0.8 + better, epochs=10)))
+        for seed, better in ((0, 0.0), (1, 0.1))
+    }
+    both = [*rows(0, slower=1.0, better=0.0), *rows(1, slower=3.0, better=0.1)]
+    found = Results(Path(), both, fronts[0], fronts, "full").over_front("frozen")
+    assert found.mean == pytest.approx(0.75 - 0.7)
+    assert found.high - found.low == pytest.approx(0.0, abs=1e-9)
+    assert Results(Path(), both, fronts[0], {0: fronts[0]}, "full").over_front("frozen").n == 1
+
+
+def test_the_recorded_lead_of_five_cached_stages_at_64_pixels_is_not_sure() -> None:
+    lead = kept("pixels64").over_front("cut5-cached")
+    assert lead.low < 0 < lead.high
+    assert "trained for as many seconds" in pixels64.answers(kept("pixels64"))[0].text
+    assert "stops after" not in summary.README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("interval", "below"),
+    [
+        (Interval(0.99, 0.93, 1.05, 3), False),
+        (Interval(0.9, 0.85, 0.95, 3), True),
+        (Interval(0.5, NAN, NAN, 1), False),
+        (Interval(1.1, 1.05, 1.2, 3), False),
+        (Interval(NAN, NAN, NAN, 0), False),
+    ],
+)
+def test_negative_is_what_the_whole_interval_says(interval: Interval, below: bool) -> None:
+    assert is_below(interval, 1) is below
+
+
+def test_an_undecided_answer_is_marked_as_such_and_a_negative_one_before_it() -> None:
+    answer = Answer(question="A?", text="b", n=3, undecided=True)
+    assert writeup.claim(answer) == "- **(no answer yet)** **A?** b"
+    assert dataclasses.replace(answer, negative=True).mark == "negative"
+    assert dataclasses.replace(answer, undecided=False).mark == ""
+
+
+def test_the_votes_answer_counts_distinct_trainings() -> None:
+    results = kept("votes")
+    answer = votes.answers(results)[0]
+    assert len(votes.alike(results)) * 3 == 27
+    assert votes.distinct(results, votes.alike(results)) == 13
+    assert answer.mark == "no answer yet"
+    assert "27 runs that differ in how they vote are 13 distinct trainings, of 7 votes each" in answer.text
+
+
+def test_runs_that_stored_nothing_are_not_called_cached() -> None:
+    results = kept("pixels64")
+    assert results.shown_as("geometric-cached") == "geometric, views:2 (nothing cached)"
+    assert results.shown_as("cut4-cached") == "cut4-cached"
+    assert kept("caching").shown_as("voted-auto") == "voted-auto (cached in 1 of 3 runs)"
+    told = pixels64.answers(results)[0].text + "".join(table.to_text() for table in pixels64.tables(results))
+    assert "geometric-cached" not in told
+    assert results.runs_of("geometric-cached")[1].name == "geometric, views:2 (nothing cached)-s1"
+
+
+def test_the_network_is_held_against_one_node_by_images_a_second() -> None:
+    answer = communication.answers(kept("communication"))[0]
+    assert answer.negative
+    paces = ("234 images/s (225 to 243) in full", "241 images/s", "308 images/s (300 to 315) against 805 images/s")
+    assert [told for told in paces if told not in answer.text] == []
+    steps = ("frozen-fp16 299 ms", " fp16 364 ms", "cached 416 ms", "full 548 ms")
+    places = [answer.text.index(told) for told in steps]
+    assert places == sorted(places)
+
+
+def test_256_nodes_are_a_range_over_the_latency_that_is_assumed() -> None:
+    results = kept("scaling")
+    model = ring.fit([point for point in scaling.points_of(results) if point.nodes in scaling.FIT])
+    full = scaling.predicted(scaling.points_of(results), "full", 256, "10gbit")
+    parts = [ring.efficiency(dataclasses.replace(model, latency=latency), full) for latency in ring.LATENCIES]
+    assert parts == sorted(parts, reverse=True)
+    text = scaling.answers(results)[0].text
+    assert f"{100 * parts[2]:.0f} % to {100 * parts[0]:.0f} % in full" in text
+    assert "200 to 0 microseconds" in text and "assumed" in text
+
+
+def test_the_schedules_that_look_at_nothing_stand_beside_the_votes() -> None:
+    results = kept("adaptive")
+    text = adaptive.answers(results)[0].text
+    for label in adaptive.WITHOUT_SIGNAL:
+        assert f"{label} {shown(results.over_front(label), lambda value: f'{100 * value:+.1f} points')}" in text
+
+
+def test_the_readme_tells_the_clocks_from_the_programs_own_account() -> None:
+    told = readme.cache(RESULTS)
+    assert "by the clocks 5.18 s (3.22 to 7.13, n = 3) were" in told
+    assert "by the program's own account 6.29 s" in told
+    results = kept("caching")
+    assert cached_epochs.saved_by_clocks(results, "views4").n == 0
+    assert cached_epochs.saved_by_clocks(results, "float16").n == 3
+
+
+def test_the_front_in_the_readme_is_sorted_by_what_the_intervals_show() -> None:
+    lines = {line.split(":")[0]: line for line in readme.front(RESULTS).splitlines() if line.startswith("- ")}
+    for name, line in lines.items():
+        for part in line.split(": ", 1)[1].rstrip(".").split("; "):
+            low, high = (float(end) for end in part.rsplit("(", 1)[1].rstrip(")").split(" to "))
+            wanted = "ahead" if low > 0 else "behind" if high < 0 else "no difference shown"
+            assert name.endswith(wanted), part
+    assert len(lines) >= 5
+
+
+def test_every_recorded_run_says_source_time_machine_and_versions() -> None:
+    for experiment in figures.EXPERIMENTS:
+        for row in read_rows(RESULTS / experiment.name):
+            told = [row[key] for key in ("commit", "finished", "stamped", "processor", "cores", *provenance.VERSIONS)]
+            assert None not in told, row["run"]
+
+
+def test_a_command_that_makes_no_run_rewrites_no_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "commit", lambda: "aaa")
+    results = carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    assert {row["commit"] for row in results.rows} == {"aaa"}
+    files = {path: path.read_bytes() for path in sorted(results.directory.rglob("*")) if path.is_file()}
+    monkeypatch.setattr(sweep, "commit", lambda: "bbb")
+    other = dataclasses.replace(SMOKE, weights_digest="another")
+    site = Site(work=tmp_path / "work")
+    assert sweep.carry_out(adaptive.EXPERIMENT, other, site, root=tmp_path / "results") == 0
+    assert {path: path.read_bytes() for path in sorted(results.directory.rglob("*")) if path.is_file()} == files
+    assert "source (runs): aaa (2)" in (results.directory / "README.md").read_text()
+
+
+def test_a_page_drawn_elsewhere_leaves_the_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(sweep, "launch", made_up)
+    results = carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    (results.directory / "README.md").write_text("by hand")
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*")}
+    assert figures.main(["--results", str(tmp_path / "results"), "--out", str(tmp_path / "page")]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*")} == files
+    assert (tmp_path / "page/adaptive/figures/cuts.svg").exists()
+
+
+def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]
+    assert sweep.main(adaptive.EXPERIMENT, where) == 2
+    assert "holds no baseline, which chooses the learning rate" in capsys.readouterr().err
+    assert not (tmp_path / "adaptive").exists()
+    options = sweep.parse(adaptive.EXPERIMENT, [*where, "--lr", "0.03"])
+    sweep.require_lr(options, adaptive.EXPERIMENT, root=tmp_path)
+    assert sweep.preset_of(options, root=tmp_path).lr == 0.03
+    assert pixels64.EXPERIMENT.chooses_lr
+
+
+def test_runs_at_a_chosen_learning_rate_wait_for_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = Site(work=tmp_path / "work")
+    assert sweep.carry_out(pixels64.EXPERIMENT, REDUCED, site, root=tmp_path, only=["lr0.01", "full"]) == 0
+    assert "depend on these, which are not all there yet" in capsys.readouterr().err
+    assert {row["label"] for row in read_rows(tmp_path / "pixels64")} == {"lr0.01"}
+    one = dataclasses.replace(REDUCED, seeds=(0,))
+    assert sweep.carry_out(pixels64.EXPERIMENT, one, site, root=tmp_path) == 0
+    chosen = max(pixels64.LEARNING_RATES)
+    assert {row["lr"] for row in read_rows(tmp_path / "pixels64") if row["label"] == "full"} <= {0.01, chosen}
+
+
+def test_more_seeds_stand_beside_those_that_are_there(tmp_path: Path) -> None:
+    site, root = Site(work=tmp_path / "work"), tmp_path / "results"
+    for seeds in ("0", "3,4", "3,4"):
+        options = sweep.parse(adaptive.EXPERIMENT, ["--preset", "smoke", "--seeds", seeds])
+        preset = sweep.preset_of(options, root=root)
+        assert sweep.carry_out(adaptive.EXPERIMENT, preset, site, root=root) == 0
+    found = [(row["label"], row["seed"]) for row in read_rows(root / "adaptive")]
+    assert sorted(found) == [(label, seed) for label in ("full", "linear") for seed in (0, 3, 4)]
+    assert not math.isnan(open_results(root, "adaptive").mean("full", "test_accuracy").low)
+
+
+def test_seeds_of_another_configuration_are_refused(tmp_path: Path) -> None:
+    site = Site(work=tmp_path / "work")
+    assert sweep.carry_out(adaptive.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
+    other = dataclasses.replace(SMOKE, lr=0.5, seeds=(1,))
+    with pytest.raises(RefusedError, match=r"full-s0 holds another run \(lr: 0.02 there, 0.5 here\)"):
+        sweep.carry_out(adaptive.EXPERIMENT, other, site, root=tmp_path)
+    with pytest.raises(SystemExit):
+        sweep.parse(adaptive.EXPERIMENT, ["--seeds", "one"])

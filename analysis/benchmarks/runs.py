@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 from analysis.benchmarks.material import Setting
+from hvfreeze.strategies.strategy import MODEL
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_epoch
 from hvfreeze.training.progress import Silence
@@ -31,10 +32,16 @@ class ProgramRun:
         job.strategy.close()
         self.predicted_seconds.append(float(job.strategy.report()["cache"]["seconds_saved_predicted"]))
         shutil.rmtree(job.directory)
-        return job.totals.loss / job.totals.count
+        return mean_loss(job)
+
+
+def mean_loss(job: Job) -> float:
+    """Return the mean of all losses so far."""
+    totals = job.totals[MODEL]
+    return totals.loss / totals.count
 
 
 def epoch_of(job: Job) -> float:
     """Make the next epoch of a job; return the mean of all losses so far. Collective: every rank must call this."""
     train_epoch(job, job.step // job.steps_per_epoch, Silence())
-    return job.totals.loss / job.totals.count
+    return mean_loss(job)

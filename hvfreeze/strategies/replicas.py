@@ -8,12 +8,12 @@ Replicas start equal and change only by averaged gradients and by decisions that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.config.tree import Config
@@ -27,11 +27,11 @@ from hvfreeze.prefix.features import Features, Halves, open_features
 from hvfreeze.prefix.measuring import Horizon, Outlook, open_budget, suffix_seconds
 from hvfreeze.prefix.splits import Recipe, Split
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.equal_models import running_statistics
+from hvfreeze.ranks.equal_models import check_replicas, running_statistics
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.reducer import Reducer, Signals
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.strategy import Materials, State, StepResult
+from hvfreeze.strategies.strategy import MODEL, Answers, Materials, State, StepResult
 
 
 class Replicas:
@@ -67,6 +67,11 @@ class Replicas:
         """Number of frozen blocks."""
         return self.freezer.cut
 
+    @property
+    def models(self) -> Sequence[str]:
+        """The one model."""
+        return (MODEL,)
+
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches; what following the cut takes counts as training time."""
         self._follow_cut()
@@ -99,21 +104,27 @@ class Replicas:
         decision: Decision | None = self.freezer.after_step(value)
         self._follow_cut()
         clock.enter("data")
-        return StepResult(loss=value, logits=logits.detach(), leave=bool(signals.leave), decision=decision)
+        answers = {MODEL: Answers(logits.detach(), batch.labels)}
+        return StepResult(losses={MODEL: value}, answers=answers, leave=bool(signals.leave), decision=decision)
 
     def settle(self) -> None:
         """Average the running statistics; everything else is equal on all ranks after every step."""
         self.freezer.average_statistics()
 
-    def predict(self, batch: Batch) -> Tensor:
-        """Return the logits of an evaluation batch. Not a collective."""
+    def predict(self, batch: Batch) -> dict[str, Answers]:
+        """Return what the model says of an evaluation batch. Not a collective."""
         self._be_in_mode(training=False)
         with torch.no_grad():
-            return self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
+            logits = self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
+        return {MODEL: Answers(logits, batch.labels)}
 
-    def whole_model(self) -> nn.Module:
-        """Return the model, which every rank holds."""
-        return self.chain.model
+    def check(self, *, step: int) -> str:
+        """Return the digest of the model; raise where replicas differ."""
+        return check_replicas(self.chain.model, self.freezer.world, step=step)
+
+    def whole_models(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield the model, which every rank holds."""
+        yield MODEL, self.chain.model.state_dict()
 
     def state_dict(self) -> State:
         """Return the model and the optimizer, which ranks share, and this rank's statistics and accumulators."""

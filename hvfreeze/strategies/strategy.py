@@ -8,12 +8,12 @@ when to write a checkpoint. A new strategy is one file here, a line in `training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed
@@ -43,18 +43,36 @@ class Materials:
     """Tells the user a line; does nothing but on rank 0."""
 
 
+MODEL = "model"
+"""The name of the one model that most strategies train, and of its file."""
+
+
+class Answers(NamedTuple):
+    """What a model says of a batch, and what is right."""
+
+    logits: Tensor
+    """(B, classes) float32, without gradient."""
+    labels: Tensor
+    """(B,) int64."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step leaves for the loop."""
 
-    loss: float
-    """This rank's mean over its samples."""
-    logits: Tensor
-    """(B, classes) float32, without gradient, of the batch before the update."""
+    losses: Mapping[str, float]
+    """By model, its mean over the batch; of those models alone that this rank answers for."""
+    answers: Mapping[str, Answers]
+    """Of the same models, from before the update."""
     leave: bool
     """Some rank was asked to leave; equal on all ranks."""
     decision: Decision | None = None
     """The vote that was held after the update, if one was; equal on all ranks."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over this rank's models, 0 where it has none."""
+        return sum(self.losses.values()) / max(1, len(self.losses))
 
 
 class State(NamedTuple):
@@ -76,6 +94,10 @@ class Strategy(Protocol):
     def cut(self) -> int:
         """Number of frozen blocks. Not a collective."""
 
+    @property
+    def models(self) -> Sequence[str]:
+        """Names of the models that are trained, the same on all ranks; fit for files. Not a collective."""
+
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches, in this order: of training steps, or of predictions."""
 
@@ -93,19 +115,30 @@ class Strategy(Protocol):
         """
 
     def settle(self) -> None:
-        """End what is in flight and make `whole_model` one and the same on all ranks, running statistics too.
+        """Bring every model into the state that is evaluated and kept, its running statistics too.
 
         Settling twice changes nothing.
         """
 
-    def predict(self, batch: Batch) -> Tensor:
-        """Return the logits, (B, classes) float32, in evaluation mode; changes nothing. Not always a collective.
+    def predict(self, batch: Batch) -> Mapping[str, Answers]:
+        """Return what this rank's models say in evaluation mode; changes nothing. Not always a collective.
 
         The batch is one of this replica's share of the evaluation samples; batches may come in any order.
         """
 
-    def whole_model(self) -> nn.Module:
-        """Return the model that `settle` has made whole, with the names of the model that was given."""
+    def check(self, *, step: int) -> str:
+        """Return the digest of all models, parameters and buffers, equal on all ranks, when the strategy has settled.
+
+        Raises:
+            DivergedError: ranks hold different values of what must be equal; `step` is for the message.
+        """
+
+    def whole_models(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield each model's name and, on rank 0, its state_dict, with the names of the model that was given.
+
+        Rank 0 need not hold two models at once; on other ranks a state_dict may be empty. To be exhausted by all
+        ranks, when the strategy has settled.
+        """
 
     def state_dict(self) -> State:
         """Return what a checkpoint must hold so that training goes on bit for bit. Not a collective."""
@@ -114,9 +147,10 @@ class Strategy(Protocol):
         """Continue from the state of the same rank of a world of the same size. Not a collective."""
 
     def report(self) -> dict[str, Any]:
-        """Return what a strategy adds to summary.json and to an epoch's line, equal on all ranks.
+        """Return what a strategy adds to summary.json, and but for `cut_history` to an epoch's line.
 
-        Keys: `cut_history` (a list of `Move`), `allreduce_bytes`, `other_collective_bytes`, `cache`.
+        Keys: `cut_history` (a list of `Move`), `allreduce_bytes`, `other_collective_bytes`, `cache`, and what is the
+        strategy's own. Equal on all ranks.
         """
 
     def close(self) -> None:

@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from hvfreeze.config.tree import Config
+from hvfreeze.errors import UsageError
+from hvfreeze.ranks.world import World
 from hvfreeze.strategies.strategy import Materials, Strategy
 
-OPENERS = {
-    "replicas": "hvfreeze.strategies.replicas:open_replicas",
+
+@dataclass(frozen=True)
+class Choice:
+    """What must be known of a strategy before it is opened."""
+
+    opener: str
+    """module:function; the function takes the materials and the configuration. A collective."""
+    ranks_per_replica: Callable[[Config, World], int]
+    """How many neighbouring ranks work on one batch together, as one replica."""
+
+
+CHOICES = {
+    "replicas": Choice("hvfreeze.strategies.replicas:open_replicas", lambda config, world: 1),
 }
-"""Strategy -> module:function; the function takes the materials and the configuration. A collective."""
+
+
+def place_of(world: World, config: Config) -> tuple[int, int]:
+    """Return which replica this rank belongs to, and how many there are: each has its own share of the samples.
+
+    Raises:
+        UsageError: the ranks cannot form whole replicas.
+    """
+    name = config.strategy.strategy
+    ranks = CHOICES[name].ranks_per_replica(config, world)
+    if world.size % ranks:
+        raise UsageError(
+            f"--strategy ({name}): {world.size} ranks do not form replicas of {ranks} each; start a multiple of {ranks}"
+        )
+    return world.rank // ranks, world.size // ranks
 
 
 def open_strategy(name: str, materials: Materials, config: Config) -> Strategy:
-    """Return the strategy called `name`, one of `OPENERS`, ready for its first epoch.
+    """Return the strategy called `name`, one of `CHOICES`, ready for its first epoch.
 
     Collective: every rank of the materials' world must call this.
 
     Raises:
         UsageError: the strategy does not fit the model, the world or the settings; on all ranks.
     """
-    module, _, function = OPENERS[name].partition(":")
+    module, _, function = CHOICES[name].opener.partition(":")
     strategy: Strategy = getattr(importlib.import_module(module), function)(materials, config)
     return strategy

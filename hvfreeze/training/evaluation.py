@@ -1,9 +1,10 @@
-"""Loss and accuracy over a whole split: every sample counted once, one reduction."""
+"""Loss and accuracy over a whole split: every sample counted once for each model, one reduction for all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,19 @@ from torch.nn import functional
 
 from hvfreeze.data.batches import Batch
 from hvfreeze.ranks.world import World
-from hvfreeze.strategies.strategy import Strategy
+from hvfreeze.strategies.strategy import MODEL, Answers, Strategy
+
+
+class Score(NamedTuple):
+    """Means over samples."""
+
+    loss: float
+    accuracy: float
+    """0-1."""
+
+
+Scores = dict[str, Score]
+"""By model."""
 
 
 @dataclass
@@ -28,27 +41,70 @@ class Totals:
         self.correct += int((logits.argmax(1) == labels).sum())
         self.count += len(labels)
 
-    def reduce(self, world: World, *, name: str) -> tuple[float, float]:
-        """Return (mean loss, accuracy in 0-1) over the samples of all ranks.
 
-        Collective: every rank of `world` must call this.
-        """
-        mine = torch.tensor([self.loss, self.correct, self.count], dtype=torch.float64)
-        loss, correct, count = world.allreduce_sum(mine, name=f"totals.{name}").tolist()
-        return loss / max(count, 1), correct / max(count, 1)
+def count(totals: dict[str, Totals], answers: Mapping[str, Answers], losses: Mapping[str, float]) -> None:
+    """Add a batch's answers and mean losses, by model."""
+    for name, (logits, labels) in answers.items():
+        totals.setdefault(name, Totals()).add(logits, labels, losses[name])
 
 
-def evaluate(strategy: Strategy, batches: Sequence[Batch], world: World) -> tuple[float, float]:
-    """Return (mean loss, accuracy in 0-1) over a split, of which `batches` are this replica's share.
+def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *, name: str) -> Scores:
+    """Return each model's means over the samples that all ranks have counted.
 
-    The strategy must have settled. Ranks of one replica count the same samples, which changes no mean.
     Collective: every rank of `world` must call this.
     """
-    totals = Totals()
+    mine = [totals.get(model, Totals()) for model in models]
+    sums = torch.tensor([[each.loss, each.correct, each.count] for each in mine], dtype=torch.float64)
+    rows = world.allreduce_sum(sums, name=f"totals.{name}").tolist()
+    return {
+        model: Score(loss / max(count, 1), correct / max(count, 1))
+        for model, (loss, correct, count) in zip(models, rows, strict=True)
+    }
+
+
+def evaluate(strategy: Strategy, batches: Sequence[Batch], world: World) -> Scores:
+    """Return each model's means over a split, of which `batches` are this replica's share.
+
+    The strategy must have settled. Where several ranks answer for one model on the same samples, no mean changes.
+    Collective: every rank of `world` must call this.
+    """
+    totals: dict[str, Totals] = {}
     strategy.begin_epoch(batches, training=False)
     for batch in batches:
-        logits = strategy.predict(batch)[: batch.counted]
-        labels = batch.labels[: batch.counted]
-        loss = functional.cross_entropy(logits.double(), labels, reduction="mean")
-        totals.add(logits, labels, float(loss))
-    return totals.reduce(world, name="evaluation")
+        said = strategy.predict(batch)
+        real = {
+            name: Answers(logits[: batch.counted], labels[: batch.counted]) for name, (logits, labels) in said.items()
+        }
+        losses = {
+            name: float(functional.cross_entropy(logits.double(), labels)) for name, (logits, labels) in real.items()
+        }
+        count(totals, real, losses)
+    return reduce(totals, strategy.models, world, name="evaluation")
+
+
+def mean(scores: Scores) -> Score:
+    """Return the mean over models, each of which counts the same."""
+    losses, accuracies = zip(*scores.values(), strict=True)
+    return Score(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
+
+
+def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
+    """Return the entry `models` of a line of the record; there is none where one model is all.
+
+    Args:
+        models: their names.
+        parts: `train=` and `test=`, the scores that there are.
+    """
+    if list(models) == [MODEL]:
+        return {}
+    return {
+        "models": {
+            name: {
+                f"{part}_{key}": value
+                for part, scores in parts.items()
+                if scores
+                for key, value in scores[name]._asdict().items()
+            }
+            for name in models
+        }
+    }

@@ -22,8 +22,8 @@ from hvfreeze.runs.directory import PER_RANK, claim_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
-from hvfreeze.training.choice import open_strategy
-from hvfreeze.training.evaluation import Totals
+from hvfreeze.training.choice import open_strategy, place_of
+from hvfreeze.training.evaluation import Scores, Totals
 from hvfreeze.training.progress import line_above_the_bar, say_nothing
 
 
@@ -51,7 +51,10 @@ class Job:
     """Seconds by phase at the end of the last epoch that was recorded."""
     best_accuracy: float = 0.0
     last_accuracy: float = 0.0
-    totals: Totals = field(default_factory=Totals)
+    last_scores: Scores = field(default_factory=dict)
+    """What the last evaluation found, by model."""
+    totals: dict[str, Totals] = field(default_factory=dict)
+    """Sums over the epoch's training samples so far, by model."""
     asked_to_leave: bool = False
 
     @property
@@ -80,7 +83,8 @@ def prepare(config: Config, world: World) -> Job:
         lambda: claim_directory(directory, settings, resume=config.run.resume) if world.rank == 0 else None,
         name="directory",
     )
-    corpus = open_corpus(config, world, replicas=world.size)
+    _, replicas = together(world, lambda: place_of(world, config), name="replicas")
+    corpus = open_corpus(config, world, replicas=replicas)
     identities = together(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)
     if config.model.weights == "DEFAULT":
@@ -153,7 +157,7 @@ def assemble(
 
     Collective: every rank of `world` must call this.
     """
-    replica, replicas = world.rank, world.size
+    replica, replicas = place_of(world, config)
     feed, evaluated = together(
         world,
         lambda: open_feeds(

@@ -9,12 +9,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training import state
-from hvfreeze.training.evaluation import Totals, evaluate
+from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.learning_rate import learning_rate
 from hvfreeze.training.progress import Progress
@@ -54,7 +55,7 @@ def train_step(job: Job, batch: Batch) -> float:
     """Make one optimizer step, count it, and leave after it if that was asked; return this rank's loss. Collective."""
     result = job.strategy.step(batch, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
-    job.totals.add(result.logits, batch.labels, result.loss)
+    count(job.totals, result.answers, result.losses)
     if result.decision is not None:
         job.record.decision(result.decision)
     if result.leave:
@@ -73,19 +74,22 @@ def rate(job: Job) -> float:
 def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
     """Evaluate on all ranks when that is due and write the epoch's line. Collective."""
     run, epochs = job.config.run, job.config.optimizer.epochs
-    loss, accuracy = None, None
+    tested: Scores = {}
     with job.clock.within("evaluate"):
         # Also where nothing is evaluated: how often that is done must not change one bit of the training.
         job.strategy.settle()
         if run.evaluates(epoch, epochs=epochs):
-            loss, accuracy = evaluate(job.strategy, job.evaluation_batches, job.world)
-            job.last_accuracy, job.best_accuracy = accuracy, max(job.best_accuracy, accuracy)
-        train_loss, train_accuracy = job.totals.reduce(job.world, name="train")
+            tested = evaluate(job.strategy, job.evaluation_batches, job.world)
+            job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
+            job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
+        trained = reduce(job.totals, job.strategy.models, job.world, name="train")
         report = job.strategy.report()
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
-    images = job.totals.count * job.world.size
+    images = job.steps_per_epoch * job.config.optimizer.batch_size * job.replicas
+    train_loss, train_accuracy = mean(trained)
+    loss, accuracy = mean(tested) if tested else (None, None)
     line = {
         "epoch": epoch,
         "step": job.step,
@@ -100,14 +104,20 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         "allreduce_bytes": report["allreduce_bytes"],
         "cache": report["cache"],
     }
-    job.record.metrics(line)
-    job.totals = Totals()
+    job.record.metrics(line | own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested))
+    job.totals = {}
     job.epochs_done = epoch + 1
-    tested = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
+    shown = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
     progress.line(
         f"epoch {epoch:3d} | cut {job.strategy.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
-        f"{tested} | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
+        f"{shown} | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
     )
+
+
+def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """Return what is in a strategy's report, and neither in a line of the record nor a part of every report."""
+    common = {*line, "cut_history", "allreduce_bytes", "other_collective_bytes", "cache"}
+    return {key: value for key, value in report.items() if key not in common}
 
 
 def checkpoint_when_due(job: Job) -> None:

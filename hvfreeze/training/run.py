@@ -10,12 +10,12 @@ from typing import Any
 
 from hvfreeze.config.tree import Config
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training import state
+from hvfreeze.training.evaluation import by_model
 from hvfreeze.training.job import Job, prepare
-from hvfreeze.training.loop import train
+from hvfreeze.training.loop import own_part, train
 from hvfreeze.training.progress import Progress, open_progress
 
 
@@ -83,12 +83,12 @@ def finished(job: Job) -> dict[str, Any] | None:
 
 
 def conclude(job: Job) -> dict[str, Any]:
-    """Check that replicas are equal, keep the model and write the summary.
+    """Check that ranks agree, keep the models and write the summary.
 
     Collective: every rank of the world must call this.
     """
     job.strategy.settle()
-    digest = check_replicas(job.strategy.whole_model(), job.world, step=job.step)
+    digest = job.strategy.check(step=job.step)
     state.export(job)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
@@ -110,6 +110,7 @@ def conclude(job: Job) -> dict[str, Any]:
         "cache": report["cache"],
         "parameter_digest": digest,
     }
+    summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)
     summary = job.world.broadcast_object(summary, name="summary")
     together(job.world, lambda: job.record.summary(summary), name="summary.write")
     return summary

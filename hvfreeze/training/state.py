@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.runs.clock import PHASES
 from hvfreeze.runs.publishing import publishing
 from hvfreeze.strategies.strategy import State
@@ -41,7 +41,7 @@ def save(job: Job, *, settled: bool) -> None:
     """
     if settled:
         job.strategy.settle()
-        check_replicas(job.strategy.whole_model(), job.world, step=job.step)
+        job.strategy.check(step=job.step)
     strategy = job.strategy.state_dict()
     ranks = job.world.gather_bytes(packed({**rank_state(job), **strategy.own}), name="checkpoint.ranks")
 
@@ -69,7 +69,10 @@ def shared_state(job: Job) -> dict[str, Any]:
 
 def rank_state(job: Job) -> dict[str, Any]:
     """Return what differs between ranks: random state and sums over samples; the strategy adds its own."""
-    return {"random": torch.get_rng_state(), "totals": dataclasses.asdict(job.totals)}
+    return {
+        "random": torch.get_rng_state(),
+        "totals": {name: dataclasses.asdict(sums) for name, sums in job.totals.items()},
+    }
 
 
 def packed(state: dict[str, Any]) -> Tensor:
@@ -116,7 +119,7 @@ def put_back(job: Job, state: dict[str, Any]) -> None:
 def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     """Set every part of the job from what all ranks share and from what is this rank's."""
     job.strategy.load_state_dict(State(shared, mine))
-    job.totals = Totals(**mine["totals"])
+    job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}
     job.step = shared["step"]
     job.record.cut_back(shared["position"])
     job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
@@ -132,14 +135,15 @@ def first_line(error: Exception) -> str:
 
 
 def export(job: Job) -> None:
-    """Write the trained model as a plain state_dict, model.pt, for --weights or torchvision.
+    """Write each trained model as a plain state_dict, model.pt where there is one, for --weights or torchvision.
 
     Collective: every rank of the world must call this.
     """
 
-    def write() -> None:
+    def write(name: str, state: dict[str, Tensor]) -> None:
         if job.world.rank == 0:
-            with publishing(job.directory / "model.pt") as file:
-                torch.save(job.strategy.whole_model().state_dict(), file)
+            with publishing(job.directory / f"{name}.pt") as file:
+                torch.save(state, file)
 
-    together(job.world, write, name="export")
+    for name, state in job.strategy.whole_models():
+        together(job.world, partial(write, name, state), name="export")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hvfreeze.training.choice import OPENERS
+from hvfreeze.training.choice import CHOICES
 from tests.parallel.mpirun import mpirun
 
 CONTRACT = Path(__file__).with_name("workers") / "contract.py"
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", OPENERS)
+@pytest.mark.parametrize("name", CHOICES)
 def test_every_strategy_keeps_the_contract(name: str, size: int, tmp_path: Path) -> None:
     result = mpirun(size, CONTRACT, args=[str(tmp_path), name], timeout=200)
     assert result.returncode == 0, result

@@ -16,7 +16,7 @@ from torch import Tensor
 from hvfreeze.cache.compute import Counters, LoadImages, PaddedPrefix, Pairs, RunBlocks
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, Disk
-from hvfreeze.cache.file.names import refusals
+from hvfreeze.cache.file.names import Present, find_present
 from hvfreeze.cache.file.rows import Keys, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.cache.store.index import contains
@@ -87,8 +87,7 @@ class PrefixActivations:
                 disk=disk,
             )
 
-        self._directory, self._explained = directory, False
-        self._steady = True
+        self.directory, self._shard, self._steady = directory, shard, True
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
         self._prefetcher = Prefetcher(self._levels, depth=prefetch)
 
@@ -140,10 +139,17 @@ class PrefixActivations:
             self._levels.move(cut, mark=mark, universe=keys)
             self._steady = steady
             self._compare_files()
-        if keys is not None and mark is not None and not self._explained and self.stored_bytes == 0:
-            self._explained = True
-            for line in refusals(self._directory, mark):
-                logger.info(line)
+
+    def present(self, mark: Fingerprint, universe: Pairs) -> Present:
+        """Return which rows of `universe`, (sample ids, views), could be read at a cut with the fingerprint `mark`.
+
+        Raises:
+            CacheFault: a file of this fingerprint cannot be used.
+        """
+        current = self._levels.current
+        if current is not None and current.store.mark.digest == mark.digest:
+            return Present(current.store.num_present)
+        return find_present(self.directory, mark, pack_keys(*universe), shard=self._shard)
 
     def announce(self, batches: Sequence[Pairs]) -> None:
         """Expect these (sample ids, views) next, in this order; they are read ahead when reading is slow.
@@ -214,11 +220,16 @@ class PrefixActivations:
                 self._levels.current.store.refresh()
                 self._compare_files()
 
-    def disable(self, reason: str) -> None:
-        """Go on without a cache: what is not published is removed, what is stays for others."""
+    def disable(self, reason: str, *, told: bool = False) -> None:
+        """Go on without a cache: what is not published is removed, what is stays for others.
+
+        Args:
+            reason: for the user.
+            told: another process says it.
+        """
         if self.failed is None:
             self.failed = reason
-            logger.warning("going on without the activation cache: %s", reason)
+            logger.log(logging.INFO if told else logging.WARNING, "going on without the activation cache: %s", reason)
         self._prefetcher.forget()
         self._levels.discard()
 
@@ -276,6 +287,8 @@ class PrefixActivations:
             start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
         else:
             start, exact, x = found[0].cut, found[0].store.exact, found[1]
+            advanced = self.counters.rows_advanced
+            advanced[start] = advanced.get(start, 0) + len(request.sample_ids)
         self.counters.forwards += 1
         output = self._prefix.run(x, start, self._levels.stops(start))
         began = time.perf_counter()

@@ -7,7 +7,7 @@ with repeated rows, which are neither stored nor counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -27,11 +27,13 @@ Pairs = tuple[Keys, Keys]
 class Counters:
     """What the cache did: rows without padding, forwards of `batch_rows` rows, and seconds that training waited.
 
-    `comparisons` are forwards beside these, of rows that are there, to see whether they are right.
+    `rows_advanced` are rows that were read at a shallower cut, by that cut, and computed on from there. `comparisons`
+    are forwards beside these, of rows that are there, to see whether they are right.
     """
 
     rows_read: int = 0
     rows_written: int = 0
+    rows_advanced: dict[int, int] = field(default_factory=dict)
     forwards: int = 0
     comparisons: int = 0
     read_seconds: float = 0.0
@@ -65,7 +67,7 @@ class Activations(Protocol):
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
         """Return the prefix's output (rows, ...) for these samples and views, each (rows,)."""
 
-    def disable(self, reason: str) -> None:
+    def disable(self, reason: str, *, told: bool = False) -> None:
         """Go on without a cache."""
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ class NullActivations:
         self.counters.forwards += 1
         return self._prefix.run(self._load_images(*padded), 0, [self.cut])[: len(sample_ids)]
 
-    def disable(self, reason: str) -> None:
+    def disable(self, reason: str, *, told: bool = False) -> None:
         """Do nothing: there is nothing to go without."""
 
     def close(self) -> None:

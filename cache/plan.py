@@ -29,8 +29,9 @@ class Situation:
         views: views of each sample.
         row_bytes: bytes of one stored row.
         rows_present: rows (sample, view) that are cached already.
+        rows_rewritten: those of them that lie in the file which is to be completed, and is written anew for that.
         epochs_left: from now on, as a fraction.
-        epochs_until_move: until the cut may move again; infinity when it is fixed.
+        epochs_until_move: until the cut is expected to move again; infinity when it is fixed.
         memory_bytes: that the page cache may take for this rank.
         rates: of this rank's cache directory.
     """
@@ -46,6 +47,7 @@ class Situation:
     memory_bytes: int
     rates: Rates
     rows_present: int = 0
+    rows_rewritten: int = 0
     epochs_until_move: float = math.inf
 
     @property
@@ -54,9 +56,14 @@ class Situation:
         return self.rows * self.views * self.row_bytes
 
     @property
+    def rows_missing(self) -> int:
+        """Rows that are not cached yet."""
+        return max(0, self.rows * self.views - self.rows_present)
+
+    @property
     def new_bytes(self) -> int:
-        """Bytes of the rows that are not cached yet."""
-        return max(0, self.num_bytes - self.rows_present * self.row_bytes)
+        """Bytes that completing the cache allocates; none where it is complete."""
+        return (self.rows_missing + self.rows_rewritten) * self.row_bytes if self.rows_missing else 0
 
     @property
     def compute_seconds(self) -> float:
@@ -114,7 +121,11 @@ def make_plan(ranks: Sequence[Situation], *, limit_bytes: int | None = None) -> 
         limit_bytes: what the budget still allows for new rows, all ranks together; None is unlimited.
     """
     without, while_training, in_sweep = (max(seconds) for seconds in zip(*map(_seconds, ranks)))
-    saved = without - min(while_training, in_sweep)
+    # Training would stand still for a sweep, on the strength of a guess how long the cut stays: it only completes.
+    fill: Literal["training", "sweep"] = "training"
+    if in_sweep < while_training and any(rank.rows_present for rank in ranks):
+        fill = "sweep"
+    saved = without - (in_sweep if fill == "sweep" else while_training)
     obstacle = _obstacle(ranks, limit_bytes=limit_bytes)
     fits, pays = not obstacle, saved > 0
     if obstacle:
@@ -128,7 +139,7 @@ def make_plan(ranks: Sequence[Situation], *, limit_bytes: int | None = None) -> 
     return Plan(
         use=fits and pays,
         fits=fits,
-        fill="sweep" if in_sweep < while_training else "training",
+        fill=fill,
         predicted_seconds_saved=saved,
         reason=reason,
         rows=_table(ranks, saved=saved, reason=reason, limit_bytes=limit_bytes),
@@ -136,22 +147,38 @@ def make_plan(ranks: Sequence[Situation], *, limit_bytes: int | None = None) -> 
 
 
 def _seconds(rank: Situation) -> tuple[float, float, float]:
-    """Return seconds for the prefix until the run ends: never cached, filled in training, filled before."""
-    epochs = min(rank.epochs_left, rank.epochs_until_move)
-    steps = epochs * (rank.rows // rank.batch_rows)
-    total_rows = rank.rows * rank.views
-    missing = 1 - min(1.0, rank.rows_present / total_rows)
-    filling_epochs = min(epochs, rank.views)
+    """Return seconds for this prefix until the run ends: never cached, filled in training, filled before.
+
+    A cut that moves on does not make its rows worthless: a deeper row is computed from them, once each view.
+    """
+    left, views = rank.epochs_left, rank.views
+    stay = min(left, rank.epochs_until_move)
+    steps = rank.rows // max(1, rank.batch_rows)
+    missing = rank.rows_missing / max(1, rank.rows * views)
+    filling = min(stay, views) if missing else 0.0
     # While training, a batch with one row missing is computed whole; a sweep computes the missing rows only, and then
     # every step reads.
-    computed = steps * filling_epochs / epochs if missing and epochs else 0.0
-    swept = missing * rank.rows * filling_epochs / rank.batch_rows
+    swept = missing * rank.rows * views / max(1, rank.batch_rows)
+    trained_on = stay - filling + _read_after_the_move(rank, stay=stay, filled=filling if missing else views)
+    swept_on = stay + _read_after_the_move(rank, stay=stay, filled=views)
     miss, verification = rank.compute_seconds + rank.write_seconds, rank.rows_present * rank.row_bytes * rank.rates.hash
+    spared = rank.compute_seconds - rank.read_seconds
+    never = steps * left * rank.compute_seconds
     return (
-        steps * rank.compute_seconds,
-        computed * miss + (steps - computed) * rank.read_seconds + verification,
-        swept * miss + steps * rank.read_seconds + verification,
+        never,
+        never + steps * (filling * rank.write_seconds - trained_on * spared) + verification,
+        never + swept * miss - steps * swept_on * spared + verification,
     )
+
+
+def _read_after_the_move(rank: Situation, *, stay: float, filled: float) -> float:
+    """Return the epochs after the cut's next move that begin with rows of this one, of which `filled` views are there.
+
+    Where not all views were filled, those that were come again after as many epochs as there are views; of a view
+    that was filled in part hardly a batch is whole.
+    """
+    first, whole = (stay, filled) if filled >= rank.views else (max(stay, rank.views), math.floor(filled))
+    return max(0.0, min(rank.epochs_left, first + whole) - first)
 
 
 def _obstacle(ranks: Sequence[Situation], *, limit_bytes: int | None) -> str:

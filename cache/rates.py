@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import Disk, LocalDisk, free_bytes
+from hvfreeze.cache.file.disk import FULL, Disk, LocalDisk, free_bytes
 from hvfreeze.cache.file.mapping import MappedRows
 
 PROBE_BYTES = 24 << 20
 PROBE_SECONDS = 0.15
 SYNC_BYTES = 4 << 20
 PROBE_BATCHES = 24
+SLOW_DISK = 1e-8
+"""Seconds a byte of a disk that cannot be measured because it is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +61,25 @@ def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk:
     batch_rows = max(1, min(batch_rows, SYNC_BYTES // row_bytes))
     batch = np.random.default_rng(0).integers(0, 256, (batch_rows, row_bytes), dtype=np.uint8)
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            written, write, write_cpu = _time_writes(file.fileno(), batch, rate_limit)
-            cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, rate_limit)
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                written, write, write_cpu = _time_writes(file.fileno(), batch, rate_limit)
+                cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, rate_limit)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            # What lies there can still be read: measured in memory, and taken for a slow disk where it is not.
+            with os.fdopen(os.memfd_create("hvfreeze"), "w+b") as file:
+                written, write, write_cpu = _time_writes(file.fileno(), batch, rate_limit)
+                _, warm, read_cpu = _time_reads(file.fileno(), written, batch, rate_limit)
+            cold = max(warm, SLOW_DISK)
+        status = os.statvfs(directory)
+        free = free_bytes(directory)
     except OSError as error:
         raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
     start = time.perf_counter()
     hashlib.sha256(batch.data).digest()
     hashing = (time.perf_counter() - start) / batch.nbytes
-    status = os.statvfs(directory)
     return Rates(
         read_cold=max(cold, warm),
         read_warm=warm,
@@ -75,7 +87,7 @@ def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk:
         write=write,
         write_cpu=write_cpu,
         hash=hashing,
-        free_bytes=free_bytes(directory),
+        free_bytes=free,
         filesystem=f"{status.f_fsid:x}-{status.f_blocks}",
     )
 

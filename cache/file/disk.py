@@ -1,14 +1,23 @@
-"""The disk under a cache directory: what may be taken of it, and a slower one to stand in for it."""
+"""The disk under a cache directory: whether and how it may be used, and a slower one to stand in for it."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Protocol
 
-from hvfreeze.cache.faults import CacheFull
+from hvfreeze.cache.faults import CacheFault, CacheFull
+
+logger = logging.getLogger(__name__)
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the system says when a disk, or a share of it, has no room left."""
 
 
 class Disk(Protocol):
@@ -84,3 +93,37 @@ def free_bytes(directory: Path) -> int:
     """Return the bytes that an unprivileged process may still write there."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def prepare_directory(directory: Path, *, private: bool = True) -> None:
+    """Make `directory` where it is missing, and try to make a file in it.
+
+    A full disk is no reason to refuse: what lies there may still be read. It stops writing where that begins.
+
+    Raises:
+        CacheFault: it cannot be used, or anybody may replace what lies in it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+        mode = directory.stat().st_mode
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if error.errno in FULL:
+            return
+        raise CacheFault(
+            f"cache directory {directory} cannot be used ({error.strerror or error}); give another --cache-dir"
+        ) from error
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise CacheFault(
+            f"cache directory {directory} has mode {stat.S_IMODE(mode):o}: anybody may replace what lies in it; "
+            "chmod o-w it"
+        )
+
+
+def remove(path: Path) -> None:
+    """Remove a file of the cache, if that can be done: what is left behind costs space, and must not end a run."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("cache file %s cannot be removed (%s)", path, error.strerror or error)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheBusy, CacheFault
+from hvfreeze.cache.file.disk import remove
 
 OWNER_BYTES = 4096
 
@@ -47,7 +48,7 @@ class FileLock:
     def release(self) -> None:
         """Remove the lock file and let go; harmless when already released."""
         if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
+            remove(self._path)
             os.close(self._descriptor)
             self._descriptor = -1
 

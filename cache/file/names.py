@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.rows import Keys
 from hvfreeze.cache.fingerprint import Fingerprint
 
 DIGEST_CHARACTERS = 16
@@ -32,15 +36,48 @@ def directory_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
+@dataclass(frozen=True)
+class Present:
+    """What lies in a directory of the rows that a process may store."""
+
+    rows: int = 0
+    """That may be read."""
+    rows_to_complete: int = 0
+    """Those of them in the process's own file, where that is incomplete: completing it writes them anew."""
+
+
+def find_present(directory: Path, mark: Fingerprint, keys: Keys, *, shard: str) -> Present:
+    """Return which of `keys`, each once, lie in published files of `mark`.
+
+    Raises:
+        CacheFault: a file of this fingerprint is damaged, unsafe or belongs to another one.
+    """
+    own, missing, in_own = path_of(directory, mark, shard=shard), np.unique(keys), 0
+    total = len(missing)
+    for path in sorted(files_of(directory, mark), key=lambda path: path != own):
+        if len(missing):
+            missing = np.setdiff1d(missing, file_keys := ActivationFile(path, expected=mark).keys, assume_unique=True)
+            in_own = len(file_keys) if path == own else in_own
+    return Present(total - len(missing), in_own if len(missing) else 0)
+
+
 def refusals(directory: Path, mark: Fingerprint) -> list[str]:
-    """Return a line for each file of the same split with another fingerprint, naming the fields that differ."""
-    lines = []
-    for path in sorted(directory.glob("activations-*.h5")):
+    """Return a line for each fingerprint of files of the same split and cut that are not used, naming what differs.
+
+    Files of one fingerprint, which ranks have written together, are opened once for all of them.
+    """
+    lines, seen = [], {mark.digest[:DIGEST_CHARACTERS]}
+    for path in sorted(path for path in directory.glob("activations-*.h5") if FILE_NAME.fullmatch(path.name)):
+        digest = path.name.split("-")[1]
+        if digest in seen:
+            continue
+        seen.add(digest)
         try:
             other = ActivationFile(path).manifest.fingerprint
         except CacheFault as fault:
             lines.append(str(fault))
             continue
-        if other.fields.get("split") == mark.fields.get("split") and mark.differences(other):
+        alike = all(other.fields.get(name) == mark.fields.get(name) for name in ("split", "cut"))
+        if alike and mark.differences(other):
             lines.append(f"cache file {path} not used: {mark.explain(other)}")
     return lines

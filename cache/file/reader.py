@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheMismatch
-from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk
+from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk, remove
 from hvfreeze.cache.file.hdf5 import Region, find_regions
 from hvfreeze.cache.file.manifest import (
     MAX_MANIFEST_BYTES,
@@ -115,7 +115,7 @@ class ActivationFile:
     def delete(self, budget: Budget) -> None:
         """Remove the file, unless another one has its name; rows stay readable from here."""
         if self.is_at(self.path):
-            self.path.unlink(missing_ok=True)
+            remove(self.path)
             budget.release(self.file_bytes)
 
 

@@ -7,7 +7,6 @@ the disk, and nothing writes to a file that has it.
 
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.file.disk import Budget, Disk, free_bytes
+from hvfreeze.cache.file.disk import FULL, Budget, Disk, free_bytes, remove
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
 from hvfreeze.cache.file.lock import FileLock
 from hvfreeze.cache.file.manifest import NAMES, PAYLOAD, Manifest, RangeHasher, manifest_digest, tables
@@ -139,7 +138,7 @@ class FileWriter:
         """Remove the temporary file unless it was published; rows stay readable for whoever holds the writer."""
         if not self.published:
             if self._descriptor >= 0:
-                self._temporary.unlink(missing_ok=True)
+                remove(self._temporary)
             self._give_back()
         self._let_go()
 
@@ -148,7 +147,7 @@ class FileWriter:
         self.discard()
         if self.published and self._reserved:
             if self._mapped.is_at(self.path):
-                self.path.unlink(missing_ok=True)
+                remove(self.path)
             self._give_back()
 
     def _allocate(self) -> None:
@@ -180,7 +179,7 @@ def fault_of(error: Exception, *, path: Path) -> CacheFault:
     """Return `error` as a cache fault that names the file; a full disk and a cache fault keep their kind."""
     if isinstance(error, CacheFault):
         return error
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = isinstance(error, OSError) and error.errno in FULL
     kind = CacheFull if full else CacheFault
     return kind(f"cache file {path} cannot be written ({error})")
 

@@ -17,7 +17,9 @@ Mask = npt.NDArray[np.bool_]
 
 
 def contains(ascending: Keys, keys: Keys) -> Mask:
-    """Tell for each of `keys` (rows,) whether it is in `ascending`, which is sorted and not empty."""
+    """Tell for each of `keys` (rows,) whether it is in `ascending`, which is sorted."""
+    if len(ascending) == 0:
+        return np.zeros(len(keys), np.bool_)
     at = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
     found: Mask = ascending[at] == keys
     return found
@@ -31,12 +33,14 @@ class Positions:
 
     def __init__(self, ascending: Keys) -> None:
         self._keys = ascending
-        last = int(ascending[-1]) >> VIEW_BITS
+        last = int(ascending[-1]) >> VIEW_BITS if len(ascending) else 0
         starts = np.arange(last + 1) << VIEW_BITS if last < MOST_IDS_PER_KEY * len(ascending) else None
         self._first = np.searchsorted(ascending, starts) if starts is not None else None
 
     def find(self, keys: Keys) -> tuple[Keys, Mask]:
         """Return each key's position, and whether it is there; where it is not the position means nothing."""
+        if len(self._keys) == 0:
+            return np.zeros(len(keys), np.int64), np.zeros(len(keys), np.bool_)
         if self._first is None:
             at: Keys = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
             return at, self._keys[at] == keys
@@ -54,7 +58,7 @@ class RowIndex:
     """A (part, row) for each key that has one; one thread changes it, any may look."""
 
     def __init__(self, keys: Keys) -> None:
-        """Know `keys` (keys,), unique or not, at least one; their rows are missing at first."""
+        """Know `keys` (keys,), unique or not; their rows are missing at first."""
         self.keys = np.unique(keys)
         self._positions = Positions(self.keys)
         self._part = np.zeros(len(self.keys), np.int64)
@@ -65,6 +69,8 @@ class RowIndex:
         """Return part and row number of each of `keys` (rows,); the row is -1 where it is missing."""
         with self._lock:
             at, there = self._positions.find(keys)
+            if not there.any():
+                return np.zeros(len(keys), np.int64), np.full(len(keys), MISSING, np.int64)
             return self._part[at], np.where(there, self._row[at], MISSING)
 
     def missing(self, keys: Keys) -> Mask:

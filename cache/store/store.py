@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheBusy, CacheFault
-from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk
+from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk, prepare_directory
 from hvfreeze.cache.file.lock import FileLock
 from hvfreeze.cache.file.manifest import Manifest
 from hvfreeze.cache.file.names import LOCK_SUFFIX, files_of, path_of
@@ -81,10 +81,7 @@ class Store:
         self._writer: BackgroundWriter | None = None
         self._unproven = Unproven(batch_rows=batch_rows)
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="cache-verifier")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CacheFault(f"cache directory {directory} cannot be made ({error})") from error
+        prepare_directory(directory)
         self.refresh()
 
     @property
@@ -98,9 +95,14 @@ class Store:
         return self._num_missing == 0
 
     @property
+    def num_present(self) -> int:
+        """Rows of the universe that are there."""
+        return len(self.universe) - self._num_missing
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the universe's rows that are there."""
-        return (len(self.universe) - self._num_missing) * self.row.row_bytes if self.row else 0
+        return self.num_present * self.row.row_bytes if self.row else 0
 
     def missing(self, keys: Keys) -> Mask:
         """Tell for each of `keys` (rows,) whether its row is not there."""

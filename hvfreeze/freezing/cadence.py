@@ -1,13 +1,18 @@
-"""When votes are held."""
+"""When votes are held, and when the cut may be expected to move."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 from hvfreeze.freezing.proposer import Proposer
+from hvfreeze.runs.moves import Move
+
+USABLE_INTERVALS = 2
+"""Whole intervals at a cut that a rate of change takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +38,47 @@ class Cadence:
         """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
         return step > 0 and (step - self.warmup) % self.interval == 0
 
+    def interval_ends(self, after: int, last: int) -> range:
+        """Return the steps after `after`, up to `last`, at which an interval ends."""
+        first = after + 1 + (self.warmup - after - 1) % self.interval
+        return range(first, last + 1, self.interval)
+
     def votes(self, step: int) -> bool:
         """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""
         return self.ends_interval(step) and step >= self.warmup and step < self.steps_per_epoch * self.num_epochs
 
 
-def epochs_until_move(cadence: Cadence, proposer: Proposer, evidence: Evidence, step: int) -> float:
-    """Return the epochs from `step` until `proposer` can move the cut at the earliest; infinity where it cannot."""
+def epochs_until_move(
+    cadence: Cadence, proposer: Proposer, evidence: Evidence, *, step: int, history: Sequence[Move]
+) -> float:
+    """Return the epochs from `step` until `proposer` may be expected to move the cut; infinity where it cannot.
+
+    What a schedule will do is certain. A criterion that looks at gradients moves at the earliest after two whole
+    intervals, and from then on as often as it has done so far: the expected number of votes is one over the share of
+    votes that have moved the cut, by Laplace's rule, so that a cut that stays is expected to stay longer and longer.
+    """
     if evidence.cut == evidence.num_blocks - 1:
         return math.inf
     needs_gradients = proposer.name in NEEDS_GRADIENTS
-    # A rate of change takes two whole intervals at this cut.
-    waiting = max(0, 2 - proposer.intervals) if needs_gradients else 0
-    for later in range(step + 1, cadence.steps_per_epoch * cadence.num_epochs):
-        if not cadence.ends_interval(later):
-            continue
+    waiting = max(0, USABLE_INTERVALS - proposer.intervals) if needs_gradients else 0
+    for later in cadence.interval_ends(step, cadence.steps_per_epoch * cadence.num_epochs - 1):
         waiting -= 1
         then = replace(evidence, epoch=later / cadence.steps_per_epoch)
         wants = needs_gradients or CRITERIA[proposer.name](then).cut > evidence.cut
         if waiting <= 0 and cadence.votes(later) and wants:
-            return (later - step) / cadence.steps_per_epoch
+            more = votes_until_move(cadence, history, step=step) - 1 if needs_gradients else 0.0
+            return (later - step + more * cadence.interval) / cadence.steps_per_epoch
     return math.inf
+
+
+def votes_until_move(cadence: Cadence, history: Sequence[Move], *, step: int) -> float:
+    """Return how many votes with two whole intervals before them it takes to move the cut, by the past up to `step`."""
+    held = moved = 0
+    for stay, later in zip(history, [*history[1:], None], strict=True):
+        # The interval in which the cut moves is dropped; before the first step there is none.
+        intervals = -1 if stay.step > 0 or stay.cut > 0 else 0
+        for end in cadence.interval_ends(stay.step, later.step if later else step):
+            intervals += 1
+            held += intervals >= USABLE_INTERVALS and cadence.votes(end)
+        moved += later is not None
+    return (held + 2) / (moved + 1)

@@ -129,9 +129,11 @@ class Freezer:
         return self.cadence.num_epochs - self.step / self.cadence.steps_per_epoch
 
     def epochs_until_move(self) -> float:
-        """Return the epochs until the cut can move at the earliest, infinity where it is fixed."""
+        """Return the epochs until the cut may be expected to move, infinity where it is fixed."""
         proposer = self._proposers.get(self.settings.freeze)
-        return math.inf if proposer is None else epochs_until_move(self.cadence, proposer, self._evidence(), self.step)
+        if proposer is None:
+            return math.inf
+        return epochs_until_move(self.cadence, proposer, self._evidence(), step=self.step, history=self.cut_history)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's freeze state: cut, history, position in the interval, accumulators."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks
-from hvfreeze.cache.plan import Plan, Situation, make_plan
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.disk import prepare_directory
+from hvfreeze.cache.file.names import refusals
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.plan import Plan
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.draws import Ids
-from hvfreeze.prefix.measuring import Misses, Outlook, rates_of
+from hvfreeze.prefix.measuring import Misses, Outlook
+from hvfreeze.prefix.planning import Planner
 from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
@@ -61,54 +64,97 @@ class Caching:
     recipe: Recipe
     shuffled_globally: bool
     activations: PrefixActivations
-    outlook: Outlook
-    run_blocks: RunBlocks
+    planner: Planner
     misses: Misses
     say: Callable[[str], None]
-    exact: bool = True
     predicted: float = 0.0
     saved: float = 0.0
     _cut: int = 0
+    _mark: Fingerprint | None = None
+    _declined: bool = False
+    _told: set[str] = field(default_factory=set)
     _read_before: int = 0
+    _counted: dict[int, int] = field(default_factory=dict)
+    _seconds_at: dict[int, float] = field(default_factory=dict)
 
     def move(self, cuts: Sequence[int]) -> None:
         """Follow the cut to the last of `cuts`; rows of the cut before serve until there are new ones.
 
         Collective: every rank of the world must call this in the same step.
+
+        Raises:
+            CacheFault: something is wrong with the cache, and --cache-failure is `stop`; on all ranks.
         """
         self._settle()
-        self._cut = cuts[-1]
-        if self._cut == 0:
-            self.activations.begin_cut(0)
+        self._agree_on_failure()
+        self._cut, self._declined = cuts[-1], False
+        if self._cut == 0 or self.activations.failed is not None:
+            self.activations.begin_cut(self._cut)
             return
-        plan = self._plan()
+        self._mark = self.split.fingerprint(self.chain, cuts, self.recipe)
+        self._consider()
+
+    def begin_epoch(self, batches: Sequence[Batch]) -> None:
+        """Announce an epoch's batches, and fill in what a partly filled cache lacks where that saves forwards.
+
+        A cut whose rows are not kept is looked at again: it may have stayed for longer than was to be expected.
+        Collective: every rank of the world must call this.
+        """
+        self._agree_on_failure()
+        if self._declined and self.activations.failed is None:
+            self._consider(again=True)
+        self.activations.announce([(batch.ids, batch.views) for batch in batches])
+        self.activations.sweep()
+
+    def _consider(self, *, again: bool = False) -> None:
+        """Plan, and begin to keep the rows of this cut where that pays or was asked for. Collective."""
+        mark, universe = self._mark, self.split.universe()
+        assert mark is not None
+        try:
+            plan = self.planner.plan(self._cut, lambda: self.activations.present(mark, universe))
+        except CacheFault as fault:
+            if self.settings.cache_failure == "stop":
+                raise
+            self.activations.disable(str(fault), told=self.world.rank > 0)
+            self.activations.begin_cut(self._cut)
+            return
         use = plan.use or self.settings.cache == "on"
+        self._declined = not use
+        if again and not use:
+            return
+        if self.split.name == "train":
+            when = ", looked at again" if again else ""
+            self.say(f"cache {self.settings.cache} at cut {self._cut}{when}: {plan.reason}\n{plan.table()}")
         self.predicted += plan.predicted_seconds_saved if use else 0.0
 
         def begin() -> None:
-            mark = self.split.fingerprint(self.chain, cuts, self.recipe)
-            universe = self.split.universe()
-            self.activations.begin_cut(self._cut, mark=mark, universe=universe, store=use, steady=self.exact)
+            steady = self.planner.steady
+            self.activations.begin_cut(self._cut, mark=mark, universe=universe, store=use, steady=steady)
 
         together(self.world, begin, name=f"cache.begin.{self.split.name}")
         self._agree_on_failure()
-        if use and self.shuffled_globally:
+        if use and self.activations.failed is None:
+            self._tell_refusals(mark)
+            self._fill(plan)
+
+    def _fill(self, plan: Plan) -> None:
+        """Compute rows before training goes on, where the plan says so or no rank knows its own. Collective."""
+        if self.shuffled_globally:
             # No rank knows its own samples beforehand: each computes a fixed share and all read all.
             self.activations.sweep(everything=True)
             self.activations.publish()
             self.world.barrier(name=f"cache.{self.split.name}")
             self.activations.refresh()
-        elif use and plan.fill == "sweep":
+        elif plan.fill == "sweep":
             self.activations.sweep(everything=True)
 
-    def begin_epoch(self, batches: Sequence[Batch]) -> None:
-        """Announce an epoch's batches, and fill in what a partly filled cache lacks where that saves forwards.
-
-        Collective: every rank of the world must call this.
-        """
-        self._agree_on_failure()
-        self.activations.announce([(batch.ids, batch.views) for batch in batches])
-        self.activations.sweep()
+    def _tell_refusals(self, mark: Fingerprint) -> None:
+        """Say which files of this cut are not used, and why; each once."""
+        if self.world.rank == 0 and self.activations.stored_bytes == 0:
+            for line in refusals(self.activations.directory, mark):
+                if line not in self._told:
+                    self._told.add(line)
+                    self.say(line)
 
     def report(self) -> dict[str, Any]:
         """Return summary.json's `cache`, summed over ranks; seconds are a rank's mean.
@@ -120,10 +166,10 @@ class Caching:
         mine = {
             "bytes": self.activations.stored_bytes,
             "rows_written": counters.rows_written,
-            "rows_read": counters.rows_read,
+            "rows_read": counters.rows_read + sum(counters.rows_advanced.values()),
         }
         saved = self.saved - counters.read_seconds - counters.write_seconds
-        exact = self.exact and self.activations.exact
+        exact = self.planner.exact and self.activations.exact
         everyone = self.world.allgather_object((mine, exact, saved), name="cache.report")
         return {
             "mode": self.settings.cache,
@@ -135,54 +181,21 @@ class Caching:
 
     def _settle(self) -> None:
         """Count what the rows read since the last call would have cost to compute."""
-        batches = (self.activations.counters.rows_read - self._read_before) / self.recipe.batch_rows
-        self._read_before = self.activations.counters.rows_read
-        self.saved += batches * self.misses.seconds_per_batch()
+        counters = self.activations.counters
+        self._seconds_at[self._cut] = self.misses.seconds_per_batch()
+        rows_by_cut = dict(counters.rows_advanced)
+        rows_by_cut[self._cut] = rows_by_cut.get(self._cut, 0) + counters.rows_read - self._read_before
+        self._read_before = counters.rows_read
+        for cut, rows in rows_by_cut.items():
+            batches = (rows - self._counted.get(cut, 0)) / self.recipe.batch_rows
+            self.saved += batches * self._seconds_at.get(cut, 0.0)
+        self._counted = dict(counters.rows_advanced)
 
     def _agree_on_failure(self) -> None:
         reasons = self.world.allgather_object(self.activations.failed, name=f"cache.failed.{self.split.name}")
         for rank, reason in enumerate(reasons):
             if reason is not None and self.activations.failed is None:
-                self.activations.disable(f"rank {rank}: {reason}")
-
-    def _plan(self) -> Plan:
-        """Measure on all ranks, decide on rank 0, and tell all."""
-        situation = together(self.world, self._situation, name=f"cache.measure.{self.split.name}")
-        situations = self.world.allgather_object(situation, name="cache.situations")
-        left = self.outlook.budget.left_bytes
-        plan = make_plan(situations, limit_bytes=None if left is None else left * self.world.size)
-        plan = self.world.broadcast_object(plan, name="cache.plan")
-        if self.split.name == "train":
-            self.say(f"cache {self.settings.cache} at cut {self._cut}: {plan.reason}\n{plan.table()}")
-        return plan
-
-    def _situation(self) -> Situation:
-        rows, cut = self.recipe.batch_rows, self._cut
-        ids = np.resize(self.split.ids, rows)
-        start = time.perf_counter()
-        images = self.split.images.load(ids, np.zeros_like(ids))
-        image_seconds = time.perf_counter() - start
-        trial = self.outlook.trial(cut, self.run_blocks, images)
-        self.exact = self.exact and trial.exact
-        self.misses.restart(image_seconds + trial.seconds)
-        stored = self.recipe.stored or trial.dtype
-        row_bytes = trial.row_elements * stored.itemsize
-        training, passes = self.split.name == "train", self.split.passes_per_epoch
-        directory, horizon = self.outlook.directory, self.outlook.horizon()
-        directory.mkdir(parents=True, exist_ok=True)
-        return Situation(
-            image_seconds=image_seconds,
-            prefix_seconds=trial.seconds,
-            suffix_seconds=self.outlook.suffix_seconds() if training else 0.0,
-            batch_rows=rows,
-            rows=len(self.split.ids),
-            views=self.split.num_views,
-            row_bytes=row_bytes,
-            epochs_left=passes * horizon.epochs_left,
-            epochs_until_move=passes * horizon.epochs_until_move,
-            memory_bytes=self.outlook.memory_bytes,
-            rates=rates_of(directory, row_bytes, rows),
-        )
+                self.activations.disable(f"rank {rank}: {reason}", told=True)
 
 
 def open_caching(
@@ -213,6 +226,11 @@ def open_caching(
         run_blocks: runs frozen blocks.
         owner: names the run; only its own files are ever removed.
         say: tells the user a line; does nothing but on rank 0.
+
+    Collective: every rank of `world` must call this.
+
+    Raises:
+        CacheFault: the cache directory of some rank cannot be used; on all ranks.
     """
     misses = Misses()
 
@@ -229,6 +247,8 @@ def open_caching(
         if settings.cache == "auto" and split.name == "train":
             say("cache auto: off, because with this --augment and --shuffle no row would be read again")
         return NoCache(NullActivations(run_blocks=compute, load_images=load, batch_rows=recipe.batch_rows))
+    # Now, and not hours later at the first cut: an impossible directory is the user's to change.
+    together(world, lambda: prepare_directory(outlook.directory), name=f"cache.directory.{split.name}")
     activations = PrefixActivations(
         run_blocks=compute,
         load_images=load,
@@ -243,6 +263,5 @@ def open_caching(
         phase=clock.within,
         prefix_digest=lambda cut: prefix_digest(chain, cut),
     )
-    return Caching(
-        settings, chain, world, split, recipe, shuffled_globally, activations, outlook, run_blocks, misses, say
-    )
+    planner = Planner(world, split, recipe, outlook, run_blocks, misses)
+    return Caching(settings, chain, world, split, recipe, shuffled_globally, activations, planner, misses, say)

@@ -89,7 +89,10 @@ def open_features(
     owner: str,
     say: Callable[[str], None],
 ) -> Features:
-    """Return the features of `split`, kept as `settings` say; for the arguments see `open_caching`."""
+    """Return the features of `split`, kept as `settings` say; for the rest see `open_caching`.
+
+    Collective: every rank of `world` must call this.
+    """
     caching = open_caching(
         settings,
         data,

@@ -44,3 +44,16 @@ def test_two_jobs_share_a_cache_directory(tmp_path: Path) -> None:
     assert later["parameter_digest"] == uncached["parameter_digest"]
     assert later["cache"]["rows_written"] == 0
     assert later["cache"]["rows_read"] == 3 * 128
+
+
+def test_ranks_without_evaluation_samples_cache_like_the_others(tmp_path: Path) -> None:
+    few = ("--validation-fraction", "0.016")
+    found = {}
+    for mode in ("on", "off"):
+        result = hvfreeze(3, *TRAIN, *few, "--cache", mode, "--run-dir", str(tmp_path / mode), timeout=150)
+        assert result.returncode == 0, str(result)
+        found[mode] = json.loads((tmp_path / mode / "summary.json").read_text())
+    assert "2 training samples are held out" in result.stdout, "each rank has one: this test says nothing"
+    assert found["on"]["parameter_digest"] == found["off"]["parameter_digest"]
+    assert found["on"]["test_accuracy"] == found["off"]["test_accuracy"]
+    assert found["on"]["cache"]["rows_read"] > 0

@@ -21,7 +21,7 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, LimitedDisk
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.file.rows import Keys
-from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, make_mark, same_bits, write_file
+from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, make_mark, same_bits
 
 Batches = Sequence[tuple[Keys, Keys]]
 
@@ -553,16 +553,6 @@ def test_a_file_of_an_earlier_run_is_a_hit_and_outlives_the_cut(tmp_path: Path) 
     check_epoch(later, net, batches_of(NUM_SAMPLES))
     later.close()
     assert len(list(tmp_path.glob("*.h5"))) == 2
-
-
-def test_files_that_are_not_used_are_named_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = FrozenNet()
-    path = write_file(tmp_path)
-    with caplog.at_level(logging.INFO):
-        cached = net.cached(tmp_path)
-        cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
-    assert str(path) in caplog.text and "prefix (file" in caplog.text
-    cached.close()
 
 
 def test_a_batch_larger_than_the_training_batch_is_a_mistake(tmp_path: Path) -> None:

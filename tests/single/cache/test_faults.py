@@ -112,7 +112,7 @@ def _is_ours(first: object) -> bool:
 
 def test_a_directory_that_cannot_be_written_is_a_cache_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheFault, match="cannot be made"):
+    with pytest.raises(CacheFault, match="cannot be used"):
         open_store(tmp_path / "file" / "below", make_keys(4))
 
 

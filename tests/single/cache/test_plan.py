@@ -48,7 +48,21 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
     "tiny budget": ({}, 10 << 20, False, "budget leaves"),
     "budget that just fits": ({}, 12800 << 14, True, "saves"),
     "full disk": ({"rates": slow(1, free_bytes=1 << 20)}, None, False, "free"),
-    "cut about to move": ({"epochs_until_move": 1.0}, None, False, "likely to move"),
+    "cut about to move, and no time after": (
+        {"epochs_until_move": 2.0, "views": 4, "epochs_left": 4.0},
+        None,
+        False,
+        "likely to move",
+    ),
+    "cut about to move": ({"epochs_until_move": 1.0}, None, True, "saves"),
+    "cut that moves before all views were seen": ({"epochs_until_move": 1.5, "views": 4}, None, True, "saves"),
+    "cut that moves within an epoch": ({"epochs_until_move": 0.9}, None, False, "likely to move"),
+    "slow disk, cut about to move": (
+        {"epochs_until_move": 1.0, "rates": slow(100), "memory_bytes": 0},
+        None,
+        False,
+        "likely to move",
+    ),
     "cut that stays": ({"epochs_until_move": 4.0}, None, True, "saves"),
     "slow disk, rows in memory": ({"rates": slow(100)}, None, True, "saves"),
     "slow disk, rows not in memory": ({"rates": slow(100), "memory_bytes": 0}, None, False, "longer than computing"),
@@ -63,6 +77,14 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
     "views that come again": ({"views": 4}, None, True, "saves"),
     "cached by an earlier run": ({"rows_present": 12800, "epochs_left": 1.0}, None, True, "saves"),
     "cached, and no room for more": ({"rows_present": 12800}, 0, True, "saves"),
+    "cached, and no room on the disk": ({"rows_present": 12800, "rates": slow(1, free_bytes=0)}, None, True, "saves"),
+    "half of it cached in other files": ({"rows_present": 6400}, 6400 << 14, True, "saves"),
+    "half of it cached in a file to be completed": (
+        {"rows_present": 6400, "rows_rewritten": 6400},
+        12799 << 14,
+        False,
+        "budget leaves",
+    ),
 }
 
 
@@ -83,6 +105,23 @@ def test_the_prediction_is_the_difference_of_the_two_runs() -> None:
     with_cache = filling * (0.07 + one.write_seconds) + reading * one.read_seconds
     assert plan.predicted_seconds_saved == pytest.approx(without - with_cache)
     assert plan.fill == "training"
+
+
+def test_rows_of_a_cut_that_moves_on_are_read_once_more_for_a_deeper_one() -> None:
+    one = situation(views=2, epochs_until_move=3.0)
+    spared, writing = 0.07 - one.read_seconds, one.write_seconds
+    assert make_plan([one]).predicted_seconds_saved == pytest.approx(100 * ((1 + 2) * spared - 2 * writing))
+    # Views 1 and 2 of 4 are there when the cut moves after two epochs, and come again in epochs 5 and 6 of 5.5.
+    two = situation(views=4, epochs_until_move=2.0, epochs_left=5.5)
+    assert make_plan([two]).predicted_seconds_saved == pytest.approx(100 * (1.5 * spared - 2 * writing))
+
+
+def test_a_rank_without_samples_stands_in_nobodys_way() -> None:
+    nothing = situation(rows=0, row_bytes=0, image_seconds=0.0, prefix_seconds=0.0)
+    alone = make_plan([situation()])
+    both = make_plan([situation(), nothing])
+    assert both.use and both.predicted_seconds_saved == pytest.approx(alone.predicted_seconds_saved)
+    assert not make_plan([nothing]).use
 
 
 def test_a_half_filled_cache_is_swept_rather_than_recomputed_for_an_epoch() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from hvfreeze.__main__ import main
+from hvfreeze.strategies.replicas import Replicas
 
 TRAIN = (
     *("train", "--data", "digits", "--train-samples", "64", "--batch-size", "16", "--augment", "none"),
@@ -40,3 +45,114 @@ def test_rows_of_a_prefix_that_ends_elsewhere_are_not_read(tmp_path: Path, capsy
     again = train(tmp_path / "again", *SQUEEZENET, *before, *cached)
     assert again["parameter_digest"] == first["parameter_digest"]
     assert again["cache"]["rows_written"] == 0, "the first run's own rows are still good"
+
+
+def photographs(folder: Path) -> Path:
+    """Write scans of four handwritten digits as class folders: 48 to train on, 16 to test with."""
+    digits = load_digits()
+    for number in range(4):
+        scans = np.flatnonzero(digits.target == number)[:16]
+        for place, index in enumerate(scans):
+            path = folder / ("train" if place < 12 else "test") / str(number) / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = (digits.images[index] * 15).astype(np.uint8)
+            Image.fromarray(pixels).resize((32, 32)).convert("RGB").save(path)
+    return folder
+
+
+def test_votes_views_and_an_automatic_cache_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # README's first command; in three blocks and a head, and with an eta that lets the cut move.
+    command = (
+        *("train", "--data", "imagefolder", "--data-dir", str(photographs(tmp_path / "photos")), "--image-size", "32"),
+        *("--lr", "0.02", "--schedule", "cosine", "--freeze", "gradient-norm", "--augment", "views:4"),
+        *("--blocks", "layer3,layer4,fc", "--eta-max", "10", "--batch-size", "16", "--threads", "1", "--epochs", "16"),
+        *("--checkpoint-every", "0"),
+    )
+    found = {}
+    for mode in ("auto", "off"):
+        run = tmp_path / mode
+        assert main([*command, "--cache", mode, "--run-dir", str(run)]) == 0
+        found[mode] = json.loads((run / "summary.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "auto" / "metrics.jsonl").read_text().splitlines()]
+    moving = {line["cut"]: line["cache"]["rows_written"] for line in lines if line["cut"] in (1, 2)}
+    assert moving, "the cut never stood before its deepest place: this test says nothing"
+    assert max(moving.values()) > 0, "rows are worth keeping although the cut will move on"
+    assert found["auto"]["cache"]["rows_written"] > 0 and found["auto"]["cache"]["rows_read"] > 0, found["auto"]
+    assert found["auto"]["cache"]["exact"] is True
+    assert found["auto"]["parameter_digest"] == found["off"]["parameter_digest"]
+    assert "saves" in capsys.readouterr().out
+
+
+def test_what_is_cached_already_is_read_in_the_last_epoch_and_without_any_budget(tmp_path: Path) -> None:
+    frozen = ("--model", "resnet18", "--freeze", "static", "--cut", "4", "--epochs", "1")
+    kept = ("--cache-dir", str(tmp_path / "cache"))
+    nothing = train(tmp_path / "nothing", *frozen, *kept, "--cache", "auto")
+    assert nothing["cache"]["rows_written"] == 0, "no row would be read again"
+    on = train(tmp_path / "on", *frozen, *kept, "--cache", "on")
+    assert on["cache"]["rows_written"] == 64
+    again = train(tmp_path / "again", *frozen, *kept, "--cache", "auto", "--cache-limit", "1K")
+    assert again["cache"]["rows_read"] == 64 and again["cache"]["rows_written"] == 0
+    assert again["cache"]["exact"] is True and again["parameter_digest"] == on["parameter_digest"]
+    assert again["cache"]["seconds_saved_predicted"] > 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--cache-failure", "stop")])
+def test_an_impossible_directory_is_refused_before_training(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    place, run = tmp_path / "file" / "cache", tmp_path / "run"
+    assert main([*TRAIN, *SQUEEZENET, "--cache", "on", "--cache-dir", str(place), *flags, "--run-dir", str(run)]) == 3
+    assert f"cache directory {place} cannot be used (Not a directory)" in capsys.readouterr().err
+    assert not (run / "metrics.jsonl").exists()
+
+
+def lose_directory(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """Put a file in the directory's place once the first step is made."""
+    step = Replicas.step
+
+    def once(self: Replicas, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(Replicas, "step", step)
+        shutil.rmtree(place)
+        place.write_text("")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Replicas, "step", once)
+
+
+MOVING = ("--model", "squeezenet1_1", "--freeze", "linear", "--epochs", "3", "--image-size", "64", "--cache", "on")
+
+
+def test_a_directory_that_is_lost_during_training_is_gone_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "cache"
+    truth = train(tmp_path / "truth", *MOVING[:-1], "off")
+    lose_directory(monkeypatch, place)
+    lost = train(tmp_path / "lost", *MOVING, "--cache-dir", str(place))
+    assert lost["parameter_digest"] == truth["parameter_digest"] and lost["final_cut"] > 0
+    assert lost["cache"]["rows_written"] == 0
+    lines = [record.getMessage() for record in caplog.records if "going on without" in record.getMessage()]
+    assert 0 < len(lines) <= 2 and all(str(place) in line for line in lines), "at most one for each split"
+
+
+def test_a_directory_that_is_lost_stops_a_run_that_is_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "cache"
+    lose_directory(monkeypatch, place)
+    flags = ("--cache-dir", str(place), "--cache-failure", "stop", "--run-dir", str(tmp_path / "stopped"))
+    assert main([*TRAIN, *MOVING, *flags]) == 3
+    assert str(place) in capsys.readouterr().err
+
+
+def test_files_of_the_same_cut_that_are_not_used_are_named_to_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cached = ("--cache", "on", "--cache-dir", str(tmp_path / "cache"))
+    train(tmp_path / "first", *SQUEEZENET, *cached)
+    assert "not used" not in capsys.readouterr().out
+    train(tmp_path / "second", *SQUEEZENET, *cached, "--seed", "1")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not used" in line]
+    assert len(lines) == 2, "one for each split"
+    assert all(f"cache file {tmp_path / 'cache'}/activations-" in line and "prefix (file " in line for line in lines)

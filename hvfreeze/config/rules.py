@@ -101,6 +101,6 @@ def parse_cadence(flag: str, text: str) -> tuple[int, str]:
         UsageError: it is neither `N` nor `Ns`.
     """
     found = re.fullmatch(r"([0-9]{1,18})(s?)", text)
-    rule(found is not None, flag, text, "a number of epochs, or of steps with the suffix s")
+    rule(found is not None, flag, text, "auto, a number of epochs, or of steps with the suffix s")
     assert found is not None
     return int(found.group(1)), "steps" if found.group(2) else "epochs"

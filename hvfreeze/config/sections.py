@@ -181,7 +181,10 @@ class RunConfig:
     )
     run_dir: str | None = setting(None, "DIR", "where the run's files go; default: runs/<time>-<name>")
     checkpoint_every: str = setting(
-        "1", "N", "epochs between checkpoints, or steps with the suffix s (200s); 0 is none"
+        "auto",
+        "N",
+        "epochs between checkpoints, or steps with the suffix s (200s); 0 is none; auto: at ends of epochs, as "
+        "often as takes 3 %% of the time",
     )
     evaluate_every: int = setting(1, "N", "epochs between evaluations; the last epoch is always evaluated")
     resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
@@ -192,11 +195,14 @@ class RunConfig:
         rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")
         ok = self.threads is None or 1 <= self.threads <= MOST_THREADS
         rule(ok, "threads", self.threads, f"at least 1 and at most {MOST_THREADS}")
-        parse_cadence("checkpoint-every", self.checkpoint_every)
+        if self.checkpoint_every != "auto":
+            parse_cadence("checkpoint-every", self.checkpoint_every)
         rule(self.evaluate_every >= 1, "evaluate-every", self.evaluate_every, "at least 1 epoch")
 
-    def checkpoint_steps(self, steps_per_epoch: int) -> int:
-        """Return the optimizer steps between two checkpoints, 0 for none."""
+    def checkpoint_steps(self, steps_per_epoch: int) -> int | None:
+        """Return the optimizer steps between two checkpoints, 0 for none; None where their cost decides."""
+        if self.checkpoint_every == "auto":
+            return None
         number, unit = parse_cadence("checkpoint-every", self.checkpoint_every)
         return number if unit == "steps" else number * steps_per_epoch
 

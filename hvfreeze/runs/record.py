@@ -61,11 +61,21 @@ class Record:
         return {name: path.stat().st_size for name, path in self._files.items()}
 
     def cut_back(self, position: dict[str, int]) -> None:
-        """Drop the lines that were written after the checkpoint with this `position`; an empty one drops all."""
+        """Drop the lines that were written after the checkpoint with this `position`; an empty one drops all.
+
+        Raises:
+            RefusedError: lines that were written before the checkpoint are missing.
+        """
         for name, path in self._files.items():
             descriptor = open_own(path, os.O_WRONLY)
             try:
-                os.ftruncate(descriptor, min(position.get(name, 0), os.fstat(descriptor).st_size))
+                kept, length = position.get(name, 0), os.fstat(descriptor).st_size
+                if length < kept:
+                    raise RefusedError(
+                        f"{path} has {length} bytes, but had {kept} when the checkpoint was written; put the "
+                        "missing lines back, or start anew in another --run-dir"
+                    )
+                os.ftruncate(descriptor, kept)
             finally:
                 os.close(descriptor)
 

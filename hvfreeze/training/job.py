@@ -22,6 +22,7 @@ from hvfreeze.runs.directory import PER_RANK, claim_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
+from hvfreeze.training.checkpoint import Saving
 from hvfreeze.training.choice import open_strategy, place_of
 from hvfreeze.training.evaluation import Scores, Totals
 from hvfreeze.training.progress import line_above_the_bar, say_nothing
@@ -56,6 +57,10 @@ class Job:
     totals: dict[str, Totals] = field(default_factory=dict)
     """Sums over the epoch's training samples so far, by model."""
     asked_to_leave: bool = False
+    checkpoint_seconds: float = 0.0
+    """What training waited for the last checkpoint."""
+    saving: Saving | None = None
+    """On rank 0, the checkpoint that is being written."""
 
     @property
     def total_steps(self) -> int:

@@ -20,6 +20,9 @@ from hvfreeze.training.job import Job
 from hvfreeze.training.learning_rate import learning_rate
 from hvfreeze.training.progress import Progress
 
+CHECKPOINT_SHARE = 0.03
+"""The part of the training time that checkpoints may take with --checkpoint-every auto."""
+
 
 def train(job: Job, progress: Progress) -> None:
     """Train from the job's step to the end, evaluating after the epochs that --evaluate-every names.
@@ -37,6 +40,8 @@ def train(job: Job, progress: Progress) -> None:
             train_epoch(job, epoch, progress)
             end_epoch(job, epoch, progress)
             checkpoint_when_due(job)
+        with job.clock.within("checkpoint"):
+            state.finish_saving(job)
 
 
 def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
@@ -123,22 +128,38 @@ def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
 def checkpoint_when_due(job: Job) -> None:
     """Write a checkpoint when the step calls for one. Collective."""
     if checkpoint_is_due(job):
+        before = job.clock.read()["checkpoint"]
         with job.clock.within("checkpoint"):
             state.save(job, settled=True)
+        job.checkpoint_seconds = job.clock.read()["checkpoint"] - before
 
 
 def checkpoint_is_due(job: Job) -> bool:
-    """Tell whether the step calls for a checkpoint; the last one does unless there are none at all."""
+    """Tell whether the step calls for a checkpoint; the last one does unless there are none at all. Collective."""
     every = job.config.run.checkpoint_steps(job.steps_per_epoch)
+    if every is None:
+        return job.step == job.total_steps or (job.step % job.steps_per_epoch == 0 and checkpoint_is_cheap(job))
     return bool(every) and (job.step % every == 0 or job.step == job.total_steps)
+
+
+def checkpoint_is_cheap(job: Job) -> bool:
+    """Tell whether checkpoints, one more with them, take at most `CHECKPOINT_SHARE` of training. Collective.
+
+    Only at the end of an epoch, where the strategy settles anyhow: a clock must not change one bit of the training.
+    """
+    seconds = job.clock.read()
+    spent, trained = seconds["checkpoint"], train_seconds(seconds)
+    cheap = spent + job.checkpoint_seconds <= CHECKPOINT_SHARE * trained
+    return job.world.broadcast_object(cheap, name="checkpoint.cheap")
 
 
 def leave(job: Job) -> None:
     """Write a checkpoint and leave with the code that says so. Collective."""
     # The uninterrupted run settles here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
-    settled = checkpoint_is_due(job) and job.step % job.steps_per_epoch != 0
+    settled = job.step % job.steps_per_epoch != 0 and checkpoint_is_due(job)
     with job.clock.within("checkpoint"):
         state.save(job, settled=settled)
+        state.finish_saving(job)
     raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; go on with --resume")
 
 

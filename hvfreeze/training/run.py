@@ -42,6 +42,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
         finally:
             progress.close()
             job.strategy.close()
+            if job.saving is not None:
+                job.saving.let_go()
         return conclude(job)
 
 

@@ -47,9 +47,10 @@ def checkpoints(folder: Path, *, size: int) -> list[int]:
     """The steps of the checkpoints, each of which loads."""
     steps = []
     for path in sorted((folder / "checkpoints").glob("step-*.pt")):
-        state = checkpoint.load(path, size=size)
-        assert checkpoint.path_of(path.parent, state["step"]) == path
-        steps.append(state["step"])
+        opened = checkpoint.open_checkpoint(path, size=size)
+        assert checkpoint.path_of(path.parent, opened.step) == path
+        assert checkpoint.unpacked(opened.section(0), name=str(path))["step"] == opened.step
+        steps.append(opened.step)
     return steps
 
 

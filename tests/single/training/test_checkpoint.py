@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -13,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hvfreeze.errors import RefusedError
-from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.training import checkpoint
 from tests.program import ROOT, call
 
 KILLED_SAVES = Path(__file__).with_name("workers") / "killed_saves.py"
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "2"]
-SMALL += ["--threads", "1", "--freeze", "linear", "--interval", "3", "--freeze-warmup", "2"]
+SMALL += ["--threads", "1", "--freeze", "linear", "--interval", "3", "--freeze-warmup", "2", "--checkpoint-every", "1"]
 
 
 def state_after(step: int) -> dict[str, Any]:
@@ -32,26 +33,30 @@ def state_after(step: int) -> dict[str, Any]:
 
 def save(directory: Path, *steps: int, size: int = 1) -> Path:
     for step in steps:
-        path = checkpoint.save(directory, state_after(step), step=step, size=size)
+        own = [checkpoint.packed({"rank": rank}) for rank in range(size)]
+        path = checkpoint.save(directory, [checkpoint.packed(state_after(step)), *own], step=step)
     return path
 
 
+def load(path: Path, *, size: int = 1) -> dict[str, Any]:
+    """The shared state in a checkpoint, of which every section is read."""
+    opened = checkpoint.open_checkpoint(path, size=size)
+    for rank in range(size):
+        assert checkpoint.unpacked(opened.section(1 + rank), name=str(path)) == {"rank": rank}
+    return checkpoint.unpacked(opened.section(0), name=str(path))
+
+
 def step_in(path: Path) -> int:
-    state = checkpoint.load(path, size=1)
+    state = load(path)
     step: int = state["step"]
     assert torch.equal(state["weights"], state_after(step)["weights"])
     return step
 
 
-def forged(payload: bytes) -> bytes:
-    """A file around `payload` whose digest is right."""
-    header = {
-        "sha256": checkpoint.digest_of(payload, step=1, size=1),
-        "bytes": len(payload),
-        "step": 1,
-        "size": 1,
-    }
-    return json.dumps(header).encode() + b"\n" + payload
+def forged(shared: bytes, own: bytes = b"", **header: Any) -> bytes:
+    """A file around two sections whose digest is right."""
+    line = json.dumps({"step": 1, "size": 1, "sections": [len(shared), len(own)], **header}).encode() + b"\n"
+    return line + shared + own + hashlib.sha256(line + shared + own).hexdigest().encode()
 
 
 def test_what_was_saved_is_loaded_and_the_newest_two_are_kept(tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
         damaged[position // 8] ^= 1 << position % 8
         path.write_bytes(damaged)
         with pytest.raises(RefusedError, match=f"{path} is damaged"):
-            checkpoint.load(path, size=1)
+            load(path)
     path.write_bytes(whole)
     assert step_in(path) == 1
 
@@ -84,27 +89,16 @@ def test_a_file_that_is_cut_short_or_too_long_is_noticed(tmp_path: Path) -> None
     for kept in [*(len(whole) * tenth // 10 for tenth in range(10)), len(whole) - 1]:
         path.write_bytes(whole[:kept])
         with pytest.raises(RefusedError, match=f"{path} is damaged"):
-            checkpoint.load(path, size=1)
+            load(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(RefusedError, match=f"{path} is damaged"):
-        checkpoint.load(path, size=1)
-
-
-def test_a_damaged_checkpoint_is_not_passed_over_in_silence(tmp_path: Path) -> None:
-    newest = save(tmp_path, 1, 2)
-    newest.write_bytes(newest.read_bytes()[:-1])
-    with pytest.raises(RefusedError, match=f"{newest} is damaged; remove it to resume from the one before"):
-        checkpoint.load_everywhere(tmp_path, SoloWorld())
-    newest.unlink()
-    state = checkpoint.load_everywhere(tmp_path, SoloWorld())
-    assert state is not None
-    assert state["step"] == 1
+        load(path)
 
 
 def test_another_number_of_ranks_cannot_resume(tmp_path: Path) -> None:
     path = save(tmp_path, 1, size=4)
     with pytest.raises(RefusedError, match=f"{path} was written by 4 ranks and cannot resume on 2"):
-        checkpoint.load(path, size=2)
+        checkpoint.open_checkpoint(path, size=2)
 
 
 class Evil:
@@ -115,13 +109,21 @@ class Evil:
         return os.mkdir, (str(self.probe),)
 
 
+@pytest.mark.parametrize("section", [0, 1], ids=["shared", "own"])
 @pytest.mark.parametrize("write", [torch.save, pickle.dump])
-def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path: Path, write: Callable[..., None]) -> None:
+def test_code_in_a_checkpoint_is_refused_and_does_not_run(
+    tmp_path: Path, write: Callable[..., None], section: int
+) -> None:
     path, probe, buffer = checkpoint.path_of(tmp_path, 1), tmp_path / "code-was-run", io.BytesIO()
     write({"step": 1, "ranks": [Evil(probe)]}, buffer)
-    path.write_bytes(forged(buffer.getvalue()))
+    harmless = bytes(checkpoint.packed({"rank": 0}).numpy())
+    sections = [harmless, harmless]
+    sections[section] = buffer.getvalue()
+    path.write_bytes(forged(*sections))
+    opened = checkpoint.open_checkpoint(path, size=1)
     with pytest.raises(RefusedError, match=f"{path} holds more than plain values"):
-        checkpoint.load(path, size=1)
+        checkpoint.unpacked(opened.section(section), name=str(path))
+    assert checkpoint.unpacked(opened.section(1 - section), name=str(path)) == {"rank": 0}
     assert not probe.exists()
     pickle.loads(pickle.dumps(Evil(probe)))
     assert probe.exists(), "the object is harmless, this test proves nothing"
@@ -133,9 +135,60 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     for payload in (b"", b"no archive", buffer.getvalue()):
         path.write_bytes(forged(payload))
         with pytest.raises(RefusedError, match=str(path)):
-            checkpoint.load(path, size=1)
+            load(path)
     with pytest.raises(RefusedError, match=r"absent\.pt cannot be read: No such file"):
-        checkpoint.load(tmp_path / "absent.pt", size=1)
+        load(tmp_path / "absent.pt")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000 + b"\n",
+        b'{"step": 1, "size": 1, "sections": [1e999, 0]}\n',
+        b'{"step": 1, "size": true, "sections": [0, 0]}\n',
+        b'{"step": 1, "size": 1, "sections": [-5, 5]}\n',
+        b'{"step": 1, "size": 1, "sections": 3}\n',
+        b'{"step": 1, "size": 5, "sections": [0, 0]}\n',
+        b'{"step": 1, "size": 1, "sections": [0, 0]}',
+        b"9" * (checkpoint.LONGEST_HEADER + 5) + b"\n",
+    ],
+    ids=["nested", "infinite", "bool", "negative", "number", "too few", "no end", "endless"],
+)
+def test_a_strange_header_is_damage_and_no_traceback(tmp_path: Path, line: bytes) -> None:
+    path = checkpoint.path_of(tmp_path, 1)
+    path.write_bytes(line + hashlib.sha256(line).hexdigest().encode())
+    with pytest.raises(RefusedError, match=f"{path} is damaged"):
+        load(path)
+
+
+def test_a_pipe_in_place_of_a_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
+    path = checkpoint.path_of(tmp_path, 1)
+    os.mkfifo(path)
+    with pytest.raises(RefusedError, match="is no plain file"):
+        load(path)
+
+
+def test_a_checkpoint_that_was_not_put_whole_leaves_nothing(tmp_path: Path) -> None:
+    section = checkpoint.packed(state_after(1))
+    saving = checkpoint.Saving(tmp_path, step=1, size=1, lengths=[len(section), len(section)])
+    saving.put(section)
+    saving.let_go()
+    assert list(tmp_path.iterdir()) == []
+    whole = checkpoint.Saving(tmp_path, step=1, size=0, lengths=[len(section)])
+    whole.put(section)
+    whole.finish()
+    whole.let_go()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.pt"]
+
+
+def test_sections_beyond_two_gigabytes_are_written_and_read(tmp_path: Path) -> None:
+    # Zeros cost no memory until they are read, and no disk: only their digest takes time.
+    large = torch.from_numpy(np.zeros(2**31 + 2**20, dtype=np.uint8))
+    path = checkpoint.save(tmp_path, [large, checkpoint.packed({"rank": 0})], step=1)
+    opened = checkpoint.open_checkpoint(path, size=1)
+    assert opened.offsets[1] - opened.offsets[0] == len(large)
+    assert checkpoint.unpacked(opened.section(1), name="large") == {"rank": 0}
+    path.unlink()
 
 
 @contextmanager
@@ -239,4 +292,18 @@ def test_the_program_refuses_a_checkpoint_of_another_model(finished: Path, tmp_p
     refused = resume(folder)
     assert refused.returncode == 3, str(refused)
     assert len(refused.messages) == 1, str(refused)
-    assert "another model" in refused.messages[0], str(refused)
+    assert "another run's (model: 'squeezenet1_1' there, 'shufflenet_v2_x0_5' here)" in refused.messages[0], str(
+        refused
+    )
+
+
+def test_the_program_refuses_logs_that_lack_lines(finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "summary.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(lines[0])
+    refused = resume(folder)
+    assert refused.returncode == 3, str(refused)
+    assert len(refused.messages) == 1, str(refused)
+    assert "metrics.jsonl has" in refused.messages[0], str(refused)
+    assert (folder / "metrics.jsonl").read_text() == lines[0]

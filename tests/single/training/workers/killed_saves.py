@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -35,8 +36,8 @@ def save_and_die(directory: Path, *, step: int, lines: int) -> None:
         return trace
 
     state = {"step": step, "weights": torch.full((1000,), float(step))}
-    sys.settrace(trace)
-    checkpoint.save(directory, state, step=step, size=1)
+    threading.settrace(trace)
+    checkpoint.save(directory, [checkpoint.packed(state), checkpoint.packed({"rank": 0})], step=step)
     os._exit(0)
 
 

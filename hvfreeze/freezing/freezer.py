@@ -20,7 +20,7 @@ from hvfreeze.freezing.ballots import hold_vote
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
 from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, release
-from hvfreeze.freezing.gradients import GradientSums
+from hvfreeze.freezing.gradients import GradientSums, Observations
 from hvfreeze.freezing.proposer import Proposer
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.freezing.vote_weights import Voter, voting_weight
@@ -63,10 +63,7 @@ class Freezer:
         deciding = [settings.freeze] if settings.freeze in CRITERIA else []
         self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
         self._observes = bool(NEEDS_GRADIENTS & set(self._proposers)) or settings.vote_weight == "snr"
-        self._sums = GradientSums(chain, step_norms=settings.vote_weight == "snr")
-        self._norms: list[tuple[float, ...]] = []
-        self._loss_sum = 0.0
-        self._loss_steps = 0
+        self._seen = Observations(GradientSums(chain, step_norms=settings.vote_weight == "snr"))
         self._check_settings()
         self._move(settings.cut if settings.cut is not None else 0)
 
@@ -83,17 +80,16 @@ class Freezer:
         """
         self._seal.check(step=self.step)
         self.step += 1
-        self._loss_sum += loss
-        self._loss_steps += 1
+        self._seen.add_loss(loss)
         if self._observes:
             if self.settings.signal == "averaged":
                 self._observe_averaged()
-            self._sums.step_done()
+            self._seen.sums.step_done()
         if not self._proposers or not self.cadence.ends_interval(self.step):
             return None
         self._end_interval()
         decision = self._vote() if self.cadence.votes(self.step) else None
-        self._begin_interval()
+        self._seen.begin_interval(self.cut)
         if decision is not None and decision.moved:
             self._move(decision.cut_after)
         return decision
@@ -109,7 +105,7 @@ class Freezer:
         self._check_cut(cut)
         self.average_statistics()
         self._move(cut)
-        self._begin_interval()
+        self._seen.begin_interval(cut)
 
     def thaw(self, cut: int) -> None:
         """Let every block from `cut` on train again, with fresh optimizer state; the same as `freeze(cut)` backwards.
@@ -142,9 +138,7 @@ class Freezer:
             "cut": self.cut,
             "cut_history": [list(move) for move in self.cut_history],
             "tracks": {name: [t.cut, t.intervals, list(t.recent)] for name, t in self._proposers.items()},
-            "sums": self._sums.state_dict(),
-            "norms": [list(norms) for norms in self._norms],
-            "loss": [self._loss_sum, self._loss_steps],
+            **self._seen.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,9 +148,7 @@ class Freezer:
         self.cut_history = [Move(*entry) for entry in state["cut_history"]]
         for name, (cut, intervals, recent) in state["tracks"].items():
             self._proposers[name] = Proposer(name, cut, intervals, list(recent))
-        self._sums.load_state_dict(state["sums"])
-        self._norms = [tuple(norms) for norms in state["norms"]]
-        self._loss_sum, self._loss_steps = state["loss"]
+        self._seen.load_state_dict(state)
 
     def average_statistics(self) -> None:
         """Make BatchNorm's running statistics equal on all ranks, those of frozen blocks too, which keep their bits.
@@ -203,29 +195,24 @@ class Freezer:
             if self.step > 0 or cut > 0:
                 proposer.moved(max(proposer.cut, cut) if proposer.name != self.settings.freeze else cut)
         self.reducer.carry(self.chain.named_parameters(cut))
-        self._sums.restart(cut)
-        self._norms = []
+        self._seen.forget(cut)
         local = self._observes and self.settings.signal == "local"
-        self.reducer.observer = self._sums.add if local else None
+        self.reducer.observer = self._seen.sums.add if local else None
 
     def _observe_averaged(self) -> None:
         for slot, (_, parameter) in enumerate(self.chain.named_parameters(self.cut)):
             if parameter.grad is not None:
-                self._sums.add(slot, parameter.grad)
+                self._seen.sums.add(slot, parameter.grad)
 
     def _end_interval(self) -> None:
         if self._observes:
-            self._norms = [*self._norms, self._sums.norms()][-2:]
+            self._seen.end_interval()
         for proposer in self._proposers.values():
             proposer.intervals += 1
 
-    def _begin_interval(self) -> None:
-        self._sums.restart(self.cut)
-        self._loss_sum, self._loss_steps = 0.0, 0
-
     def _evidence(self) -> Evidence:
         blocks = range(len(self.chain.blocks))
-        previous, current = self._norms if len(self._norms) == 2 else (None, None)
+        previous, current = self._seen.last_two
         return Evidence(
             cut=self.cut,
             num_blocks=len(blocks),
@@ -244,8 +231,8 @@ class Freezer:
             self.settings.vote_weight,
             rank=self.world.rank,
             voter=self.voter,
-            mean_loss=self._loss_sum / max(self._loss_steps, 1),
-            signal_to_noise=self._sums.signal_to_noise(),
+            mean_loss=self._seen.mean_loss,
+            signal_to_noise=self._seen.sums.signal_to_noise(),
         )
         decision = hold_vote(
             self.world,
@@ -253,7 +240,7 @@ class Freezer:
             list(self._proposers.values()),
             self._evidence(),
             weight=weight,
-            broken=not all(math.isfinite(norm) for norms in self._norms for norm in norms),
+            broken=self._seen.broken,
             step=self.step,
             steps_per_epoch=self.cadence.steps_per_epoch,
         )

@@ -1,4 +1,4 @@
-"""What a rank observes of its own training between two votes: gradient sums per block."""
+"""What a rank observes of its own training between two votes: gradient sums per block, and its loss."""
 
 from __future__ import annotations
 
@@ -81,3 +81,62 @@ class GradientSums:
         self.squared_steps = state["squared_steps"]
         for mine, saved in zip(self._sums, state["sums"], strict=False):
             mine.copy_(saved)
+
+
+@dataclass
+class Observations:
+    """What a rank has seen of its own training in the interval under way, and what the last two came to."""
+
+    sums: GradientSums
+    norms: list[tuple[float, ...]] = field(default_factory=list)
+    """Per block, of the last complete intervals at this cut, at most two."""
+    loss_sum: float = 0.0
+    loss_steps: int = 0
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean over the steps of the interval."""
+        return self.loss_sum / max(self.loss_steps, 1)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a norm is not finite, so that nothing may be concluded."""
+        return not all(math.isfinite(norm) for norms in self.norms for norm in norms)
+
+    @property
+    def last_two(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """(previous, current) norms where both intervals are complete, else (None, None)."""
+        return (self.norms[0], self.norms[1]) if len(self.norms) == 2 else (None, None)
+
+    def add_loss(self, loss: float) -> None:
+        """Count a step's mean loss."""
+        self.loss_sum += loss
+        self.loss_steps += 1
+
+    def end_interval(self) -> None:
+        """Keep the norms of the interval that is complete."""
+        self.norms = [*self.norms, self.sums.norms()][-2:]
+
+    def begin_interval(self, cut: int) -> None:
+        """Begin an empty interval."""
+        self.sums.restart(cut)
+        self.loss_sum, self.loss_steps = 0.0, 0
+
+    def forget(self, cut: int) -> None:
+        """Begin gradient sums anew at another cut; norms of other blocks are no longer comparable."""
+        self.sums.restart(cut)
+        self.norms = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's observations as plain values and tensors."""
+        return {
+            "sums": self.sums.state_dict(),
+            "norms": [list(norms) for norms in self.norms],
+            "loss": [self.loss_sum, self.loss_steps],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.sums.load_state_dict(state["sums"])
+        self.norms = [tuple(norms) for norms in state["norms"]]
+        self.loss_sum, self.loss_steps = state["loss"]

@@ -86,7 +86,7 @@ def spoil_the_loss(job: Job) -> None:
 
 def spoil_the_statistics(job: Job) -> None:
     broken = (math.nan,) * len(job.block_names)
-    replicas_of(job).freezer._sums.norms = lambda: broken  # type: ignore[method-assign]
+    replicas_of(job).freezer._seen.sums.norms = lambda: broken  # type: ignore[method-assign]
 
 
 def fill_the_disk_of_the_log(job: Job) -> None:

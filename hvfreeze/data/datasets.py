@@ -55,6 +55,17 @@ class ImageSet:
         """(C, H, W) of every decoded image."""
         return self.source.image_shape
 
+    def sample_digest(self, count: int = 16) -> str:
+        """Return the SHA-256 over the pixels of `count` samples that lie evenly in the set, as hex.
+
+        Raises:
+            RefusedError: one of them is damaged or cannot be read; names the file.
+        """
+        digest = hashlib.sha256()
+        for sample_id in np.unique(np.linspace(0, len(self) - 1, count).astype(np.int64)):
+            digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
+        return digest.hexdigest()
+
     def decode(self, sample_id: int) -> PixelArray:
         """Returns the (C, H, W) uint8 pixels of one sample.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
@@ -44,6 +45,17 @@ def describe_environment(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             values = [facts[name] for facts in ranks]
             found[name] = value if name not in OF_EVERY_RANK or values.count(value) == len(values) else values
     return found
+
+
+def source_digest(top: Path = Path(__file__).parents[1]) -> str:
+    """Return the SHA-256 over names and contents of all modules below `top`, this package's folder, as hex."""
+    digest = hashlib.sha256()
+    # Not rglob: the cache is a link in a source tree.
+    paths = [Path(folder) / name for folder, _, names in os.walk(top, followlinks=True) for name in names]
+    for path in sorted(path for path in paths if path.suffix == ".py"):
+        digest.update(f"{path.relative_to(top)} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def processor_name() -> str:

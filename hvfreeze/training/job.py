@@ -19,7 +19,7 @@ from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_env
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, claim_directory, directory_name, open_record
-from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, version_of
+from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
 from hvfreeze.training.checkpoint import Saving
@@ -80,7 +80,7 @@ def prepare(config: Config, world: World) -> Job:
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
-    check_equal(world, "versions", {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")})
+    check_equal(world, "versions", versions())
     environment = describe_environment(world.allgather_object(facts_of_this_rank(), name="environment"))
     directory, settings = choose_directory(config, world), to_dict(config)
     together(
@@ -92,6 +92,7 @@ def prepare(config: Config, world: World) -> Job:
     corpus = open_corpus(config, world, replicas=replicas)
     identities = together(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)
+    check_equal(world, "pixels", together(world, corpus.sampled_pixels, name="sampled"))
     if config.model.weights == "DEFAULT":
         # One rank per node downloads; the others find the file.
         together(world, lambda: build_chain(config, corpus) if world.local_rank == 0 else None, name="weights")
@@ -108,6 +109,12 @@ def prepare(config: Config, world: World) -> Job:
         name="record",
     )
     return job
+
+
+def versions() -> dict[str, str | None]:
+    """Return what every rank must run: the libraries' versions, and a digest of this package's own source."""
+    found = {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")}
+    return {**found, "source": source_digest()}
 
 
 def choose_directory(config: Config, world: World) -> Path:

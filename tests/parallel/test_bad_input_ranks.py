@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.parallel.mpirun import ROOT, STARTUP, TIMED_OUT, Result, hvfreeze, mpirun
 from tests.program import contents, save_photos, spawn
@@ -77,6 +79,17 @@ def test_ranks_with_different_data_are_refused(run_dir: Path, tmp_path: Path) ->
     common = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--batch-size", "8", "--run-dir", str(run_dir)]
     result = each_its_own(common, ["--data-dir", str(folders[0])], ["--data-dir", str(folders[1])])
     refused(result, 2, "different data", "on rank 0", "on rank 1")
+
+
+def test_other_pixels_in_files_of_equal_names_and_sizes_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for shade, folder in enumerate(folders):
+        for part, name, number in product(("train", "test"), "ab", range(12)):
+            (folder / part / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (100 + shade, 50, 50)).save(folder / part / name / f"{number:02d}.bmp")
+    common = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--batch-size", "8", "--run-dir", str(run_dir)]
+    result = each_its_own(common, ["--data-dir", str(folders[0])], ["--data-dir", str(folders[1])])
+    refused(result, 2, "different pixels", "on rank 0", "on rank 1")
 
 
 def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: Path) -> None:

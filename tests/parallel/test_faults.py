@@ -225,6 +225,15 @@ def test_ranks_with_different_versions_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_with_different_sources_are_refused(tmp_path: Path) -> None:
+    result = train(2, "1:-2:sources", tmp_path / "run")
+    assert result.returncode == 2, str(result)
+    said = only_message(result)
+    assert "ranks were started with different versions: source is" in said
+    assert "'other' on rank 1" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_full_disk_leaves_the_older_checkpoints(tmp_path: Path) -> None:
     # Room for two checkpoints of 3 MB, not for three.
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], check=False)

@@ -97,6 +97,10 @@ def have_other_versions(job: None) -> None:
     hvfreeze.training.job.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
 
 
+def have_other_sources(job: None) -> None:
+    hvfreeze.training.job.source_digest = lambda: "other"  # type: ignore[attr-defined]
+
+
 FAULTS: dict[str, Callable[[Any], object]] = {
     "kill": lambda job: die_of(signal.SIGKILL),
     "segfault": lambda job: die_of(signal.SIGSEGV),
@@ -107,6 +111,7 @@ FAULTS: dict[str, Callable[[Any], object]] = {
     "raise": fail,
     "refuse": refuse,
     "versions": have_other_versions,
+    "sources": have_other_sources,
     "spin": spin,
     "ask-launcher": ask_launcher_to_leave,
     "terminate-launcher": terminate_launcher,

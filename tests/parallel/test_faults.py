@@ -20,6 +20,7 @@ FAULTY = Path(__file__).with_name("workers") / "faulty.py"
 # Four steps an epoch with two ranks, cut moved by schedule, a checkpoint after each epoch.
 TRAINING = ["--model", "shufflenet_v2_x0_5", "--train-samples", "128", "--batch-size", "16", "--epochs", "3"]
 TRAINING += ["--threads", "1", "--lr", "0.05", "--freeze", "linear", "--interval", "3", "--freeze-warmup", "3"]
+TRAINING += ["--checkpoint-every", "1"]
 IMPATIENT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 
 pytestmark = [pytest.mark.mpi, pytest.mark.fault]

@@ -123,6 +123,12 @@ FAULTS: dict[str, Callable[[Any], object]] = {
 }
 
 
+def wait_for_the_checkpoint(job: Job) -> None:
+    """Wait until no checkpoint is being written: which one a fault leaves must not depend on the disk's speed."""
+    while list((job.directory / "checkpoints").glob(".step-*")):
+        time.sleep(0.01)
+
+
 def build_in(faults: str) -> None:
     """Make the faults happen when their time comes."""
     wanted = {}
@@ -134,7 +140,10 @@ def build_in(faults: str) -> None:
         return
 
     def faulty_step(job: Job, batch: Batch) -> float:
-        wanted.get((job.world.rank, job.step), nothing)(job)
+        fault = wanted.get((job.world.rank, job.step))
+        if fault is not None:
+            wait_for_the_checkpoint(job)
+            fault(job)
         return make_step(job, batch)
 
     def faulty_preparation(config: Config, world: World) -> Job:

@@ -14,9 +14,9 @@ from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.strategy import State
+from hvfreeze.training.checkpoint import packed, unpacked
 from hvfreeze.training.evaluation import evaluate
 from hvfreeze.training.job import Job, prepare
-from hvfreeze.training.state import packed, unpacked
 from tests.parallel.mpirun import report
 
 BATCH, STEPS, RATE = 6, 4, 0.05
@@ -75,7 +75,7 @@ def check_state_round_trip(trial: Trial) -> None:
     trial.train(stopped, first=0, last=6)
     random, state = torch.get_rng_state(), stopped.strategy.state_dict()
     shared = trial.world.broadcast_object(state.shared, name="contract.shared")
-    resumed.strategy.load_state_dict(State(shared, unpacked(packed(state.own))))
+    resumed.strategy.load_state_dict(State(shared, unpacked(packed(state.own), name="contract")))
     torch.set_rng_state(random)
     assert resumed.strategy.cut == stopped.strategy.cut
     found = trial.train(resumed, first=6, last=10)

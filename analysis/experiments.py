@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep, votes
+from analysis import adaptive, baseline, caching, communication, peers, peers64, pixels64, scaling, static_sweep, votes
 from analysis.sweeps.experiment import main as main_of
 
 EXPERIMENTS = (
@@ -22,6 +22,9 @@ EXPERIMENTS = (
     scaling.EXPERIMENT,
     pixels64.EXPERIMENT,
 )
+PEERS = (peers.EXPERIMENT, peers64.EXPERIMENT)
+"""What else a user could do, as long again as all of the others: each a command of its own."""
+EVERY = (*EXPERIMENTS, *PEERS)
 INTERRUPTED = 130
 
 

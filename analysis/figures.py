@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.experiments import EXPERIMENTS
+from analysis.experiments import EVERY
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.questions import Answer, Experiment
 from analysis.sweeps.results import Results, open_results
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=f"write here, and here only [the results; the page in {OUT}]")
     options = parser.parse_args(arguments)
     sections, answered = [], []
-    for experiment in EXPERIMENTS:
+    for experiment in EVERY:
         if not is_complete(options.results / experiment.name):
             print(f"{experiment.name}: no results yet: python -m analysis.{experiment.name}")
             continue

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.experiments import EXPERIMENTS
+from analysis.experiments import EVERY
 from analysis.parts.readme import NOTHING_YET, PARTS
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.results import open_results
@@ -51,7 +51,7 @@ def check_rows(root: Path) -> None:
     Raises:
         RefusedError: they disagree; names the file.
     """
-    for experiment in EXPERIMENTS:
+    for experiment in EVERY:
         directory = root / experiment.name
         if is_complete(directory):
             held = (directory / "rows.csv").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def check_rows(root: Path) -> None:
 def table(root: Path) -> str:
     """Return the table of all answers in Markdown."""
     lines = ["| question | answer | n |", "|:---|:---|---:|"]
-    for experiment in EXPERIMENTS:
+    for experiment in EVERY:
         if not is_complete(root / experiment.name):
             continue
         for answer in experiment.answers(open_results(root, experiment.name, experiment.reference)):

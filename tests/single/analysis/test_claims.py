@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from analysis import adaptive, communication, figures, pixels64, scaling, summary, votes
+from analysis.experiments import EXPERIMENTS
 from analysis.parts import cached_epochs, readme, ring
 from analysis.sweeps import experiment as sweep
 from analysis.sweeps import provenance, writeup
@@ -38,11 +39,11 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(name: str) -> Results:
-    experiment = next(each for each in figures.EXPERIMENTS if each.name == name)
+    experiment = next(each for each in EXPERIMENTS if each.name == name)
     return open_results(RESULTS, name, experiment.reference)
 
 
-@pytest.mark.parametrize("name", [experiment.name for experiment in figures.EXPERIMENTS])
+@pytest.mark.parametrize("name", [experiment.name for experiment in EXPERIMENTS])
 def test_training_time_is_one_thing_in_rows_runs_and_epochs_of_every_experiment(name: str) -> None:
     results = kept(name)
     for row in results.rows[::7]:
@@ -186,7 +187,7 @@ def test_the_front_in_the_readme_is_sorted_by_what_the_intervals_show() -> None:
 
 
 def test_every_recorded_run_says_source_time_machine_and_versions() -> None:
-    for experiment in figures.EXPERIMENTS:
+    for experiment in EXPERIMENTS:
         for row in read_rows(RESULTS / experiment.name):
             told = [row[key] for key in ("commit", "finished", "stamped", "processor", "cores", *provenance.VERSIONS)]
             assert None not in told, row["run"]

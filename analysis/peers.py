@@ -1,0 +1,157 @@
+"""Which way of fine-tuning gives the most accuracy for the seconds that one has? All that a user could do instead.
+
+    python -m analysis.peers --preset reduced --data-dir DIR --weights FILE        32 pixels; analysis.peers64: 64
+
+Full fine-tuning, the last stage alone, the same from a cache, the head alone from a cache, linear probing before full
+fine-tuning, blocks frozen by vote, DistributedDataParallel over gloo, and the head solved exactly on every block's
+features: for several numbers of samples, each for several budgets of epochs, each budget with the learning rate that
+was best for it on held-out training samples. Accuracies repeat exactly; runs of a seed follow each other in time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from analysis.parts.peers_answers import answers_of, drawings_of, tables_of
+from analysis.parts.peers_labels import Cell, best_rates
+from analysis.sweeps.experiment import main
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Experiment
+from analysis.sweeps.results import Results
+from hvfreeze.config.tree import leaves
+
+LEARNING_RATES = (0.02, 0.05, 0.1)
+HELD_OUT = 0.2
+TITLE = "Accuracy against time: every way of fine-tuning"
+BUDGETS = {1_000: (2, 4, 8, 16), 5_000: (1, 2, 4, 8), 20_000: (1, 2, 4)}
+"""Training samples -> epochs."""
+BATCHES = {1_000: 32, 5_000: 64, 20_000: 64}
+"""Training samples -> batch of a rank: fewer samples, more steps an epoch than the preset's batch would leave."""
+SEEDS = {1_000: 5, 5_000: 5, 20_000: 3}
+SMOKE_SAMPLES, SMOKE_EPOCHS = 64, 1
+SMOKE_PEERS = ("full", "lp-ft", "exact")
+"""The others' code paths are seen to run by other experiments."""
+MANY = 99
+CACHED: dict[str, Value] = {"augment": "views:2", "cache": "on"}
+LAST_STAGE: dict[str, Value] = {"freeze": "static", "cut": 4}
+HEAD_ALONE: dict[str, Value] = {"freeze": "static", "cut": 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A way of fine-tuning."""
+
+    flags: MappingProxyType[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    program: str = "hvfreeze"
+    rate_of: str = ""
+    """The peer whose learning rates it takes; empty chooses its own."""
+    last: int = MANY
+    """It is given so many of the budgets, the longest ones."""
+    once: bool = False
+    """Whether it has no epochs to choose."""
+    longer: int = 1
+    """Times as many epochs as the budget says, for those whose epochs cost next to nothing."""
+    needs: str = ""
+    """A setting without which it cannot be run."""
+
+
+PEERS = {
+    "full": Peer(),
+    "ddp": Peer(program="analysis.ddp", rate_of="full", last=1),
+    "last-stage": Peer(flags=MappingProxyType(LAST_STAGE)),
+    "last-stage-cached": Peer(flags=MappingProxyType({**LAST_STAGE, **CACHED}), rate_of="last-stage"),
+    "head-cached": Peer(flags=MappingProxyType({**HEAD_ALONE, **CACHED}), last=1, longer=4),
+    "lp-ft": Peer(flags=MappingProxyType(HEAD_ALONE), program="analysis.lp_ft"),
+    "voted": Peer(flags=MappingProxyType({"freeze": "gradient-norm"}), rate_of="full", last=2),
+    "exact": Peer(
+        flags=MappingProxyType({"head": "multi-level", "head_fit": "exact", "augment": "views:2"}),
+        rate_of="full",
+        once=True,
+        needs="head_fit",
+    ),
+}
+
+
+def known_peers() -> dict[str, Peer]:
+    """Return the peers that this version of the program can run."""
+    return {name: peer for name, peer in PEERS.items() if not peer.needs or peer.needs in leaves()}
+
+
+def cells(preset: Preset) -> Iterator[tuple[Cell, Peer]]:
+    """Yield every peer at every number of samples and budget of epochs."""
+    budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else BUDGETS
+    for samples, epochs in budgets.items():
+        for name, peer in known_peers().items():
+            if preset.is_smoke and name not in SMOKE_PEERS:
+                continue
+            for budget in (1,) if peer.once else epochs[-peer.last :]:
+                yield Cell(samples=samples, peer=name, epochs=budget), peer
+
+
+def work(preset: Preset, cell: Cell, peer: Peer, *, larger: int) -> dict[str, Value]:
+    """Return a cell's flags but for the learning rate; what counts is the accuracy after the last epoch."""
+    epochs = cell.epochs * peer.longer
+    return {
+        "image_size": larger * preset.image_size,
+        "train_samples": cell.samples,
+        "batch_size": preset.batch_size if preset.is_smoke else BATCHES[cell.samples],
+        "epochs": epochs,
+        "evaluate_every": epochs,
+        "checkpoint_every": "0",
+        "weight_decay": 5e-4,
+        **peer.flags,
+    }
+
+
+def runs(preset: Preset, *, larger: int) -> list[PlannedRun]:
+    """Return the runs that choose a learning rate for every peer, number of samples and budget."""
+    planned = []
+    for cell, peer in cells(preset):
+        if not peer.rate_of:
+            for lr in preset.few(LEARNING_RATES):
+                flags = {**work(preset, cell, peer, larger=larger), "validation_fraction": HELD_OUT, "lr": lr}
+                planned.append(preset.run(cell.tried(lr), preset.lr_seeds[0], flags, program=peer.program))
+    return planned
+
+
+def then(preset: Preset, results: Results, *, larger: int) -> list[PlannedRun]:
+    """Return the runs that are tested, each at its cell's learning rate; a seed's runs follow each other in time."""
+    rates, planned = best_rates(results.rows), []
+    chosen = list(cells(preset))
+    for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
+        for cell, peer in chosen:
+            if preset.is_smoke or seed < SEEDS[cell.samples]:
+                lr = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
+                flags = {**work(preset, cell, peer, larger=larger), "lr": lr}
+                planned.append(preset.run(cell.label, seed, flags, program=peer.program))
+    return planned
+
+
+def at(name: str, larger: int) -> Experiment:
+    """Return the experiment at so many times the preset's image size."""
+    return Experiment(
+        name=name,
+        title=TITLE + (f", images {larger} times as large" if larger > 1 else ""),
+        runs=lambda preset: runs(preset, larger=larger),
+        then=lambda preset, results: then(preset, results, larger=larger),
+        chooses_lr=True,
+        answers=answers_of,
+        tables=tables_of,
+        drawings=drawings_of,
+        shown=1,
+        limits=(
+            "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
+            "The last stage from its cache, votes and the rival library take the rates of those that they vary.",
+            "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
+            "Ranks share one machine and its memory: no network is involved.",
+        ),
+    )
+
+
+EXPERIMENT = at("peers", 1)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

@@ -16,6 +16,7 @@ FOLDERS = (
     "freezing",
     "prefix",
     "ranks",
+    "ranks.exchange",
     "ranks.machine",
     "report",
     "runs",

@@ -35,7 +35,8 @@ class Freezer:
 
     Args:
         chain: the model in blocks.
-        optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups.
+        optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups. What is not
+            trainable now is left alone: it travels and votes at no cut, and no thaw switches it on.
         reducer: exchanges the gradients of what still trains.
         world: the ranks that vote.
         settings: criterion, guards, weights and quorum.
@@ -60,6 +61,7 @@ class Freezer:
         self.cut = 0
         self.cut_history: list[Move] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._left_out = {p for _, p in chain.named_parameters() if not p.requires_grad}
         deciding = [settings.freeze] if settings.freeze in CRITERIA else []
         self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
         self._observes = bool(NEEDS_GRADIENTS & set(self._proposers)) or settings.vote_weight == "snr"
@@ -184,7 +186,7 @@ class Freezer:
             frozen = block < cut
             for module in self.chain.modules(block, block + 1):
                 hold_in_eval(module) if frozen else release(module)
-            for _, parameter in self.chain.named_parameters(block, block + 1):
+            for _, parameter in self._trained(block, block + 1):
                 parameter.requires_grad_(not frozen)
                 parameter.grad = None
         prune_optimizer(self.optimizer, self._groups)
@@ -194,13 +196,18 @@ class Freezer:
         for proposer in self._proposers.values():
             if self.step > 0 or cut > 0:
                 proposer.moved(max(proposer.cut, cut) if proposer.name != self.settings.freeze else cut)
-        self.reducer.carry(self.chain.named_parameters(cut))
+        self.reducer.carry(self._trained(cut))
         self._seen.forget(cut)
         local = self._observes and self.settings.signal == "local"
         self.reducer.observer = self._seen.sums.add if local else None
 
+    def _trained(self, start: int, stop: int | None = None) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of blocks start..stop-1, but for those that the user took out of training himself."""
+        named = self.chain.named_parameters(start, stop)
+        return [(name, parameter) for name, parameter in named if parameter not in self._left_out]
+
     def _observe_averaged(self) -> None:
-        for slot, (_, parameter) in enumerate(self.chain.named_parameters(self.cut)):
+        for slot, (_, parameter) in enumerate(self._trained(self.cut)):
             if parameter.grad is not None:
                 self._seen.sums.add(slot, parameter.grad)
 
@@ -216,7 +223,7 @@ class Freezer:
         return Evidence(
             cut=self.cut,
             num_blocks=len(blocks),
-            has_parameters=tuple(bool(self.chain.named_parameters(b, b + 1)) for b in blocks),
+            has_parameters=tuple(bool(self._trained(b, b + 1)) for b in blocks),
             previous_norms=previous,
             norms=current,
             epoch=self.step / self.cadence.steps_per_epoch,

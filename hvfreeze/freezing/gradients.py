@@ -33,20 +33,22 @@ class GradientSums:
         if cut != self.cut or not self._block_of:
             self.cut = cut
             blocks = range(cut, len(self.chain.blocks) - 1)
-            owners = [(block, p) for block in blocks for _, p in self.chain.named_parameters(block, block + 1)]
+            named = [(block, p) for block in blocks for _, p in self.chain.named_parameters(block, block + 1)]
+            # What the user took out of training has no gradient, and no slot.
+            owners = [(block, p) for block, p in named if p.requires_grad]
             self._block_of = [block for block, _ in owners]
             self._sums = [torch.zeros_like(p) for _, p in owners]
+        else:
+            for total in self._sums:
+                total.zero_()
         self.steps = 0
         self.squared_steps = 0.0
 
     def add(self, slot: int, gradient: Tensor) -> None:
-        """Add the gradient of the `slot`-th parameter from the cut on; the head's are left out."""
+        """Add the gradient of the `slot`-th trained parameter from the cut on; the head's are left out."""
         if slot >= len(self._sums):
             return
-        if self.steps == 0:
-            self._sums[slot].copy_(gradient)
-        else:
-            self._sums[slot].add_(gradient)
+        self._sums[slot].add_(gradient)
         if self.step_norms:
             self.squared_steps += float(torch.linalg.vector_norm(gradient)) ** 2
 

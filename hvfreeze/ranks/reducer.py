@@ -9,6 +9,7 @@ Only the parameters that the reducer was told to carry travel; the frozen prefix
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.errors import DivergedError
+from hvfreeze.errors import DivergedError, UsageError
+from hvfreeze.ranks.exchange.buckets import Bucket, check_types, lay_out
+from hvfreeze.ranks.exchange.halves import HalfCopy
 from hvfreeze.ranks.machine.mpi_environment import TCP_MESSAGE_BYTES
 from hvfreeze.ranks.world import World
 
@@ -27,19 +30,6 @@ PIECE_BYTES = 2 * (TCP_MESSAGE_BYTES - 2**10)
 HASH_BITS = 24
 
 Observer = Callable[[int, Tensor], None]
-
-
-@dataclass
-class Bucket:
-    """A run of parameters whose gradients travel together."""
-
-    slots: list[int]
-    flat: Tensor
-    wire: Tensor
-    """What is handed to Horovod: `flat` itself, or its float16 copy."""
-    views: list[Tensor]
-    missing: int = 0
-    handles: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -60,6 +50,9 @@ class Reducer:
 
     world: World
     compression: str = "none"
+    """none, or fp16: half the bytes, 11 bits of each value; see `hvfreeze.ranks.exchange`."""
+    backward_passes_per_step: int = 1
+    """Backward passes between `begin` and `finish`; their gradients are added up, as PyTorch does, and sent once."""
     bucket_bytes: int = BUCKET_BYTES
     piece_bytes: int = PIECE_BYTES
     payload_bytes: int = 0
@@ -67,45 +60,57 @@ class Reducer:
     other_bytes: int = 0
     observer: Observer | None = None
     """Called with (index among the carried parameters, this rank's own gradient) before it is averaged."""
-    _parameters: list[nn.Parameter] = field(default_factory=list)
+    _named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     _buckets: list[Bucket] = field(default_factory=list)
     _hooks: list[Any] = field(default_factory=list)
     _place: list[tuple[Bucket, int]] = field(default_factory=list)
     _next: int = 0
+    _passes: int = 0
+    """Backward passes that a parameter must see; 0 between `finish` and `begin`."""
+    _seen: list[int] = field(default_factory=list)
+    _exponents: dict[str, int] = field(default_factory=dict)
     _set_hash: int = 0
     _header: Tensor | None = None
     _header_handle: Any = None
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Exchange the gradients of exactly these parameters from now on."""
+        """Exchange the gradients of exactly these parameters from now on.
+
+        Raises:
+            UsageError: a parameter is neither float32 nor float64.
+        """
+        check_types(named_parameters)
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._parameters:
+        for _, parameter in self._named:
             parameter.grad = None
-        self._parameters = [parameter for _, parameter in named_parameters]
-        self._set_hash = hash_of_names([name for name, _ in named_parameters])
-        self._buckets = self._lay_out() if self.world.size > 1 else []
-        places = {slot: (bucket, i) for bucket in self._buckets for i, slot in enumerate(bucket.slots)}
-        self._place = [places[slot] for slot in range(len(self._parameters))] if places else []
+        self._named = list(named_parameters)
+        self._set_hash = hash_of_names([name for name, _ in self._named])
+        self._exponents = {name: self._exponents[name] for name, _ in self._named if name in self._exponents}
+        self._lay_out()
+        self._passes, self._seen = 0, [0] * len(self._named)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready_hook(slot))
-            for slot, parameter in enumerate(self._parameters)
+            for slot, (_, parameter) in enumerate(self._named)
         ]
 
-    def begin(self, *, nonfinite: bool = False, leave: bool = False) -> None:
+    def begin(self, *, nonfinite: bool = False, leave: bool = False, passes: int | None = None) -> None:
         """Drop the last step's gradients and start the exchange of this step's signals.
 
-        Collective: every rank of `world` must call this, once before each backward pass.
+        Collective: every rank of `world` must call this, once before a step's backward passes.
 
         Args:
             nonfinite: this rank's loss is NaN or infinite.
             leave: this rank was asked to leave after this step.
+            passes: backward passes of this step, where they are not `backward_passes_per_step`.
         """
-        for parameter in self._parameters:
+        for _, parameter in self._named:
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.missing = len(bucket.slots)
+            bucket.begin(size=self.world.size)
         self._next = 0
+        self._passes = self.backward_passes_per_step if passes is None else passes
+        self._seen = [0] * len(self._named)
         header = [int(nonfinite), int(leave), self._set_hash, self._set_hash**2]
         self._header = torch.tensor(header, dtype=torch.int64)
         self._header_handle = self.world.start_allreduce_(self._header, name="step.signals")
@@ -114,10 +119,11 @@ class Reducer:
     def finish(self) -> Signals:
         """Wait until every gradient is the average over ranks; return what the ranks signalled.
 
-        Collective: every rank of `world` must call this, once after each backward pass.
+        Collective: every rank of `world` must call this, once after each step's backward passes.
 
         Raises:
             DivergedError: the ranks carry different sets of parameters.
+            UsageError: there were fewer backward passes than `begin` was told.
         """
         assert self._header is not None, "finish() without begin()"
         self.world.wait(self._header_handle)
@@ -127,89 +133,95 @@ class Reducer:
             raise DivergedError(
                 "ranks disagree on which parameters are frozen; freeze and thaw through the Freezer, on all ranks"
             )
-        for bucket in self._buckets:
-            self._fill_absent(bucket)
+        self._complete_absent()
         self._start_full_buckets()
         for bucket in self._buckets:
-            for handle in bucket.handles:
-                self.world.wait(handle)
-            if bucket.wire is not bucket.flat:
-                bucket.flat.copy_(bucket.wire)
+            self.payload_bytes += bucket.finish(self._send, self.world.wait)
+        self._passes = 0
         return Signals(nonfinite=nonfinite, leave=leave)
 
     def gradients_are_finite(self) -> bool:
         """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
         flats = [bucket.flat for bucket in self._buckets]
-        tensors = flats or [p.grad for p in self._parameters if p.grad is not None]
+        tensors = flats or [p.grad for _, p in self._named if p.grad is not None]
         # A sum costs one pass and is not finite when an entry is not.
         return bool(torch.isfinite(torch.stack([tensor.sum() for tensor in tensors]).sum())) if tensors else True
 
-    def _lay_out(self) -> list[Bucket]:
-        groups: list[list[int]] = []
-        filled = self.bucket_bytes
-        for slot in reversed(range(len(self._parameters))):
-            size = self._parameters[slot].numel() * 4
-            if filled + size > self.bucket_bytes:
-                groups.append([])
-                filled = 0
-            groups[-1].append(slot)
-            filled += size
-        return [self._bucket(slots) for slots in groups]
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step's exchange depends on besides the gradients; equal on all ranks."""
+        return {"exponents": dict(self._exponents)}
 
-    def _bucket(self, slots: list[int]) -> Bucket:
-        flat = torch.zeros(sum(self._parameters[slot].numel() for slot in slots))
-        views, offset = [], 0
-        for slot in slots:
-            parameter = self._parameters[slot]
-            # The parameter's own strides: a channels_last weight keeps its format in the flat buffer.
-            views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
-            offset += parameter.numel()
-        wire = torch.zeros_like(flat, dtype=torch.float16) if self.compression == "fp16" else flat
-        return Bucket(slots=slots, flat=flat, wire=wire, views=views)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned; call it when the same parameters are carried."""
+        self._exponents.clear()
+        self._exponents.update(state["exponents"])
+
+    def _lay_out(self) -> None:
+        self._buckets, self._place = [], []
+        if self.world.size > 1:
+            slots = range(len(self._named))
+            self._buckets = lay_out(self._named, slots, bucket_bytes=self.bucket_bytes, half=self._half_copy)
+            places = {slot: (bucket, i) for bucket in self._buckets for i, slot in enumerate(bucket.slots)}
+            self._place = [places[slot] for slot in slots]
+
+    def _half_copy(self, flat: Tensor, names: list[str]) -> HalfCopy | None:
+        if self.compression != "fp16":
+            return None
+        return HalfCopy(flat.numel(), names, rank=self.world.rank, size=self.world.size, exponents=self._exponents)
 
     def _ready_hook(self, slot: int) -> Callable[[nn.Parameter], None]:
         def ready(parameter: nn.Parameter) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            if self.observer is not None:
-                self.observer(slot, gradient)
-            if self._place:
-                bucket, i = self._place[slot]
-                # Scaled on the way, which costs nothing here, and before a sum of large halves could overflow.
-                torch.mul(gradient, 1 / self.world.size, out=bucket.views[i])
-                parameter.grad = bucket.views[i]
-                bucket.missing -= 1
+            if self._seen[slot] >= self._passes:
+                raise UsageError(
+                    f"backward pass {self._seen[slot] + 1} where {self._passes} may be between begin() and finish() of "
+                    "the reducer: give begin(passes=N) to add up the gradients of N, and take all of them in between"
+                )
+            self._seen[slot] += 1
+            if self._seen[slot] == self._passes:
+                self._complete(slot, parameter)
                 self._start_full_buckets()
 
         return ready
 
+    def _complete(self, slot: int, parameter: nn.Parameter) -> None:
+        """Show and lay down this rank's own gradient of a step."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if self.observer is not None:
+            self.observer(slot, gradient)
+        if self._place:
+            bucket, i = self._place[slot]
+            torch.mul(gradient, bucket.scale, out=bucket.views[i])
+            parameter.grad = bucket.views[i]
+            bucket.missing -= 1
+
+    def _complete_absent(self) -> None:
+        """Let a parameter that took no part in this rank's loss, or in some passes only, count with what it has."""
+        most = max(self._seen, default=0)
+        if 0 < most < self._passes:
+            raise UsageError(f"finish() after {most} of {self._passes} backward passes that begin() was told")
+        for slot, (_, parameter) in enumerate(self._named):
+            if 0 < self._seen[slot] < self._passes:
+                self._complete(slot, parameter)
+            elif self._seen[slot] == 0 and self._place:
+                bucket, i = self._place[slot]
+                parameter.grad = bucket.views[i].zero_()
+                bucket.missing -= 1
+
     def _start_full_buckets(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             bucket = self._buckets[self._next]
-            if bucket.wire is not bucket.flat:
-                bucket.wire.copy_(bucket.flat)
-            pieces = bucket.wire.split(self.piece_bytes // bucket.wire.element_size())
-            bucket.handles = [
-                self.world.start_allreduce_(piece, name=f"gradients.{self._next}.{place}")
-                for place, piece in enumerate(pieces)
-            ]
-            self.payload_bytes += bucket.wire.numel() * bucket.wire.element_size()
+            bucket.start(self._send)
+            self.payload_bytes += bucket.payload_bytes
+            self.other_bytes += 0 if bucket.half is None else bucket.half.tail_bytes
             self._next += 1
 
-    def _fill_absent(self, bucket: Bucket) -> None:
-        """Let a parameter that took no part in this rank's loss count as a zero gradient."""
-        if bucket.missing == 0:
-            return
-        for i, slot in enumerate(bucket.slots):
-            if self._parameters[slot].grad is None:
-                bucket.views[i].zero_()
-                self._parameters[slot].grad = bucket.views[i]
-        bucket.missing = 0
+    def _send(self, wire: Tensor, name: str) -> list[Any]:
+        pieces = wire.split(self.piece_bytes // wire.element_size())
+        return [self.world.start_allreduce_(piece, name=f"{name}.{place}") for place, piece in enumerate(pieces)]
 
 
 def hash_of_names(names: Sequence[str]) -> int:
     """Return a non-negative number below 2^24 that depends on the names and their order."""
-    import hashlib
-
     digest = hashlib.sha256("\n".join(names).encode()).digest()
     return int.from_bytes(digest[: HASH_BITS // 8], "big")

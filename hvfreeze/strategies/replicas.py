@@ -134,7 +134,8 @@ class Replicas:
             "optimizer": self.optimizer.state_dict(),
             "bytes": [self.reducer.payload_bytes, self.reducer.other_bytes],
         }
-        return State(shared, {"statistics": statistics, "freezer": self.freezer.state_dict()})
+        own = {"statistics": statistics, "freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
+        return State(shared, own)
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a state of the same rank."""
@@ -146,6 +147,7 @@ class Replicas:
         for tensor, saved in zip(tensors, state.own["statistics"], strict=True):
             tensor.copy_(saved)
         self.reducer.payload_bytes, self.reducer.other_bytes = state.shared["bytes"]
+        self.reducer.load_state_dict(state.own["reducer"])
         self.freezer.seal()
         self._moves_followed = 0
 

@@ -1,0 +1,108 @@
+"""Buckets: runs of parameters whose gradients travel together, in one flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.errors import UsageError
+from hvfreeze.ranks.exchange.halves import HalfCopy
+
+TYPES = (torch.float32, torch.float64)
+"""What Horovod sums without loss; it does not know bfloat16, and float16 sums would lose what gradients need."""
+
+Send = Callable[[Tensor, str], list[Any]]
+
+
+@dataclass
+class Bucket:
+    """A run of parameters of one type, last first."""
+
+    name: str
+    slots: list[int]
+    flat: Tensor
+    views: list[Tensor]
+    """Each slot's part of `flat`, with its parameter's shape and strides."""
+    half: HalfCopy | None
+    scale: float = 1.0
+    """What a gradient is multiplied by on its way into `flat`."""
+    missing: int = 0
+    handles: list[Any] = field(default_factory=list)
+
+    def begin(self, *, size: int) -> None:
+        """Wait for all slots again."""
+        self.missing, self.handles = len(self.slots), []
+        # Before a sum of large halves could overflow; on the way, where it costs nothing.
+        self.scale = 1 / size if self.half is None else self.half.next_scale() / size
+
+    @property
+    def payload_bytes(self) -> int:
+        """Gradient bytes that a rank hands over in a step."""
+        return self.flat.nbytes if self.half is None else self.half.values.nbytes
+
+    def start(self, send: Send) -> None:
+        """Start on the way what all slots have filled."""
+        self.handles = send(self.flat if self.half is None else self.half.filled_from(self.flat), self.name)
+
+    def finish(self, send: Send, wait: Callable[[Any], object]) -> int:
+        """Return when `flat` holds what all ranks' sum is, and the bytes that had to be sent for it once more."""
+        for handle in self.handles:
+            wait(handle)
+        if self.half is None:
+            return 0
+        if self.half.misfitted():
+            for handle in send(self.flat, f"{self.name}.again"):
+                wait(handle)
+            self.half.unscale(self.flat)
+            return self.flat.nbytes
+        self.flat.copy_(self.half.values)
+        self.half.unscale(self.flat)
+        return 0
+
+
+def lay_out(
+    named: Sequence[tuple[str, nn.Parameter]],
+    slots: Sequence[int],
+    *,
+    bucket_bytes: int,
+    half: Callable[[Tensor, list[str]], HalfCopy | None],
+) -> list[Bucket]:
+    """Return buckets of about `bucket_bytes` for the parameters at `slots`, the last first.
+
+    A larger parameter has a bucket of its own. The layout depends on the parameters alone.
+    """
+    groups: list[list[int]] = []
+    filled, kind = bucket_bytes, None
+    for slot in reversed(slots):
+        parameter = named[slot][1]
+        if filled + parameter.nbytes > bucket_bytes or parameter.dtype != kind:
+            groups.append([])
+            filled, kind = 0, parameter.dtype
+        groups[-1].append(slot)
+        filled += parameter.nbytes
+    buckets = []
+    for number, group in enumerate(groups):
+        parameters = [named[slot][1] for slot in group]
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        views, offset = [], 0
+        for parameter in parameters:
+            # The parameter's own strides: a channels_last weight keeps its format in the flat buffer.
+            views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
+            offset += parameter.numel()
+        copy = half(flat, [named[slot][0] for slot in group])
+        buckets.append(Bucket(f"gradients.{number}", group, flat, views, copy))
+    return buckets
+
+
+def check_types(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise UsageError for a parameter whose gradients cannot be exchanged."""
+    for name, parameter in named:
+        if parameter.dtype not in TYPES:
+            raise UsageError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}; gradients of float32 and float64 "
+                "parameters can be averaged over ranks: keep the parameters in float32 and compute under autocast"
+            )

@@ -39,7 +39,9 @@ def model_names() -> list[str]:
     return names
 
 
-def build_model(name: str, *, num_classes: int, weights: str = "none", image_size: int) -> BuiltModel:
+def build_model(
+    name: str, *, num_classes: int, weights: str = "none", image_size: int, reset_head: bool = False
+) -> BuiltModel:
     """Return the torchvision classifier `name`, float32, in training mode, without auxiliary heads.
 
     Args:
@@ -48,6 +50,7 @@ def build_model(name: str, *, num_classes: int, weights: str = "none", image_siz
         weights: `none`, `DEFAULT` (torchvision's, downloaded) or the path of a state_dict. A head for another number of
             classes is left as initialised, and a note says so.
         image_size: height and width of the images in pixels.
+        reset_head: whether the head starts afresh also where the weights have one of as many classes.
 
     Raises:
         UsageError: there is no such model, or it takes no images of this size.
@@ -66,9 +69,9 @@ def build_model(name: str, *, num_classes: int, weights: str = "none", image_siz
         )
     if weights == "none":
         return BuiltModel(model, [])
-    if weights == "DEFAULT":
-        return BuiltModel(model, load_weights(model, pretrained_weights(name, image_size=image_size), source=weights))
-    return BuiltModel(model, load_weights(model, read_weights(weights), source=weights))
+    default = weights == "DEFAULT"
+    state = pretrained_weights(name, image_size=image_size) if default else read_weights(weights)
+    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head))
 
 
 def smallest_image_size(model: nn.Module) -> int:

@@ -16,16 +16,17 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.torchvision_shim import torchvision
 
 WRAPPERS = ("state_dict", "model")
-PREFIXES = ("module.", "_orig_mod.")
+PREFIXES = ("module.", "_orig_mod.", "model.")
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 KEYS_SHOWN = 3
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the state_dict in file `path`, also one wrapped in {"state_dict": ...} or with "module." before each name.
+    """Return the state_dict in file `path`, also one wrapped in {"state_dict": ...}, or with "module." before each name.
 
     Raises:
-        RefusedError: the file is missing, damaged, holds something else, or would have to run code to be read.
+        RefusedError: the file is missing, damaged, holds something else, NaN or infinity, or would have to run code to
+            be read.
     """
     try:
         with warnings.catch_warnings():
@@ -47,6 +48,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise RefusedError(f"weights ({path}) are no state_dict: a mapping of names to tensors is needed")
     state = {str(key): tensor for key, tensor in content.items()}
+    broken = [key for key, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise RefusedError(f"weights ({path}) hold NaN or infinite numbers in {_first(broken)}; give an intact file")
     for prefix in PREFIXES:
         if all(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
@@ -103,12 +107,18 @@ def _fold_rescaling(model: Any) -> None:
     model.transform_input = False
 
 
-def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str) -> list[str]:
-    """Copy `state` into `model`, in the model's types, and return notes about what was left out.
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, reset_head: bool = False) -> list[str]:
+    """Copy `state` into `model`, in the model's types, and return notes about the head and what was left out.
+
+    Args:
+        model: what the weights are for.
+        state: a state_dict; the head may be missing, or be of another number of classes: then it starts afresh.
+        source: names the weights in messages.
+        reset_head: whether the head starts afresh also where it would fit.
 
     Raises:
-        RefusedError: a tensor is missing, not part of the model, or of another shape; the head's number of classes and
-            auxiliary heads may differ.
+        RefusedError: a tensor is missing, not part of the model, or of another shape; the head and auxiliary heads
+            may differ.
     """
     own = model.state_dict()
     notes = []
@@ -117,12 +127,26 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str) 
         notes.append(f"weights ({source}): the auxiliary heads are left out")
     fitting = {key: tensor for key, tensor in state.items() if key not in auxiliary}
     head = head_name(model)
+    of_head = [key for key in own if key.startswith(f"{head}.")]
     resized = {key for key in fitting if _other_size(own, fitting, key, head)}
-    if resized:
-        old, new = (tensors[f"{head}.weight"].shape[0] for tensors in (fitting, own))
+    absent = not any(key in fitting for key in of_head)
+    new = own[f"{head}.weight"].shape[0]
+    if absent:
+        notes.append(f"weights ({source}): there is no head {head}; it is initialised")
+    elif resized:
+        old = fitting[f"{head}.weight"].shape[0]
         notes.append(f"weights ({source}): head {head} has {old} classes there and {new} here; it is re-initialised")
+    elif reset_head:
+        resized = set(of_head)
+        notes.append(f"weights ({source}): head {head} is re-initialised, as --reset-head asks")
+    else:
+        notes.append(
+            f"weights ({source}): head {head} has {new} classes there too and is kept; where these are other classes, "
+            "--reset-head starts it afresh"
+        )
     # Files from before BatchNorm counted its batches lack the counters; nothing here uses them.
-    missing = [key for key in own if key not in fitting and not key.endswith("num_batches_tracked")]
+    spared = set(of_head) if absent else set()
+    missing = [k for k in own if k not in fitting and k not in spared and not k.endswith("num_batches_tracked")]
     unexpected = [key for key in fitting if key not in own]
     reshaped = [
         f"{key} {tuple(fitting[key].shape)} instead of {tuple(own[key].shape)}"

@@ -71,6 +71,7 @@ class ModelConfig:
     model: str = setting("resnet18", "NAME", "a torchvision classification model")
     blocks: str = setting("stage", "HOW", "where it may be cut: stage, residual, paper, or NAME,NAME,...")
     weights: str = setting("none", "FILE", "none, DEFAULT (torchvision's, downloaded), or a state_dict's file")
+    reset_head: bool = setting(False, "", "start the head afresh, also where the weights have one of as many classes")
 
     def __post_init__(self) -> None:
         rule(bool(self.model), "model", repr(self.model), "the name of a torchvision classification model")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
 def hold_in_eval(module: nn.Module) -> None:
     """Put `module` into evaluation mode and make its `train()` leave it there."""
     module.training = False
-    module.__dict__["train"] = types.MethodType(_stay_in_eval, module)
+    # Not a bound method: such a model could not be read again once it has been pickled.
+    module.__dict__["train"] = partial(_stay_in_eval, module)
 
 
 def release(module: nn.Module) -> None:

@@ -135,6 +135,7 @@ def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
         config.model.model,
         num_classes=len(corpus.train.classes),
         weights=config.model.weights,
+        reset_head=config.model.reset_head,
         image_size=size or max(height, width),
     )
     set_memory_formats(built.model, (channels, size or height, size or width))

@@ -124,6 +124,7 @@ SAVED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "half precision": lambda state: {name: t.half() if t.is_floating_point() else t for name, t in state.items()},
     "wrapped": lambda state: {"epoch": 3, "state_dict": state},
     "parallel": lambda state: {"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
+    "inside a module": lambda state: {f"model.{name}": tensor for name, tensor in state.items()},
     "compiled": lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
     "before BatchNorm counted": lambda state: {n: t for n, t in state.items() if not n.endswith("num_batches_tracked")},
 }
@@ -141,7 +142,8 @@ def test_a_state_dict_loads_however_it_was_saved(name: str, how: str, tmp_path: 
     torch.manual_seed(2)
     built = build_model(name, num_classes=10, weights=str(file), image_size=32)
     assert_equal_states(state_of(built.model), expected)
-    assert built.notes == []
+    (note,) = built.notes
+    assert "has 10 classes there too and is kept" in note
 
 
 def test_a_head_of_another_size_is_initialised_afresh_and_one_line_says_so(tmp_path: Path) -> None:
@@ -155,6 +157,37 @@ def test_a_head_of_another_size_is_initialised_afresh_and_one_line_says_so(tmp_p
     assert_equal_states(state_of(built.model), {**donor, **head})
     (note,) = built.notes
     assert note == f"weights ({file}): head classifier.1 has 4 classes there and 10 here; it is re-initialised"
+
+
+@pytest.mark.parametrize(("kept", "reset"), [(0, False), (2, True)], ids=["backbone alone", "reset"])
+def test_a_head_starts_afresh_where_there_is_none_or_none_is_wanted(kept: int, reset: bool, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    donor = state_of(squeezenet(10, seed=1))
+    heads = ("classifier.1.weight", "classifier.1.bias")
+    torch.save({name: tensor for name, tensor in donor.items() if name not in heads[kept:]}, file)
+    fresh = state_of(squeezenet(10, seed=2))
+    torch.manual_seed(2)
+    built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32, reset_head=reset)
+    assert_equal_states(state_of(built.model), {**donor, **{name: fresh[name] for name in heads}})
+    (note,) = built.notes
+    assert "initialised" in note
+
+
+def test_half_a_head_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save(without(state_of(squeezenet(10, seed=1)), "classifier.1.bias"), file)
+    with pytest.raises(RefusedError, match=r"missing: classifier\.1\.bias"):
+        build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_before_training(value: float, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    state = state_of(squeezenet(10))
+    state["features.3.squeeze.bias"][1] = value
+    torch.save(state, file)
+    with pytest.raises(RefusedError, match=r"hold NaN or infinite numbers in features\.3\.squeeze\.bias"):
+        build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
 
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> Any:
@@ -324,7 +357,7 @@ def test_the_pretrained_resnet18_loads_in_float32_with_or_without_its_head() -> 
     saved = torch.load(SHARED_WEIGHTS, weights_only=True)
     assert saved["conv1.weight"].dtype == torch.float16
     whole = build_model("resnet18", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)
-    assert whole.notes == []
+    assert len(whole.notes) == 1
     assert_equal_states(
         {name: tensor.double() for name, tensor in state_of(whole.model).items()},
         {name: saved[name].double() for name in whole.model.state_dict()},

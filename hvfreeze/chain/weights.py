@@ -22,7 +22,7 @@ KEYS_SHOWN = 3
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the state_dict in file `path`, also one wrapped in {"state_dict": ...}, or with "module." before each name.
+    """Return the state_dict in file `path`, also one inside {"state_dict": ...}, or with "module." before each name.
 
     Raises:
         RefusedError: the file is missing, damaged, holds something else, NaN or infinity, or would have to run code to

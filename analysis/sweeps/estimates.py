@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from analysis.sweeps.presets import PlannedRun, Preset
+from hvfreeze.config.tree import Config
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.06 / 128, 0.15 / 128
 """Per sample at 32 pixels: ResNet-18, float32, one thread; backward with the optimizer's step."""
@@ -39,7 +40,7 @@ def seconds_of(planned: PlannedRun, preset: Preset) -> float:
     trained = samples * (1 - data.validation_fraction)
     evaluated = samples * data.validation_fraction or preset.test_samples
     steps = trained // (planned.ranks * settings.batch_size)
-    compute = steps * settings.batch_size * (FORWARD_SECONDS + trainable(planned) * BACKWARD_SECONDS)
+    compute = steps * settings.batch_size * (FORWARD_SECONDS + trainable(config) * BACKWARD_SECONDS)
     evaluations = -(-settings.epochs // config.run.evaluate_every)
     evaluation = evaluations / settings.epochs * evaluated / planned.ranks * FORWARD_SECONDS
     sent = 2 * (planned.ranks - 1) / planned.ranks * MODEL_BYTES * 8 * (0.04 if preset.is_smoke else 1.0)
@@ -48,10 +49,10 @@ def seconds_of(planned: PlannedRun, preset: Preset) -> float:
     return seconds
 
 
-def trainable(planned: PlannedRun) -> float:
+def trainable(config: Config) -> float:
     """Return the part of the backward pass that a statically frozen run makes, 1 for others."""
-    cut = planned.config().freeze.cut
-    blocks = {"paper": 6, "stage": 5, "residual": 9}.get(planned.config().model.blocks, 6)
+    cut = config.freeze.cut
+    blocks = {"paper": 6, "stage": 5, "residual": 9}.get(config.model.blocks, 6)
     return 1.0 if cut is None else max(0.0, 1 - cut / blocks)
 
 

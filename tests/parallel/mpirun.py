@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.parallel import pool
+from tests.parallel.startup.handover import STANDING
+
 ROOT = Path(__file__).resolve().parents[2]
 STARTUP = Path(__file__).with_name("startup")
 OUT_VARIABLE = "HVFREEZE_TEST_OUT"
@@ -81,6 +84,7 @@ def mpirun(
     cwd: Path | None = None,
     launcher: Launcher = "mpirun",
     every_rank_reports: bool | None = None,
+    fresh: bool = False,
 ) -> Result:
     """Runs `n` ranks and waits for their end.
 
@@ -93,6 +97,7 @@ def mpirun(
         cwd: Folder to start in; the repository's root when None.
         launcher: What starts the ranks.
         every_rank_reports: Fail unless every rank wrote its JSON file. By default so for a worker script.
+        fresh: Let ranks load PyTorch themselves, in processes that are the launcher's children; see pool.py.
 
     Raises:
         AssertionError: a rank did not report, or a process was still alive after the job's end (it is then killed).
@@ -103,6 +108,9 @@ def mpirun(
     with tempfile.TemporaryDirectory(prefix="hvfreeze-test-") as folder:
         out = Path(folder)
         variables = environment(env or {}, out=out, timeout=timeout)
+        if not fresh and pool.FRESH not in os.environ:
+            known = environment({}, out=out, timeout=timeout)
+            variables[STANDING] = pool.ready(n + _more_ranks(command), known)
         returncode = _run(
             [*_launch(launcher, n, timeout), *command, *args], variables, out, timeout=timeout, cwd=cwd or ROOT
         )
@@ -149,6 +157,11 @@ def _launch(launcher: Launcher, n: int, timeout: float) -> list[str]:
     if launcher == "horovodrun":
         return ["horovodrun", "-np", str(n), "-H", f"localhost:{n}", f"--mpi-args={deadline}"]
     return ["mpirun", *deadline.split(), "-n", str(n), "--oversubscribe", "--bind-to", "none"]
+
+
+def _more_ranks(command: Sequence[str]) -> int:
+    """How many ranks another program of the same job has, behind a colon."""
+    return int(command[command.index(":") + 2]) if ":" in command else 0
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str], out: Path, *, timeout: float, cwd: Path) -> int:

@@ -26,9 +26,9 @@ IMPATIENT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
 
-def train(n: int, faults: str, folder: Path, *more: str, env: dict[str, str] | None = None) -> Result:
+def train(n: int, faults: str, folder: Path, *more: str, **options: Any) -> Result:
     arguments = [faults, "train", *TRAINING, "--run-dir", str(folder), *more]
-    result = mpirun(n, FAULTY, timeout=120, args=arguments, env=env or {}, every_rank_reports=False)
+    result = mpirun(n, FAULTY, timeout=120, args=arguments, every_rank_reports=False, **options)
     assert result.returncode != TIMED_OUT, str(result)
     return result
 
@@ -82,12 +82,12 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
     assert checkpoints(folder, size=2) == [1, 4]
     assert not (folder / "summary.json").exists()
 
-    asked = train(2, "0:6:ask-launcher", folder, "--resume")
+    asked = train(2, "0:6:ask-launcher", folder, "--resume", fresh=True)
     assert asked.returncode == 75, str(asked)
     assert "stopped after step 7 of 12; go on with --resume" in only_message(asked)
     assert checkpoints(folder, size=2) == [4, 7]
 
-    terminated = train(2, "1:9:terminate-launcher", folder, "--resume")
+    terminated = train(2, "1:9:terminate-launcher", folder, "--resume", fresh=True)
     assert terminated.returncode not in (0, 75), str(terminated)
     assert checkpoints(folder, size=2) == [7, 8]
 

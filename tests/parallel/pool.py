@@ -1,0 +1,100 @@
+"""The standing processes of this pytest process: one a rank number, started when a job first has that many ranks.
+
+Ranks do not share one, so that what differs between processes differs between ranks: the order of sets of strings, and
+addresses.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tests.parallel.startup.handover import address
+
+PROGRAM = Path(__file__).with_name("standing.py")
+FRESH = "HVFREEZE_TEST_FRESH"
+"""Set, it makes every rank a new process that loads PyTorch itself."""
+ROOM_FOR_MARK = " " * 1024
+
+
+@dataclass
+class _Standing:
+    process: subprocess.Popen[bytes]
+    said: IO[bytes]
+
+
+_common = f"hvfreeze-test-{os.getpid()}-{secrets.token_hex(16)}"
+_standing: dict[int, _Standing] = {}
+_starting = threading.Lock()
+
+
+def ready(ranks: int, variables: Mapping[str, str]) -> str:
+    """See to it that there is a standing process for each of `ranks` ranks, and return what they are asked by.
+
+    Args:
+        ranks: The number of ranks.
+        variables: What tests give a process; only the first call's count.
+
+    Raises:
+        AssertionError: a standing process has ended.
+    """
+    with _starting:
+        for number in range(ranks):
+            if number not in _standing:
+                _standing[number] = _start(number, variables)
+            _check(number, _standing[number])
+    return _common
+
+
+def processes() -> list[int]:
+    """Return the standing processes."""
+    return [standing.process.pid for standing in _standing.values()]
+
+
+def end() -> None:
+    """End the standing processes, and with them what is left of their copies."""
+    with _starting:
+        for standing in _standing.values():
+            with suppress(BrokenPipeError):
+                standing.process.communicate(timeout=10)
+        _standing.clear()
+
+
+def _start(number: int, variables: Mapping[str, str]) -> _Standing:
+    said = tempfile.TemporaryFile()  # noqa: SIM115
+    known = {name: value for name, value in variables.items() if not name.startswith("HVFREEZE_")}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        # Whoever asks while it is loading waits.
+        listener.bind(address(_common, str(number)))
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(listener.fileno())],
+            env=known | {"HVFREEZE_TEST_OUT": ROOM_FOR_MARK},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    return _Standing(process, said)
+
+
+def _check(number: int, standing: _Standing) -> None:
+    if standing.process.poll() is None:
+        return
+    standing.said.seek(0)
+    raise AssertionError(f"standing process {number} has ended: {standing.said.read().decode(errors='replace')}")
+
+
+atexit.register(end)

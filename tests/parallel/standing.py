@@ -1,0 +1,237 @@
+"""A process that has loaded what ranks load, waits without using the processor, and copies itself for each that asks.
+
+Started by pool.py with a listening socket; startup/handover.py asks. A copy is the asking process in all that its
+program could notice: command, variables, folder, input, output, signals, exit code. Nothing that a rank does reaches
+the next one. Loaded are PyTorch and what comes with it, not the program itself, nor what opens files or talks to other
+ranks: HDF5, Horovod and mpi4py. When its input ends, the tests are over, and so is this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).with_name("startup")))
+
+from handover import circumstances
+
+LOADED = ("torch", "hvfreeze.torchvision_shim", "numpy", "PIL.Image", "tqdm", "yaml")
+MARK = "HVFREEZE_TEST_OUT"
+"""The variable by which the processes of a job are found; see mpirun.py."""
+
+
+class Request:
+    """What an asking process wants: its command, and the circumstances in which it would run it."""
+
+    def __init__(self, link: socket.socket) -> None:
+        first, self.files, _, _ = socket.recv_fds(link, 1, 3)
+        with link.makefile("rb") as reader:
+            self.content: dict[str, Any] = json.loads(first + reader.readline())
+
+    def close(self) -> None:
+        """Close the files that came with it."""
+        for file in self.files:
+            os.close(file)
+
+
+class Standing:
+    """The waiting process: which copies there are, and who asked for them."""
+
+    def __init__(self, listener: socket.socket, here: dict[str, str]) -> None:
+        self._listener, self._here = listener, here
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        self._links: dict[int, socket.socket] = {}  # by the copy's pidfd
+        self._copies: dict[int, int] = {}
+
+    def wait(self) -> Request | None:
+        """Return in a copy, with what it shall do; in the process itself None, when the tests are over."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    request = self._answer()
+                    if request:
+                        return request
+                elif key.fd == sys.stdin.fileno():
+                    self._end()
+                    return None
+                elif key.fd in self._copies:
+                    self._report(key.fd)
+                elif self._links.get(key.data) is key.fileobj:
+                    # Who asked has ended, and nobody else knows of the copy.
+                    signal.pidfd_send_signal(key.data, signal.SIGKILL)
+                    self._selector.unregister(key.fileobj)
+
+    def _answer(self) -> Request | None:
+        link, _ = self._listener.accept()
+        link.settimeout(10)
+        try:
+            request = Request(link)
+        except (OSError, ValueError):
+            link.close()
+            return None
+        if request.content["circumstances"] != self._here:
+            link.sendall(b"null\n")
+            link.close()
+            request.close()
+            return None
+        copy = os.fork()
+        if copy == 0:
+            self._forget()
+            link.close()
+            return request
+        request.close()
+        with contextlib.suppress(OSError):  # when who asked has ended, the selector will say so
+            link.sendall(json.dumps(copy).encode() + b"\n")
+        pidfd = os.pidfd_open(copy)
+        self._links[pidfd], self._copies[pidfd] = link, copy
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        self._selector.register(link, selectors.EVENT_READ, data=pidfd)
+        return None
+
+    def _report(self, pidfd: int) -> None:
+        """Tell who asked how the copy ended."""
+        link = self._links.pop(pidfd)
+        _, status = os.waitpid(self._copies.pop(pidfd), 0)
+        with contextlib.suppress(OSError):
+            link.sendall(json.dumps(status).encode() + b"\n")
+        for source in (link, pidfd):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(source)
+        link.close()
+        os.close(pidfd)
+
+    def _end(self) -> None:
+        """End all copies."""
+        for pidfd, copy in self._copies.items():
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.waitpid(copy, 0)
+
+    def _forget(self) -> None:
+        """Leave the other copies and the waiting to the process itself."""
+        self._selector.close()
+        self._listener.close()
+        for pidfd, link in self._links.items():
+            os.close(pidfd)
+            link.close()
+
+
+def become(request: Request, made: Mapping[str, str]) -> list[str]:
+    """Make this process the one that asked, with the variables that loading has `made`; return its command."""
+    content = request.content
+    os.setsid()
+    for target, file in enumerate(request.files):
+        os.dup2(file, target)
+    request.close()
+    os.chdir(content["folder"])
+    write_mark(content["variables"].get(MARK, ""))
+    os.environ.clear()
+    os.environ.update({**made, **content["variables"]})
+    sys.orig_argv[1:] = content["words"]
+    sys.warnoptions[:] = content["warnings"]
+    for option in sys.warnoptions:
+        warnings._setoption(option)  # type: ignore[attr-defined]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    del sys.modules["handover"]
+    # What would otherwise be the same in all copies, or still be this process's.
+    time.tzset()
+    tempfile.tempdir = None
+    sys.modules["numpy"].random.seed()
+    if trace_after := os.environ.get("HVFREEZE_TEST_TRACE_AFTER"):
+        import faulthandler
+
+        faulthandler.dump_traceback_later(float(trace_after))
+    words: list[str] = content["words"]
+    return words
+
+
+def write_mark(value: str) -> None:
+    """Make /proc/PID/environ name this job: it shows the memory of the first variables, which a copy inherits."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    room = len(os.environ[MARK])
+    assert len(value) < room, f"{MARK} is longer than {room} bytes"
+    ctypes.memmove(getenv(MARK.encode()), value.encode() + b"\0", len(value) + 1)
+
+
+def run(words: list[str]) -> int:
+    """Do what `python WORDS` does, and return the exit code, below 0 for the end by a signal."""
+    try:
+        if words[0] == "-m":
+            sys.path[0] = os.getcwd()
+            sys.argv = ["-m", *words[2:]]
+            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        else:
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            sys.argv = words
+            main = sys.modules["__main__"]
+            main.__file__ = words[0]
+            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return (leaving.code or 0) & 0xFF
+        print(leaving.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        where = error.__traceback__
+        while where and where.tb_frame.f_code.co_filename == __file__:
+            where = where.tb_next
+        sys.excepthook(type(error), error.with_traceback(where), where)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def leave(code: int) -> None:
+    """End this process as the interpreter does, but for taking thousands of modules apart."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    # Python's threads must not run on meanwhile: hence with the interpreter's lock held.
+    ctypes.PyDLL(None).exit(code)
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        here, before = circumstances(), dict(os.environ)
+        for name in LOADED:
+            importlib.import_module(name)
+        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be copied"
+        made = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        # Copies share all that nobody writes to, and collecting garbage writes.
+        gc.collect()
+        gc.freeze()
+        request = Standing(listener, here).wait()
+    if request is None:
+        os._exit(0)
+    leave(run(become(request, made)))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,12 +7,27 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.parallel import pool
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts background jobs with SIGINT ignored, and so would be every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fresh", action="store_true", help="let every rank load PyTorch itself, which takes far longer")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("fresh"):
+        os.environ[pool.FRESH] = "1"
+
+
+def pytest_sessionfinish() -> None:
+    pool.end()
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from PIL import Image
 
 from hvfreeze.__main__ import main
+from tests.parallel.mpirun import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[1]
 NOBODY = 65534
 OFFLINE = {
     "http_proxy": "http://127.0.0.1:9",
@@ -61,7 +61,7 @@ def call(*arguments: str) -> Outcome:
 
 def spawn(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> Outcome:
     """Runs `python -m hvfreeze ARGUMENTS` in a process of its own, in the repository's root."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    variables = environment(env or {}, out=Path("/nonexistent"), timeout=timeout, ranks=1)
     ended = subprocess.run(
         [sys.executable, "-m", "hvfreeze", *arguments],
         env=variables,

@@ -107,10 +107,8 @@ def mpirun(
         every_rank_reports = isinstance(script, Path)
     with tempfile.TemporaryDirectory(prefix="hvfreeze-test-") as folder:
         out = Path(folder)
-        variables = environment(env or {}, out=out, timeout=timeout)
-        if not fresh and pool.FRESH not in os.environ:
-            known = environment({}, out=out, timeout=timeout)
-            variables[STANDING] = pool.ready(n + _more_ranks(command), known)
+        ranks = 0 if fresh else n + _more_ranks(command)
+        variables = environment(env or {}, out=out, timeout=timeout, ranks=ranks)
         returncode = _run(
             [*_launch(launcher, n, timeout), *command, *args], variables, out, timeout=timeout, cwd=cwd or ROOT
         )
@@ -135,8 +133,11 @@ def report(rank: int, **values: Any) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def environment(changes: Mapping[str, str | None], *, out: Path, timeout: float) -> dict[str, str]:
-    """The ranks' variables: this process's without other jobs' and secrets, those for tests, then `changes`."""
+def environment(changes: Mapping[str, str | None], *, out: Path, timeout: float, ranks: int = 0) -> dict[str, str]:
+    """The ranks' variables: this process's without other jobs' and secrets, those for tests, then `changes`.
+
+    With these, so many `ranks` of a job are copies of standing processes, which are started where needed; see pool.py.
+    """
     variables = {k: v for k, v in os.environ.items() if not _FROM_ANOTHER_JOB.match(k) and not _SECRET.search(k)}
     variables |= _FOR_TESTS
     variables |= {
@@ -145,6 +146,8 @@ def environment(changes: Mapping[str, str | None], *, out: Path, timeout: float)
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join([str(STARTUP), str(ROOT)]),
     }
+    if ranks and pool.FRESH not in os.environ:
+        variables[STANDING] = pool.ready(ranks, variables)
     for name, value in changes.items():
         variables.pop(name, None)
         if value is not None:

@@ -6,7 +6,6 @@ addresses.
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import socket
@@ -15,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -66,8 +64,12 @@ def end() -> None:
     """End the standing processes, and with them what is left of their copies."""
     with _starting:
         for standing in _standing.values():
-            with suppress(BrokenPipeError):
+            try:
                 standing.process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                standing.process.kill()
+                standing.process.communicate()
+            standing.said.close()
         _standing.clear()
 
 
@@ -95,6 +97,3 @@ def _check(number: int, standing: _Standing) -> None:
         return
     standing.said.seek(0)
     raise AssertionError(f"standing process {number} has ended: {standing.said.read().decode(errors='replace')}")
-
-
-atexit.register(end)

@@ -147,6 +147,8 @@ def become(request: Request, made: Mapping[str, str]) -> list[str]:
     os.environ.clear()
     os.environ.update({**made, **content["variables"]})
     sys.orig_argv[1:] = content["words"]
+    sys.path[:] = ["", *content["path"]]
+    importlib.invalidate_caches()
     sys.warnoptions[:] = content["warnings"]
     for option in sys.warnoptions:
         warnings._setoption(option)  # type: ignore[attr-defined]

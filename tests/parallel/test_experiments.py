@@ -19,6 +19,7 @@ from analysis.sweeps.presets import SMOKE
 from analysis.sweeps.results import open_results
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import launch, scratch, wait_until
+from tests.parallel.startup.handover import STANDING
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 ON_NODES = {"communication", "scaling"}
@@ -38,8 +39,9 @@ def sweep(name: str, folder: Path) -> list[str]:
 
 def variables() -> dict[str, str]:
     """A user's shell with little parallelism."""
-    known = environment({}, out=Path("/nonexistent"), timeout=300)
-    return {name: value for name, value in known.items() if not name.startswith(("OMPI_", "HVFREEZE_"))}
+    known = environment({}, out=Path("/nonexistent"), timeout=300, ranks=2)
+    of_tests = ("OMPI_", "HVFREEZE_")
+    return {name: value for name, value in known.items() if name == STANDING or not name.startswith(of_tests)}
 
 
 @pytest.mark.parametrize("name", [experiment.name for experiment in (*EXPERIMENTS, PEERS[0])])

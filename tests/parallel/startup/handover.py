@@ -17,12 +17,16 @@ import socket
 import stat
 import sys
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from typing import Any
 
 STANDING = "HVFREEZE_TEST_STANDING"
 """The variable with the common part of the standing processes' addresses; each rank number has its own."""
+LIBRARIES = ("hvfreeze", "torch", "torchvision", "numpy", "PIL", "tqdm", "yaml")
+"""What a standing process has loaded, of hvfreeze no more than it takes to load torchvision."""
 SEEN_BY_LOADING = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "TORCH", "PYTORCH", "LC_")
-"""Beginnings of names of variables that take effect once, while PyTorch or the interpreter is loaded."""
+"""Beginnings of names of variables that take effect once, while these or the interpreter are loaded."""
+HANDED_OVER = ("PYTHONPATH", "PYTHONWARNINGS")
 PASSED_ON = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "CONT", "WINCH")
 
 
@@ -44,7 +48,10 @@ def circumstances() -> dict[str, str]:
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "limits": [resource.getrlimit(number) for name, number in vars(resource).items() if name.startswith("RLIMIT_")],
         "ignored signals": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
-        "variables": sorted(item for item in os.environ.items() if item[0].startswith(SEEN_BY_LOADING)),
+        "libraries": [getattr(PathFinder.find_spec(name), "origin", None) for name in LIBRARIES],
+        "variables": sorted(
+            item for item in os.environ.items() if item[0].startswith(SEEN_BY_LOADING) and item[0] not in HANDED_OVER
+        ),
     }
     return {name: repr(value) for name, value in found.items()}
 
@@ -58,6 +65,7 @@ def hand_over() -> None:
     request = {
         "words": words,
         "warnings": sys.warnoptions,
+        "path": sys.path,
         "variables": dict(os.environ),
         "folder": os.getcwd(),
         "circumstances": circumstances(),

@@ -20,6 +20,7 @@ from typing import IO
 
 from tests.parallel.startup.handover import address
 
+LOADED = ("torch", "hvfreeze.torchvision_shim", "numpy", "PIL.Image", "tqdm", "yaml")
 PROGRAM = Path(__file__).with_name("standing.py")
 FRESH = "HVFREEZE_TEST_FRESH"
 """Set, it makes every rank a new process that loads PyTorch itself."""
@@ -56,8 +57,8 @@ def ready(ranks: int, variables: Mapping[str, str]) -> str:
 
 
 def processes() -> list[int]:
-    """Return the standing processes."""
-    return [standing.process.pid for standing in _standing.values()]
+    """Return the standing processes by rank number."""
+    return [_standing[number].process.pid for number in sorted(_standing)]
 
 
 def end() -> None:
@@ -81,7 +82,7 @@ def _start(number: int, variables: Mapping[str, str]) -> _Standing:
         listener.bind(address(_common, str(number)))
         listener.listen()
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(listener.fileno())],
+            [sys.executable, str(PROGRAM), str(listener.fileno()), *LOADED],
             env=known | {"HVFREEZE_TEST_OUT": ROOM_FOR_MARK},
             pass_fds=[listener.fileno()],
             stdin=subprocess.PIPE,

@@ -25,7 +25,6 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).with_name("startup")))
 
 from handover import circumstances
 
-LOADED = ("torch", "hvfreeze.torchvision_shim", "numpy", "PIL.Image", "tqdm", "yaml")
+FILTERS = list(warnings.filters)
 MARK = "HVFREEZE_TEST_OUT"
 """The variable by which the processes of a job are found; see mpirun.py."""
 
@@ -135,8 +134,8 @@ class Standing:
             link.close()
 
 
-def become(request: Request, made: Mapping[str, str]) -> list[str]:
-    """Make this process the one that asked, with the variables that loading has `made`; return its command."""
+def become(request: Request) -> list[str]:
+    """Make this process the one that asked, and return its command."""
     content = request.content
     os.setsid()
     for target, file in enumerate(request.files):
@@ -145,25 +144,35 @@ def become(request: Request, made: Mapping[str, str]) -> list[str]:
     os.chdir(content["folder"])
     write_mark(content["variables"].get(MARK, ""))
     os.environ.clear()
-    os.environ.update({**made, **content["variables"]})
-    sys.orig_argv[1:] = content["words"]
+    os.environ.update(content["variables"])
+    sys.orig_argv[:] = content["original"]
     sys.path[:] = ["", *content["path"]]
     importlib.invalidate_caches()
-    sys.warnoptions[:] = content["warnings"]
-    for option in sys.warnoptions:
-        warnings._setoption(option)  # type: ignore[attr-defined]
+    take_warning_options(content["warnings"])
     sys.modules["__main__"] = types.ModuleType("__main__")
     del sys.modules["handover"]
     # What would otherwise be the same in all copies, or still be this process's.
     time.tzset()
     tempfile.tempdir = None
-    sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+        sys.modules["numpy"].random.seed()
     if trace_after := os.environ.get("HVFREEZE_TEST_TRACE_AFTER"):
         import faulthandler
 
         faulthandler.dump_traceback_later(float(trace_after))
     words: list[str] = content["words"]
     return words
+
+
+def take_warning_options(options: list[str]) -> None:
+    """Put the filters that `options` ask for where they would be: behind those that loading has added."""
+    added = [entry for entry in warnings.filters if entry not in FILTERS]
+    warnings.filters[:] = FILTERS  # type: ignore[index]
+    sys.warnoptions[:] = options
+    warnings._processoptions(options)  # type: ignore[attr-defined]
+    warnings.filters[:0] = added  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 def write_mark(value: str) -> None:
@@ -221,18 +230,17 @@ def leave(code: int) -> None:
 
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        here, before = circumstances(), dict(os.environ)
-        for name in LOADED:
+        here = circumstances()
+        for name in sys.argv[2:]:
             importlib.import_module(name)
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be copied"
-        made = {name: value for name, value in os.environ.items() if before.get(name) != value}
         # Copies share all that nobody writes to, and collecting garbage writes.
         gc.collect()
         gc.freeze()
         request = Standing(listener, here).wait()
     if request is None:
         os._exit(0)
-    leave(run(become(request, made)))
+    leave(run(become(request)))
 
 
 if __name__ == "__main__":

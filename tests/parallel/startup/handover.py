@@ -64,6 +64,7 @@ def hand_over() -> None:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     request = {
         "words": words,
+        "original": sys.orig_argv,
         "warnings": sys.warnoptions,
         "path": sys.path,
         "variables": dict(os.environ),

@@ -19,6 +19,7 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).with_name("startup")))
 
 from handover import circumstances
 
+SET_PARENT_DEATH_SIGNAL = 1
 FILTERS = list(warnings.filters)
 MARK = "HVFREEZE_TEST_OUT"
 """The variable by which the processes of a job are found; see mpirun.py."""
@@ -83,15 +85,15 @@ class Standing:
     def _answer(self) -> Request | None:
         link, _ = self._listener.accept()
         link.settimeout(10)
+        _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         try:
-            request = Request(link)
+            request = Request(link) if user == os.getuid() else None
         except (OSError, ValueError):
+            request = None
+        if request is None or request.content["circumstances"] != self._here:
             link.close()
-            return None
-        if request.content["circumstances"] != self._here:
-            link.sendall(b"null\n")
-            link.close()
-            request.close()
+            if request:
+                request.close()
             return None
         copy = os.fork()
         if copy == 0:
@@ -138,6 +140,8 @@ def become(request: Request) -> list[str]:
     """Make this process the one that asked, and return its command."""
     content = request.content
     os.setsid()
+    # A standing process that is killed can end no copy.
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
     for target, file in enumerate(request.files):
         os.dup2(file, target)
     request.close()
@@ -179,9 +183,9 @@ def write_mark(value: str) -> None:
     """Make /proc/PID/environ name this job: it shows the memory of the first variables, which a copy inherits."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    room = len(os.environ[MARK])
-    assert len(value) < room, f"{MARK} is longer than {room} bytes"
-    ctypes.memmove(getenv(MARK.encode()), value.encode() + b"\0", len(value) + 1)
+    room, mark = len(os.environ[MARK]), os.fsencode(value) + b"\0"
+    assert len(mark) <= room, f"{MARK} is longer than {room} bytes"
+    ctypes.memmove(getenv(MARK.encode()), mark, len(mark))
 
 
 def run(words: list[str]) -> int:

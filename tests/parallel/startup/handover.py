@@ -79,9 +79,7 @@ def hand_over() -> None:
         answers = link.makefile("r")
         copy = json.loads(answers.readline())
     except (OSError, ValueError):
-        link.close()
-        return
-    if copy is None:
+        # Nobody stands there, or under other circumstances.
         link.close()
         return
     for name in PASSED_ON:

@@ -28,8 +28,9 @@ setup: ## prepare .venv/, Horovod with MPI and missing system packages
 demo: setup ## fine-tune with 2 ranks, in full and frozen by vote, and compare
 	$(RUN) analysis.demo $(ARGS)
 
+# The long files come first, so that no job ends long before the other.
 test: check ## every check and every test but the torture
-	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadfile tests/single tests/parallel $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/parallel tests/single $(ARGS)
 
 check: setup ## formatting, lint and types
 	$(RUN) ruff format --check .

@@ -4,10 +4,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.parallel import pool
+from tests.parallel.mpirun import environment
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -28,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish() -> None:
     pool.end()
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lets the program, where it is started with this process's variables, be a copy; see tests/parallel/pool.py."""
+    for name, value in environment({}, out=tmp_path, timeout=200, ranks=1).items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)

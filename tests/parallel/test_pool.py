@@ -18,7 +18,7 @@ from tests.parallel.nodes import wait_until
 VISIBLE = Path(__file__).with_name("workers") / "visible.py"
 MODULE = "tests.parallel.workers.visible"
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(pool.FRESH in os.environ, reason="--fresh: there are no copies")]
 
 
 def seen(*modes: str, **options: Any) -> list[dict[str, Any]]:

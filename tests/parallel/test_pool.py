@@ -92,9 +92,9 @@ def test_a_process_that_a_copy_forked_and_left_is_found_and_killed(monkeypatch: 
 
 @pytest.mark.parametrize("changes", [{"OMP_NUM_THREADS": "2"}, {"LD_BIND_NOW": "1"}])
 def test_what_loading_depends_on_makes_a_process_load_for_itself(changes: dict[str, str]) -> None:
-    (rank,) = mpirun(1, VISIBLE, args=["see"], timeout=60, env=changes).ranks
+    (rank,) = mpirun(1, VISIBLE, args=["parent"], timeout=60, env=changes).ranks
     assert rank["parent"] not in pool.processes()
-    assert changes.items() <= dict(rank["variables"]).items()
+    assert changes.items() <= rank["variables"].items()
 
 
 def waiting(folder: Path) -> tuple[subprocess.Popen[bytes], int]:

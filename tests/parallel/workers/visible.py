@@ -102,6 +102,8 @@ if __name__ == "__main__":
             leave_things_behind()
         elif mode == "see":
             report(RANK, **seen())
+        elif mode == "parent":
+            report(RANK, parent=os.getppid(), variables=dict(os.environ))
         elif mode == "fork":
             fork_a_process_that_stays()
         elif mode == "wait":

@@ -24,7 +24,8 @@ LOADED = ("torch", "hvfreeze.torchvision_shim", "numpy", "PIL.Image", "tqdm", "y
 PROGRAM = Path(__file__).with_name("standing.py")
 FRESH = "HVFREEZE_TEST_FRESH"
 """Set, it makes every rank a new process that loads PyTorch itself."""
-ROOM_FOR_MARK = " " * 1024
+ROOM_FOR_VARIABLES = {"HVFREEZE_TEST_ROOM": " " * 65536}
+"""See `show_variables` in standing.py."""
 
 
 @dataclass
@@ -83,7 +84,7 @@ def _start(number: int, variables: Mapping[str, str]) -> _Standing:
         listener.listen()
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(listener.fileno()), *LOADED],
-            env=known | {"HVFREEZE_TEST_OUT": ROOM_FOR_MARK},
+            env=known | ROOM_FOR_VARIABLES,
             pass_fds=[listener.fileno()],
             stdin=subprocess.PIPE,
             stdout=said,

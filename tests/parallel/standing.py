@@ -35,8 +35,6 @@ from handover import circumstances
 
 SET_PARENT_DEATH_SIGNAL = 1
 FILTERS = list(warnings.filters)
-MARK = "HVFREEZE_TEST_OUT"
-"""The variable by which the processes of a job are found; see mpirun.py."""
 
 
 class Request:
@@ -146,9 +144,9 @@ def become(request: Request) -> list[str]:
         os.dup2(file, target)
     request.close()
     os.chdir(content["folder"])
-    write_mark(content["variables"].get(MARK, ""))
     os.environ.clear()
     os.environ.update(content["variables"])
+    show_variables()
     sys.orig_argv[:] = content["original"]
     sys.path[:] = ["", *content["path"]]
     importlib.invalidate_caches()
@@ -179,13 +177,15 @@ def take_warning_options(options: list[str]) -> None:
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-def write_mark(value: str) -> None:
-    """Make /proc/PID/environ name this job: it shows the memory of the first variables, which a copy inherits."""
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    room, mark = len(os.environ[MARK]), os.fsencode(value) + b"\0"
-    assert len(mark) <= room, f"{MARK} is longer than {room} bytes"
-    ctypes.memmove(getenv(MARK.encode()), mark, len(mark))
+def show_variables() -> None:
+    """Make /proc/PID/environ show this process's variables, by which others find the processes of a job.
+
+    What it shows is the memory of the variables that a program was started with: here the standing process's.
+    """
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in os.environ.items())
+    assert len(shown) <= end - start, f"{len(shown)} bytes of variables, room for {end - start}"
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def run(words: list[str]) -> int:

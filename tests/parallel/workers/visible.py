@@ -28,6 +28,7 @@ def seen() -> dict[str, Any]:
     import torch
 
     importlib.import_module("hvfreeze.torchvision_shim")
+    shown = Path("/proc/self/environ").read_text().strip("\0").split("\0")
     # PyTorch notes there where it would keep what it compiles, which nothing here does.
     job = ("OMPI_", "PMIX_", "ORTE_", "HVFREEZE_", "HOROVOD_", "TORCHINDUCTOR_")
     return {
@@ -38,6 +39,7 @@ def seen() -> dict[str, Any]:
         "package": __spec__.name if __spec__ else None,
         "folder": os.getcwd(),
         "variables": sorted(item for item in os.environ.items() if not item[0].startswith(job)),
+        "variables that others see": sorted(entry for entry in shown if not entry.startswith(job)),
         "temporary files": tempfile.gettempdir(),
         "threads": [len(os.listdir("/proc/self/task")), threading.active_count(), torch.get_num_threads()],
         "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],

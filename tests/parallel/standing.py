@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -160,8 +161,6 @@ def become(request: Request) -> list[str]:
         sys.modules["torch"].default_generator.seed()
         sys.modules["numpy"].random.seed()
     if trace_after := os.environ.get("HVFREEZE_TEST_TRACE_AFTER"):
-        import faulthandler
-
         faulthandler.dump_traceback_later(float(trace_after))
     words: list[str] = content["words"]
     return words

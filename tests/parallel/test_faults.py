@@ -82,6 +82,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
     assert checkpoints(folder, size=2) == [1, 4]
     assert not (folder / "summary.json").exists()
 
+    # Fresh, where a rank signals its launcher: that is the parent of a process of its own, not of a copy.
     asked = train(2, "0:6:ask-launcher", folder, "--resume", fresh=True)
     assert asked.returncode == 75, str(asked)
     assert "stopped after step 7 of 12; go on with --resume" in only_message(asked)

@@ -10,11 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvfreeze.commands import parse, perform
 from hvfreeze.config.flags import configuration
-from hvfreeze.errors import HvfreezeError, StallError
+from hvfreeze.errors import HvfreezeError, RefusedError, StallError
 
 if TYPE_CHECKING:
     from hvfreeze.ranks.world import World
@@ -30,11 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["train"] and not {"-h", "--help"} & set(given):
             return train(given)
-        return perform(given)
+        return max(perform(given), flush_output())
     except HvfreezeError as error:
         return give_up(error)
-    except KeyboardInterrupt:
-        print("hvfreeze: interrupted", file=sys.stderr)
+    except OSError:
+        lost = flush_output()
+        if not lost:
+            raise
+        return lost
+    except KeyboardInterrupt as error:
+        print(f"hvfreeze: interrupted {error}".rstrip(), file=sys.stderr)
         return INTERRUPTED
 
 
@@ -50,9 +55,7 @@ def train(arguments: Sequence[str]) -> int:
 
         config = together(world, lambda: configuration(parse(arguments)), name="configuration")
         summary = run(config, world)
-        if config.run.json and world.rank == 0:
-            print(json.dumps(summary), flush=True)
-        code = 0
+        code = print_summary(summary) if config.run.json and world.rank == 0 else 0
     except HvfreezeError as error:
         if not error.everywhere and world.size > 1:
             end_job(error, world)
@@ -60,7 +63,39 @@ def train(arguments: Sequence[str]) -> int:
             say(str(error))
         code = error.exit_code
     world.close()
+    # Lines that were lost are in the run's log; a summary that was lost has its own exit code.
+    flush_output()
     return code
+
+
+def print_summary(summary: dict[str, Any]) -> int:
+    """Print summary.json's object as the last line, and return the exit code."""
+    try:
+        print(json.dumps(summary), flush=True)
+        return 0
+    except OSError as error:
+        return output_lost(error)
+
+
+def flush_output() -> int:
+    """Pass on what was printed and return the exit code.
+
+    A full disk or a reader that has gone would otherwise be found by the interpreter at its end, in its own words.
+    """
+    try:
+        sys.stdout.flush()
+        return 0
+    except OSError as error:
+        return output_lost(error)
+
+
+def output_lost(error: OSError) -> int:
+    """Say why standard output takes no more, print no more, and return the exit code."""
+    say(f"standard output cannot be written: {error.strerror}")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return RefusedError.exit_code
 
 
 def say(message: str) -> None:

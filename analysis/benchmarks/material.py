@@ -94,7 +94,7 @@ class Setting:
         )
         corpus = made_up_corpus(self)
         chain, _ = build_chain(config, corpus)
-        job = assemble(config, self.world, self.folder(name), chain, corpus, [])
+        job = assemble(config, self.world, self.folder(name), chain, corpus)
         replicas_of(job).chain.model.train()
         return job
 

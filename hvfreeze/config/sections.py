@@ -185,14 +185,19 @@ class RunConfig:
         "auto",
         "N",
         "epochs between checkpoints, or steps with the suffix s (200s); 0 is none; auto: at ends of epochs, as "
-        "often as takes 3 %% of the time",
+        "often as takes 3 % of the time",
     )
     evaluate_every: int = setting(1, "N", "epochs between evaluations; the last epoch is always evaluated")
     resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
+    resume_inexact: bool = setting(
+        False, "", "with --resume: go on although threads, versions or processor changed, hence not bit for bit"
+    )
+    quiet: bool = setting(False, "", "say nothing but errors; log.txt in the run directory has the lines")
     json: bool = setting(False, "", "print the summary as the last line")
 
     def __post_init__(self) -> None:
         rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
+        rule(not self.resume_inexact or self.resume, "resume-inexact", True, "given together with --resume")
         rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")
         ok = self.threads is None or 1 <= self.threads <= MOST_THREADS
         rule(ok, "threads", self.threads, f"at least 1 and at most {MOST_THREADS}")

@@ -34,6 +34,11 @@ class Cadence:
             num_epochs=num_epochs,
         )
 
+    @property
+    def first_vote(self) -> int:
+        """The step after which the first vote is due, should the run last that long."""
+        return self.warmup or self.interval
+
     def ends_interval(self, step: int) -> bool:
         """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
         return step > 0 and (step - self.warmup) % self.interval == 0

@@ -2,103 +2,149 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
+import secrets
+import shutil
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.runs.publishing import publish
+from hvfreeze.errors import UsageError
+from hvfreeze.runs.identity import Settings, changes
+from hvfreeze.runs.lock import Lock, check_unlocked
+from hvfreeze.runs.publishing import PRIVATE_FOLDER, reason_of
+from hvfreeze.runs.reading import read_config, read_object
 from hvfreeze.runs.record import Record
 
-HARMLESS = (
-    "run_dir",
-    "resume",
-    "json",
-    "data_dir",
-    "cache",
-    "cache_dir",
-    "cache_limit",
-    "cache_shared",
-    "cache_failure",
-)
-"""Leaves of the configuration that may differ between a run and its resumption: they never change a result."""
-PER_RANK = ("run_dir", "json", "data_dir", "cache_dir")
+PER_RANK = ("run_dir", "json", "quiet", "data_dir", "cache_dir")
 """Leaves that may differ between ranks: rank 0's counts, or every machine has its own path."""
-Settings = Mapping[str, Mapping[str, Any]]
-"""A configuration as nested dicts, by section and leaf."""
 
 
 def directory_name(*words: str) -> str:
-    """Return a name for a run directory: the time, and words that tell runs apart for a person."""
-    return "-".join([time.strftime("%Y%m%d-%H%M%S"), *(re.sub(r"[^A-Za-z0-9_.-]+", "_", word) for word in words)])
+    """Return a name for a run directory: the time, words that tell runs apart for a person, and six random digits.
+
+    The digits keep jobs apart that start in the same second.
+    """
+    safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word) for word in words)
+    return "-".join([time.strftime("%Y%m%d-%H%M%S"), *safe, secrets.token_hex(3)])
 
 
-def claim_directory(directory: Path, settings: Settings, *, resume: bool) -> None:
-    """Make sure that the run can use `directory`, which is made where it is missing; nothing in it is changed.
+def check_directory(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:
+    """Return what resuming in `directory` changes, after checking that the run may use it; nothing on disk is changed.
+
+    Args:
+        directory: absolute; it need not exist.
+        settings: the run's configuration.
+        environment: environment.json's object of this job.
 
     Raises:
-        UsageError: the directory holds another run, or cannot be written.
-        RefusedError: --resume with another configuration; the message shows the difference.
+        UsageError: it cannot be written, is in use, belongs to somebody else, or holds a run that is not to be resumed.
+        RefusedError: --resume of another run, or of one that could not go on exactly; the message shows the difference.
     """
-    known = directory / "config.yaml"
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if known.exists():
-            check_same_run(directory, yaml.safe_load(known.read_text(encoding="utf-8")), settings, resume=resume)
-        probe = directory / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        if not directory.exists():
+            check_can_be_made(directory)
+            return []
+        check_owners(directory)
+        check_writable(directory)
+        check_unlocked(directory)
+        return changed_settings(directory, settings, environment)
     except OSError as error:
-        raise unwritable(directory, error) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise damaged(known) from error
+        raise unusable(directory, f"cannot be written: {reason_of(error)}") from error
 
 
-def check_same_run(directory: Path, held: Any, settings: Settings, *, resume: bool) -> None:
-    """Refuse a directory that holds another run than the one that `settings` resume."""
-    if not resume:
-        raise UsageError(f"--run-dir ({directory}) holds a run; continue it with --resume, or choose another directory")
-    if not isinstance(held, dict) or not all(isinstance(section, dict) for section in held.values()):
-        raise damaged(directory / "config.yaml")
-    differences = [
-        f"{leaf}: {held.get(section, {}).get(leaf)!r} there, {value!r} here"
-        for section, leaves in settings.items()
-        for leaf, value in leaves.items()
-        if leaf not in HARMLESS and held.get(section, {}).get(leaf) != value
-    ]
-    if differences:
-        raise RefusedError(f"--resume: {directory} holds another run ({'; '.join(differences)})")
+def changed_settings(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:
+    """Return what resuming the run in `directory` changes; nothing where there is no run.
+
+    Raises:
+        UsageError: it holds a run that is not to be resumed.
+        RefusedError: see `identity.changes`; or its files are damaged.
+    """
+    known, before = directory / "config.yaml", directory / "environment.json"
+    if not known.exists():
+        return []
+    ran_on = read_object(before, ()) if before.exists() else {}
+    return changes(read_config(known), settings, ran_on, environment, place=str(directory))
 
 
-def unwritable(directory: Path, error: OSError) -> UsageError:
-    """Return the refusal of a run directory that the operating system does not let us write."""
-    return UsageError(f"--run-dir ({directory}) cannot be written: {error.strerror}; choose another")
+def check_can_be_made(directory: Path) -> None:
+    """Refuse a directory that cannot be made where it is to lie."""
+    above = next(parent for parent in directory.parents if parent.exists())
+    if not above.is_dir():
+        raise unusable(directory, f"cannot be written: {above} is no folder")
+    check_writable(above)
 
 
-def damaged(known: Path) -> RefusedError:
-    """Return the refusal of a run whose configuration cannot be read."""
-    return RefusedError(f"{known} is damaged; choose another --run-dir")
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that the operating system will not let us write, without trying.
+
+    Raises:
+        OSError: it is so.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        code = errno.EROFS if read_only else errno.EACCES
+        raise OSError(code, f"{folder}: {os.strerror(code)}")
+
+
+def check_owners(directory: Path) -> None:
+    """Refuse a directory of somebody else, or in which somebody else has put something, such as a link.
+
+    The superuser may use anybody's directory.
+    """
+    if not directory.is_dir():
+        raise unusable(directory, "cannot be written: it is no folder")
+    owner, me = directory.stat().st_uid, os.geteuid()
+    if me not in (0, owner):
+        raise unusable(directory, f"belongs to another user (id {owner})")
+    for path in directory.iterdir():
+        theirs = path.lstat().st_uid
+        if theirs not in (me, owner):
+            raise unusable(directory, f"holds {path.name}, which belongs to another user (id {theirs})")
 
 
 def open_record(directory: Path, settings: Settings, *, environment: Mapping[str, Any]) -> Record:
-    """Write what the run is into a directory that `claim_directory` accepts, and open its logs.
+    """Make a directory that `check_directory` accepts, lock it, and open the run's logs in it.
+
+    A directory that others could write to becomes private. One that cannot be used is left as it was.
 
     Raises:
-        UsageError: the directory cannot be written.
+        UsageError: the directory cannot be written, or another job has taken it since.
         RefusedError: the disk is full.
     """
-    known = directory / "config.yaml"
-    plain = {section: dict(leaves) for section, leaves in settings.items()}
     try:
-        if not known.exists():
-            publish(known, [yaml.safe_dump(plain, sort_keys=False).encode()])
-        publish(directory / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
-        return Record(directory)
+        new = make_private(directory)
+        lock = Lock(directory)
     except OSError as error:
-        raise unwritable(directory, error) from error
+        raise unusable(directory, f"cannot be written: {reason_of(error)}") from error
+    try:
+        changed = changed_settings(directory, settings, environment)
+        return Record(directory, settings, environment=environment, changed=changed, lock=lock)
+    except BaseException as error:
+        lock.release()
+        if new and not (directory / "config.yaml").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise unusable(directory, f"cannot be written: {reason_of(error)}") from error
+        raise
+
+
+def make_private(directory: Path) -> bool:
+    """Make a directory that nobody else can enter, or take away what lets others write to one; tell if it is new."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=PRIVATE_FOLDER)
+        return True
+    except FileExistsError:
+        if stat.S_IMODE(directory.stat().st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+            directory.chmod(PRIVATE_FOLDER)
+        return False
+
+
+def unusable(directory: Path, why: str) -> UsageError:
+    """Return the refusal of a run directory."""
+    return UsageError(f"--run-dir ({directory}) {why}; choose another")

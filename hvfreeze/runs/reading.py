@@ -6,13 +6,13 @@ import functools
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hvfreeze.config.plain_yaml import parse_plain_yaml
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import PHASES, train_seconds
@@ -136,7 +136,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     if not metrics:
         raise RefusedError(f"{root / 'metrics.jsonl'} holds no epoch yet; report the run when its first epoch is over")
     ended = root / "summary.json"
-    return Run(
+    run = Run(
         name=root.resolve().name,
         directory=root,
         config=read_config(root / "config.yaml"),
@@ -145,6 +145,22 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         decisions=tuple(read_lines(root / "decisions.jsonl", VOTE)),
         summary=read_object(ended, SUMMARY) if ended.exists() else None,
     )
+    check_values(run)
+    return run
+
+
+def check_values(run: Run) -> None:
+    """Refuse a run of which some number is none, before somebody works with it.
+
+    Raises:
+        RefusedError: names the directory.
+    """
+    try:
+        numbers = [run.size, run.images_per_second, run.allreduce_bytes, run.final_cut, run.steps_per_epoch]
+        told = (numbers, run.accuracies, run.seconds, run.train_seconds, run.cut_history, run.is_baseline)
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        raise RefusedError(f"{run.directory} is damaged: {type(error).__name__}: {error}") from error
+    assert told
 
 
 def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
@@ -164,18 +180,19 @@ def rename(run: Run) -> Run:
     return Run(**{**fields, "name": f"{run.directory.resolve().parent.name}/{run.name}"})
 
 
-def read_text(path: Path) -> str:
-    """Return a file's text.
+def read_bytes(path: Path) -> bytes:
+    """Return a file's bytes; a pipe or a device, which might never end, is refused.
 
     Raises:
-        RefusedError: it cannot be read.
+        RefusedError: it cannot be read, or is no plain file.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise RefusedError(f"{path} cannot be read: it is no plain file")
+            return file.read()
     except OSError as error:
         raise RefusedError(f"{path} cannot be read: {error.strerror}; is {path.parent} a run directory?") from error
-    except UnicodeDecodeError as error:
-        raise RefusedError(f"{path} is damaged: {error}") from error
 
 
 def read_object(path: Path, wanted: Sequence[str]) -> dict[str, Any]:
@@ -184,7 +201,7 @@ def read_object(path: Path, wanted: Sequence[str]) -> dict[str, Any]:
     Raises:
         RefusedError: it cannot be read, or is something else.
     """
-    return parse_object(read_text(path), str(path), wanted)
+    return parse_object(read_bytes(path), str(path), wanted)
 
 
 def read_lines(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
@@ -193,14 +210,14 @@ def read_lines(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
     Raises:
         RefusedError: it cannot be read, or a line is something else; names the line.
     """
-    text = read_text(path)
+    text = read_bytes(path)
     lines = text.splitlines()
-    if not text.endswith("\n") and not text.endswith("}"):
+    if not text.endswith((b"\n", b"}")):
         lines = lines[:-1]  # still being written
     return [parse_object(line, f"{path} line {number}", wanted) for number, line in enumerate(lines, 1)]
 
 
-def parse_object(text: str, place: str, wanted: Sequence[str]) -> dict[str, Any]:
+def parse_object(text: bytes, place: str, wanted: Sequence[str]) -> dict[str, Any]:
     """Return the JSON object in `text`, which has the keys `wanted`.
 
     Raises:
@@ -208,7 +225,7 @@ def parse_object(text: str, place: str, wanted: Sequence[str]) -> dict[str, Any]
     """
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"{place} is damaged: {error}") from error
     if not isinstance(value, dict):
         raise RefusedError(f"{place} is damaged: it holds no object")
@@ -225,9 +242,9 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         RefusedError: it cannot be read, or is no tree of sections.
     """
     try:
-        tree = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise RefusedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+        tree = parse_plain_yaml(read_bytes(path))
+    except ValueError as error:
+        raise RefusedError(f"{path} is damaged: {error}") from error
     if not isinstance(tree, dict) or not all(isinstance(section, dict) for section in tree.values()):
         raise RefusedError(f"{path} is damaged: it must hold sections of settings")
     default = to_dict(Config())

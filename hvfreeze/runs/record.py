@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from hvfreeze.errors import RefusedError
+from hvfreeze.runs.identity import Settings, absolute
+from hvfreeze.runs.lock import Lock
 from hvfreeze.runs.publishing import open_own, publish, reason_of
+from hvfreeze.runs.reading import read_object
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -17,6 +25,14 @@ if TYPE_CHECKING:
 
 class NullRecord:
     """What every rank but 0 keeps of a run: nothing."""
+
+    notes: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """Keep nothing."""
+
+    def log(self, text: str) -> None:
+        """Keep nothing."""
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Keep nothing."""
@@ -34,19 +50,62 @@ class NullRecord:
     def summary(self, summary: dict[str, Any]) -> None:
         """Keep nothing."""
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class Record:
-    """Rank 0's files in the run directory.
+    """Rank 0's files in the run directory, which it has locked.
+
+    Args:
+        directory: the run directory.
+        settings: the run's configuration.
+        environment: environment.json's object of this job.
+        changed: what a resumption changes on purpose; see `identity.changes`.
+        lock: given back by `close`.
 
     Raises:
         OSError: a file cannot be made there.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Settings,
+        *,
+        environment: Mapping[str, Any],
+        changed: Sequence[str] = (),
+        lock: Lock | None = None,
+    ) -> None:
         self.directory = directory
+        self._settings, self._environment, self._changed, self._lock = settings, environment, changed, lock
+        self.notes = (*(f"not as before: {what}" for what in changed), *(lock.notes if lock else ()))
+        self._log = directory / "log.txt"
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "decisions")}
-        for path in self._files.values():
+        for path in (self._log, *self._files.values()):
             os.close(open_own(path, os.O_WRONLY))
+
+    def begin(self) -> None:
+        """Write what the run is and what it runs on, before its first step here.
+
+        Raises:
+            RefusedError: a file cannot be written.
+        """
+        known, place = self.directory / "config.yaml", self.directory / "environment.json"
+        resumed = read_object(place, ()).get("resumed", []) if place.exists() else []
+        if self._changed:
+            resumed = [*resumed, {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changed": list(self._changed)}]
+        if self._changed or not known.exists():
+            publish(known, [yaml.safe_dump(absolute(self._settings), sort_keys=False).encode()])
+        environment = {**self._environment, **({"resumed": resumed} if resumed else {})}
+        publish(place, [json.dumps(environment, indent=1).encode() + b"\n"])
+        # A run that goes on, such as one that is given more epochs, has not come to its end.
+        (self.directory / "summary.json").unlink(missing_ok=True)
+
+    def log(self, text: str) -> None:
+        """Append what the user was told to log.txt, with the time; nothing is done where that is not possible."""
+        with suppress(OSError), open(open_own(self._log, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Append an epoch's line."""
@@ -82,6 +141,11 @@ class Record:
     def summary(self, summary: dict[str, Any]) -> None:
         """Publish summary.json."""
         publish(self.directory / "summary.json", [json.dumps(summary, indent=1).encode() + b"\n"])
+
+    def close(self) -> None:
+        """Let other jobs use the directory."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         path = self._files[name]

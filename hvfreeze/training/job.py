@@ -13,19 +13,20 @@ from hvfreeze.chain.models import build_model
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import IMAGENET, Batch, Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data, prepare_data
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.directory import PER_RANK, claim_directory, directory_name, open_record
+from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
 from hvfreeze.training.checkpoint import Saving
 from hvfreeze.training.choice import open_strategy, place_of
 from hvfreeze.training.evaluation import Scores, Totals
-from hvfreeze.training.progress import line_above_the_bar, say_nothing
+from hvfreeze.training.progress import Speaker
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Job:
     """This replica's share of the evaluation samples."""
     replicas: int
     clock: PhaseClock
+    speaker: Speaker
     notes: list[str]
     steps_per_epoch: int
     record: Record | NullRecord = field(default_factory=NullRecord)
@@ -85,7 +87,7 @@ def prepare(config: Config, world: World) -> Job:
     directory, settings = choose_directory(config, world), to_dict(config)
     together(
         world,
-        lambda: claim_directory(directory, settings, resume=config.run.resume) if world.rank == 0 else None,
+        lambda: check_directory(directory, settings, environment) if world.rank == 0 else None,
         name="directory",
     )
     _, replicas = together(world, lambda: place_of(world, config), name="replicas")
@@ -100,7 +102,7 @@ def prepare(config: Config, world: World) -> Job:
     broadcast_model(chain.model, world)
     if world.rank > 0:
         torch.manual_seed(config.run.seed + world.rank)
-    job = assemble(config, world, directory, chain, corpus, [*corpus.notes, *notes, *crowding(world)])
+    job = assemble(config, world, directory, chain, corpus)
     job.data_identities = identities
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = together(
@@ -108,6 +110,8 @@ def prepare(config: Config, world: World) -> Job:
         lambda: open_record(directory, settings, environment=environment) if world.rank == 0 else NullRecord(),
         name="record",
     )
+    job.speaker.log_to(job.record.log)
+    job.notes = [*corpus.notes, *notes, *notes_on_freezing(job), *crowding(world), *job.record.notes]
     return job
 
 
@@ -124,6 +128,23 @@ def choose_directory(config: Config, world: World) -> Path:
     """
     named = Path("runs") / directory_name(config.model.model, config.data.data, config.freeze.freeze)
     return Path(world.broadcast_object(config.run.run_dir or str(named), name="run.directory")).resolve()
+
+
+def notes_on_freezing(job: Job) -> list[str]:
+    """Return what is probably not meant: votes that are never held, or blocks frozen before anything trained them."""
+    settings, notes = job.config.freeze, []
+    cadence = Cadence.of(settings, steps_per_epoch=job.steps_per_epoch, num_epochs=job.config.optimizer.epochs)
+    votes = settings.freeze not in ("none", "static") or settings.shadow_names()
+    if votes and cadence.first_vote >= job.total_steps:
+        notes.append(
+            f"no vote is held: the first would be after step {cadence.first_vote}, and the run has {job.total_steps}; "
+            "lower --freeze-warmup or --interval, or raise --epochs"
+        )
+    if settings.cut and job.config.model.weights == "none":
+        notes.append(
+            f"the first {settings.cut} blocks keep their random initialisation; freezing is for trained --weights"
+        )
+    return notes
 
 
 def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
@@ -164,7 +185,6 @@ def assemble(
     directory: Path,
     chain: Chain,
     corpus: Corpus,
-    notes: list[str],
 ) -> Job:
     """Put the parts together; loads this rank's pixels.
 
@@ -184,7 +204,7 @@ def assemble(
         ),
         name="pixels",
     )
-    clock = PhaseClock()
+    clock, speaker = PhaseClock(), Speaker(rank=world.rank, quiet=config.run.quiet)
     materials = Materials(
         world=world,
         replica=replica,
@@ -195,7 +215,7 @@ def assemble(
         evaluated=evaluated,
         directory=directory,
         clock=clock,
-        say=line_above_the_bar if world.rank == 0 else say_nothing,
+        say=speaker.say,
     )
     share = corpus.share(replica=replica, replicas=replicas)
     return Job(
@@ -208,6 +228,7 @@ def assemble(
         evaluation_batches=padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size),
         replicas=replicas,
         clock=clock,
-        notes=notes,
+        speaker=speaker,
+        notes=[],
         steps_per_epoch=corpus.plan.steps_per_epoch,
     )

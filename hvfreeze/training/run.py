@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hvfreeze.config.tree import Config
+from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
+from hvfreeze.runs.reading import SUMMARY, read_object
 from hvfreeze.training import state
+from hvfreeze.training.checkpoint import newest
 from hvfreeze.training.evaluation import by_model
 from hvfreeze.training.job import Job, prepare
 from hvfreeze.training.loop import own_part, train
@@ -29,22 +32,52 @@ def run(config: Config, world: World) -> dict[str, Any]:
     """
     with noticing(signal.SIGUSR1) as asked:
         job = prepare(config, world)
-        resumed = config.run.resume and state.restore(job)
-        done = finished(job) if resumed else None
-        progress = open_progress(world.rank, job.total_steps, done=job.step)
-        try:
-            if done is not None:
-                progress.line(f"{job.directory} is complete; nothing to do")
-                return done
-            introduce(job, progress, resumed=resumed)
-            job.asked_to_leave = bool(asked)
-            train(job, progress)
-        finally:
-            progress.close()
-            job.strategy.close()
-            if job.saving is not None:
-                job.saving.let_go()
-        return conclude(job)
+        with told_at_its_end(job):
+            return train_and_conclude(job, asked)
+
+
+def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
+    """Go on from the newest checkpoint or start, train to the end, and return the summary; see `run`. Collective."""
+    resumed = job.config.run.resume and state.restore(job)
+    done = finished(job) if resumed else None
+    progress = open_progress(job.speaker, job.total_steps, done=job.step)
+    try:
+        if done is not None:
+            progress.line(f"{job.directory} is complete; nothing to do")
+            return done
+        together(job.world, job.record.begin, name="record.begin")
+        introduce(job, progress, resumed=resumed)
+        job.asked_to_leave = bool(asked)
+        train(job, progress)
+    finally:
+        progress.close()
+        job.strategy.close()
+        if job.saving is not None:
+            job.saving.let_go()
+    return conclude(job)
+
+
+@contextmanager
+def told_at_its_end(job: Job) -> Iterator[None]:
+    """Log why the run ended early, and tell who interrupts it how it goes on; let others use its directory."""
+    try:
+        yield
+    except HvfreezeError as error:
+        job.record.log(f"error: {error}")
+        raise
+    except KeyboardInterrupt:
+        message = f"after step {job.step} of {job.total_steps}; {way_on(job)}"
+        job.record.log(f"interrupted {message}")
+        raise KeyboardInterrupt(message) from None
+    finally:
+        job.record.close()
+
+
+def way_on(job: Job) -> str:
+    """Return how to continue a run that was interrupted."""
+    again = ["hvfreeze", "train", "--config", str(job.directory / "config.yaml"), "--run-dir", str(job.directory)]
+    where = "from the last checkpoint" if newest(state.directory_of(job)) else "anew, there is no checkpoint yet,"
+    return f"go on {where} with: {shlex.join([*again, '--resume'])}"
 
 
 @contextmanager
@@ -76,12 +109,17 @@ def finished(job: Job) -> dict[str, Any] | None:
     """Return the summary of a run that has ended already, on every rank; None for one that has not.
 
     Collective: every rank of the world must call this.
+
+    Raises:
+        RefusedError: there is a summary, but a damaged one.
     """
     path = job.directory / "summary.json"
-    found: dict[str, Any] | None = None
-    if job.world.rank == 0 and job.epochs_done == job.config.optimizer.epochs and path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-    return job.world.broadcast_object(found, name="finished")
+
+    def read() -> dict[str, Any] | None:
+        ended = job.epochs_done == job.config.optimizer.epochs
+        return read_object(path, SUMMARY) if job.world.rank == 0 and ended and path.exists() else None
+
+    return job.world.broadcast_object(together(job.world, read, name="summary.read"), name="finished")
 
 
 def conclude(job: Job) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PHASES
-from hvfreeze.runs.directory import HARMLESS
+from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS
 from hvfreeze.runs.publishing import publishing
 from hvfreeze.strategies.strategy import State
 from hvfreeze.training.checkpoint import Checkpoint, Saving, newest, open_checkpoint, packed, unpacked
@@ -29,8 +29,8 @@ from hvfreeze.training.job import Job
 
 GATHERED_AT_ONCE = 2**26
 """Larger states of all ranks together come to rank 0 one by one, so that it never holds all of them."""
-MAY_CHANGE = (*HARMLESS, "epochs")
-"""Settings in which a run may differ from its checkpoint."""
+MAY_CHANGE = (*HARMLESS, *COMPARED_OTHERWISE)
+"""Settings in which a run may differ from its checkpoint; the run directory judges those that matter."""
 
 
 def directory_of(job: Job) -> Path:

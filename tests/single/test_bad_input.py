@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.program import OFFLINE, Outcome, call, contents, save_photos, spawn, without_privileges
+from tests.program import NOBODY, OFFLINE, Outcome, call, contents, save_photos, spawn, without_privileges
 
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "96", "--batch-size", "16"]
 SMALL += ["--epochs", "1", "--threads", "1"]
@@ -186,8 +186,9 @@ def test_a_data_folder_that_may_not_be_read_is_refused() -> None:
         folder = Path(name)
         run_dir, photos = folder / "run", save_photos(folder / "photos")
         run_dir.mkdir()
-        for path in (folder, run_dir):
-            path.chmod(0o777)
+        folder.chmod(0o755)
+        if os.geteuid() == 0:
+            os.chown(run_dir, NOBODY, NOBODY)
         (photos / "train" / "a").chmod(0)
         with without_privileges():
             outcome = train_on(photos, run_dir)
@@ -272,7 +273,7 @@ def test_a_directory_that_holds_another_run_is_left_alone(finished: Path) -> Non
     refused(call("train", *SMALL, "--run-dir", str(finished)), 2, "--run-dir", str(finished), "--resume")
     again = ["train", *SMALL, "--run-dir", str(finished), "--resume"]
     refused(call(*again, "--lr", "0.5"), 3, str(finished), "lr: 0.1 there, 0.5 here")
-    refused(call(*again, "--seed", "1", "--epochs", "3"), 3, "seed: 0 there, 1 here", "epochs: 1 there, 3 here")
+    refused(call(*again, "--seed", "1", "--epochs", "3"), 3, "seed: 0 there, 1 here")
     assert contents(finished) == before
 
 

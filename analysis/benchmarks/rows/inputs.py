@@ -40,7 +40,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
     steps = HeldSteps(Setting(world=ranks.world, scratch=scratch, batch_rows=rows).job("step"))
     job = Setting(world=ranks.world, scratch=scratch, batch_rows=rows, steps=STEPS_OF_CIFAR).job("x", augment="fresh")
     job.record = NullRecord() if ranks.rank else open_record(scratch / "run", to_dict(job.config), environment={})
-    sides = [Side("extra", Extra(job, open_progress(ranks.rank, 1000, done=0)).step), Side("step", steps.step)]
+    sides = [Side("extra", Extra(job, open_progress(job.speaker, 1000, done=0)).step), Side("step", steps.step)]
     yield from hold(ranks, sides, [DUEL], pace=pace)
 
 

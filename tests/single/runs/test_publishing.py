@@ -84,14 +84,14 @@ def test_a_log_that_is_no_plain_file_is_not_written_to(tmp_path: Path, kind: str
     else:
         log.symlink_to(victim)
     with pytest.raises(OSError):
-        Record(log.parent)
+        Record(log.parent, {}, environment={})
     with pytest.raises(OSError):
         os.close(open_own(log, os.O_WRONLY | os.O_APPEND))
     assert victim.exists() == (kind != "dangling link") and (not victim.exists() or victim.read_text() == "precious")
 
 
 def test_a_record_keeps_lines_and_drops_those_after_a_position(tmp_path: Path) -> None:
-    record = Record(tmp_path)
+    record = Record(tmp_path, {}, environment={})
     record.metrics({"epoch": 0})
     record.decision(Vote(3))
     position = record.position()

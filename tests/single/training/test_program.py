@@ -1,0 +1,140 @@
+"""The whole program as one process: how a run ends, is continued and is told apart from others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.program import ROOT, Outcome, call, contents
+
+SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "40", "--batch-size", "16", "--validation-fraction", "0.2"]
+SMALL += ["--epochs", "1", "--threads", "1", "--lr", "0.01"]
+
+
+def train(folder: Path, *flags: str) -> Outcome:
+    return call("train", *SMALL, "--run-dir", str(folder), *flags)
+
+
+def digest(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["parameter_digest"])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    outcome = train(folder)
+    assert outcome.returncode == 0, str(outcome)
+    return folder
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_a_run_is_private_and_logs_what_it_said(finished: Path) -> None:
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (finished, *finished.rglob("*"))}
+    assert {mode for name, mode in modes.items() if Path(name).suffix or name == ".lock"} == {0o600}, modes
+    assert modes["run"] == modes["checkpoints"] == 0o700, modes
+    log = (finished / "log.txt").read_text()
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d shufflenet_v2_x0_5 \(", log) and "epoch   0 | cut 0" in log
+
+
+def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path, tmp_path: Path) -> None:
+    outcome = train(run_dir, "--epochs", "2", "--resume")
+    assert outcome.returncode == 0, str(outcome)
+    assert "note: not as before: epochs: 1 there, 2 here" in outcome.stdout
+    straight = train(tmp_path / "straight", "--epochs", "2", "--quiet")
+    assert (straight.returncode, straight.stdout) == (0, ""), str(straight)
+    assert digest(run_dir) == digest(tmp_path / "straight")
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["epochs"] == 2
+    assert "epoch   1 | cut 0" in (tmp_path / "straight" / "log.txt").read_text()
+
+
+def test_other_threads_are_refused_unless_inexactness_is_accepted(run_dir: Path) -> None:
+    before = contents(run_dir)
+    outcome = train(run_dir, "--epochs", "2", "--threads", "2", "--resume")
+    assert outcome.returncode == 3 and "threads: 1 there, 2 here" in outcome.messages[0], str(outcome)
+    assert contents(run_dir) == before
+    outcome = train(run_dir, "--epochs", "2", "--threads", "2", "--resume", "--resume-inexact")
+    assert outcome.returncode == 0 and "note: not as before: threads: 1 there, 2 here" in outcome.stdout, str(outcome)
+    recorded = json.loads((run_dir / "environment.json").read_text())
+    assert recorded["threads"] == 2 and "threads: 1 there, 2 here" in recorded["resumed"][0]["changed"]
+
+
+def test_a_finished_run_is_complete_unless_its_summary_is_damaged(run_dir: Path) -> None:
+    outcome = train(run_dir, "--resume", "--json")
+    assert "is complete; nothing to do" in outcome.stdout and outcome.returncode == 0
+    assert json.loads(outcome.stdout.splitlines()[-1])["parameter_digest"] == digest(run_dir)
+    whole, ended = (run_dir / "summary.json").read_text(), digest(run_dir)
+    (run_dir / "summary.json").write_text(whole[: len(whole) // 2])
+    outcome = train(run_dir, "--resume")
+    assert outcome.returncode == 3 and "summary.json is damaged" in outcome.messages[0], str(outcome)
+    (run_dir / "summary.json").unlink()
+    assert train(run_dir, "--resume").returncode == 0 and digest(run_dir) == ended
+
+
+@pytest.mark.parametrize("config", ["a: &a [x, x]\nb: &b [*a, *a]\n", "[" * 50_000], ids=["aliases", "deep"])
+@pytest.mark.timeout(60)
+def test_a_bomb_in_place_of_the_configuration_is_refused(run_dir: Path, config: str) -> None:
+    (run_dir / "config.yaml").write_text(config)
+    outcome = train(run_dir, "--resume")
+    assert outcome.returncode == 3 and "config.yaml is damaged" in outcome.messages[0], str(outcome)
+
+
+def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
+    for flags in (["--vote-weight", "1,2"], ["--blocks", "nowhere"], ["--train-samples", "5"], ["--lr", "nan"]):
+        assert train(tmp_path / "run", *flags).returncode == 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_probably_not_meant_is_noted(tmp_path: Path) -> None:
+    silent = train(tmp_path / "silent", "--freeze", "gradient-norm")
+    assert "note: no vote is held: the first would be after step 2, and the run has 2" in silent.stdout, str(silent)
+    frozen = train(tmp_path / "frozen", "--freeze", "static", "--cut", "2")
+    assert "note: the first 2 blocks keep their random initialisation" in frozen.stdout, str(frozen)
+    assert "no vote" not in frozen.stdout and "random" not in silent.stdout
+
+
+def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        for flags, code in (([], 0), (["--json"], 3)):
+            folder = tmp_path / f"run{code}"
+            command = [sys.executable, "-m", "hvfreeze", "train", *SMALL, "--run-dir", str(folder), *flags]
+            ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            assert ended.returncode == code, ended.stderr
+            said = "hvfreeze: error: standard output cannot be written: No space left on device\n"
+            assert ended.stderr.endswith(said) or code == 0, ended.stderr
+            assert "Traceback" not in ended.stderr and "ignored" not in ended.stderr
+            assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
+
+
+def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--epochs", "1000", "--checkpoint-every", "2s", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "hvfreeze", "train", *flags]
+    job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("checkpoints/step-*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130, said
+    assert "Traceback" not in said
+    told = said.splitlines()[-1]
+    assert re.match(
+        r"hvfreeze: interrupted after step \d+ of 2000; go on from the last checkpoint with: hvfreeze ", told
+    )
+    assert told.endswith(f"hvfreeze train --config {folder}/config.yaml --run-dir {folder} --resume")
+    assert "interrupted after step" in (folder / "log.txt").read_text()

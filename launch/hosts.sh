@@ -1,6 +1,10 @@
 # Hosts and arguments of horovodrun.sh and mpirun.sh: read, checked before anything starts.
 # shellcheck shell=bash
 
+# What a host may be called, with its slots: ssh takes a name that begins with - for an option, such as one that runs a
+# command. launch/restarts.py and `hvfreeze doctor` have the same rule.
+hvfreeze_host='^[A-Za-z0-9][A-Za-z0-9._-]*(:[1-9][0-9]{0,5})?$'
+
 # hvfreeze_arguments SCRIPT ARGUMENTS...: sets np, hosts (NAME:SLOTS,...; "" for those of the Slurm or PBS job), ranks_per_node
 # and command.
 hvfreeze_arguments() {
@@ -30,9 +34,11 @@ hvfreeze_arguments() {
     fi
     [[ -n $hosts ]] || hosts=localhost:${np:-1}
     local slots total=0 most=0
-    for slots in ${hosts//,/ }; do
+    local parts
+    IFS=, read -ra parts <<<"$hosts"
+    for slots in "${parts[@]}"; do
+        [[ $slots =~ $hvfreeze_host ]] || { echo "$script: hosts $hosts: HOST:SLOTS,... is wanted; $usage" >&2; exit 2; }
         [[ $slots == *:* ]] && slots=${slots##*:} || slots=1
-        [[ $slots =~ ^[1-9][0-9]*$ && $hosts =~ ^[A-Za-z0-9._:,-]+$ && ,$hosts != *,-* ]] || { echo "$script: hosts $hosts: HOST:SLOTS,... is wanted; $usage" >&2; exit 2; }
         ((total += slots, most = slots > most ? slots : most))
     done
     np=${np:-$total}

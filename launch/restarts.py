@@ -41,6 +41,9 @@ PREEMPTED = 75
 REASONS = {**FINAL, 6: "a rank stalled", PREEMPTED: "preempted", 110: "the deadline passed", 205: "a node was lost"}
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
 FILE_FLAGS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile")
+HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?")
+"""What a host may be called, with its slots: ssh takes a name that begins with - for an option, such as one that runs a
+command. launch/hosts.sh and `hvfreeze doctor` have the same rule."""
 LONGEST_PAUSE_SECONDS = 300.0
 
 
@@ -66,7 +69,10 @@ def value_of(command: Sequence[str], flags: Sequence[str]) -> tuple[int, str] | 
 
 
 def hosts_of(command: Sequence[str]) -> dict[str, int]:
-    """Slots by host, from -H or the hostfile in `command`; empty when it names none."""
+    """Slots by host, from -H or the hostfile in `command`; empty when it names none.
+
+    Ends with code 2 when one is no host's name.
+    """
     if found := value_of(command, HOST_FLAGS):
         parts = found[1].split(",")
     elif found := value_of(command, FILE_FLAGS):
@@ -74,7 +80,12 @@ def hosts_of(command: Sequence[str]) -> dict[str, int]:
         parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     else:
         return {}
-    return {part.partition(":")[0]: int(part.partition(":")[2] or 1) for part in parts}
+    found = {part: HOST.fullmatch(part) for part in parts}
+    wrong = [part for part, match in found.items() if match is None]
+    if wrong:
+        print(f"launch/restart: {wrong[0]!r} is not NAME or NAME:SLOTS; correct -H or the hostfile", file=sys.stderr)
+        raise SystemExit(2)
+    return {match[1]: int(match[2] or 1) for match in found.values() if match is not None}
 
 
 def with_hosts(command: Sequence[str], hosts: dict[str, int]) -> list[str]:
@@ -156,6 +167,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit code of the last attempt."""
     options, command, run_dir = parse(argv)
     attempt, failures, dropped = 1, 0, list[str]()
+    hosts_of(command)
     while True:
         began, start = time.time(), time.monotonic()
         outcome = guard.run(command)

@@ -27,6 +27,10 @@ from hvfreeze.doctor.host_checks import (
 )
 from hvfreeze.errors import UsageError
 
+HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?")
+"""What a host may be called, with its slots: ssh takes a name that begins with - for an option, such as one that runs a
+command. launch/hosts.sh and launch/restarts.py have the same rule."""
+
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Return the hosts in `a:2,b:2,c`; without a number a host takes one rank.
@@ -57,7 +61,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def _parse_host(part: str, *, source: str) -> Host:
-    found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?", part)
+    found = HOST.fullmatch(part)
     if found is None:
         raise UsageError(
             f"{source}: {part!r} is not NAME or NAME:SLOTS (`node0:1`; in a hostfile also `node0 slots=1`)"

@@ -13,6 +13,9 @@ from types import ModuleType
 
 import pytest
 
+from hvfreeze.doctor.hosts import read_hostfile
+from hvfreeze.errors import UsageError
+
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
@@ -165,6 +168,51 @@ def test_ranks_of_dead_hosts_are_spread_over_the_others(
     restarts: ModuleType, hosts: dict[str, int], ranks: int, spread: dict[str, int]
 ) -> None:
     assert restarts.spread(hosts, ranks) == spread
+
+
+GOOD_HOSTS = ["a", "node-1.example.org:16", "10.0.0.7:1", "A_b", "9:999999"]
+BAD_HOSTS = [
+    "-oProxyCommand=touch${IFS}ran:1",
+    "-a",
+    "--",
+    ".a",
+    "_a",
+    "a:0",
+    "a:-1",
+    "a:b:2",
+    "a:",
+    ":2",
+    "a;b",
+    "$(a)",
+]
+BAD_HOSTS += ["a b", "a:1000000", "\u00e4", "a@b", "a/b", "[::1]"]
+
+
+@pytest.mark.parametrize("host", [*GOOD_HOSTS, *BAD_HOSTS])
+def test_a_hosts_name_is_judged_alike_by_every_launcher_and_by_the_doctor(
+    restarts: ModuleType, tmp_path: Path, host: str
+) -> None:
+    (tmp_path / "hosts").write_text(f"b:1\n{host}\n")
+    flags = f"-np 1 --hostfile {tmp_path}/hosts"
+    shell = subprocess.run(
+        ["bash", "-c", f'. {LAUNCH}/hosts.sh; hvfreeze_arguments x {flags} run; echo "$hosts"'],
+        env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    started = ["bash", "-c", f"touch {tmp_path}/ran", "x", *flags.split(), "--run-dir", str(tmp_path / "x")]
+    try:
+        restarted = restarts.main(["--max-restarts=0", "--", *started])
+    except SystemExit as ended:
+        restarted = ended.code
+    try:
+        doctored = len(read_hostfile(tmp_path / "hosts"))
+    except UsageError:
+        doctored = 0
+    assert (tmp_path / "ran").exists() == (host in GOOD_HOSTS)
+    expected = (0, 0, 2) if host in GOOD_HOSTS else (2, 2, 0)
+    assert (shell.returncode, restarted, doctored) == expected, shell.stdout + shell.stderr
 
 
 def test_the_hosts_of_a_command_are_found_and_replaced(restarts: ModuleType, tmp_path: Path) -> None:

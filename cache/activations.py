@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -40,6 +40,7 @@ class PrefixActivations:
         shard: str,
         stored: torch.dtype | None = None,
         shared: bool = False,
+        private: bool = True,
         on_failure: Literal["recompute", "stop"] = "recompute",
         budget: Budget | None = None,
         owner: str = "",
@@ -58,6 +59,7 @@ class PrefixActivations:
             shard: "RofN": rank R of N.
             stored: narrower type of the rows; None is the type that the prefix computes, which loses nothing.
             shared: also read rows that other ranks have published.
+            private: refuse files that are not this user's own.
             on_failure: what a damaged file or a full disk means: go on without the cache, or raise.
             budget: pays for all files of this process.
             owner: names the run; only files of the same owner are ever removed.
@@ -82,12 +84,13 @@ class PrefixActivations:
                 batch_rows=batch_rows,
                 stored=stored,
                 shared=shared,
+                private=private,
                 budget=budget,
                 owner=owner,
                 disk=disk,
             )
 
-        self.directory, self._shard, self._steady = directory, shard, True
+        self.directory, self._shard, self._private, self._steady = directory, shard, private, True
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
         self._prefetcher = Prefetcher(self._levels, depth=prefetch)
 
@@ -149,7 +152,7 @@ class PrefixActivations:
         current = self._levels.current
         if current is not None and current.store.mark.digest == mark.digest:
             return Present(current.store.num_present)
-        return find_present(self.directory, mark, pack_keys(*universe), shard=self._shard)
+        return find_present(self.directory, mark, pack_keys(*universe), shard=self._shard, private=self._private)
 
     def announce(self, batches: Sequence[Pairs]) -> None:
         """Expect these (sample ids, views) next, in this order; they are read ahead when reading is slow.
@@ -211,6 +214,19 @@ class PrefixActivations:
         if self._levels.current is not None:
             with self._guard():
                 self._levels.current.store.publish()
+
+    def verify_share(self, rank: int, size: int) -> dict[str, str]:
+        """Verify this rank's share of shared files; return what `accept` of all ranks needs, joined."""
+        verified: dict[str, str] = {}
+        if self._levels.current is not None:
+            with self._guard():
+                verified = self._levels.current.store.verify_share(rank, size)
+        return verified
+
+    def accept(self, verified: Mapping[str, str]) -> None:
+        """Take files for verified that other ranks have, see `Store.accept`."""
+        if self._levels.current is not None:
+            self._levels.current.store.accept(verified)
 
     def refresh(self) -> None:
         """Take in rows that other processes have published."""

@@ -121,6 +121,28 @@ def prepare_directory(directory: Path, *, private: bool = True) -> None:
         )
 
 
+def distrust(status: os.stat_result, *, private: bool) -> str:
+    """Return why a file's owner and mode forbid to believe what is in it, or nothing.
+
+    Its digests show damage, not intent: whoever can write the file can fit them.
+
+    Args:
+        status: of the open file.
+        private: believe this user's own files only; else also those of others, as who shares a directory must.
+    """
+    mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
+    if mode & stat.S_IWOTH:
+        return f"anybody may write to it (mode {mode:o}); chmod o-w it if its rows are yours, or remove it"
+    if private and status.st_uid != mine:
+        return (
+            f"it belongs to user {status.st_uid}, and this is user {mine}; remove it, or give --cache-shared if you "
+            "trust whoever may write there"
+        )
+    if private and mode & stat.S_IWGRP:
+        return f"its group may write to it (mode {mode:o}); chmod g-w it, or give --cache-shared if you trust them"
+    return ""
+
+
 def remove(path: Path) -> None:
     """Remove a file of the cache, if that can be done: what is left behind costs space, and must not end a run."""
     try:

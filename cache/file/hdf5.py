@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.disk import distrust
 
 # Set before the library loads: a file must not be able to make it load filter plug-ins.
 os.environ["HDF5_PLUGIN_PRELOAD"] = "::"
@@ -110,17 +111,20 @@ def make_frame(
     return Frame(dict(sorted(image.extents.items())), regions, image.size)
 
 
-def find_regions(path: Path, *, names: frozenset[str]) -> tuple[int, dict[str, Region]]:
+def find_regions(path: Path, *, names: frozenset[str], private: bool = False) -> tuple[int, dict[str, Region]]:
     """Open a file that may have been made by anybody and return a descriptor and where its datasets lie.
 
     Nothing is allocated or read beyond the library's own metadata. The descriptor is the caller's to close.
 
     Raises:
         CacheFault: `path` is a link, no regular file or no HDF5, or it holds anything but exactly `names` as plain,
-            contiguous, unfiltered datasets of known types that lie inside the file and do not overlap.
+            contiguous, unfiltered datasets of known types that lie inside the file and do not overlap; or others may
+            have written it, see `distrust`.
     """
     descriptor = _open_regular(path)
     try:
+        if reason := distrust(os.fstat(descriptor), private=private):
+            raise CacheFault(reason)
         size = os.fstat(descriptor).st_size
         # The library raises many types for a malformed file, and every one of them means the same here.
         try:

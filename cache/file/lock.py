@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -11,6 +13,8 @@ from hvfreeze.cache.faults import CacheBusy, CacheFault
 from hvfreeze.cache.file.disk import remove
 
 OWNER_BYTES = 4096
+TAKEN = frozenset({errno.EWOULDBLOCK, errno.EACCES})
+"""What the system says of a lock that another process holds; anything else means that there is none to be had."""
 
 
 class FileLock:
@@ -21,7 +25,7 @@ class FileLock:
 
         Raises:
             CacheBusy: another process holds it; the message says which.
-            CacheFault: the lock file cannot be made.
+            CacheFault: the lock file cannot be made, or the file system has no locks.
         """
         self._path = path
         while True:
@@ -31,7 +35,13 @@ class FileLock:
                 raise CacheFault(f"cache lock {path} cannot be opened ({error})") from error
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError as error:
+                if error.errno not in TAKEN:
+                    os.close(self._descriptor)
+                    raise CacheFault(
+                        f"cache lock {path} cannot be taken ({error.strerror}): this file system may have no locks; "
+                        "give a --cache-dir on another"
+                    ) from error
                 holder = os.pread(self._descriptor, OWNER_BYTES, 0).decode(errors="replace")
                 os.close(self._descriptor)
                 raise CacheBusy(
@@ -42,8 +52,10 @@ class FileLock:
                 break
             os.close(self._descriptor)
         note = json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "run": owner})
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, note.encode()[:OWNER_BYTES], 0)
+        # For people alone: a full disk has no room for it, and the lock holds without.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, note.encode()[:OWNER_BYTES], 0)
 
     def release(self) -> None:
         """Remove the lock file and let go; harmless when already released."""
@@ -67,8 +79,8 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno in TAKEN
     finally:
         os.close(descriptor)
     return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,6 +168,20 @@ class RangeHasher:
     def digests(self) -> list[bytes]:
         """Return the digests of all ranges with at least one row; the last may be partly filled."""
         return [*self._finished, self._open.digest()] if self._filled else list(self._finished)
+
+
+def verify_ranges(manifest: Manifest, digests: Sequence[bytes], read: Callable[[int, int], bytes]) -> None:
+    """Compare all rows, of which `read` returns those from the first to before the second number, with their digests.
+
+    Raises:
+        CacheFault: a range does not have the contents that its digest was taken from.
+    """
+    for index, first in enumerate(range(0, manifest.rows, manifest.range_rows)):
+        last = min(first + manifest.range_rows, manifest.rows)
+        digest = start_range(manifest, index)
+        digest.update(read(first, last))
+        if digest.digest() != digests[index]:
+            raise CacheFault(f"rows {first}..{last - 1} are damaged")
 
 
 def tables(manifest: Manifest, keys: Keys, digests: list[bytes], *, manifest_bytes: int) -> dict[str, bytes]:

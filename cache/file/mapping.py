@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ from hvfreeze.cache.faults import CacheFault
 
 HUGE_BYTES = 4 << 20
 """From here on memory is kept: the page faults of new memory take longer than the copy."""
+ReadRows = Callable[[int, int], bytes]
+"""Gives rows, from the first to before the second number, as bytes."""
 MOST_KEPT = 8
 """Pieces of memory that wait for the next read."""
 ALIGNMENT = 64
@@ -86,7 +90,9 @@ class MappedRows:
         self._end = offset + num_rows * row_bytes
         self._descriptor = -1
         self._descriptor = os.dup(descriptor)
-        self._sealed: int | None = None
+        self._sealed: tuple[int, int] | None = None
+        self._verify: Callable[[ReadRows], None] = lambda read: None
+        self._looking, self._is_looking = threading.RLock(), False
         try:
             self._check()
             mapped = mmap.mmap(self._descriptor, self._end, prot=mmap.PROT_READ)
@@ -102,9 +108,16 @@ class MappedRows:
             count = num_rows * row_bytes // dtype.itemsize
             self._rows = torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(num_rows, -1)
 
-    def seal(self) -> None:
-        """Take the file for finished: from now on a change of it is a fault."""
-        self._sealed = os.fstat(self._descriptor).st_mtime_ns
+    def seal(self, verify: Callable[[ReadRows], None]) -> None:
+        """Take the file for finished: from now on a change of it is a fault.
+
+        Times can be put back after a change, but not the time of that. So where the entry of the file has changed
+        (its name or mode, or it was removed), `verify` is given `pread`, reads all rows again, and raises CacheFault
+        where they have. It must not hold this object: its memory is to go with the last tensor that refers to it.
+        """
+        self._verify = verify
+        status = os.fstat(self._descriptor)
+        self._sealed = status.st_mtime_ns, status.st_ctime_ns
 
     def read(self, rows: Tensor) -> Tensor:
         """Return a copy (len(rows), elements) of these rows, given as int64 row numbers.
@@ -152,5 +165,27 @@ class MappedRows:
         status = os.fstat(self._descriptor)
         if status.st_size < self._end:
             raise CacheFault(f"cache file {self._name} was truncated to {status.st_size} bytes, needs {self._end}")
-        if self._sealed not in (None, status.st_mtime_ns):
+        if self._sealed is None:
+            return
+        modified, touched = self._sealed
+        if status.st_mtime_ns != modified:
             raise CacheFault(f"cache file {self._name} was changed while it was in use")
+        if status.st_ctime_ns != touched:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Verify the rows, in one thread; the others wait."""
+        with self._looking:
+            status = os.fstat(self._descriptor)
+            sealed = status.st_mtime_ns, status.st_ctime_ns
+            # The verification itself reads rows, in this thread.
+            if self._is_looking or self._sealed == sealed:
+                return
+            self._is_looking = True
+            try:
+                self._verify(self.pread)
+            except CacheFault as fault:
+                raise CacheFault(f"cache file {self._name} was changed while it was in use ({fault})") from fault
+            finally:
+                self._is_looking = False
+            self._sealed = sealed

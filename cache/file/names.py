@@ -24,6 +24,11 @@ def path_of(directory: Path, mark: Fingerprint, *, shard: str) -> Path:
     return directory / f"activations-{mark.digest[:DIGEST_CHARACTERS]}-{shard}.h5"
 
 
+def shard_of(path: Path) -> int:
+    """Return the rank that has written the file at `path`, by its name."""
+    return int(path.stem.rpartition("-")[2].partition("of")[0])
+
+
 def files_of(directory: Path, mark: Fingerprint) -> list[Path]:
     """Return the files of `mark`, of all ranks and of runs of any size."""
     pattern = f"activations-{mark.digest[:DIGEST_CHARACTERS]}-*.h5"
@@ -46,7 +51,7 @@ class Present:
     """Those of them in the process's own file, where that is incomplete: completing it writes them anew."""
 
 
-def find_present(directory: Path, mark: Fingerprint, keys: Keys, *, shard: str) -> Present:
+def find_present(directory: Path, mark: Fingerprint, keys: Keys, *, shard: str, private: bool = True) -> Present:
     """Return which of `keys`, each once, lie in published files of `mark`.
 
     Raises:
@@ -56,8 +61,9 @@ def find_present(directory: Path, mark: Fingerprint, keys: Keys, *, shard: str) 
     total = len(missing)
     for path in sorted(files_of(directory, mark), key=lambda path: path != own):
         if len(missing):
-            missing = np.setdiff1d(missing, file_keys := ActivationFile(path, expected=mark).keys, assume_unique=True)
-            in_own = len(file_keys) if path == own else in_own
+            file = ActivationFile(path, expected=mark, private=private)
+            missing = np.setdiff1d(missing, file.keys, assume_unique=True)
+            in_own = len(file.keys) if path == own else in_own
     return Present(total - len(missing), in_own if len(missing) else 0)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from hvfreeze.cache.file.manifest import (
     TABLES,
     Manifest,
     manifest_digest,
-    start_range,
+    verify_ranges,
 )
 from hvfreeze.cache.file.mapping import MappedRows
 from hvfreeze.cache.file.rows import Keys, pack_keys
@@ -34,13 +36,21 @@ MAX_TABLE_BYTES = 32 * MAX_ROWS
 class ActivationFile:
     """The rows of one published file. `keys` (rows,) int64 belong to rows 0, 1, ... of the file, in this order."""
 
-    def __init__(self, path: Path, *, expected: Fingerprint | None = None, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        expected: Fingerprint | None = None,
+        disk: Disk | None = None,
+        private: bool = False,
+    ) -> None:
         """Open `path` and check its frame, manifest and tables; the rows are only readable after `verify`.
 
         Args:
             path: the file.
             expected: refuse a file of any other identity; None takes what is there.
             disk: stands in for the real one.
+            private: refuse a file that is not this user's own.
 
         Raises:
             CacheMismatch: the file belongs to another fingerprint; the differing fields are named.
@@ -48,12 +58,13 @@ class ActivationFile:
         """
         self.path = path
         self._disk: Disk = disk or LocalDisk()
-        self._verified = False
+        self._verified = self._late = False
+        self._verifying = threading.Lock()
         self._verification: Future[None] | None = None
-        descriptor, regions = find_regions(path, names=NAMES)
+        descriptor, regions = find_regions(path, names=NAMES, private=private)
         try:
             self.file_bytes = os.fstat(descriptor).st_size
-            self.manifest, self.keys, self._digests = _read_tables(descriptor, regions)
+            self.manifest, self.keys, self._digests, self.digest = _read_tables(descriptor, regions)
             if expected is not None and expected.differences(self.manifest.fingerprint):
                 raise CacheMismatch(
                     f"it holds something else: {expected.explain(self.manifest.fingerprint)}",
@@ -67,7 +78,7 @@ class ActivationFile:
                 name=str(path),
                 dtype=self.manifest.row.stored,
             )
-            self._rows.seal()
+            self._rows.seal(partial(verify_ranges, self.manifest, self._digests))
         except CacheMismatch as mismatch:
             raise CacheMismatch(f"cache file {path} refused: {mismatch}", fields=mismatch.fields) from None
         except (CacheFault, OSError, MemoryError) as fault:
@@ -81,19 +92,34 @@ class ActivationFile:
         Raises:
             CacheFault: a range does not have the contents that its digest was taken from.
         """
-        step = self.manifest.range_rows
-        for index, first in enumerate(range(0, self.manifest.rows, step)):
-            last = min(first + step, self.manifest.rows)
-            self._disk.read((last - first) * self.manifest.row.row_bytes)
-            digest = start_range(self.manifest, index)
-            digest.update(self._rows.pread(first, last))
-            if digest.digest() != self._digests[index]:
-                raise CacheFault(f"cache file {self.path} refused: rows {first}..{last - 1} are damaged")
-        self._verified = True
+        with self._verifying:
+            if not self._verified:
+                try:
+                    self._compare()
+                except CacheFault as fault:
+                    raise CacheFault(f"cache file {self.path} refused: {fault}") from fault
+                self._verified = True
 
     def verify_in(self, executor: Executor) -> None:
         """Let `verify` happen elsewhere; `read` waits for it and raises what it raised."""
         self._verification = executor.submit(self.verify)
+
+    def verify_when_read(self) -> None:
+        """Let `verify` happen when rows are first read."""
+        self._late = True
+
+    def accept(self, digest: str) -> None:
+        """Take the rows for verified if another process has verified the file with this digest."""
+        self._verified = self._verified or digest == self.digest
+
+    def _compare(self) -> None:
+        """Read all rows and compare them with the digests."""
+
+        def read(first: int, last: int) -> bytes:
+            self._disk.read((last - first) * self.manifest.row.row_bytes)
+            return self._rows.pread(first, last)
+
+        verify_ranges(self.manifest, self._digests, read)
 
     def read(self, rows: Tensor) -> Tensor:
         """Return a copy (len(rows), elements) of these rows, given as int64 row numbers.
@@ -102,9 +128,12 @@ class ActivationFile:
             CacheFault: the file was truncated or changed since it was opened.
         """
         if not self._verified:
-            if self._verification is None:
+            if self._late:
+                self.verify()
+            elif self._verification is None:
                 raise RuntimeError(f"cache file {self.path} was read before it was verified")
-            self._verification.result()
+            else:
+                self._verification.result()
         self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._rows.read(rows)
 
@@ -119,7 +148,7 @@ class ActivationFile:
             budget.release(self.file_bytes)
 
 
-def _read_tables(descriptor: int, regions: dict[str, Region]) -> tuple[Manifest, Keys, list[bytes]]:
+def _read_tables(descriptor: int, regions: dict[str, Region]) -> tuple[Manifest, Keys, list[bytes], str]:
     for name in ("manifest", *TABLES):
         most = MAX_MANIFEST_BYTES if name == "manifest" else MAX_TABLE_BYTES
         if regions[name].nbytes > most:
@@ -141,7 +170,7 @@ def _read_tables(descriptor: int, regions: dict[str, Region]) -> tuple[Manifest,
     if len(np.unique(keys)) != len(keys):
         raise CacheFault("a sample and view occurs twice")
     digests = [parts["range_sha256"][at : at + 32] for at in range(0, len(parts["range_sha256"]), 32)]
-    return manifest, keys, digests
+    return manifest, keys, digests, expected.hex()
 
 
 def _pieces(descriptor: int, region: Region) -> Iterator[bytes]:

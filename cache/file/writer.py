@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from hvfreeze.cache.faults import CacheFault, CacheFull
 from hvfreeze.cache.file.disk import FULL, Budget, Disk, free_bytes, remove
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
 from hvfreeze.cache.file.lock import FileLock
-from hvfreeze.cache.file.manifest import NAMES, PAYLOAD, Manifest, RangeHasher, manifest_digest, tables
+from hvfreeze.cache.file.manifest import NAMES, PAYLOAD, Manifest, RangeHasher, manifest_digest, tables, verify_ranges
 from hvfreeze.cache.file.mapping import MappedRows
 from hvfreeze.cache.file.names import TEMPORARY_SUFFIX
 from hvfreeze.cache.file.rows import Keys
@@ -33,7 +34,15 @@ class FileWriter:
     """A file under a temporary name; `written` rows are in it and readable."""
 
     def __init__(
-        self, path: Path, *, lock: FileLock, manifest: Manifest, budget: Budget, disk: Disk, replaces: int = 0
+        self,
+        path: Path,
+        *,
+        lock: FileLock,
+        manifest: Manifest,
+        budget: Budget,
+        disk: Disk,
+        replaces: int = 0,
+        private: bool = True,
     ) -> None:
         """Allocate the file.
 
@@ -44,6 +53,7 @@ class FileWriter:
             budget: pays for the file.
             disk: stands in for the real one.
             replaces: bytes of the file that now has the name, given back to the budget at publication.
+            private: nobody else may read it; without, its group may.
 
         Raises:
             CacheFull: it does not fit; nothing is left behind.
@@ -53,7 +63,7 @@ class FileWriter:
         self.manifest = manifest
         self.written = 0
         self.published = False
-        self._budget, self._disk, self._replaces = budget, disk, replaces
+        self._budget, self._disk, self._replaces, self._private = budget, disk, replaces, private
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._frame = make_frame(manifest.datasets(), manifest.attributes())
         self._keys = np.empty(manifest.capacity, np.int64)
@@ -127,8 +137,8 @@ class FileWriter:
         os.close(opened)
         if found != regions:
             raise CacheFault(f"cache file {self.path} was changed by somebody else while it was made")
-        self._mapped.seal()
         os.replace(self._temporary, self.path)
+        self._mapped.seal(partial(verify_ranges, manifest, digests))
         self.published = True
         sync_directory(self.path.parent)
         self._budget.release(self._replaces)
@@ -159,7 +169,7 @@ class FileWriter:
         if size + SPARE_BYTES > free_bytes(directory):
             raise CacheFull(f"cache file {self.path} needs {size} bytes, {directory} has {free_bytes(directory)} free")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self._temporary, flags, 0o600)
+        self._descriptor = os.open(self._temporary, flags, 0o600 if self._private else 0o640)
         os.posix_fallocate(self._descriptor, 0, size)
         for offset, content in self._frame.extents.items():
             _pwrite(self._descriptor, memoryview(content), offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from hvfreeze.cache.faults import CacheBusy, CacheFault
 from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk, prepare_directory
 from hvfreeze.cache.file.lock import FileLock
 from hvfreeze.cache.file.manifest import Manifest
-from hvfreeze.cache.file.names import LOCK_SUFFIX, files_of, path_of
+from hvfreeze.cache.file.names import LOCK_SUFFIX, files_of, path_of, shard_of
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.file.rows import Keys, RowFormat
 from hvfreeze.cache.file.writer import FileWriter
@@ -46,6 +46,7 @@ class Store:
         batch_rows: int,
         stored: torch.dtype | None = None,
         shared: bool = False,
+        private: bool = True,
         budget: Budget | None = None,
         owner: str = "",
         disk: Disk | None = None,
@@ -60,6 +61,7 @@ class Store:
             batch_rows: rows of a forward, for the strides of what is read.
             stored: type in the file; None is the type that is appended.
             shared: also serve rows outside of `universe`, from files of other ranks.
+            private: refuse files that are not this user's own.
             budget: pays for what is allocated.
             owner: names the run; `delete` removes files of the same owner only, and without one what this object made.
             disk: stands in for the real one.
@@ -73,6 +75,7 @@ class Store:
         self.path = path_of(directory, mark, shard=shard)
         self.row: RowFormat | None = None
         self._batch_rows, self._stored, self._owner = batch_rows, stored, owner
+        self._private = private
         self._budget, self._disk = budget or Budget(), disk or LocalDisk()
         self._index = RowIndex(universe)
         self.universe = self._index.keys
@@ -81,7 +84,7 @@ class Store:
         self._writer: BackgroundWriter | None = None
         self._unproven = Unproven(batch_rows=batch_rows)
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="cache-verifier")
-        prepare_directory(directory)
+        prepare_directory(directory, private=private)
         self.refresh()
 
     @property
@@ -202,6 +205,25 @@ class Store:
         """
         self._unproven.compare(batch, steady=steady)
 
+    def verify_share(self, rank: int, size: int) -> dict[str, str]:
+        """Verify this rank's share of the files in use; return their names with the digests that `accept` asks for.
+
+        Raises:
+            CacheFault: one of them is damaged.
+        """
+        mine = [file for file in self._files() if shard_of(file.path) % size == rank]
+        for file in mine:
+            file.verify()
+        return {file.path.name: file.digest for file in mine}
+
+    def accept(self, verified: Mapping[str, str]) -> None:
+        """Take files for verified that `verify_share` of other ranks has returned; others are when first read."""
+        for file in self._files():
+            file.accept(verified.get(file.path.name, ""))
+
+    def _files(self) -> list[ActivationFile]:
+        return [part for part in self._parts if isinstance(part, ActivationFile)]
+
     def publish(self) -> None:
         """Publish the rows added so far, even if more are to come; return when they are safe.
 
@@ -248,7 +270,10 @@ class Store:
             logger.info("cache file %s not used: its rows are laid out in another way", file.path)
             return
         self.row = self.row or file.manifest.row
-        file.verify_in(self._verifier)
+        if self.shared:
+            file.verify_when_read()
+        else:
+            file.verify_in(self._verifier)
         # In this order: a reader in another thread may look the part up as soon as its rows are placed.
         self._parts = (*self._parts, file)
         self._index.place(file.keys[wanted], part=len(self._parts) - 1, rows=wanted)
@@ -264,7 +289,7 @@ class Store:
     def _open(self, path: Path) -> ActivationFile | None:
         """Return the file at `path`; None when its owner has removed it since the directory was listed."""
         try:
-            return ActivationFile(path, expected=self.mark, disk=self._disk)
+            return ActivationFile(path, expected=self.mark, disk=self._disk, private=self._private)
         except CacheFault:
             if path.exists():
                 raise
@@ -311,6 +336,7 @@ class Store:
             budget=self._budget,
             disk=self._disk,
             replaces=own.file_bytes if own else 0,
+            private=self._private,
         )
         self._writer = BackgroundWriter(file, staging_rows=self._batch_rows)
         if own is not None:

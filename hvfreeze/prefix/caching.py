@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -145,6 +146,11 @@ class Caching:
             self.activations.publish()
             self.world.barrier(name=f"cache.{self.split.name}")
             self.activations.refresh()
+            # Each file is hashed once by all ranks together: reading is everybody's, and hashing takes as long.
+            mine = self.activations.verify_share(self.world.rank, self.world.size)
+            theirs = self.world.allgather_object(mine, name=f"cache.verified.{self.split.name}")
+            self.activations.accept({name: digest for verified in theirs for name, digest in verified.items()})
+            self._agree_on_failure()
         elif plan.fill == "sweep":
             self.activations.sweep(everything=True)
 
@@ -247,8 +253,10 @@ def open_caching(
         if settings.cache == "auto" and split.name == "train":
             say("cache auto: off, because with this --augment and --shuffle no row would be read again")
         return NoCache(NullActivations(run_blocks=compute, load_images=load, batch_rows=recipe.batch_rows))
-    # Now, and not hours later at the first cut: an impossible directory is the user's to change.
-    together(world, lambda: prepare_directory(outlook.directory), name=f"cache.directory.{split.name}")
+    # Now, and not hours later at the first cut: a directory that cannot be used is the user's to change.
+    private = not settings.cache_shared
+    prepare = partial(prepare_directory, outlook.directory, private=private)
+    together(world, prepare, name=f"cache.directory.{split.name}")
     activations = PrefixActivations(
         run_blocks=compute,
         load_images=load,
@@ -256,7 +264,8 @@ def open_caching(
         directory=outlook.directory,
         shard=f"{world.rank}of{world.size}",
         stored=recipe.stored,
-        shared=settings.cache_shared,
+        shared=shuffled_globally,
+        private=private,
         on_failure="stop" if settings.cache_failure == "stop" else "recompute",
         budget=outlook.budget,
         owner=owner,

@@ -57,3 +57,15 @@ def test_ranks_without_evaluation_samples_cache_like_the_others(tmp_path: Path) 
     assert found["on"]["parameter_digest"] == found["off"]["parameter_digest"]
     assert found["on"]["test_accuracy"] == found["off"]["test_accuracy"]
     assert found["on"]["cache"]["rows_read"] > 0
+
+
+def test_ranks_that_meet_all_samples_share_what_each_has_computed(tmp_path: Path) -> None:
+    flags = ("--shuffle", "global", "--epochs", "2")
+    shared = ("--cache", "on", "--cache-shared", "--cache-dir", str(tmp_path / "cache"))
+    uncached = summary(tmp_path / "uncached", *flags)
+    for name, written in (("first", 128), ("later", 0)):
+        found = summary(tmp_path / name, *flags, *shared)
+        assert found["parameter_digest"] == uncached["parameter_digest"]
+        assert found["cache"]["exact"] is True
+        assert found["cache"]["rows_written"] == written, found["cache"]
+        assert found["cache"]["rows_read"] == 2 * 128

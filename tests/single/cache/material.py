@@ -65,9 +65,11 @@ def fill(store: Store, keys: Keys, rows: Tensor) -> int:
     return added
 
 
-def write_file(directory: Path, *, num_rows: int = 40, shape: tuple[int, ...] = (4,), **changes: Any) -> Path:
-    """A published, complete file with the rows `make_rows(num_rows, shape=shape)`."""
-    keys = make_keys(num_rows)
+def write_file(
+    directory: Path, *, num_rows: int = 40, first: int = 0, shape: tuple[int, ...] = (4,), **changes: Any
+) -> Path:
+    """A published, complete file with the rows `make_rows(num_rows, shape=shape)`, of samples from `first` on."""
+    keys = make_keys(num_rows, first=first)
     store = open_store(directory, keys, **changes)
     fill(store, keys, make_rows(num_rows, shape=shape))
     store.close()

@@ -20,8 +20,19 @@ from hvfreeze.cache.compute import Activations, permuted_batch_is_exact
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, LimitedDisk
 from hvfreeze.cache.file.names import directory_bytes
+from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.file.rows import Keys
-from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, make_mark, same_bits
+from hvfreeze.cache.store.index import RowIndex
+from tests.single.cache.material import (
+    BATCH_ROWS,
+    FrozenNet,
+    batches_of,
+    make_keys,
+    make_mark,
+    open_store,
+    same_bits,
+    write_file,
+)
 
 Batches = Sequence[tuple[Keys, Keys]]
 
@@ -295,6 +306,48 @@ def test_ranks_that_share_read_what_the_other_has_published(tmp_path: Path) -> N
         check_epoch(one, net, batches_of(64, epoch=3))
         assert one.counters.forwards == 2
         one.close()
+
+
+def test_every_shared_file_is_hashed_once_by_all_ranks_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, size = FrozenNet(), 4
+    for rank in range(size):
+        one = net.cached(tmp_path, shard=f"{rank}of{size}", shared=True)
+        one.begin_cut(2, mark=net.mark(2), universe=(UNIVERSE[0][rank::size], UNIVERSE[1][rank::size]))
+        one.sweep(everything=True)
+        one.close()
+    hashed: list[str] = []
+    compare = ActivationFile._compare
+    monkeypatch.setattr(ActivationFile, "_compare", lambda self: hashed.append(self.path.name) or compare(self))
+    ranks = [net.cached(tmp_path, shard=f"{rank}of{size}", shared=True) for rank in range(size)]
+    for rank, one in enumerate(ranks):
+        one.begin_cut(2, mark=net.mark(2), universe=(UNIVERSE[0][rank::size], UNIVERSE[1][rank::size]))
+    verified = [one.verify_share(rank, size) for rank, one in enumerate(ranks)]
+    assert [len(names) for names in verified] == [1] * size
+    for one in ranks:
+        one.accept({name: digest for names in verified for name, digest in names.items()})
+        check_epoch(one, net, batches_of(NUM_SAMPLES))
+    assert sorted(hashed) == sorted(path.name for path in tmp_path.glob("*.h5"))
+    late = net.cached(tmp_path, shard="0of4", shared=True)
+    late.begin_cut(2, mark=net.mark(2), universe=(UNIVERSE[0][::4], UNIVERSE[1][::4]))
+    late.accept({name: "another file's digest" for names in verified for name in names})
+    check_epoch(late, net, batches_of(NUM_SAMPLES))
+    assert len(hashed) == 2 * size, "what nobody has verified is verified by whoever reads it"
+    for one in [*ranks, late]:
+        one.close()
+
+
+def test_the_index_of_shared_files_grows_once_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(6):
+        write_file(tmp_path, num_rows=5, first=5 * rank, shard=f"{rank}of6")
+    grown: list[int] = []
+    extend = RowIndex.extend
+    monkeypatch.setattr(RowIndex, "extend", lambda self, more: grown.append(len(more)) or extend(self, more))
+    store = open_store(tmp_path, make_keys(1), shared=True)
+    assert grown == [6] and not store.missing(make_keys(30)).any()
 
 
 def test_training_may_change_what_it_gets_in_place(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_a_file_of_other_activations_is_not_looked_up_and_its_difference_is_told
     assert str(path) in line and "prefix" in line
 
 
+def test_only_files_of_the_same_split_and_cut_are_told_of_and_those_of_one_fingerprint_once(tmp_path: Path) -> None:
+    for rank in range(3):
+        write_file(tmp_path, first=40 * rank, shard=f"{rank}of3")
+    assert len(list(tmp_path.glob("*.h5"))) == 3
+    for other in ({"cut": 3}, {"split": "test"}):
+        assert refusals(tmp_path, make_mark(prefix="q" * 64, **other)) == []
+    assert len(refusals(tmp_path, make_mark(prefix="q" * 64))) == 1
+    assert refusals(tmp_path, make_mark()) == []
+
+
 def test_a_file_under_the_name_of_another_fingerprint_is_refused(tmp_path: Path) -> None:
     other = make_mark(cut=3)
     store = open_store(tmp_path, make_keys(40), mark=other)

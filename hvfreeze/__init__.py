@@ -20,6 +20,7 @@ _HOMES = {
     "PrefixActivations": "cache.activations",
     "Reducer": "ranks.reducer",
     "SoloWorld": "ranks.world",
+    "UsageError": "errors",
     "World": "ranks.world",
     "broadcast_model": "ranks.equal_models",
     "cut_into_blocks": "chain.blocks",
@@ -34,3 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hvfreeze' has no attribute '{name}'")
     return getattr(importlib.import_module(f"hvfreeze.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -39,6 +39,18 @@ def report(options: argparse.Namespace) -> int:
     return write_report(options.run_dirs, out=options.out)
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze runs` takes."""
+    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+
+
+def runs(options: argparse.Namespace) -> int:
+    """List the run directories in a folder."""
+    from hvfreeze.report.listing import list_runs
+
+    return list_runs(options.folder)
+
+
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze doctor` takes."""
     parser.add_argument("--hosts", metavar="HOST,...", help="check these hosts over ssh")
@@ -76,6 +88,7 @@ def cache(options: argparse.Namespace) -> int:
 
 COMMANDS = {
     "report": Command("figures and one HTML page from run directories", add_report, report),
+    "runs": Command("a table of the run directories in a folder", add_runs, runs),
     "doctor": Command("check this machine, or several hosts", add_doctor, doctor),
     "cache": Command("list, verify or remove cached activations", add_cache, cache),
 }

@@ -19,6 +19,7 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.report.comparison import Comparison, Group, compare, group_by_seed
 from hvfreeze.report.csv_files import epoch_rows, run_rows, to_csv, vote_rows
 from hvfreeze.report.figures import MOST_PANELS, plot_accuracy_against_time, plot_cuts, plot_phases
+from hvfreeze.report.listing import readable_runs
 from hvfreeze.report.page import Picture, Section, write_page, write_text
 from hvfreeze.report.style import NARROW, WIDE, save_figure
 from hvfreeze.report.tables import command_table, environment_table, phase_table, summary_table, vote_table
@@ -39,10 +40,12 @@ class Plot(Protocol):
 def write_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str]) -> int:
     """Write a report on any number of runs to the folder `out`, say where it is, and return exit code 0.
 
+    What is no run, is damaged or has no epoch yet is left out, with a note.
+
     Raises:
-        RefusedError: a run directory is missing, damaged or without an epoch, or `out` cannot be written; names it.
+        RefusedError: no run is left, or `out` cannot be written; names it.
     """
-    runs = load_runs(run_dirs)
+    runs = load_runs(readable_runs(run_dirs))
     path = write_report_page(runs, out=Path(out))
     print(f"report on {plural(len(runs), 'run')}: {path}")
     return 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvfreeze.config.tree import leaves
-from hvfreeze.report.comparison import WITHOUT_EFFECT, Comparison, Group, Spread, compare
+from hvfreeze.report.comparison import WITHOUT_EFFECT, Comparison, Group, Spread, compare, seeds
 from hvfreeze.report.units import factor, megabytes, number, percent, plural, seconds, shown
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
 
@@ -42,8 +42,9 @@ class Table:
 
 
 def group_label(group: Group) -> str:
-    """Return the group's name, with the number of seeds and whether it has ended."""
-    parts = [plural(len(group.runs), "seed")] if len(group.runs) > 1 else []
+    """Return the group's name, with the number of seeds, or of runs where some share one, and whether it has ended."""
+    different = len({seeds(run) for run in group.runs}) == len(group.runs)
+    parts = [plural(len(group.runs), "seed" if different else "run")] if len(group.runs) > 1 else []
     if not group.runs[0].finished:
         done = max(len(run.metrics) for run in group.runs)
         parts.append(f"not finished: {done} of {plural(group.runs[0].settings['epochs'], 'epoch')}")
@@ -209,6 +210,8 @@ def environment_facts(run: Run) -> dict[str, str]:
             facts.update({name: version or "not installed" for name, version in value.items()})
         elif key == "hosts":
             facts["hosts"] = ", ".join(f"{host} ({plural(n, 'rank')})" for host, n in Counter(value).items())
+        elif key == "resumed":
+            facts["resumed, not as before"] = "; ".join(what for time in value for what in time["changed"])
         else:
             facts["ranks" if key == "size" else key] = str(value)
     return facts

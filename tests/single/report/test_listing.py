@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hvfreeze.report.comparison import group_by_seed
+from hvfreeze.report.tables import group_label
+from hvfreeze.runs.lock import Lock
+from hvfreeze.runs.reading import load_run, load_runs
+from tests.program import call
+from tests.single.report.run_directories import write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A finished run, one that stopped, one without an epoch, one that is damaged, and what is no run."""
+    runs = tmp_path / "runs"
+    write_run(runs / "done", accuracies=[0.5, 0.75], freeze="linear")
+    write_run(runs / "stopped", accuracies=[0.5], epochs=4, finished=False)
+    begun = write_run(runs / "begun", accuracies=[0.5], finished=False)
+    (begun / "metrics.jsonl").write_text("")
+    write_run(runs / "torn", accuracies=[0.5])
+    (runs / "torn" / "summary.json").write_text('{"test_accuracy": 0.5, "best')
+    (runs / "empty").mkdir()
+    (runs / "notes.txt").write_text("mine")
+    return runs
+
+
+def test_runs_are_listed_with_how_far_they_are(folder: Path) -> None:
+    lock = Lock(folder / "begun")
+    outcome = call("runs", str(folder))
+    lock.release()
+    assert outcome.returncode == 0, str(outcome)
+    rows = {cells[0]: cells[1:] for cells in table(outcome.stdout)}
+    assert set(rows) == {"done", "stopped", "begun", "torn"}
+    assert rows["done"][:6] == ["finished", "resnet18", "digits", "2", "linear", "off"] and "75.0 %" in rows["done"]
+    assert rows["stopped"][0] == "stopped, 1 of 4 epochs" and "50.0 %" in rows["stopped"]
+    assert rows["begun"][0] == "running, no epoch yet"
+    assert rows["torn"][0].startswith("damaged: ") and "summary.json" in rows["torn"][0]
+    assert [cells[0] for cells in table(call("runs", str(folder / "done")).stdout)] == ["done"]
+
+
+def table(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()[2:]]
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    for place, said in ((tmp_path, "holds no run directory"), (tmp_path / "nowhere", "cannot be read: No such file")):
+        outcome = call("runs", str(place))
+        assert outcome.returncode == 3 and said in outcome.messages[0], str(outcome)
+
+
+def test_a_report_leaves_out_what_is_no_run_and_says_so(folder: Path, tmp_path: Path) -> None:
+    outcome = call("report", *sorted(map(str, folder.iterdir())), "--out", str(tmp_path / "out"))
+    assert outcome.returncode == 0 and "report on 2 runs" in outcome.stdout, str(outcome)
+    notes = [line for line in outcome.stderr.splitlines() if line.startswith("hvfreeze: note: left out: ")]
+    assert len(notes) == 4, str(outcome)
+    for name in ("begun", "empty", "notes.txt", "torn"):
+        assert any(str(folder / name) in note for note in notes), name
+    outcome = call("report", str(folder / "torn"), "--out", str(tmp_path / "out"))
+    assert outcome.returncode == 3 and "summary.json is damaged" in outcome.messages[0]
+
+
+NO_NUMBER = (
+    '{"epoch": 0, "step": "x", "cut": 0, "test_accuracy": 1, "train_seconds": 1, "seconds": {}, '
+    '"images_per_second": 1, "allreduce_bytes": 0}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", NO_NUMBER),
+        ("environment.json", '{"size": []}'),
+        ("summary.json", "[" * 100_000),
+        ("config.yaml", "a: &a [x]\nb: *a\n"),
+    ],
+)
+def test_a_run_with_values_of_another_kind_is_damaged(tmp_path: Path, name: str, text: str) -> None:
+    run = write_run(tmp_path / "run", accuracies=[0.5])
+    (run / name).write_text(text)
+    outcome = call("report", str(run), "--out", str(tmp_path / "out"))
+    assert outcome.returncode == 3 and "damaged" in outcome.messages[0] and str(run) in outcome.messages[0], str(
+        outcome
+    )
+
+
+def test_repeats_of_one_seed_are_called_runs_and_not_seeds(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "full-a", accuracies=[0.5], seed=1)
+    shutil.copytree(first, tmp_path / "full-b")
+    other = write_run(tmp_path / "full-c", accuracies=[0.5], seed=2)
+    (repeated,) = group_by_seed(load_runs([first, tmp_path / "full-b"]))
+    assert group_label(repeated).endswith("(2 runs)")
+    (seeded,) = group_by_seed(load_runs([first, other]))
+    assert group_label(seeded).endswith("(2 seeds)")
+    assert load_run(first).finished

@@ -127,6 +127,12 @@ def deal(splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, re
     notes = list(splits.notes)
     if data.validation_fraction > 0:
         notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
+    dropped = len(ids) - plan.steps_per_epoch * batch_size * replicas
+    if dropped > 0:
+        notes.append(
+            f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
+            f"{plan.steps_per_epoch} whole batches of {batch_size} are made of every shard"
+        )
     return Corpus(train, evaluated, evaluated_ids, plan, notes)
 
 

@@ -111,7 +111,8 @@ def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
                 f"{root / 'train'} and {listing.root} must hold the same classes; {odd[0]} is in one only"
             )
     if "test" in listings:
-        return listings, []
+        unused = [f"{root / 'val'} is not used: accuracy is on {root / 'test'}"] if "val" in listings else []
+        return listings, unused
     return {"train": listings["train"], "test": listings["val"]}, [f"{root / 'val'} serves as the test set"]
 
 

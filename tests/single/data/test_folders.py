@@ -97,3 +97,12 @@ def test_val_and_test_without_train_are_not_taken_for_classes(tmp_path: Path) ->
         write_image(tmp_path / name / "1.png")
     with pytest.raises(RefusedError, match=r"holds val and test alone; it must hold train/"):
         find_splits(tmp_path)
+
+
+def test_a_val_folder_beside_test_is_not_used_and_that_is_said(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        write_image(tmp_path / name / "1.png")
+    assert find_splits(tmp_path)[1] == [f"{tmp_path / 'val'} serves as the test set"]
+    for name in ("test/a", "test/b"):
+        write_image(tmp_path / name / "1.png")
+    assert find_splits(tmp_path)[1] == [f"{tmp_path / 'val'} is not used: accuracy is on {tmp_path / 'test'}"]

@@ -22,6 +22,8 @@ from hvfreeze.runs.record import Record
 
 PER_RANK = ("run_dir", "json", "quiet", "data_dir", "cache_dir")
 """Leaves that may differ between ranks: rank 0's counts, or every machine has its own path."""
+PATIENCE_SECONDS = 12.0
+"""How long a resumption waits for the job before it to be gone: ranks outlive a launcher that was killed by 8 s."""
 
 
 def directory_name(*words: str) -> str:
@@ -51,7 +53,7 @@ def check_directory(directory: Path, settings: Settings, environment: Mapping[st
             return []
         check_owners(directory)
         check_writable(directory)
-        check_unlocked(directory)
+        check_unlocked(directory, patience_seconds=PATIENCE_SECONDS if settings["run"]["resume"] else 0.0)
         return changed_settings(directory, settings, environment)
     except OSError as error:
         raise unusable(directory, f"cannot be written: {reason_of(error)}") from error

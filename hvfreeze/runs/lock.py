@@ -6,12 +6,14 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 from hvfreeze.errors import UsageError
 from hvfreeze.runs.publishing import open_own
 
 NAME = ".lock"
+PAUSE_SECONDS = 0.2
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems say that know no locks, such as Lustre mounted without them."""
 
@@ -48,20 +50,36 @@ class Lock:
             self._descriptor = -1
 
 
-def check_unlocked(directory: Path) -> None:
-    """Refuse a directory that another job is using; nothing is changed.
+def check_unlocked(directory: Path, *, patience_seconds: float = 0.0) -> None:
+    """Refuse a directory that another job is using, still after some patience; nothing is changed.
 
     Raises:
         UsageError: another process has locked it.
     """
     path = directory / NAME
     if not path.exists():
-        return
+        return None
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return try_lock(path)
+        except UsageError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(PAUSE_SECONDS)
+
+
+def try_lock(path: Path) -> None:
+    """Refuse a lock's file that another process has locked.
+
+    Raises:
+        UsageError: it is so.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise in_use(directory, holder_in(descriptor)) from None
+        raise in_use(path.parent, holder_in(descriptor)) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

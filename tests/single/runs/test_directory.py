@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,19 @@ def open_record_of(directory: Path, given: Any, environment: Any) -> None:
     open_record(directory, given, environment=environment)
 
 
-def test_a_record_that_is_closed_lets_others_in(tmp_path: Path) -> None:
+def test_a_resumption_waits_until_the_job_before_it_is_gone(tmp_path: Path) -> None:
+    start(tmp_path).close()
+    job = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert job.stdout is not None and job.stdout.readline() == b"held\n"
+    with pytest.raises(UsageError, match="is in use by"):
+        check_directory(tmp_path, settings(), ENVIRONMENT)
+    threading.Timer(0.5, job.kill).start()
+    assert check_directory(tmp_path, settings(resume=True), ENVIRONMENT) == []
+    job.communicate()
+
+
+def test_a_record_that_is_closed_lets_others_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
     first = start(tmp_path)
     with pytest.raises(UsageError, match="is in use by process"):
         start(tmp_path, resume=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hvfreeze.runs.lock import Lock
 from tests.program import ROOT, Outcome, call, contents
 
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "40", "--batch-size", "16", "--validation-fraction", "0.2"]
@@ -91,6 +92,17 @@ def test_a_bomb_in_place_of_the_configuration_is_refused(run_dir: Path, config: 
     (run_dir / "config.yaml").write_text(config)
     outcome = train(run_dir, "--resume")
     assert outcome.returncode == 3 and "config.yaml is damaged" in outcome.messages[0], str(outcome)
+
+
+def test_a_job_does_not_enter_a_directory_in_which_another_is_at_work(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = Lock(tmp_path / "run")
+    before = contents(tmp_path)
+    outcome = train(tmp_path / "run")
+    lock.release()
+    assert outcome.returncode == 2 and "is in use by process" in outcome.messages[0], str(outcome)
+    assert contents(tmp_path) == before
+    assert train(tmp_path / "run", "--quiet").returncode == 0
 
 
 def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:

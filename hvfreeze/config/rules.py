@@ -104,3 +104,17 @@ def parse_cadence(flag: str, text: str) -> tuple[int, str]:
     rule(found is not None, flag, text, "auto, a number of epochs, or of steps with the suffix s")
     assert found is not None
     return int(found.group(1)), "steps" if found.group(2) else "epochs"
+
+
+def parse_compression(text: str) -> tuple[str, int]:
+    """Return the kind of a --compression value (none, fp16 or powersgd), and powersgd's rank, 0 for the others.
+
+    Raises:
+        UsageError: it is neither `none`, `fp16` nor `powersgd:R` with R from 1 to 256.
+    """
+    if text in ("none", "fp16"):
+        return text, 0
+    found = re.fullmatch(r"powersgd:([1-9][0-9]{0,2})", text)
+    rank = int(found.group(1)) if found else 0
+    rule(1 <= rank <= 256, "compression", text, "none, fp16, or powersgd:R with R in 1..256, such as powersgd:4")
+    return "powersgd", rank

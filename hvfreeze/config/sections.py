@@ -14,6 +14,7 @@ from hvfreeze.config.rules import (
     one_of,
     parse_bytes,
     parse_cadence,
+    parse_compression,
     parse_dirichlet,
     parse_views,
     rule,
@@ -89,7 +90,7 @@ class OptimizerConfig:
     weight_decay: float = setting(1e-4, "WD", "SGD weight decay")
     schedule: str = setting("constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine")
     lr_warmup: int = setting(0, "STEPS", "steps over which the learning rate rises linearly to --lr")
-    compression: str = setting("none", "HOW", "of gradients on the wire: none or fp16")
+    compression: str = setting("none", "HOW", "of gradients on the wire: none, fp16 or powersgd:R")
     precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class OptimizerConfig:
         rule(decay_ok, "weight-decay", self.weight_decay, "0 or a positive number")
         one_of("schedule", self.schedule, ("constant", "step", "cosine"))
         rule(self.lr_warmup >= 0, "lr-warmup", self.lr_warmup, "0 or more steps")
-        one_of("compression", self.compression, ("none", "fp16"))
+        parse_compression(self.compression)
         one_of("precision", self.precision, ("float32", "bfloat16"))
 
 

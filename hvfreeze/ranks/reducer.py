@@ -12,14 +12,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.rules import parse_compression
 from hvfreeze.errors import DivergedError, UsageError
 from hvfreeze.ranks.exchange.buckets import Bucket, check_types, lay_out
 from hvfreeze.ranks.exchange.halves import HalfCopy
+from hvfreeze.ranks.exchange.low_rank import LowRank, fits
 from hvfreeze.ranks.machine.mpi_environment import TCP_MESSAGE_BYTES
 from hvfreeze.ranks.world import World
 
@@ -27,7 +30,8 @@ BUCKET_BYTES = 4 * 2**20
 # Two ranks exchange a piece in halves, and MPI adds a header to a message.
 PIECE_BYTES = 2 * (TCP_MESSAGE_BYTES - 2**10)
 """A larger bucket, which holds one parameter, travels in pieces whose messages are sent without asking."""
-HASH_BITS = 24
+UNCOMPRESSED_STEPS = 10
+"""Before PowerSGD begins: the first gradients are large, and turn from step to step."""
 
 Observer = Callable[[int, Tensor], None]
 
@@ -50,7 +54,9 @@ class Reducer:
 
     world: World
     compression: str = "none"
-    """none, or fp16: half the bytes, 11 bits of each value; see `hvfreeze.ranks.exchange`."""
+    """none; fp16: half the bytes, 11 bits of each value; powersgd:R: matrices of rank R. See `ranks.exchange`."""
+    uncompressed_steps: int = field(default_factory=lambda: UNCOMPRESSED_STEPS)
+    """Steps before powersgd begins."""
     backward_passes_per_step: int = 1
     """Backward passes between `begin` and `finish`; their gradients are added up, as PyTorch does, and sent once."""
     bucket_bytes: int = BUCKET_BYTES
@@ -61,10 +67,13 @@ class Reducer:
     observer: Observer | None = None
     """Called with (index among the carried parameters, this rank's own gradient) before it is averaged."""
     _named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-    _buckets: list[Bucket] = field(default_factory=list)
+    _parcels: list[Bucket | LowRank] = field(default_factory=list)
+    """What travels, in this order."""
+    _low_rank: LowRank | None = None
     _hooks: list[Any] = field(default_factory=list)
-    _place: list[tuple[Bucket, int]] = field(default_factory=list)
+    _place: list[tuple[Bucket | LowRank, int]] = field(default_factory=list)
     _next: int = 0
+    _steps: int = 0
     _passes: int = 0
     """Backward passes that a parameter must see; 0 between `finish` and `begin`."""
     _seen: list[int] = field(default_factory=list)
@@ -77,9 +86,10 @@ class Reducer:
         """Exchange the gradients of exactly these parameters from now on.
 
         Raises:
-            UsageError: a parameter is neither float32 nor float64.
+            UsageError: a parameter is neither float32 nor float64, or the compression is unknown.
         """
         check_types(named_parameters)
+        parse_compression(self.compression)
         for hook in self._hooks:
             hook.remove()
         for _, parameter in self._named:
@@ -103,11 +113,16 @@ class Reducer:
             nonfinite: this rank's loss is NaN or infinite.
             leave: this rank was asked to leave after this step.
             passes: backward passes of this step, where they are not `backward_passes_per_step`.
+
+        Raises:
+            UsageError: ranks compute different bits, and powersgd needs that they do not; on all ranks.
         """
         for _, parameter in self._named:
             parameter.grad = None
-        for bucket in self._buckets:
-            bucket.begin(size=self.world.size)
+        if self._steps == self.uncompressed_steps and self.compression.startswith("powersgd"):
+            self._lay_out()
+        for parcel in self._parcels:
+            parcel.begin()
         self._next = 0
         self._passes = self.backward_passes_per_step if passes is None else passes
         self._seen = [0] * len(self._named)
@@ -134,40 +149,52 @@ class Reducer:
                 "ranks disagree on which parameters are frozen; freeze and thaw through the Freezer, on all ranks"
             )
         self._complete_absent()
-        self._start_full_buckets()
-        for bucket in self._buckets:
-            self.payload_bytes += bucket.finish(self._send, self.world.wait)
+        self._start_full_parcels()
+        for parcel in self._parcels:
+            self.payload_bytes += parcel.finish(self._send, self.world.wait)
         self._passes = 0
+        self._steps += 1
         return Signals(nonfinite=nonfinite, leave=leave)
 
     def gradients_are_finite(self) -> bool:
         """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
-        flats = [bucket.flat for bucket in self._buckets]
+        flats = [parcel.flat for parcel in self._parcels]
         tensors = flats or [p.grad for _, p in self._named if p.grad is not None]
         # A sum costs one pass and is not finite when an entry is not.
         return bool(torch.isfinite(torch.stack([tensor.sum() for tensor in tensors]).sum())) if tensors else True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step's exchange depends on besides the gradients; equal on all ranks."""
-        return {"exponents": dict(self._exponents)}
+        """Return what this rank's next exchange depends on besides its gradients; with powersgd as large as those."""
+        low_rank = {} if self._low_rank is None else self._low_rank.state_dict()
+        return {"steps": self._steps, "exponents": dict(self._exponents), "low_rank": low_rank}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned; call it when the same parameters are carried."""
+        self._steps = state["steps"]
         self._exponents.clear()
         self._exponents.update(state["exponents"])
+        self._low_rank = None
+        self._lay_out()
+        if self._low_rank is not None:
+            self._low_rank.load_state_dict(state["low_rank"])
 
     def _lay_out(self) -> None:
-        self._buckets, self._place = [], []
-        if self.world.size > 1:
-            slots = range(len(self._named))
-            self._buckets = lay_out(self._named, slots, bucket_bytes=self.bucket_bytes, half=self._half_copy)
-            places = {slot: (bucket, i) for bucket in self._buckets for i, slot in enumerate(bucket.slots)}
-            self._place = [places[slot] for slot in slots]
-
-    def _half_copy(self, flat: Tensor, names: list[str]) -> HalfCopy | None:
-        if self.compression != "fp16":
-            return None
-        return HalfCopy(flat.numel(), names, rank=self.world.rank, size=self.world.size, exponents=self._exponents)
+        self._parcels, self._place = [], []
+        if self.world.size == 1:
+            return
+        kind, rank = parse_compression(self.compression)
+        size, slots = self.world.size, range(len(self._named))
+        compresses = kind == "powersgd" and self._steps >= self.uncompressed_steps
+        thin = [slot for slot in slots if compresses and fits(self._named[slot][1], rank=rank)]
+        whole = [slot for slot in slots if slot not in set(thin)]
+        half = partial(HalfCopy, rank=self.world.rank, size=size, exponents=self._exponents) if kind == "fp16" else None
+        self._parcels += lay_out(self._named, whole, size=size, bucket_bytes=self.bucket_bytes, half=half)
+        named, before, self._low_rank = [self._named[slot] for slot in thin], self._low_rank, None
+        if thin:
+            self._low_rank = LowRank(named, thin, world=self.world, rank=rank, before=before)
+            self._parcels.append(self._low_rank)
+        places = {slot: (parcel, i) for parcel in self._parcels for i, slot in enumerate(parcel.slots)}
+        self._place = [places[slot] for slot in slots]
 
     def _ready_hook(self, slot: int) -> Callable[[nn.Parameter], None]:
         def ready(parameter: nn.Parameter) -> None:
@@ -179,7 +206,7 @@ class Reducer:
             self._seen[slot] += 1
             if self._seen[slot] == self._passes:
                 self._complete(slot, parameter)
-                self._start_full_buckets()
+                self._start_full_parcels()
 
         return ready
 
@@ -190,10 +217,8 @@ class Reducer:
         if self.observer is not None:
             self.observer(slot, gradient)
         if self._place:
-            bucket, i = self._place[slot]
-            torch.mul(gradient, bucket.scale, out=bucket.views[i])
-            parameter.grad = bucket.views[i]
-            bucket.missing -= 1
+            parcel, i = self._place[slot]
+            parameter.grad = parcel.lay_down(i, gradient)
 
     def _complete_absent(self) -> None:
         """Let a parameter that took no part in this rank's loss, or in some passes only, count with what it has."""
@@ -204,16 +229,15 @@ class Reducer:
             if 0 < self._seen[slot] < self._passes:
                 self._complete(slot, parameter)
             elif self._seen[slot] == 0 and self._place:
-                bucket, i = self._place[slot]
-                parameter.grad = bucket.views[i].zero_()
-                bucket.missing -= 1
+                parcel, i = self._place[slot]
+                parameter.grad = parcel.lay_down(i, None)
 
-    def _start_full_buckets(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            bucket = self._buckets[self._next]
-            bucket.start(self._send)
-            self.payload_bytes += bucket.payload_bytes
-            self.other_bytes += 0 if bucket.half is None else bucket.half.tail_bytes
+    def _start_full_parcels(self) -> None:
+        while self._next < len(self._parcels) and self._parcels[self._next].missing == 0:
+            parcel = self._parcels[self._next]
+            parcel.start(self._send)
+            self.payload_bytes += parcel.payload_bytes
+            self.other_bytes += parcel.tail_bytes
             self._next += 1
 
     def _send(self, wire: Tensor, name: str) -> list[Any]:
@@ -223,5 +247,4 @@ class Reducer:
 
 def hash_of_names(names: Sequence[str]) -> int:
     """Return a non-negative number below 2^24 that depends on the names and their order."""
-    digest = hashlib.sha256("\n".join(names).encode()).digest()
-    return int.from_bytes(digest[: HASH_BITS // 8], "big")
+    return int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:3], "big")

@@ -205,8 +205,8 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     halves = Halves(materials.chain, config.optimizer.precision)
     training, evaluation = open_both_features(materials, config, freezer, halves)
     advice = "lower --lr or add --lr-warmup"
-    if config.optimizer.compression == "fp16":
-        advice += ", or train without --compression fp16"
+    if config.optimizer.compression != "none":
+        advice += f", or train without --compression {config.optimizer.compression}"
     return Replicas(freezer, halves, training, evaluation, clock=materials.clock, advice=advice)
 
 

@@ -28,21 +28,37 @@ class Bucket:
     views: list[Tensor]
     """Each slot's part of `flat`, with its parameter's shape and strides."""
     half: HalfCopy | None
+    size: int
+    """How many ranks the sum is over."""
     scale: float = 1.0
     """What a gradient is multiplied by on its way into `flat`."""
     missing: int = 0
     handles: list[Any] = field(default_factory=list)
 
-    def begin(self, *, size: int) -> None:
+    def begin(self) -> None:
         """Wait for all slots again."""
         self.missing, self.handles = len(self.slots), []
         # Before a sum of large halves could overflow; on the way, where it costs nothing.
-        self.scale = 1 / size if self.half is None else self.half.next_scale() / size
+        self.scale = 1 / self.size if self.half is None else self.half.next_scale() / self.size
+
+    def lay_down(self, place: int, gradient: Tensor | None) -> Tensor:
+        """Take this rank's gradient of the slot at `place`, None for zero; return where the average will be."""
+        if gradient is None:
+            self.views[place].zero_()
+        else:
+            torch.mul(gradient, self.scale, out=self.views[place])
+        self.missing -= 1
+        return self.views[place]
 
     @property
     def payload_bytes(self) -> int:
         """Gradient bytes that a rank hands over in a step."""
         return self.flat.nbytes if self.half is None else self.half.values.nbytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """What a rank hands over beside them."""
+        return 0 if self.half is None else self.half.tail_bytes
 
     def start(self, send: Send) -> None:
         """Start on the way what all slots have filled."""
@@ -68,8 +84,9 @@ def lay_out(
     named: Sequence[tuple[str, nn.Parameter]],
     slots: Sequence[int],
     *,
+    size: int,
     bucket_bytes: int,
-    half: Callable[[Tensor, list[str]], HalfCopy | None],
+    half: Callable[[int, list[str]], HalfCopy] | None,
 ) -> list[Bucket]:
     """Return buckets of about `bucket_bytes` for the parameters at `slots`, the last first.
 
@@ -93,8 +110,8 @@ def lay_out(
             # The parameter's own strides: a channels_last weight keeps its format in the flat buffer.
             views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
             offset += parameter.numel()
-        copy = half(flat, [named[slot][0] for slot in group])
-        buckets.append(Bucket(f"gradients.{number}", group, flat, views, copy))
+        copy = half(flat.numel(), [named[slot][0] for slot in group]) if half else None
+        buckets.append(Bucket(f"gradients.{number}", group, flat, views, copy, size))
     return buckets
 
 

@@ -171,7 +171,7 @@ def check_unequal_frozen_sets_are_refused_by_all(world: World) -> None:
             refused = False
         except DivergedError:
             refused = True
-        for bucket in reducer._buckets:
+        for bucket in reducer._parcels:
             try:
                 for handle in bucket.handles:
                     world.wait(handle)

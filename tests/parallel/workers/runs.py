@@ -14,6 +14,7 @@ from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
+from hvfreeze.ranks import reducer
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
@@ -125,7 +126,9 @@ def main() -> None:
     world, root = open_world(), Path(sys.argv[1])
     end_job_on_exception(world)
     voted = check_resume(world, root, "voted", **VOTED, signal="local", checkpoint_every="0", augment="views:2")
-    scheduled = check_resume(world, root, "scheduled", **SCHEDULED, checkpoint_every="3s", precision="bfloat16")
+    reducer.UNCOMPRESSED_STEPS = 3
+    thin = {"precision": "bfloat16", "compression": "powersgd:2"}
+    scheduled = check_resume(world, root, "scheduled", **SCHEDULED, checkpoint_every="3s", **thin)
     if world.size == 1:
         check_plain_pytorch(world, root)
     report(world.rank, voted=voted, scheduled=scheduled)

@@ -19,9 +19,8 @@ from hvfreeze.cache.file.disk import Budget, Disk
 from hvfreeze.cache.file.names import Present, find_present
 from hvfreeze.cache.file.rows import Keys, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.store.index import contains
 from hvfreeze.cache.store.levels import Level, Levels
-from hvfreeze.cache.store.prefetch import Prefetcher, Request
+from hvfreeze.cache.store.prefetch import Prefetcher, Request, requests_for
 from hvfreeze.cache.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ class PrefixActivations:
         """
         if self._levels.waiting:
             self.refresh()
-        self._prefetcher.announce(self._requests(batches))
+        self._prefetcher.announce(requests_for(batches, pad=self._prefix.pad))
 
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
         """Tell whether `get` will need no images for this batch."""
@@ -220,13 +219,13 @@ class PrefixActivations:
         verified: dict[str, str] = {}
         if self._levels.current is not None:
             with self._guard():
-                verified = self._levels.current.store.verify_share(rank, size)
+                verified = self._levels.current.store.published.verify_share(rank, size)
         return verified
 
     def accept(self, verified: Mapping[str, str]) -> None:
-        """Take files for verified that other ranks have, see `Store.accept`."""
+        """Take files for verified that other ranks have, see `Published.accept`."""
         if self._levels.current is not None:
-            self._levels.current.store.accept(verified)
+            self._levels.current.store.published.accept(verified)
 
     def refresh(self) -> None:
         """Take in rows that other processes have published."""
@@ -262,32 +261,20 @@ class PrefixActivations:
     def _compare_files(self) -> None:
         """Compute a few rows of every file that has come into use, and refuse a file that holds others."""
         store = self._levels.current.store if self._levels.current else None
-        while store is not None and len(keys := store.to_compare()):
+        while store is not None and len(keys := store.published.to_compare()):
             self.counters.comparisons += 1
             images = self._load_images(*unpack_keys(self._prefix.pad(keys)))
-            store.compare(self._prefix.run(images, 0, self._levels.stops(0)), steady=self._steady)
+            store.published.compare(self._prefix.run(images, 0, self._levels.stops(0)), steady=self._steady)
 
     def _missing_worth_a_sweep(self, *, everything: bool) -> Keys:
         batches = [request.keys for request in self._prefetcher.upcoming]
         store = self._levels.current.store if self._levels.current else None
-        if store is None or store.complete or store.waiting or not (everything or batches):
+        if store is None:
             return np.empty(0, np.int64)
-        wanted = store.universe if everything else np.unique(np.concatenate(batches))
-        missing: Keys = wanted[store.missing(wanted) & contains(store.universe, wanted)]
-        sweeps = -(-len(missing) // self._prefix.batch_rows)
-        forwards = sum(bool(store.missing(batch).any()) for batch in batches)
-        return missing if everything or sweeps < forwards else missing[:0]
+        return store.worth_a_sweep(batches, batch_rows=self._prefix.batch_rows, everything=everything)
 
     def _request(self, sample_ids: Keys, views: Keys) -> Request:
-        return self._requests([(sample_ids, views)])[0]
-
-    def _requests(self, batches: Sequence[Pairs]) -> list[Request]:
-        """Return requests with their keys packed at once, which is several times faster than one by one."""
-        if not batches:
-            return []
-        keys = pack_keys(*(np.concatenate(column) for column in zip(*batches, strict=True)))
-        each = np.split(keys, np.cumsum([len(ids) for ids, _ in batches])[:-1])
-        return [Request(*batch, self._prefix.pad(own)) for batch, own in zip(batches, each, strict=True)]
+        return requests_for([(sample_ids, views)], pad=self._prefix.pad)[0]
 
     def _read(self, request: Request) -> tuple[Level, Tensor] | None:
         start = time.perf_counter()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from hvfreeze.cache.file.rows import Keys
+from hvfreeze.cache.file.rows import Keys, pack_keys
 from hvfreeze.cache.store.levels import Level, Levels
 from hvfreeze.cache.store.parts import Place
 
@@ -35,6 +35,15 @@ class Request:
         """Tell whether this is the request for that batch."""
         same = self.sample_ids is sample_ids and self.views is views
         return same or (np.array_equal(self.sample_ids, sample_ids) and np.array_equal(self.views, views))
+
+
+def requests_for(batches: Sequence[tuple[Keys, Keys]], *, pad: Callable[[Keys], Keys]) -> list[Request]:
+    """Return requests for (sample ids, views), keys packed at once, which is several times faster than one by one."""
+    if not batches:
+        return []
+    keys = pack_keys(*(np.concatenate(column) for column in zip(*batches, strict=True)))
+    each = np.split(keys, np.cumsum([len(ids) for ids, _ in batches])[:-1])
+    return [Request(*batch, pad(own)) for batch, own in zip(batches, each, strict=True)]
 
 
 class Prefetcher:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from hvfreeze.cache.faults import CacheBusy, CacheFault
 from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk, prepare_directory
 from hvfreeze.cache.file.lock import FileLock
 from hvfreeze.cache.file.manifest import Manifest
-from hvfreeze.cache.file.names import LOCK_SUFFIX, files_of, path_of, shard_of
+from hvfreeze.cache.file.names import LOCK_SUFFIX, path_of
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.file.rows import Keys, RowFormat
 from hvfreeze.cache.file.writer import FileWriter
@@ -25,7 +24,7 @@ from hvfreeze.cache.fingerprint import Fingerprint, fingerprint
 from hvfreeze.cache.store.background import BackgroundWriter
 from hvfreeze.cache.store.index import MISSING, Mask, RowIndex, contains
 from hvfreeze.cache.store.parts import Part, Place
-from hvfreeze.cache.store.proof import Sample, Unproven
+from hvfreeze.cache.store.published import Published
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +81,10 @@ class Store:
         self._num_missing = len(self.universe)
         self._parts: tuple[Part, ...] = ()
         self._writer: BackgroundWriter | None = None
-        self._unproven = Unproven(batch_rows=batch_rows)
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="cache-verifier")
         prepare_directory(directory, private=private)
+        self.published = Published(
+            directory, mark, first=self.path, batch_rows=batch_rows, late=shared, private=private, disk=self._disk
+        )
         self.refresh()
 
     @property
@@ -110,6 +110,22 @@ class Store:
     def missing(self, keys: Keys) -> Mask:
         """Tell for each of `keys` (rows,) whether its row is not there."""
         return self._index.missing(keys)
+
+    def worth_a_sweep(self, batches: Sequence[Keys], *, batch_rows: int, everything: bool) -> Keys:
+        """Return the missing keys of `batches` if computing them first takes fewer forwards than the batches do.
+
+        Args:
+            batches: what will be asked for.
+            batch_rows: rows of a forward.
+            everything: the whole universe instead, whatever it takes.
+        """
+        if self.complete or self.waiting or not (everything or batches):
+            return np.empty(0, np.int64)
+        wanted = self.universe if everything else np.unique(np.concatenate(batches))
+        missing: Keys = wanted[self.missing(wanted) & contains(self.universe, wanted)]
+        sweeps = -(-len(missing) // batch_rows)
+        forwards = sum(bool(self.missing(batch).any()) for batch in batches)
+        return missing if everything or sweeps < forwards else missing[:0]
 
     def read(self, keys: Keys) -> Tensor | None:
         """Return the activations (rows, ...) of `keys` with the strides of a forward, or None when a row is missing.
@@ -177,52 +193,17 @@ class Store:
     def refresh(self) -> None:
         """Take in files published since; other ranks' only where rows are missing, or all of them if shared."""
         self.waiting = False
-        paths = sorted(files_of(self.directory, self.mark), key=lambda path: path != self.path)
         if self.shared:
-            files = [file for path in paths if (file := self._open_new(path))]
+            files = list(self.published.new(self._parts))
             # Once for all files: their number times all keys would be too much.
             self._index.extend([file.keys for file in files])
             for file in files:
                 self._adopt(file)
-            return
-        for path in paths:
-            if not self.complete and (file := self._open_new(path)):
+        elif not self.complete:
+            for file in self.published.new(self._parts):
                 self._adopt(file)
-
-    def to_compare(self) -> Keys:
-        """Return keys, at most a batch, of rows that must be computed for `compare` before files are used; or none."""
-        return self._unproven.keys()
-
-    def compare(self, batch: Tensor, *, steady: bool) -> None:
-        """Compare the rows of `to_compare` with `batch`, (batch_rows, ...), as computed for them.
-
-        Args:
-            batch: rounded as it would be for `append`; rows beyond those asked for are padding.
-            steady: a row's bits do not depend on its place in a batch, so that an exact file must have them.
-
-        Raises:
-            CacheFault: a file holds other rows than its fingerprint says.
-        """
-        self._unproven.compare(batch, steady=steady)
-
-    def verify_share(self, rank: int, size: int) -> dict[str, str]:
-        """Verify this rank's share of the files in use; return their names with the digests that `accept` asks for.
-
-        Raises:
-            CacheFault: one of them is damaged.
-        """
-        mine = [file for file in self._files() if shard_of(file.path) % size == rank]
-        for file in mine:
-            file.verify()
-        return {file.path.name: file.digest for file in mine}
-
-    def accept(self, verified: Mapping[str, str]) -> None:
-        """Take files for verified that `verify_share` of other ranks has returned; others are when first read."""
-        for file in self._files():
-            file.accept(verified.get(file.path.name, ""))
-
-    def _files(self) -> list[ActivationFile]:
-        return [part for part in self._parts if isinstance(part, ActivationFile)]
+                if self.complete:
+                    return
 
     def publish(self) -> None:
         """Publish the rows added so far, even if more are to come; return when they are safe.
@@ -236,7 +217,7 @@ class Store:
 
     def close(self) -> None:
         """Publish what was added and stop; raise as `publish` does."""
-        self._verifier.shutdown(wait=True, cancel_futures=True)
+        self.published.stop(wait=True)
         self.publish()
 
     def delete(self) -> None:
@@ -249,7 +230,7 @@ class Store:
 
     def discard(self) -> None:
         """Stop and remove what is not published yet; whatever is wrong with it no longer matters."""
-        self._verifier.shutdown(wait=False, cancel_futures=True)
+        self.published.stop(wait=False)
         if self._writer is not None:
             writer, self._writer = self._writer, None
             with contextlib.suppress(CacheFault):
@@ -270,30 +251,12 @@ class Store:
             logger.info("cache file %s not used: its rows are laid out in another way", file.path)
             return
         self.row = self.row or file.manifest.row
-        if self.shared:
-            file.verify_when_read()
-        else:
-            file.verify_in(self._verifier)
+        own = wanted[contains(self.universe, file.keys[wanted])]
+        self.published.use(file, file.keys[own], own)
         # In this order: a reader in another thread may look the part up as soon as its rows are placed.
         self._parts = (*self._parts, file)
         self._index.place(file.keys[wanted], part=len(self._parts) - 1, rows=wanted)
-        own = wanted[contains(self.universe, file.keys[wanted])]
         self._num_missing -= len(own)
-        exact = self.mark.is_exact(file.manifest.fingerprint)
-        self._unproven.add(Sample(file, file.keys[own], own, exact))
-
-    def _open_new(self, path: Path) -> ActivationFile | None:
-        """Return the file at `path`; None when it is in use here already."""
-        return None if any(part.is_at(path) for part in self._parts) else self._open(path)
-
-    def _open(self, path: Path) -> ActivationFile | None:
-        """Return the file at `path`; None when its owner has removed it since the directory was listed."""
-        try:
-            return ActivationFile(path, expected=self.mark, disk=self._disk, private=self._private)
-        except CacheFault:
-            if path.exists():
-                raise
-            return None
 
     def _start_writer(self, row: RowFormat) -> None:
         """Begin the file for what is missing, unless another job is doing so or has published all of it meanwhile.
@@ -313,7 +276,7 @@ class Store:
             if self.complete:
                 lock.release()
             else:
-                self._begin_generation(row, lock, own=self._open(self.path))
+                self._begin_generation(row, lock, own=self.published.open(self.path))
         except BaseException:
             lock.release()
             raise

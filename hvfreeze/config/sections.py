@@ -156,7 +156,9 @@ class CacheConfig:
     cache_dtype: str = setting("native", "TYPE", "native (exact), float16 or bfloat16")
     cache_limit: str = setting("none", "SIZE", "disk space over all ranks, as in 20G; default: none")
     cache_shared: bool = setting(
-        False, "", "ranks may read each other's files: the directory is on a shared file system"
+        False,
+        "",
+        "ranks may read each other's files on a shared file system; files of other users and groups are trusted",
     )
     cache_failure: str = setting(
         "recompute", "HOW", "on a full disk or a damaged file: recompute (go on without it) or stop"

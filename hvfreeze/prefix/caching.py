@@ -20,7 +20,7 @@ from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.draws import Ids
-from hvfreeze.prefix.measuring import Misses, Outlook
+from hvfreeze.prefix.measuring import Misses, Outlook, Savings
 from hvfreeze.prefix.planning import Planner
 from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.ranks.agreement import together
@@ -66,17 +66,13 @@ class Caching:
     shuffled_globally: bool
     activations: PrefixActivations
     planner: Planner
-    misses: Misses
+    savings: Savings
     say: Callable[[str], None]
     predicted: float = 0.0
-    saved: float = 0.0
     _cut: int = 0
     _mark: Fingerprint | None = None
     _declined: bool = False
     _told: set[str] = field(default_factory=set)
-    _read_before: int = 0
-    _counted: dict[int, int] = field(default_factory=dict)
-    _seconds_at: dict[int, float] = field(default_factory=dict)
 
     def move(self, cuts: Sequence[int]) -> None:
         """Follow the cut to the last of `cuts`; rows of the cut before serve until there are new ones.
@@ -174,7 +170,7 @@ class Caching:
             "rows_written": counters.rows_written,
             "rows_read": counters.rows_read + sum(counters.rows_advanced.values()),
         }
-        saved = self.saved - counters.read_seconds - counters.write_seconds
+        saved = self.savings.seconds - counters.read_seconds - counters.write_seconds
         exact = self.planner.exact and self.activations.exact
         everyone = self.world.allgather_object((mine, exact, saved), name="cache.report")
         return {
@@ -187,15 +183,7 @@ class Caching:
 
     def _settle(self) -> None:
         """Count what the rows read since the last call would have cost to compute."""
-        counters = self.activations.counters
-        self._seconds_at[self._cut] = self.misses.seconds_per_batch()
-        rows_by_cut = dict(counters.rows_advanced)
-        rows_by_cut[self._cut] = rows_by_cut.get(self._cut, 0) + counters.rows_read - self._read_before
-        self._read_before = counters.rows_read
-        for cut, rows in rows_by_cut.items():
-            batches = (rows - self._counted.get(cut, 0)) / self.recipe.batch_rows
-            self.saved += batches * self._seconds_at.get(cut, 0.0)
-        self._counted = dict(counters.rows_advanced)
+        self.savings.count(self.activations.counters, cut=self._cut, batch_rows=self.recipe.batch_rows)
 
     def _agree_on_failure(self) -> None:
         reasons = self.world.allgather_object(self.activations.failed, name=f"cache.failed.{self.split.name}")
@@ -273,4 +261,4 @@ def open_caching(
         prefix_digest=lambda cut: prefix_digest(chain, cut),
     )
     planner = Planner(world, split, recipe, outlook, run_blocks, misses)
-    return Caching(settings, chain, world, split, recipe, shuffled_globally, activations, planner, misses, say)
+    return Caching(settings, chain, world, split, recipe, shuffled_globally, activations, planner, Savings(misses), say)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
+from hvfreeze.cache.compute import Counters, RunBlocks, permuted_batch_is_exact
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.rates import Rates, measure_directory
@@ -45,6 +45,27 @@ class Misses:
     def seconds_per_batch(self) -> float:
         """Return the mean over the batches computed from images at this cut, or what one took when it was tried."""
         return self.seconds / self.batches if self.batches else self.measured
+
+
+@dataclass
+class Savings:
+    """Seconds that rows which were read would have cost to compute, waiting for them not taken off."""
+
+    misses: Misses
+    seconds: float = 0.0
+    _read: int = 0
+    _advanced: dict[int, int] = field(default_factory=dict)
+    _seconds_at: dict[int, float] = field(default_factory=dict)
+
+    def count(self, counters: Counters, *, cut: int, batch_rows: int) -> None:
+        """Count what was read since the last call, while the cut stood at `cut`."""
+        self._seconds_at[cut] = self.misses.seconds_per_batch()
+        rows_by_cut = dict(counters.rows_advanced)
+        rows_by_cut[cut] = rows_by_cut.get(cut, 0) + counters.rows_read - self._read
+        for earlier, rows in rows_by_cut.items():
+            batches = (rows - self._advanced.get(earlier, 0)) / batch_rows
+            self.seconds += batches * self._seconds_at.get(earlier, 0.0)
+        self._read, self._advanced = counters.rows_read, dict(counters.rows_advanced)
 
 
 @dataclass(frozen=True)

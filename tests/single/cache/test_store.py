@@ -179,7 +179,7 @@ def test_a_file_that_goes_while_the_directory_is_searched_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tmp_path / "activations-0123456789abcdef-1of2.h5"
-    monkeypatch.setattr("hvfreeze.cache.store.store.files_of", lambda directory, mark: [gone])
+    monkeypatch.setattr("hvfreeze.cache.store.published.files_of", lambda directory, mark: [gone])
     assert not open_store(tmp_path, make_keys(4)).complete
 
 

@@ -156,11 +156,10 @@ def check_values(run: Run) -> None:
         RefusedError: names the directory.
     """
     try:
-        numbers = [run.size, run.images_per_second, run.allreduce_bytes, run.final_cut, run.steps_per_epoch]
-        told = (numbers, run.accuracies, run.seconds, run.train_seconds, run.cut_history, run.is_baseline)
+        _ = run.size, run.images_per_second, run.allreduce_bytes, run.final_cut, run.steps_per_epoch
+        _ = run.accuracies, run.seconds, run.train_seconds, run.cut_history, run.is_baseline
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise RefusedError(f"{run.directory} is damaged: {type(error).__name__}: {error}") from error
-    assert told
 
 
 def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:

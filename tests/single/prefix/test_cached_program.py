@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from hvfreeze.__main__ import main
+from hvfreeze.cache.plan import Plan, make_plan
+from hvfreeze.prefix import planning
 from hvfreeze.strategies.replicas import Replicas
 
 TRAIN = (
@@ -156,3 +159,24 @@ def test_files_of_the_same_cut_that_are_not_used_are_named_to_the_user(
     lines = [line for line in capsys.readouterr().out.splitlines() if "not used" in line]
     assert len(lines) == 2, "one for each split"
     assert all(f"cache file {tmp_path / 'cache'}/activations-" in line and "prefix (file " in line for line in lines)
+
+
+def test_a_cut_whose_rows_were_not_worth_keeping_is_looked_at_again_in_the_next_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declined: list[Plan] = []
+
+    def hesitant(*args: Any, **kwargs: Any) -> Plan:
+        plan = make_plan(*args, **kwargs)
+        if len(declined) < 4:
+            # Both splits, when the cut begins and when the first epoch does.
+            declined.append(plan)
+            return replace(plan, use=False)
+        return plan
+
+    monkeypatch.setattr(planning, "make_plan", hesitant)
+    frozen = ("--model", "resnet18", "--freeze", "static", "--cut", "4", "--epochs", "4")
+    found = train(tmp_path / "run", *frozen, "--cache", "auto")
+    assert len(declined) == 4
+    assert found["cache"]["rows_written"] == 64 and found["cache"]["rows_read"] == 64 * 2
+    assert "at cut 4, looked at again: saves" in capsys.readouterr().out

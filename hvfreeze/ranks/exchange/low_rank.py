@@ -27,7 +27,7 @@ from hvfreeze.ranks.world import World
 
 @dataclass
 class Matrix:
-    """One parameter's share of the buffers, all of them views: n x m, but `left` n x r and `right` m x r."""
+    """One parameter's share of the buffers, all of them views: n x m, but `left` (P) n x r and `right` (Q^T) r x m."""
 
     error: Tensor
     error_shaped: Tensor
@@ -72,12 +72,10 @@ class LowRank:
             layout = (parameter.size(), parameter.stride(), at)
             error, gradient = (whole[at : at + n * m].view(n, m) for whole in (self._errors, self.flat))
             shaped = (self._errors.as_strided(*layout), self.flat.as_strided(*layout))
-            thin = (
-                self._lefts[left : left + n * rank].view(n, rank),
-                self._rights[right : right + m * rank].view(m, rank),
-            )
-            thin[1].copy_(torch.randn(m, rank, generator=torch.Generator().manual_seed(seed_of(name))))
-            self._matrices[name] = Matrix(error, shaped[0], gradient, shaped[1], *thin)
+            p = self._lefts[left : left + n * rank].view(n, rank)
+            q = self._rights[right : right + m * rank].view(rank, m)
+            q.copy_(torch.randn(m, rank, generator=torch.Generator().manual_seed(seed_of(name))).t())
+            self._matrices[name] = Matrix(error, shaped[0], gradient, shaped[1], p, q)
             at, left, right = at + n * m, left + n * rank, right + m * rank
         if before is not None:
             self.load_state_dict(before.state_dict())
@@ -101,7 +99,7 @@ class LowRank:
         matrix = self._in_order[place]
         if gradient is not None:
             matrix.error_shaped.add_(gradient)
-        torch.mm(matrix.error, matrix.right, out=matrix.left)
+        torch.mm(matrix.error, matrix.right.t(), out=matrix.left)
         self.missing -= 1
         return matrix.gradient_shaped
 
@@ -120,12 +118,12 @@ class LowRank:
             return 0
         for matrix in self._in_order:
             matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
-            torch.mm(matrix.error.t(), matrix.left, out=matrix.right)
+            torch.mm(matrix.left.t(), matrix.error, out=matrix.right)
         for handle in send(self._rights.mul_(1 / self._world.size), f"{self.name}.right"):
             wait(handle)
         for matrix in self._in_order:
-            torch.mm(matrix.left, matrix.right.t(), out=matrix.gradient)
-        self._errors.sub_(self.flat)
+            torch.mm(matrix.left, matrix.right, out=matrix.gradient)
+            matrix.error.sub_(matrix.gradient)
         return self._rights.nbytes
 
     def check_arithmetic(self) -> None:
@@ -149,7 +147,7 @@ class LowRank:
         digest, generator = hashlib.sha256(), torch.Generator().manual_seed(0)
         for matrix in self._in_order:
             left, right = (torch.rand(thin.shape, generator=generator) - 0.5 for thin in (matrix.left, matrix.right))
-            product = torch.mm(torch.linalg.qr(left).Q, right.t())
+            product = torch.mm(torch.linalg.qr(left).Q, right)
             digest.update(product.numpy())
             digest.update(matrix.right.numpy())
         return digest.hexdigest()

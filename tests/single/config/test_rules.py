@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.config.rules import parse_bytes, parse_cadence, parse_dirichlet, parse_views
-from hvfreeze.config.sections import CacheConfig, DataConfig, RunConfig
+from hvfreeze.config.rules import parse_bytes, parse_cadence, parse_compression, parse_dirichlet, parse_views
+from hvfreeze.config.sections import CacheConfig, DataConfig, OptimizerConfig, RunConfig
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import UsageError
+from hvfreeze.ranks.reducer import Reducer
+from hvfreeze.ranks.world import SoloWorld
 
 
 def test_views_are_counted() -> None:
@@ -28,6 +30,16 @@ def test_partitions_are_read() -> None:
     assert parse_dirichlet("dirichlet:1e9") == 1e9
 
 
+def test_compressions_are_read() -> None:
+    read = [parse_compression(text) for text in ("none", "fp16", "powersgd:1", "powersgd:256")]
+    assert read == [("none", 0), ("fp16", 0), ("powersgd", 1), ("powersgd", 256)]
+
+
+def never_sent(text: str) -> None:
+    Reducer(SoloWorld(), compression=text).carry([])
+
+
+COMPRESSIONS = ["powersgd", "powersgd:0", "powersgd:04", "powersgd:257", "powersgd:\u0664", "powersgd:4 ", "bf16", ""]
 VIEWS = [
     "views:70000",
     "views:65537",
@@ -62,6 +74,11 @@ def test_a_bad_augment_is_refused_alike_wherever_it_is_read(text: str) -> None:
 @pytest.mark.parametrize("text", PARTITIONS)
 def test_a_bad_partition_is_refused_alike_wherever_it_is_read(text: str) -> None:
     refused_alike(text, [lambda text: DataConfig(partition=text), shards], "partition")
+
+
+@pytest.mark.parametrize("text", COMPRESSIONS)
+def test_a_bad_compression_is_refused_alike_wherever_it_is_read(text: str) -> None:
+    refused_alike(text, [lambda text: OptimizerConfig(compression=text), never_sent], "compression")
 
 
 def refused_alike(text: str, readers: list[Callable[[str], Any]], flag: str) -> None:

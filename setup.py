@@ -5,6 +5,7 @@ from __future__ import annotations
 from setuptools import setup
 
 FOLDERS = (
+    "applying",
     "cache",
     "cache.file",
     "cache.store",

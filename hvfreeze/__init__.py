@@ -1,7 +1,8 @@
 """Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output.
 
 The parts of a training loop, one by one: `cut_into_blocks` and `Chain`, `open_world` and `broadcast_model`, `Reducer`,
-`Freezer` (or `freeze_by_vote`, which builds it with the usual settings), `PrefixActivations`.
+`Freezer` (or `freeze_by_vote`, which builds it with the usual settings), `PrefixActivations`. `load` returns a finished
+run's model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _HOMES = {
     "broadcast_model": "ranks.equal_models",
     "cut_into_blocks": "chain.blocks",
     "freeze_by_vote": "freezing.freezer",
+    "load": "applying.model",
     "open_world": "ranks.horovod_world",
 }
 

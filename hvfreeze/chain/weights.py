@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,16 @@ def _why(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return "are refused: this is no file of tensors, perhaps a pickle that wants to run code; none was run"
     return "cannot be read: the file is damaged, or torch.save did not write it"
+
+
+def weights_path(name: str, weights: str) -> Path | None:
+    """Return the file that `build_model` reads `weights` of model `name` from, None where it reads none."""
+    if weights == "none":
+        return None
+    if weights != "DEFAULT":
+        return Path(weights).expanduser()
+    url = torchvision.models.get_model_weights(name).DEFAULT.url
+    return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
 
 
 def pretrained_weights(name: str, *, image_size: int) -> dict[str, Tensor]:

@@ -100,22 +100,31 @@ def announce(images: Images, batches: Sequence[Batch]) -> None:
     images.pixels.prefetch([batch.ids for batch in batches])
 
 
+def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, ImageSet, Ids]:
+    """Return the training samples' ids, the split that is evaluated, and which of its samples are.
+
+    Raises:
+        UsageError: there are fewer samples than the settings ask for.
+    """
+    train, labels = splits.train, splits.train.labels.numpy()
+    ids = np.arange(len(train), dtype=np.int64)
+    if data.train_samples is not None:
+        ids = stratified_subset(labels, data.train_samples, seed=seed)
+    if data.validation_fraction > 0:
+        ids, held_out = split_validation(labels, ids, fraction=data.validation_fraction, seed=seed)
+        return ids, train, held_out
+    return ids, splits.test, np.arange(len(splits.test), dtype=np.int64)
+
+
 def deal(splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, replicas: int) -> Corpus:
     """Choose training and evaluation samples and plan the shards; nothing is decoded.
 
     Raises:
         UsageError: the samples do not suffice for what the settings ask.
     """
-    train, labels = splits.train, splits.train.labels.numpy()
-    ids = np.arange(len(train), dtype=np.int64)
-    if data.train_samples is not None:
-        ids = stratified_subset(labels, data.train_samples, seed=seed)
-    evaluated, evaluated_ids = splits.test, np.arange(len(splits.test), dtype=np.int64)
-    if data.validation_fraction > 0:
-        ids, held_out = split_validation(labels, ids, fraction=data.validation_fraction, seed=seed)
-        evaluated, evaluated_ids = train, held_out
+    ids, evaluated, evaluated_ids = choose(splits, data, seed=seed)
     plan = plan_shards(
-        labels,
+        splits.train.labels.numpy(),
         ids,
         size=replicas,
         batch_size=batch_size,
@@ -133,7 +142,7 @@ def deal(splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, re
             f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
             f"{plan.steps_per_epoch} whole batches of {batch_size} are made of every shard"
         )
-    return Corpus(train, evaluated, evaluated_ids, plan, notes)
+    return Corpus(splits.train, evaluated, evaluated_ids, plan, notes)
 
 
 def open_feeds(

@@ -71,23 +71,34 @@ def scan(root: Path) -> Listing:
         raise RefusedError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE for at least two classes")
     paths: list[str] = []
     for name in classes:
-        before, pending = len(paths), [name]
-        while pending:
-            parent = pending.pop()
-            for entry, folder in _entries(root / parent):
-                if folder:
-                    pending.append(f"{parent}/{entry}")
-                elif entry.lower().endswith(SUFFIXES):
-                    paths.append(f"{parent}/{entry}")
-        if len(paths) == before:
+        inside = images_below(root / name)
+        if not inside:
             raise RefusedError(
                 f"class folder {root / name} holds no image ({', '.join(SUFFIXES)}); add images or remove the folder"
             )
+        paths += [f"{name}/{path}" for path in inside]
     if len(classes) == 1:
         raise RefusedError(f"{root} holds one class only ({classes[0]}); training needs at least two class folders")
     return Listing(
         root=root, classes=tuple(sorted(classes, key=os.fsencode)), paths=tuple(sorted(paths, key=os.fsencode))
     )
+
+
+def images_below(folder: Path) -> list[str]:
+    """Return the images in a folder and its sub-folders, relative to it and sorted as bytes, as `scan` sees them.
+
+    Raises:
+        RefusedError: a folder cannot be read.
+    """
+    paths, pending = [], [""]
+    while pending:
+        parent = pending.pop()
+        for entry, is_dir in _entries(folder / parent):
+            if is_dir:
+                pending.append(f"{parent}{entry}/")
+            elif entry.lower().endswith(SUFFIXES):
+                paths.append(f"{parent}{entry}")
+    return sorted(paths, key=os.fsencode)
 
 
 def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:

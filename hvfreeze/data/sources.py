@@ -40,7 +40,7 @@ class ArraySource:
             kept: PixelArray = self.pixels[row]
             return kept
         assert self.side is not None
-        return _to_pixels(_centre_square(Image.fromarray(self.pixels[row].transpose(1, 2, 0)), self.side))
+        return to_pixels(fitted(Image.fromarray(self.pixels[row].transpose(1, 2, 0)), self.side, self.side))
 
     def identity(self, *, local: bool) -> str:
         """Returns a digest of all pixels; `local` makes no difference, since arrays carry no file times."""
@@ -70,21 +70,16 @@ class FileSource:
             UsageError: The image has another size than the others and no --image-size was given; names it.
         """
         path = self.root / self.paths[row]
-        with open_image(path) as image:
-            try:
-                rgb = _to_rgb(image)
-            # Pillow's decoders raise errors of many kinds on damaged files.
-            except Exception as error:
-                raise _damaged(path, error) from error
+        rgb = read_rgb(path)
         if self.side is not None:
-            return _to_pixels(_centre_square(rgb, self.side))
+            return to_pixels(fitted(rgb, self.side, self.side))
         if (3, rgb.height, rgb.width) != self.image_shape:
             _, height, width = self.image_shape
             raise UsageError(
                 f"{path} has {rgb.width}x{rgb.height} pixels where others have {width}x{height}; "
                 "give --image-size SIDE to bring all images to one size"
             )
-        return _to_pixels(rgb)
+        return to_pixels(rgb)
 
     def identity(self, *, local: bool) -> str:
         """Returns a digest of every file's path and size and, when `local`, time of modification.
@@ -121,7 +116,26 @@ def open_image(path: Path) -> Image.Image:
         raise _damaged(path, error) from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def read_rgb(path: Path) -> Image.Image:
+    """Return a decoded image file; grey, palettes and transparency become RGB.
+
+    Raises:
+        RefusedError: the file cannot be read or is not an intact image; names it.
+    """
+    with open_image(path) as image:
+        try:
+            return to_rgb(image)
+        # Pillow's decoders raise errors of many kinds on damaged files.
+        except Exception as error:
+            raise _damaged(path, error) from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in 8-bit RGB.
+
+    Raises:
+        ValueError: the range of its pixels is not known.
+    """
     if image.mode.startswith("I;16"):
         # Pillow clips 16-bit grey to 255 instead of scaling it.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
@@ -131,16 +145,19 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
 
 
-def _centre_square(image: Image.Image, side: int) -> Image.Image:
-    shorter = min(image.width, image.height)
-    left, top = (image.width - shorter) // 2, (image.height - shorter) // 2
-    box = (left, top, left + shorter, top + shorter)
-    if shorter == side:
+def fitted(image: Image.Image, height: int, width: int) -> Image.Image:
+    """Return the largest centred part of these proportions, a square where both are equal, in this size (bilinear)."""
+    part_width = min(image.width, max(1, image.height * width // height))
+    part_height = min(image.height, max(1, image.width * height // width))
+    left, top = (image.width - part_width) // 2, (image.height - part_height) // 2
+    box = (left, top, left + part_width, top + part_height)
+    if (part_height, part_width) == (height, width):
         return image.crop(box)
-    return image.resize((side, side), Image.Resampling.BILINEAR, box=box)
+    return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
 
 
-def _to_pixels(image: Image.Image) -> PixelArray:
+def to_pixels(image: Image.Image) -> PixelArray:
+    """Return an RGB image as (3, H, W) uint8."""
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from hvfreeze.applying.card import Card, describe
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
@@ -38,6 +39,8 @@ class Job:
     directory: Path
     block_names: tuple[str, ...]
     strategy: Strategy
+    card: Card
+    """Of the models, as far as it is known before they are trained."""
     feed: TrainFeed
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
@@ -204,6 +207,7 @@ def assemble(
         ),
         name="pixels",
     )
+    card = together(world, lambda: describe(config, corpus, feed.images.transform, hashed=world.rank == 0), name="card")
     clock, speaker = PhaseClock(), Speaker(rank=world.rank, quiet=config.run.quiet)
     materials = Materials(
         world=world,
@@ -224,6 +228,7 @@ def assemble(
         directory=directory,
         block_names=tuple(block.name for block in chain.blocks),
         strategy=open_strategy(config.strategy.strategy, materials, config),
+        card=card,
         feed=feed,
         evaluation_batches=padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size),
         replicas=replicas,

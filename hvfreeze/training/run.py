@@ -129,7 +129,7 @@ def conclude(job: Job) -> dict[str, Any]:
     """
     job.strategy.settle()
     digest = job.strategy.check(step=job.step)
-    state.export(job)
+    state.export(job, digest=digest)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
     images = job.step * job.config.optimizer.batch_size * job.replicas

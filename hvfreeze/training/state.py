@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvfreeze.applying.card import sha256_of, write_card
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.agreement import together
@@ -222,16 +224,25 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def export(job: Job) -> None:
-    """Write each trained model as a plain state_dict, model.pt where there is one, for --weights or torchvision.
+def export(job: Job, *, digest: str) -> None:
+    """Write each trained model as a plain state_dict, model.pt where there is one, and then its card, model.yaml.
+
+    Args:
+        job: a run that has settled.
+        digest: summary.json's `parameter_digest`.
 
     Collective: every rank of the world must call this.
     """
+    done = replace(job.card, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
 
     def write(name: str, state: dict[str, Tensor]) -> None:
         if job.world.rank == 0:
-            with publishing(job.directory / f"{name}.pt") as file:
+            path = job.directory / f"{name}.pt"
+            with publishing(path) as file:
                 torch.save(state, file)
+            score = job.last_scores.get(name)
+            accuracy = score.accuracy if score else job.last_accuracy
+            write_card(path.with_suffix(".yaml"), replace(done, accuracy=accuracy, sha256=sha256_of(path)))
 
     for name, state in job.strategy.whole_models():
         together(job.world, partial(write, name, state), name="export")

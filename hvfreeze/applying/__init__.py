@@ -1,0 +1,4 @@
+"""A finished run's model, applied: its card, the way from an image to logits, and what it answers for many images.
+
+Imports everything below `freezing`, and `report` for figures; `training` writes the card through it.
+"""

@@ -1,0 +1,104 @@
+"""A finished run's model, ready to be applied.
+
+applied = hvfreeze.load("runs/20260101-120000-resnet18-digits")
+batch = torch.stack([applied.transform(Image.open(path)) for path in paths])
+names = [applied.classes[row] for row in applied.logits(batch).argmax(1)]
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.applying.card import Card, read_card, sha256_of
+from hvfreeze.applying.preparation import Preparation
+from hvfreeze.chain.memory_formats import set_memory_formats
+from hvfreeze.chain.models import build_model
+from hvfreeze.chain.weights import read_weights
+from hvfreeze.errors import RefusedError, UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """A model in evaluation mode, and how images come to it."""
+
+    model: nn.Module
+    """From (N, 3, S, S) float32 to (N, classes) logits; a module like any other, with its gradients on."""
+    transform: Preparation
+    """From a PIL image or a uint8 tensor to (3, S, S) float32: the pixels that the run was evaluated on."""
+    classes: tuple[str, ...]
+    """In the order of the logits."""
+    card: Card
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """Return (N, classes) float32 for (N, 3, S, S) float32, as in the run's evaluation: its precision too."""
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.card.precision == "bfloat16"):
+            found: Tensor = self.model(images.contiguous(memory_format=torch.channels_last))
+        return found.float()
+
+
+def load(run_dir: str | os.PathLike[str]) -> Applied:
+    """Return the model of a finished run; random state is untouched, and no code in the files is run.
+
+    Args:
+        run_dir: the run directory, or a copy of its model.pt and model.yaml.
+
+    Raises:
+        RefusedError: it holds no finished model, a file is missing or damaged, or they do not fit each other.
+    """
+    root = Path(run_dir)
+    weights, about = root / "model.pt", root / "model.yaml"
+    check_finished(root, weights, about)
+    card = read_card(about)
+    found = sha256_of(weights)
+    if found != card.sha256:
+        raise RefusedError(
+            f"{weights} is not the file that {about.name} tells of: its SHA-256 is {found[:12]}..., not "
+            f"{card.sha256[:12]}...; put both files of one run back"
+        )
+    state = read_weights(str(weights))
+    model = build(card, about)
+    own = model.state_dict()
+    odd = [name for name in {**own, **state} if name not in own or name not in state]
+    odd += [name for name in own if name in state and own[name].shape != state[name].shape]
+    if odd:
+        raise RefusedError(
+            f"{about} does not fit {weights.name}: {odd[0]} is not as in a {card.model} with {len(card.classes)} "
+            "classes; put both files of one run back"
+        )
+    model.load_state_dict(state)
+    set_memory_formats(model, card.image.shape)
+    return Applied(model.eval(), card.image, card.classes, card)
+
+
+def check_finished(root: Path, weights: Path, about: Path) -> None:
+    """Refuse a directory without a model and its card, and tell what to do about it."""
+    if not root.is_dir():
+        raise RefusedError(f"run directory {root} does not exist")
+    config = root / "config.yaml"
+    if not weights.exists():
+        way = f"go on with: hvfreeze train --config {config} --run-dir {root} --resume"
+        raise RefusedError(
+            f"{root} holds no finished model: there is no {weights.name}; "
+            + (way if config.exists() else "name the directory of a run that has ended")
+        )
+    if not about.exists():
+        raise RefusedError(f"{about} is missing; copy it together with {weights.name} from where the run was made")
+
+
+def build(card: Card, path: Path) -> nn.Module:
+    """Return the card's architecture, as yet with random weights.
+
+    Raises:
+        RefusedError: there is none such, or it takes no such images.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return build_model(card.model, num_classes=len(card.classes), image_size=max(card.image.shape[1:])).model
+    except UsageError as error:
+        raise RefusedError(f"{path} cannot be followed: {error}") from error

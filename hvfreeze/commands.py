@@ -26,6 +26,53 @@ class Command:
     """Returns the exit code."""
 
 
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze predict` takes."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a finished run's directory")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", type=Path, help="image files, or folders of them")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write CSV there; default: print it")
+    parser.add_argument("--top", metavar="K", type=int, default=1, help="the K most probable classes; default 1")
+    add_batch_size(parser)
+
+
+def add_batch_size(parser: argparse.ArgumentParser) -> None:
+    """Add how many images are computed at once."""
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, help="images at once; default: as in the run's evaluation"
+    )
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Tell the classes of images."""
+    from hvfreeze.applying import predicting
+
+    return predicting.predict(
+        options.run_dir, options.images, out=options.out, top=options.top, batch_size=options.batch_size
+    )
+
+
+def add_evaluate(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze evaluate` takes."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a finished run's directory")
+    parser.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        type=Path,
+        help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/; default: what the run was evaluated on",
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write tables and the confusion figure there")
+    add_batch_size(parser)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Tell how right a model is."""
+    from hvfreeze.applying import evaluating
+
+    return evaluating.evaluate(
+        options.run_dir, data_dir=options.data_dir, out=options.out, batch_size=options.batch_size
+    )
+
+
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze report` takes."""
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
@@ -87,6 +134,8 @@ def cache(options: argparse.Namespace) -> int:
 
 
 COMMANDS = {
+    "predict": Command("classes and probabilities of images, from a finished run", add_predict, predict),
+    "evaluate": Command("accuracy of a finished run by class, with a confusion matrix", add_evaluate, evaluate),
     "report": Command("figures and one HTML page from run directories", add_report, report),
     "runs": Command("a table of the run directories in a folder", add_runs, runs),
     "doctor": Command("check this machine, or several hosts", add_doctor, doctor),

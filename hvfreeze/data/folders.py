@@ -58,13 +58,14 @@ def is_folder(path: Path) -> bool:
         raise unreadable(path, error) from error
 
 
-def scan(root: Path) -> Listing:
+def scan(root: Path, *, fewest: int = 2) -> Listing:
     """Returns all images below `root`, whose folders are the classes; sub-folders of a class belong to it.
 
     Names that begin with a dot, and files that are no images by their suffix, are passed over.
 
     Raises:
-        RefusedError: The folder is missing, unreadable or empty, holds one class only, or a class has no image.
+        RefusedError: The folder is missing, unreadable or empty, holds fewer than `fewest` classes, or a class has no
+            image.
     """
     classes = [name for name, folder in _entries(root) if folder]
     if not classes:
@@ -77,7 +78,7 @@ def scan(root: Path) -> Listing:
                 f"class folder {root / name} holds no image ({', '.join(SUFFIXES)}); add images or remove the folder"
             )
         paths += [f"{name}/{path}" for path in inside]
-    if len(classes) == 1:
+    if len(classes) < fewest:
         raise RefusedError(f"{root} holds one class only ({classes[0]}); training needs at least two class folders")
     return Listing(
         root=root, classes=tuple(sorted(classes, key=os.fsencode)), paths=tuple(sorted(paths, key=os.fsencode))

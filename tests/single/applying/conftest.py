@@ -54,7 +54,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("applying")
     images = save_images(folder / "images")
     flags = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(images), "--image-size", "48"]
-    flags += ["--batch-size", "8", "--epochs", "2", "--threads", "1", "--lr", "0.02", "--quiet"]
+    flags += ["--batch-size", "8", "--epochs", "6", "--evaluate-every", "6", "--threads", "1", "--lr", "0.005"]
+    flags += ["--augment", "none", "--quiet"]
     outcome = call("train", *flags, "--run-dir", str(folder / "run"))
     assert outcome.returncode == 0, str(outcome)
     return Finished(folder / "run", images)

@@ -44,7 +44,7 @@ def test_the_card_says_what_the_run_was(finished: Finished) -> None:
     assert (card.image.height, card.image.width, card.image.enlarged_to) == (36, 36, 48)
     assert card.accuracy == finished.summary["test_accuracy"] and card.accuracy_on == "test"
     assert card.parameter_digest == finished.summary["parameter_digest"]
-    assert (card.epochs, card.steps, card.batch_size, card.weights_sha256) == (2, 12, 8, None)
+    assert (card.epochs, card.steps, card.batch_size, card.weights_sha256) == (6, 36, 8, None)
     assert card.versions["hvfreeze"] == hvfreeze.__version__ and card.versions["torch"] == torch.__version__
     assert (finished.run / "model.yaml").stat().st_mode & 0o777 == 0o600
 

@@ -15,6 +15,7 @@ FOLDERS = (
     "doctor",
     "examples",
     "freezing",
+    "heads",
     "prefix",
     "ranks",
     "ranks.exchange",

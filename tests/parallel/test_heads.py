@@ -1,0 +1,57 @@
+"""A head solved by all ranks is the one that scikit-learn finds on all rows at once, whoever holds which row."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parallel.mpirun import mpirun
+from tests.single.heads.table import CLASSES, CONSTANT, PENALTY, labelled_table
+
+WORKER = Path(__file__).with_name("workers") / "heads.py"
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_solved_head_is_scikit_learns_on_all_rows_for_shares_of_any_size(size: int) -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    result = mpirun(size, WORKER, timeout=120)
+    assert result.returncode == 0, str(result)
+
+    features, labels, _ = (column.numpy() for column in labelled_table())
+    standardised = StandardScaler().fit_transform(features.astype(np.float64))
+    reference = LogisticRegression(C=1 / (2 * PENALTY * len(labels)), tol=1e-8, max_iter=5000)
+    reference.fit(standardised, labels)
+    expected = np.column_stack([reference.coef_, reference.intercept_ - reference.intercept_.mean()])
+    expected[:, CONSTANT] = 0
+    right = (reference.predict(standardised) == labels).mean()
+
+    assert len({repr(rank) for rank in result.ranks}) == 1, "ranks report different heads"
+    found = result.ranks[0]["found"]
+    assert len(found) == (2 if size == 1 else 4)
+    for name, fit in found.items():
+        assert fit["converged"], name
+        np.testing.assert_allclose(fit["coefficients"], expected, atol=1e-4, err_msg=name)
+        # Folded: for raw features, one of which has a mean a thousand times its deviation.
+        logits = features.astype(np.float64) @ np.array(fit["weight"]).T + np.array(fit["bias"])
+        assert logits.shape[1] == CLASSES
+        assert (logits.argmax(1) == labels).mean() == right, name
+    assert len({fit["penalty"] for fit in found.values()}) == 1, "the choice of the penalty depends on the shares"
+    losses = [loss for _, loss, _ in found["even"]["tried"]]
+    falls = [after / before for before, after in itertools.pairwise(losses)]
+    assert all(fall < 0.999 for fall in falls[:-1]), "the path went on where the held-out loss fell no more"
+    assert falls[-1] > 0.999, "the path ended while the held-out loss still fell"
+    assert found["even"]["penalty"] == found["even"]["tried"][-2][0]
+
+    refused = result.ranks[0]["refused"]
+    assert [text.split(";")[0] for text in refused] == [
+        "head fit: 1 of 12 features are NaN or infinite, the first is number 3",
+        "head fit: 17 penalties and no held-out samples to choose by",
+        "head fit: there are no samples to fit on",
+    ]

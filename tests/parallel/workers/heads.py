@@ -1,0 +1,87 @@
+"""Every rank fits heads on its share of one table, shares of several sizes, and reports what it solved."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from hvfreeze.errors import NumericsError, UsageError
+from hvfreeze.heads.fit import HeadFit, fit_softmax
+from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
+from tests.parallel.mpirun import report
+from tests.single.heads.table import CLASSES, PENALTY, labelled_table
+
+
+def shares(size: int, total: int) -> dict[str, list[int]]:
+    """Return how many rows each rank holds, by the name of the split."""
+    even = [total // size] * (size - 1)
+    lopsided = [CHUNK_ROWS + 3 * rank for rank in range(size - 1)]
+    splits = {"even": [*even, total - sum(even)], "lopsided": [*lopsided, total - sum(lopsided)]}
+    if size > 1:
+        splits["first is empty"] = [0, *[1] * (size - 2), total - (size - 2)]
+        splits["last is empty"] = [total - (size - 2), *[1] * (size - 2), 0]
+    return splits
+
+
+def mine(world: World, split: list[int], table: tuple[Tensor, Tensor, Tensor]) -> RowsInMemory:
+    start = sum(split[: world.rank])
+    return RowsInMemory(*(column[start : start + split[world.rank]] for column in table))
+
+
+def digest(fit: HeadFit) -> str:
+    tensors = b"".join(tensor.numpy().tobytes() for tensor in (fit.weight, fit.bias, fit.coefficients))
+    return hashlib.sha256(tensors + repr(fit.summary()).encode()).hexdigest()
+
+
+def main() -> None:
+    world = open_world()
+    end_job_on_exception(world)
+    table = labelled_table()
+    found = {}
+    for name, split in shares(world.size, len(table[1])).items():
+        rows = mine(world, split, table)
+        fits = [fit_softmax(rows, classes=CLASSES, world=world, penalties=[PENALTY], tolerance=2e-5) for _ in range(2)]
+        digests = world.allgather_object([digest(fit) for fit in fits], name="digests")
+        assert len({d for pair in digests for d in pair}) == 1, f"{name}: ranks or repetitions differ: {digests}"
+        chosen = fit_softmax(rows, classes=CLASSES, world=world)
+        assert len(set(world.allgather_object(digest(chosen), name="chosen"))) == 1, name
+        found[name] = {
+            "coefficients": fits[0].coefficients.tolist(),
+            "weight": fits[0].weight.tolist(),
+            "bias": fits[0].bias.tolist(),
+            "converged": fits[0].converged,
+            "penalty": chosen.penalty,
+            "tried": [[trial.penalty, trial.held_out_loss, trial.held_out_accuracy] for trial in chosen.trials],
+        }
+    refused = refusals(world, table)
+    report(world.rank, found=found, refused=refused)
+    world.close()
+
+
+def refusals(world: World, table: tuple[Tensor, Tensor, Tensor]) -> list[str]:
+    """Return the names of the errors that this rank met where one rank's share is wrong, or everybody's is."""
+    met = []
+    split = shares(world.size, len(table[1]))["even"]
+    features, labels, held_out = (column.clone() for column in table)
+    features[-1, 3] = torch.nan
+    try:
+        fit_softmax(mine(world, split, (features, labels, held_out)), classes=CLASSES, world=world)
+    except NumericsError as error:
+        met.append(str(error))
+    try:
+        rows = mine(world, split, (table[0], labels, torch.zeros_like(held_out)))
+        fit_softmax(rows, classes=CLASSES, world=world)
+    except UsageError as error:
+        met.append(str(error))
+    try:
+        fit_softmax(RowsInMemory(*(column[:0] for column in table)), classes=CLASSES, world=world)
+    except UsageError as error:
+        met.append(str(error))
+    return met
+
+
+main()

@@ -1,0 +1,121 @@
+"""The solver alone: what it minimises, how it chooses, what it says where it cannot finish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.errors import UsageError
+from hvfreeze.heads.fit import HeadFit, fit_softmax
+from hvfreeze.heads.rows import Chunk, RowsInMemory
+from hvfreeze.ranks.world import SoloWorld
+from tests.single.heads.table import CLASSES, labelled_table
+
+
+def solve(table: tuple[Tensor, Tensor, Tensor], *, penalties: list[float], **options: float) -> HeadFit:
+    rows = RowsInMemory(*table)
+    return fit_softmax(rows, classes=CLASSES, world=SoloWorld(), penalties=penalties, **options)  # type: ignore[arg-type]
+
+
+def gradient_norm(table: tuple[Tensor, Tensor, Tensor], fit: HeadFit) -> float:
+    """Returns the norm of the objective's gradient at the solution, by autograd, in float64."""
+    features, labels, _ = table
+    mean, deviation = features.double().mean(0), features.double().std(0, correction=0)
+    standardised = (features.double() - mean) / torch.where(deviation < 1e-6, 1.0, deviation)
+    weights = fit.coefficients.clone().requires_grad_()
+    loss = functional.cross_entropy(standardised @ weights[:, :-1].t() + weights[:, -1], labels)
+    (loss + fit.penalty * weights[:, :-1].square().sum()).backward()
+    assert weights.grad is not None
+    return float(weights.grad.norm())
+
+
+def test_the_gradient_vanishes_where_the_solver_says_so_and_its_bound_is_true() -> None:
+    table = labelled_table(300)
+    exact = solve(table, penalties=[0.01], tolerance=1e-5)
+    assert exact.converged
+    assert gradient_norm(table, exact) < 1e-6
+    loose = solve(table, penalties=[0.01], tolerance=0.3)
+    assert loose.converged and loose.passes < exact.passes
+    distance = (loose.coefficients - exact.coefficients)[:, :-1].norm() / loose.coefficients[:, :-1].norm()
+    assert 1e-4 < distance <= loose.error <= 0.3
+
+
+def test_a_limit_of_steps_is_kept_and_reported() -> None:
+    fit = solve(labelled_table(300), penalties=[1e-6], tolerance=1e-5, most_steps=2)
+    assert (fit.steps, fit.converged) == (2, False)
+    assert fit.error > 1e-5
+
+
+def test_separable_rows_have_a_finite_solution() -> None:
+    labels = torch.arange(40) % CLASSES
+    table = (torch.eye(CLASSES)[labels], labels, torch.zeros(40, dtype=torch.bool))
+    fit = solve(table, penalties=[1e-5], tolerance=1e-3)
+    assert fit.converged
+    assert (table[0] @ fit.weight.t() + fit.bias).argmax(1).equal(labels)
+    assert gradient_norm(table, fit) < 1e-5
+
+
+def test_the_chosen_penalty_is_stronger_where_labels_are_noise_and_all_rows_are_fitted_in_the_end() -> None:
+    clean = labelled_table(400)
+    noise = (clean[0], clean[1][torch.randperm(400, generator=torch.Generator().manual_seed(0))], clean[2])
+    path = [1.0, 0.1, 0.01, 0.001, 0.0001]
+    fits = [solve(table, penalties=path, tolerance=0.01) for table in (noise, clean)]
+    assert fits[0].penalty > fits[1].penalty
+    for table, fit in zip((noise, clean), fits):
+        assert [trial.penalty for trial in fit.trials] == path[: len(fit.trials)]
+        assert fit.penalty in [trial.penalty for trial in fit.trials]
+        again = solve(table, penalties=[fit.penalty], tolerance=0.001)
+        assert (fit.coefficients - again.coefficients).norm() <= 0.011 * again.coefficients.norm()
+        assert fit.rows == 400
+
+
+def test_held_out_rows_do_not_move_the_choice_by_being_fitted() -> None:
+    """Held-out rows whose labels are absurd change the held-out loss, and not what was fitted without them."""
+    features, labels, held_out = labelled_table(400)
+    absurd = torch.where(held_out, (labels + 1) % CLASSES, labels)
+    fits = [solve((features, given, held_out), penalties=[1.0, 0.5], tolerance=1e-4) for given in (labels, absurd)]
+    assert [fit.trials[0].steps for fit in fits] == [fits[0].trials[0].steps] * 2
+    assert fits[0].trials[0].held_out_accuracy > 0.5 > 0.3 > fits[1].trials[0].held_out_accuracy
+
+
+class Streamed:
+    """Rows made anew in each pass, in a compact type, in chunks of uneven size."""
+
+    def __init__(self, table: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
+        self.width = table[0].shape[1]
+        self.passes = 0
+        self._table = (table[0].to(dtype), *table[1:])
+
+    def chunks(self) -> Iterator[Chunk]:
+        self.passes += 1
+        for part in zip(*(column.split([100, 1, 150, 49]) for column in self._table)):
+            yield Chunk(*(column.clone() for column in part))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_may_be_streamed_and_compact(dtype: torch.dtype) -> None:
+    table = labelled_table(300)
+    table = (table[0].to(dtype).float(), *table[1:])
+    rows = Streamed(table, dtype)
+    fit = fit_softmax(rows, classes=CLASSES, world=SoloWorld(), penalties=[0.01], tolerance=1e-4)
+    held = solve(table, penalties=[0.01], tolerance=1e-4)
+    torch.testing.assert_close(fit.coefficients, held.coefficients, atol=1e-5, rtol=0)
+    # One of the passes of `rows` only looked for the first row.
+    assert rows.passes == fit.passes + 1
+
+
+@pytest.mark.parametrize("penalties", [[], [0.0], [0.1, 0.1], [0.1, 1.0]])
+def test_a_path_that_is_none_is_refused(penalties: list[float]) -> None:
+    with pytest.raises(UsageError, match="must be above 0 and decreasing"):
+        solve(labelled_table(50), penalties=penalties)
+
+
+def test_the_summary_can_be_written_to_a_file() -> None:
+    fit = solve(labelled_table(200), penalties=[0.1, 0.01])
+    summary = fit.summary()
+    assert set(summary) == {"penalty", "trials", "loss", "rows", "steps", "passes", "error", "converged"}
+    assert summary["trials"][0]["penalty"] == 0.1

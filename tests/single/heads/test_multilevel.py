@@ -1,0 +1,70 @@
+"""A classifier with a head on every block loads, and runs from a file where there is no hvfreeze."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hvfreeze.errors import RefusedError
+from hvfreeze.heads.fit import fit_softmax
+from hvfreeze.heads.multilevel import MultiLevelClassifier, export
+from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.ranks.world import SoloWorld
+from tests.single.heads.test_features import small_chain
+
+READER = """
+import sys
+sys.modules["hvfreeze"] = None  # any import of it fails
+import torch
+images, logits = torch.load("pair.pt", weights_only=True)
+found = torch.export.load("classifier.pt2").module()(images)
+torch.testing.assert_close(found, logits, atol=1e-6, rtol=0)
+assert len(torch.export.load("classifier.pt2").module()(images[:1])) == 1
+"""
+
+
+def test_solved_classifier_loads_and_runs_from_a_file_without_hvfreeze(tmp_path: Path) -> None:
+    chain = small_chain()
+    images = torch.randn(60, 3, 8, 8)
+    classifier = MultiLevelClassifier(chain, classes=3, pool=2, example=images[:2])
+    assert classifier.training and chain.model[0][1].num_batches_tracked == 0, "counting features changes nothing"
+    classifier.eval()
+    with torch.no_grad():
+        features = classifier.features(images)
+        labels = features[:, :3].argmax(1)
+        rows = RowsInMemory(features, labels, torch.zeros(60, dtype=torch.bool))
+        fit = fit_softmax(rows, classes=3, world=SoloWorld(), penalties=[1e-3])
+        classifier.take(fit)
+        logits = classifier(images)
+    torch.testing.assert_close(logits, features @ fit.weight.t() + fit.bias)
+    assert (logits.argmax(1) == labels).float().mean() > 0.9
+
+    torch.save(classifier.state_dict(), tmp_path / "model.pt")
+    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2]).eval()
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    with torch.no_grad():
+        assert torch.equal(other(images), logits)
+
+    torch.save((images, logits), tmp_path / "pair.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export(classifier, tmp_path / "classifier.pt2", example=images[:2])
+    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert reader.returncode == 0, reader.stderr
+
+
+class Undecided(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images if images.sum().item() > 0 else -images
+
+
+def test_a_module_that_torch_cannot_follow_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="Undecided cannot be exported"):
+        export(Undecided(), tmp_path / "classifier.pt2", example=torch.randn(2, 3))
+    assert not (tmp_path / "classifier.pt2").exists()

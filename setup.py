@@ -23,6 +23,7 @@ FOLDERS = (
     "report",
     "runs",
     "strategies",
+    "strategies.replicas",
     "training",
 )
 

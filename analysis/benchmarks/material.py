@@ -22,7 +22,7 @@ from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.sources import ArraySource
 from hvfreeze.prefix.caching import NoCache
 from hvfreeze.ranks.world import World
-from hvfreeze.strategies.replicas import Replicas
+from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training.job import Job, assemble, build_chain
 from hvfreeze.training.loop import train_step
 

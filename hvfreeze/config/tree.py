@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.rules import rule
 from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, ModelConfig, OptimizerConfig, RunConfig
 from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import UsageError
+
+SOLVED = ("static", 1)
+"""Criterion and cut of a run whose head is solved: its two blocks are the features and the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class Config:
 
     data: DataConfig = field(default_factory=DataConfig, metadata={"title": "data"})
     model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "model"})
+    head: HeadConfig = field(default_factory=HeadConfig, metadata={"title": "head"})
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata={"title": "optimizer"})
     strategy: StrategyConfig = field(default_factory=StrategyConfig, metadata={"title": "strategy"})
     freeze: FreezeConfig = field(default_factory=FreezeConfig, metadata={"title": "freezing"})
@@ -42,6 +47,25 @@ class Config:
             rule(self.data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
         if self.data.shuffle == "global" and self.cache.cache == "on":
             rule(self.cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
+        if self.head.exact:
+            fixed = "none or views:K with --head-fit exact"
+            rule(self.data.cacheable(), "augment", self.data.augment, fixed, "it fits fixed views of each sample")
+            given = (self.freeze.freeze, self.freeze.cut)
+            alone = "left out with --head-fit exact, which freezes every block but the head"
+            rule(given in (("none", None), SOLVED), "freeze", self.freeze.freeze, alone)
+            replicas = self.strategy.strategy == "replicas"
+            rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact")
+
+    def resolved(self) -> Config:
+        """Return this configuration with what follows from --head-fit exact: one epoch, and the head alone free."""
+        if not self.head.exact:
+            return self
+        freeze, cut = SOLVED
+        return dataclasses.replace(
+            self,
+            optimizer=dataclasses.replace(self.optimizer, epochs=1),
+            freeze=dataclasses.replace(self.freeze, freeze=freeze, cut=cut),
+        )
 
     @property
     def data_seed(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.config.sections import DataConfig
@@ -17,7 +18,7 @@ from hvfreeze.data.datasets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, load_pixels
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.shards import ShardPlan, plan_shards, split_validation, stratified_subset
-from hvfreeze.data.views import Augment, parse_augment, transform_for
+from hvfreeze.data.views import MIRRORED, Augment, parse_augment, transform_for
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 
@@ -83,14 +84,33 @@ class TrainFeed:
             batches.append(Batch(ids=ids, views=views, labels=labels, counted=len(ids)))
         return batches
 
+    def every_view(self) -> list[Batch]:
+        """Return batches that count each view of each sample of this replica once, view by view."""
+        shard, replicas = self.plan.shards[self.replica], len(self.plan.shards)
+        own = shard[self.replica :: replicas] if self.plan.shuffle == "global" else shard
+        views = range(max(1, self.images.transform.augment.num_views))
+        each = [padded_batches(own, self.labels, self.plan.batch_size, view=view) for view in views]
+        return [batch for batches in each for batch in batches]
 
-def padded_batches(ids: Ids, labels: Tensor, batch_size: int) -> list[Batch]:
+    def held_out(self, fraction: float) -> NDArray[np.bool_]:
+        """Return (samples,), for each sample id whether it is among the part of the training samples held out.
+
+        A function of the data seed and of all replicas' samples, so equal on all replicas.
+        """
+        ids = np.unique(np.concatenate(self.plan.shards))
+        _, held = split_validation(self.labels.numpy(), ids, fraction=fraction, seed=self.plan.seed)
+        chosen = np.zeros(len(self.labels), dtype=np.bool_)
+        chosen[held] = True
+        return chosen
+
+
+def padded_batches(ids: Ids, labels: Tensor, batch_size: int, *, view: int = 0) -> list[Batch]:
     """Return batches of exactly `batch_size` rows that count each of `ids` once; the last repeats its last sample."""
     batches = []
     for start in range(0, len(ids), batch_size):
         chosen = ids[start : start + batch_size]
         filled = np.pad(chosen, (0, batch_size - len(chosen)), mode="edge")
-        views = np.zeros_like(filled)
+        views = np.full_like(filled, view)
         batches.append(Batch(ids=filled, views=views, labels=labels[torch.from_numpy(filled)], counted=len(chosen)))
     return batches
 
@@ -154,6 +174,7 @@ def open_feeds(
     replicas: int,
     budget_bytes: int,
     statistics: Statistics | None = None,
+    mirrored: bool = False,
 ) -> tuple[TrainFeed, Images]:
     """Load the pixels of a replica's training and evaluation samples.
 
@@ -165,6 +186,7 @@ def open_feeds(
         replicas: how many there are.
         budget_bytes: what each split's pixels may take in memory.
         statistics: mean and standard deviation to normalise with; None is the data set's own.
+        mirrored: with `--augment none`, a training sample's second view is its mirror image, where flips make sense.
     """
 
     def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Images:
@@ -174,6 +196,9 @@ def open_feeds(
         workers = max(1, torch.get_num_threads())
         return Images(load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers), transform)
 
-    train = load(corpus.train, corpus.plan.shards[replica], parse_augment(data.augment))
+    augment = parse_augment(data.augment)
+    if mirrored and augment.kind == "none" and corpus.train.flips:
+        augment = MIRRORED
+    train = load(corpus.train, corpus.plan.shards[replica], augment)
     evaluated = load(corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none"))
     return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated

@@ -21,7 +21,7 @@ class Augment:
     """Which views of a sample the epochs of a run show."""
 
     kind: str
-    """`none`, `fresh` or `views`."""
+    """`none`, `fresh`, `views`, or `mirrored`: the sample is view 0 and its mirror image view 1."""
     num_views: int
     """Distinct views of a sample; 0 means a new one every epoch, which no cache can hold."""
 
@@ -31,8 +31,8 @@ class Augment:
     def view_of(self, ids: Ids, *, epoch: int, data_seed: int) -> Ids:
         """Returns the (B,) int64 views that `epoch` shows of the (B,) samples `ids`.
 
-        `none`: always 0. `fresh`: the epoch. `views:K`: (offset(data seed, sample) + epoch) mod K, so that K epochs
-        show every view once and each epoch mixes all views.
+        `none`: always 0. `fresh`: the epoch. `views:K`, and `mirrored` as 2 views: (offset(data seed, sample) + epoch)
+        mod K, so that K epochs show every view once and each epoch mixes all views.
         """
         if self.kind == "none":
             return np.zeros(len(ids), dtype=np.int64)
@@ -40,6 +40,9 @@ class Augment:
             return np.full(len(ids), epoch, dtype=np.int64)
         offset, _ = two_below(draw("offset", data_seed, ids), self.num_views)
         return (offset + epoch) % self.num_views
+
+
+MIRRORED = Augment("mirrored", 2)
 
 
 def parse_augment(text: str) -> Augment:
@@ -82,6 +85,9 @@ class Transform:
         """
         if self.augment.kind == "none":
             return self.clean(pixels)
+        if self.augment.kind == "mirrored":
+            other = torch.from_numpy(views % 2 == 1)[:, None, None, None]
+            return self.clean(torch.where(other, pixels.flip(3), pixels))
         rows, columns = two_below(draw("crop", self.data_seed, ids, views), 2 * self.pad + 1)
         cropped = _crop(pixels.numpy(), pad=self.pad, rows=rows, columns=columns)
         if self.flips:

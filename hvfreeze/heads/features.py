@@ -6,25 +6,16 @@ Better Transfer Learning" (ICML 2022).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.chain.blocks import Chain
+from hvfreeze.chain.steps import Call
 from hvfreeze.errors import UsageError
 
 CHANNELS_LAST_IN_NAME = "SwinTransformer"
 """Torchvision's one family whose blocks give maps as (B, H, W, C)."""
-
-
-class Features(Protocol):
-    """Images, (B, ...), to one row of features each, (B, D) float32, with the gradient mode of the caller."""
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return (B, D) float32; the images are not changed."""
 
 
 class EveryBlock:
@@ -47,52 +38,13 @@ class EveryBlock:
         self._channels_last = type(chain.model).__name__ == CHANNELS_LAST_IN_NAME
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the blocks' features side by side, in forward order."""
+        """Return the blocks' features side by side, in forward order, (B, D) float32, for images (B, ...)."""
         parts = []
         for block in self._blocks:
             images = block(images)
             maps = images.permute(0, 3, 1, 2) if self._channels_last and images.dim() == 4 else images
             parts.append(pooled(maps, self._pool))
         return torch.cat(parts, 1)
-
-
-class LastBlock:
-    """What the model's last linear layer takes."""
-
-    def __init__(self, chain: Chain, *, example: Tensor) -> None:
-        """Find the layer, by running `example`, (B, ...), in evaluation mode.
-
-        Raises:
-            UsageError: the model does not end in a linear layer.
-        """
-        self.layer = _last_linear(chain)
-        self._chain = chain
-        modes = {module: module.training for module in chain.model.modules()}
-        chain.model.eval()
-        try:
-            with torch.no_grad():
-                taken, logits = self._run(example)
-                same = taken.dim() == 2 and torch.equal(self.layer(taken), logits)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        if not same:
-            raise UsageError(_no_linear_end(chain))
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the last linear layer's inputs."""
-        return self._run(images)[0].float()
-
-    def _run(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        taken: list[Tensor] = []
-        hook = self.layer.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
-        try:
-            logits = self._chain(images)
-        finally:
-            hook.remove()
-        if len(taken) != 1:
-            raise UsageError(_no_linear_end(self._chain))
-        return taken[0], logits
 
 
 def pooled(output: Tensor, pool: int) -> Tensor:
@@ -119,19 +71,20 @@ def pooled(output: Tensor, pool: int) -> Tensor:
     )
 
 
-def _last_linear(chain: Chain) -> nn.Linear:
-    linear = [module for module in _leaves(chain.modules(len(chain.blocks) - 1)) if isinstance(module, nn.Linear)]
-    if not linear:
-        raise UsageError(_no_linear_end(chain))
-    return linear[-1]
+def before_last_layer(chain: Chain) -> tuple[tuple[Call, ...], nn.Linear]:
+    """Return the steps of the head block without its last layer, and that layer.
 
-
-def _leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    return [module for module in modules if not any(True for _ in module.children())]
-
-
-def _no_linear_end(chain: Chain) -> str:
-    return (
-        f"head fit (exact): {type(chain.model).__name__} does not end in a linear layer that could be solved; "
-        "pass --head multi-level, whose head is one, or --head-fit sgd"
-    )
+    Raises:
+        UsageError: the model does not end in a linear layer with a bias, by itself or in an nn.Sequential.
+    """
+    steps = chain.blocks[-1].steps
+    while isinstance(steps[-1], nn.Sequential) and type(steps[-1]).forward is nn.Sequential.forward:
+        steps = (*steps[:-1], *steps[-1])
+    layer = steps[-1]
+    # A subclass may compute something else.
+    if type(layer) is not nn.Linear or layer.bias is None:
+        raise UsageError(
+            f"head-fit (exact): {type(chain.model).__name__} does not end in a linear layer with a bias, which could "
+            "be solved; pass --head multi-level, whose head is one"
+        )
+    return steps[:-1], layer

@@ -69,6 +69,7 @@ class HeadFit:
         passes: over the rows, everything counted.
         error: bounds the relative distance of the coefficients from the exact minimum's.
         converged: whether `error` reached the tolerance.
+        exchanged_bytes: that each rank gave to allreduces; 0 alone.
     """
 
     weight: Tensor
@@ -82,11 +83,13 @@ class HeadFit:
     passes: int
     error: float
     converged: bool
+    exchanged_bytes: int
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers, without the tensors, for a file."""
         tensors = {"weight", "bias", "coefficients"}
-        return {name: value for name, value in asdict(self).items() if name not in tensors}
+        plain = {name: value for name, value in asdict(self).items() if name not in tensors}
+        return {**plain, "trials": [asdict(trial) for trial in self.trials]}
 
 
 def fit_softmax(
@@ -120,9 +123,11 @@ def fit_softmax(
         raise UsageError(f"penalties ({values}) must be above 0 and decreasing, at least one")
     standard = measure(rows, world=world)
     if len(values) > 1 and standard.held_out == 0:
-        raise UsageError(
+        error = UsageError(
             f"head fit: {len(values)} penalties and no held-out samples to choose by; give more training samples"
         )
+        error.everywhere = True
+        raise error
     product = sketch(rows, standard, world=world)
     loss = SoftmaxLoss(rows, standard, classes=classes, world=world)
     if world.rank > 0:
@@ -142,7 +147,7 @@ def fit_softmax(
     )
     loss.stop()
     # Folding too is arithmetic that processors may round differently: rank 0's head is everybody's.
-    return world.broadcast_object(_head(minimum, standard, penalty, trials, passes=loss.passes), name="head.fit")
+    return world.broadcast_object(_head(minimum, standard, penalty, trials, loss), name="head.fit")
 
 
 def _choose(
@@ -163,7 +168,9 @@ def _choose(
     return best.weights, chosen, tuple(trials)
 
 
-def _head(minimum: Minimum, standard: Standard, penalty: float, trials: tuple[Trial, ...], *, passes: int) -> HeadFit:
+def _head(
+    minimum: Minimum, standard: Standard, penalty: float, trials: tuple[Trial, ...], loss: SoftmaxLoss
+) -> HeadFit:
     coefficients = minimum.point.weights.clone()
     # The same number added to every intercept changes no probability.
     coefficients[:, -1] -= coefficients[:, -1].mean()
@@ -178,7 +185,8 @@ def _head(minimum: Minimum, standard: Standard, penalty: float, trials: tuple[Tr
         standard.count,
         minimum.steps,
         # The mean and scale, and the sketch, took one pass each.
-        passes + 2,
+        loss.passes + 2,
         minimum.error,
         minimum.converged,
+        loss.exchanged_bytes,
     )

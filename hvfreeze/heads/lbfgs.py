@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hvfreeze.heads.loss import Point
@@ -48,12 +49,27 @@ class Minimum:
     converged: bool
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A step, the change of the gradient with penalty along it, and their product."""
+
+    step: Tensor
+    change: Tensor
+    bend: float
+
+    @classmethod
+    def of(cls, step: Tensor, change: Tensor, penalty: float) -> Pair:
+        """Return the pair for `penalty`, from the change of the loss's gradient alone."""
+        total = _with_penalty(change, step, penalty)
+        return cls(step, total, _dot(step, total))
+
+
 class Lbfgs:
     """Minimises loss + penalty x |coefficients|^2; remembers pairs from one call to the next."""
 
     def __init__(self, covariance: Covariance) -> None:
         self._covariance = covariance
-        self._pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=MOST_PAIRS)
+        self._pairs: deque[tuple[Tensor, Tensor]] = deque()
 
     def minimise(
         self, evaluate: Evaluate, point: Point, *, penalty: float, tolerance: float, most_steps: int
@@ -69,40 +85,41 @@ class Lbfgs:
             most_steps: stop after as many steps, not converged.
         """
         steps = 0
+        pairs = [Pair.of(step, change, penalty) for step, change in self._pairs]
         while (error := relative_error(point, penalty)) > tolerance and steps < most_steps:
-            direction = self._direction(point, penalty)
+            direction = self._direction(point, pairs, penalty)
             found = _search(evaluate, point, direction, penalty)
             if found is None:
                 # Rounding hides what is left to gain along any direction.
                 break
             self._remember(found.weights - point.weights, found.gradient - point.gradient)
+            pairs = [*pairs, Pair.of(*self._pairs[-1], penalty)][-len(self._pairs) :]
             point = found
             steps += 1
         return Minimum(point, steps, error, error <= tolerance)
 
     def _remember(self, step: Tensor, change: Tensor) -> None:
-        room = MEMORY_BYTES // (2 * step.numel() * step.element_size())
-        while len(self._pairs) >= max(3, room):
+        room = MEMORY_BYTES // (3 * step.numel() * step.element_size())
+        while len(self._pairs) >= min(MOST_PAIRS, max(3, room)):
             self._pairs.popleft()
         self._pairs.append((step, change))
 
-    def _direction(self, point: Point, penalty: float) -> Tensor:
-        pairs = [(step, _with_penalty(change, step, penalty)) for step, change in self._pairs]
-        pairs = [(step, change) for step, change in pairs if _dot(step, change) > 0]
+    def _direction(self, point: Point, pairs: list[Pair], penalty: float) -> Tensor:
+        """Return the negative of the approximate inverse times the gradient, by the two loops of the book."""
         result = total_gradient(point, penalty)
+        used = [pair for pair in pairs if pair.bend > 0]
         shares = []
-        for step, change in reversed(pairs):
-            share = _dot(step, result) / _dot(step, change)
-            result = result - share * change
+        for pair in reversed(used):
+            share = _dot(pair.step, result) / pair.bend
+            result.sub_(pair.change, alpha=share)
             shares.append(share)
         result = self._covariance.inverse(result, curvature=point.curvature, penalty=penalty)
-        if pairs:
-            step, change = pairs[-1]
-            inverse = self._covariance.inverse(change, curvature=point.curvature, penalty=penalty)
-            result *= _dot(step, change) / _dot(change, inverse)
-        for (step, change), share in zip(pairs, reversed(shares)):
-            result += (share - _dot(change, result) / _dot(step, change)) * step
-        return -result
+        if used:
+            inverse = self._covariance.inverse(used[-1].change, curvature=point.curvature, penalty=penalty)
+            result *= used[-1].bend / _dot(used[-1].change, inverse)
+        for pair, share in zip(used, reversed(shares)):
+            result.add_(pair.step, alpha=share - _dot(pair.change, result) / pair.bend)
+        return result.neg_()
 
 
 def total_gradient(point: Point, penalty: float) -> Tensor:
@@ -121,7 +138,7 @@ def relative_error(point: Point, penalty: float) -> float:
 
 def _with_penalty(gradient: Tensor, weights: Tensor, penalty: float) -> Tensor:
     result = gradient.clone()
-    result[:, :-1] += 2 * penalty * weights[:, :-1]
+    result[:, :-1].add_(weights[:, :-1], alpha=2 * penalty)
     return result
 
 
@@ -130,7 +147,7 @@ def _objective(point: Point, penalty: float) -> float:
 
 
 def _dot(first: Tensor, second: Tensor) -> float:
-    return float((first * second).sum())
+    return float(torch.dot(first.flatten(), second.flatten()))
 
 
 def _search(evaluate: Evaluate, start: Point, direction: Tensor, penalty: float) -> Point | None:

@@ -53,6 +53,7 @@ class SoftmaxLoss:
         self._world = world
         self.shape = (classes, rows.width + 1)
         self.passes = 0
+        self.exchanged_bytes = 0
 
     def at(self, weights: Tensor, *, held_out: bool) -> Point:
         """Return the loss at `weights`, fitted without the held-out rows where `held_out` is true.
@@ -89,7 +90,9 @@ class SoftmaxLoss:
 
     def _evaluate(self, weights: Tensor, command: float) -> Point:
         self.passes += 1
-        sums = self._world.allreduce_sum(self._local_sums(weights, command), name="head.loss")
+        mine = self._local_sums(weights, command)
+        self.exchanged_bytes += mine.numel() * mine.element_size() if self._world.size > 1 else 0
+        sums = self._world.allreduce_sum(mine, name="head.loss")
         loss, count, held_loss, held_right, held_count, curvature = sums[:6].tolist()
         raw = sums[6:].view(self.shape)
         gradient = torch.empty_like(raw)

@@ -1,4 +1,4 @@
-"""A classifier whose linear head reads every block of a chain, as one module that loads and exports like any other."""
+"""Models whose head can be solved: as chains of two blocks, the features, which are frozen, and one linear layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.chain.blocks import Chain
+from hvfreeze.chain.blocks import Block, Chain
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.errors import RefusedError
-from hvfreeze.heads.features import EveryBlock
+from hvfreeze.heads.features import EveryBlock, before_last_layer
 from hvfreeze.heads.fit import HeadFit
 
 
@@ -29,7 +30,12 @@ class MultiLevelClassifier(nn.Module):
         super().__init__()
         self.body = chain.model
         self._features = EveryBlock(chain, pool=pool)
-        self.head = nn.Linear(self.width(example), classes)
+        self._body_chain = chain
+        self.head = nn.Linear(self._width(example), classes)
+        with torch.no_grad():
+            # Nothing random: until it is solved, the head says nothing.
+            self.head.weight.zero_()
+            self.head.bias.zero_()
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
@@ -40,22 +46,70 @@ class MultiLevelClassifier(nn.Module):
         """Return every block's features, (B, D) float32."""
         return self._features(images)
 
+    def chain(self) -> Chain:
+        """Return this module as a chain of two blocks, features and head; the body's unused head is in neither."""
+        body = self._body_chain
+        stop = len(body.blocks) - 1
+        features = Block(
+            "features",
+            (self._features,),
+            tuple(body.modules(0, stop)),
+            tuple(f"body.{name}" for name, _ in body.named_parameters(0, stop)),
+            tuple(f"body.{name}" for name, _ in body.named_buffers(0, stop)),
+        )
+        return Chain(self, (features, Block("head", (self.head,), (self.head,), ("head.weight", "head.bias"), ())))
+
     @torch.no_grad()
-    def width(self, example: Tensor) -> int:
-        """Return D for images like `example`, (B, ...). Nothing in the module changes."""
-        modes = {module: module.training for module in self.modules()}
-        self.eval()
+    def _width(self, example: Tensor) -> int:
+        modes = {module: module.training for module in self.body.modules()}
+        self.body.eval()
         try:
             return self.features(example).shape[1]
         finally:
             for module, mode in modes.items():
                 module.training = mode
 
-    @torch.no_grad()
-    def take(self, fit: HeadFit) -> None:
-        """Make the solved head this module's."""
-        self.head.weight.copy_(fit.weight)
-        self.head.bias.copy_(fit.bias)
+
+def solvable_chain(chain: Chain, settings: HeadConfig, *, classes: int, example: Tensor) -> Chain:
+    """Return the chain of two blocks, features and head, whose head the settings ask to be solved.
+
+    Args:
+        chain: the model, which stays as it is and becomes part of the result.
+        settings: with `last` the head is the model's own last layer.
+        classes: of a head on every block.
+        example: images, (B, C, H, W); only their shape counts.
+
+    Raises:
+        UsageError: the model has no such head.
+    """
+    if settings.head == "multi-level":
+        return MultiLevelClassifier(chain, classes=classes, pool=settings.pool, example=example).chain()
+    steps, layer = before_last_layer(chain)
+    path = next(name for name, module in chain.model.named_modules() if module is layer)
+    own = (f"{path}.weight", f"{path}.bias")
+    features = Block(
+        "features",
+        (*(step for block in chain.blocks[:-1] for step in block.steps), *steps),
+        tuple(module for module in chain.modules() if module is not layer),
+        tuple(name for name, _ in chain.named_parameters() if name not in own),
+        tuple(name for name, _ in chain.named_buffers()),
+    )
+    return Chain(chain.model, (features, Block("head", (layer,), (layer,), own, ())))
+
+
+def head_of(chain: Chain) -> nn.Linear:
+    """Return the linear layer that is the head of a `solvable_chain`."""
+    (layer,) = chain.blocks[-1].steps
+    assert isinstance(layer, nn.Linear), "no chain of solvable_chain"
+    return layer
+
+
+@torch.no_grad()
+def take(layer: nn.Linear, fit: HeadFit) -> None:
+    """Make the solved head the layer's."""
+    layer.weight.copy_(fit.weight)
+    assert layer.bias is not None
+    layer.bias.copy_(fit.bias)
 
 
 def export(classifier: nn.Module, path: Path | str, *, example: Tensor) -> None:

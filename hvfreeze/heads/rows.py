@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from hvfreeze.data.batches import Batch
+from hvfreeze.ranks.world import World
 
 CHUNK_ROWS = 256
 """Rows in a chunk: its features stay in a processor's cache between the two products that use them."""
@@ -41,6 +47,31 @@ class Rows(Protocol):
         """Return the rank's rows from the first to the last; nothing on a rank without rows."""
 
 
+def fits(rows: int, width: int, memory_bytes: int) -> bool:
+    """Tell whether as many rows of `width` features may be kept in memory."""
+    return rows * width * 4 <= memory_bytes
+
+
+def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
+    """Pass over the rows once, so that what can be kept of them is; return whether some rank wants to stop.
+
+    Args:
+        rows: this rank's.
+        world: the ranks.
+        stop: called with the number of rows so far, after every chunk; when it returns true, this rank's pass ends.
+
+    Collective: every rank of `world` must call this.
+    """
+    count, stopped = 0, False
+    for chunk in rows.chunks():
+        count += len(chunk.labels)
+        stopped = stop(count)
+        if stopped:
+            break
+    verdict = world.allreduce_sum(torch.tensor([int(stopped)], dtype=torch.int32), name="head.gather")
+    return bool(verdict.item())
+
+
 class RowsInMemory:
     """Rows held as tensors, in chunks of `CHUNK_ROWS`."""
 
@@ -55,3 +86,51 @@ class RowsInMemory:
             # A tensor without rows still splits into one empty piece.
             if len(labels):
                 yield Chunk(features, labels, held_out)
+
+
+class RowsOfBatches:
+    """Rows of a run's batches, a chunk each: fetched in every pass, or once where they may be kept in memory.
+
+    Chunks, and so the bits of all sums, do not depend on whether rows are kept.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        fetch: Callable[[Batch], Tensor],
+        *,
+        expect: Callable[[Sequence[Batch]], None],
+        width: int,
+        held_out: NDArray[np.bool_],
+        memory_bytes: int,
+    ) -> None:
+        """Fetch nothing yet.
+
+        Args:
+            batches: this rank's; may be none.
+            fetch: gives a batch's features, (B, D) float32; padding is cut off here.
+            expect: told which batches will be fetched next, in order.
+            width: D.
+            held_out: (samples,) for each sample id whether its rows are held out.
+            memory_bytes: rows are kept where they take no more.
+        """
+        self.width = width
+        self._batches, self._fetch, self._expect, self._held_out = batches, fetch, expect, held_out
+        self.kept = fits(sum(batch.counted for batch in batches), width, memory_bytes)
+        self._chunks: list[Chunk] = []
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Return a chunk for each batch, without padding."""
+        yield from list(self._chunks)
+        left = self._batches[len(self._chunks) :]
+        if left:
+            self._expect(left)
+        for batch in left:
+            labels = batch.labels[: batch.counted]
+            held_out = torch.from_numpy(self._held_out[batch.ids[: batch.counted]])
+            chunk = Chunk(self._fetch(batch)[: batch.counted], labels, held_out)
+            if self.kept:
+                # What is fetched may be a buffer that the next batch is read into.
+                chunk = Chunk(chunk.features.clone(), labels, held_out)
+                self._chunks.append(chunk)
+            yield chunk

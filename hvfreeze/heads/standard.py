@@ -67,7 +67,9 @@ def measure(rows: Rows, *, world: World) -> Standard:
     first = next((chunk.features[0].double() for chunk in rows.chunks()), None)
     filled = world.allreduce_sum(_one_hot(world, first is not None), name="head.filled")
     if not filled.any():
-        raise UsageError("head fit: there are no samples to fit on; give --train-samples a larger number")
+        error = UsageError("head fit: there are no samples to fit on; give more training samples")
+        error.everywhere = True
+        raise error
     origin = torch.zeros(rows.width, dtype=torch.float64) if first is None else first
     world.broadcast_(origin, name="head.origin", root=int(filled.nonzero()[0]))
     moments = torch.zeros(2, rows.width + 1, dtype=torch.float64)

@@ -60,6 +60,11 @@ class Features:
         self.caching.begin_epoch(batches)
         announce(self.images, batches)
 
+    def expect(self, batches: Sequence[Batch]) -> None:
+        """Read ahead for these batches, in order, beside what an epoch began with. Not a collective."""
+        self.caching.activations.announce([(batch.ids, batch.views) for batch in batches])
+        announce(self.images, batches)
+
     def move(self, cut: int, *, before: Sequence[int] = ()) -> None:
         """Follow the cut to `cut`; `before` are the cuts that the run has had until now, on which rounded rows depend.
 

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed
 from hvfreeze.data.decoding import Images
 from hvfreeze.freezing.vote import Decision
+from hvfreeze.heads.fit import HeadFit
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 
@@ -82,6 +85,33 @@ class State(NamedTuple):
     """Equal on all ranks, or known to rank 0 alone; rank 0's is kept."""
     own: dict[str, Any]
     """This rank's, which comes back to this rank."""
+
+
+class SolvesHeads(Protocol):
+    """What --head-fit exact asks of a strategy, beside the door's own."""
+
+    def solve_head(
+        self,
+        batches: Sequence[Batch],
+        *,
+        held_out: NDArray[np.bool_],
+        stop: Callable[[int], bool],
+        add: Callable[[Answers, float], None],
+    ) -> HeadFit | None:
+        """Fit the head to the features of all ranks' batches; return None where some rank wants to stop before it.
+
+        Collective: every rank of the world must call this.
+
+        Args:
+            batches: this replica's, each sample and view once; there may be none.
+            held_out: (samples,) for each sample id whether it chooses the penalty.
+            stop: told after each batch how many rows have their features; true ends the pass and nothing is solved.
+            add: told at the end what the solved head answers to every batch, and the mean loss.
+
+        Raises:
+            NumericsError: a feature is not finite; on all ranks.
+            UsageError: there are no samples to fit on, or none to choose by; on all ranks.
+        """
 
 
 class Strategy(Protocol):

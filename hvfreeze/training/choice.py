@@ -23,7 +23,7 @@ class Choice:
 
 
 CHOICES = {
-    "replicas": Choice("hvfreeze.strategies.replicas:open_replicas", lambda config, world: 1),
+    "replicas": Choice("hvfreeze.strategies.replicas.opening:open_replicas", lambda config, world: 1),
 }
 
 

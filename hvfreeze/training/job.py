@@ -15,6 +15,7 @@ from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import IMAGENET, Batch, Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data, prepare_data
 from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
@@ -81,6 +82,7 @@ def prepare(config: Config, world: World) -> Job:
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
     """
+    config = config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
@@ -163,7 +165,11 @@ def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
         image_size=size or max(height, width),
     )
     set_memory_formats(built.model, (channels, size or height, size or width))
-    return cut_into_blocks(built.model, scheme=config.model.blocks), built.notes
+    chain = cut_into_blocks(built.model, scheme=config.model.blocks)
+    if config.head.exact:
+        example = torch.zeros(2, channels, size or height, size or width)
+        chain = solvable_chain(chain, config.head, classes=len(corpus.train.classes), example=example)
+    return chain, built.notes
 
 
 def open_corpus(config: Config, world: World, *, replicas: int) -> Corpus:
@@ -204,6 +210,7 @@ def assemble(
             replicas=replicas,
             budget_bytes=memory_budget(world.local_size),
             statistics=IMAGENET if config.model.weights == "DEFAULT" else None,
+            mirrored=config.head.exact,
         ),
         name="pixels",
     )

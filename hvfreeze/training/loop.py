@@ -6,28 +6,39 @@ What a step is, the strategy knows: which blocks run on which rank, and what cro
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.runs.clock import train_seconds
+from hvfreeze.strategies.strategy import MODEL, Answers, SolvesHeads
 from hvfreeze.training import state
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.learning_rate import learning_rate
 from hvfreeze.training.progress import Progress
 
+HELD_OUT = 0.1
+"""Part of the training samples that choose the penalty of a solved head, before they are fitted too."""
 CHECKPOINT_SHARE = 0.03
 """The part of the training time that checkpoints may take with --checkpoint-every auto."""
 
 
-def train(job: Job, progress: Progress) -> None:
+MakeEpoch = Callable[[Job, int, Progress], None]
+
+
+def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch) -> None:
     """Train from the job's step to the end, evaluating after the epochs that --evaluate-every names.
 
     Collective: every rank of the job's world must call this.
+
+    Args:
+        job: the run.
+        progress: where it is shown.
+        make_epoch: what an epoch is, for all ranks together; `train_epoch`, or a solution of the head.
 
     Raises:
         NumericsError: a loss or gradient is not finite on some rank; raised on all ranks in the same step.
@@ -37,7 +48,7 @@ def train(job: Job, progress: Progress) -> None:
     with leaving_on_signal(job):
         job.clock.restart()
         for epoch in range(job.epochs_done, job.config.optimizer.epochs):
-            train_epoch(job, epoch, progress)
+            make_epoch(job, epoch, progress)
             end_epoch(job, epoch, progress)
             checkpoint_when_due(job)
         with job.clock.within("checkpoint"):
@@ -66,6 +77,35 @@ def train_step(job: Job, batch: Batch) -> float:
     if result.leave:
         leave(job)
     return result.loss
+
+
+def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
+    """Solve the head on all of the training samples; it stands for all steps of the epoch. Collective.
+
+    Raises:
+        Preempted: the job was asked to leave before the features were complete; what is cached of them stays.
+    """
+    batches = job.feed.every_view()
+    total = sum(batch.counted for batch in batches)
+
+    def stop(rows: int) -> bool:
+        progress.step(job.step + rows * job.steps_per_epoch // total, f"features of {rows} of {total} views")
+        return job.asked_to_leave
+
+    def add(answers: Answers, loss: float) -> None:
+        count(job.totals, {MODEL: answers}, {MODEL: loss})
+
+    solver = cast(SolvesHeads, job.strategy)
+    fit = solver.solve_head(batches, held_out=job.feed.held_out(HELD_OUT), stop=stop, add=add)
+    if fit is None:
+        leave(job)
+        return
+    job.step = (epoch + 1) * job.steps_per_epoch
+    reached = "" if fit.converged else f", which is not converged: off by {100 * fit.error:.0f} % at most"
+    progress.line(
+        f"head solved: penalty {fit.penalty:.2g} of {len(fit.trials)} tried, {fit.passes} passes over {fit.rows} rows, "
+        f"{fit.steps} steps{reached}"
+    )
 
 
 def rate(job: Job) -> float:

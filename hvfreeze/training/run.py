@@ -18,8 +18,11 @@ from hvfreeze.training import state
 from hvfreeze.training.checkpoint import newest
 from hvfreeze.training.evaluation import by_model
 from hvfreeze.training.job import Job, prepare
-from hvfreeze.training.loop import own_part, train
+from hvfreeze.training.loop import own_part, solve_epoch, train, train_epoch
 from hvfreeze.training.progress import Progress, open_progress
+
+EPOCHS = {"sgd": train_epoch, "exact": solve_epoch}
+"""--head-fit -> what an epoch is."""
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
         together(job.world, job.record.begin, name="record.begin")
         introduce(job, progress, resumed=resumed)
         job.asked_to_leave = bool(asked)
-        train(job, progress)
+        train(job, progress, make_epoch=EPOCHS[job.config.head.head_fit])
     finally:
         progress.close()
         job.strategy.close()

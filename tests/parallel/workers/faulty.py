@@ -26,7 +26,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies import replicas
-from hvfreeze.strategies.replicas import Replicas
+from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job, prepare
 

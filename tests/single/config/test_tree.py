@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,30 @@ def test_a_configuration_survives_being_a_dict() -> None:
 def test_the_only_strategy_is_plain_replication() -> None:
     with pytest.raises(UsageError, match=r"--strategy \(grid\) must be one of replicas"):
         from_dict({"strategy": {"strategy": "grid"}})
+
+
+def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_file() -> None:
+    resolved = from_dict({"head": "multi-level", "head_fit": "exact", "augment": "none", "epochs": 7}).resolved()
+    assert (resolved.optimizer.epochs, resolved.freeze.freeze, resolved.freeze.cut) == (1, "static", 1)
+    assert from_dict(to_dict(resolved)).resolved() == resolved
+    assert Config().resolved() == Config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": "all"}, r"--head \(all\) must be one of last, multi-level"),
+        ({"head_fit": "newton"}, r"--head-fit \(newton\) must be one of sgd, exact"),
+        ({"pool": 0}, r"--pool \(0\) must be in 1..64"),
+        ({"head_fit": "sgd"}, r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact too"),
+        ({"augment": "fresh"}, r"--augment \(fresh\) must be none or views:K with --head-fit exact"),
+        ({"freeze": "linear"}, r"--freeze \(linear\) must be left out with --head-fit exact"),
+        ({"freeze": "static", "cut": 3}, r"--freeze \(static\) must be left out with --head-fit exact"),
+    ],
+)
+def test_what_does_not_go_with_an_exact_head_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_dict({"head": "multi-level", "head_fit": "exact", "augment": "none", **changes})
 
 
 BOMB = "a: &a [x, x]\n" + "".join(

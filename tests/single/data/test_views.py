@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.data.datasets import open_data
-from hvfreeze.data.views import Augment, Transform, parse_augment, transform_for
+from hvfreeze.data.views import MIRRORED, Augment, Transform, parse_augment, transform_for
 from hvfreeze.errors import UsageError
 
 SEED = 11
@@ -45,6 +45,16 @@ def shifts_of(sample: int, view: int) -> tuple[int, int, bool]:
     ]
     assert len(found) == 1
     return found[0]
+
+
+def test_mirrored_shows_the_sample_and_its_mirror_image_uncropped() -> None:
+    transform = replace(PLAIN, augment=MIRRORED)
+    views = np.arange(len(IDS)) % 2
+    expected = PIXELS[torch.from_numpy(IDS)].float()
+    expected[1::2] = expected[1::2].flip(3)
+    torch.testing.assert_close(shown(transform, IDS, views), expected)
+    assert str(MIRRORED) == "mirrored" != str(parse_augment("none"))
+    assert transform.identity() != replace(PLAIN, augment=parse_augment("none")).identity()
 
 
 @pytest.mark.parametrize("image_size", [None, 16, 40])

@@ -1,4 +1,4 @@
-"""What a head reads: pooled maps, tokens and vectors of every block, or the last linear layer's input."""
+"""What a head reads: pooled maps, tokens and vectors of every block, or what the last layer takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.models import build_model
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.features import EveryBlock, LastBlock, pooled
+from hvfreeze.heads.features import EveryBlock, before_last_layer, pooled
 
 
 def small_chain() -> Chain:
@@ -54,13 +54,17 @@ def test_a_family_whose_maps_end_with_channels_is_pooled_over_its_cells() -> Non
     torch.testing.assert_close(features[:, : 96 * 4], expected.flatten(1))
 
 
-def test_the_last_blocks_features_are_what_its_linear_layer_takes() -> None:
+def test_the_last_layer_is_found_behind_containers_and_the_steps_before_it_give_what_it_takes() -> None:
     chain = small_chain()
-    images = torch.randn(4, 3, 8, 8)
-    last = LastBlock(chain, example=images)
-    assert chain.model.training, "the mode is as it was"
-    chain.model.eval()
-    assert torch.equal(last.layer(last(images)), chain(images))
+    nested = nn.Sequential(nn.Flatten(), nn.Sequential(nn.ReLU(), nn.Linear(12, 3)))
+    deep = Chain.from_modules(nested, [("head", [*nested])])
+    for found, images in ((chain, torch.randn(4, 3, 8, 8)), (deep, torch.randn(4, 3, 2, 2))):
+        found.model.eval()
+        steps, layer = before_last_layer(found)
+        x = found.run(images, 0, len(found.blocks) - 1)
+        for step in steps:
+            x = step(x)
+        assert torch.equal(layer(x), found(images))
 
 
 def test_what_gives_no_features_is_refused_by_name() -> None:
@@ -70,10 +74,10 @@ def test_what_gives_no_features_is_refused_by_name() -> None:
         EveryBlock(chain, pool=4)
     with pytest.raises(UsageError, match=r"pool \(0\) must be at least 1"):
         EveryBlock(small_chain(), pool=0)
-    with pytest.raises(UsageError, match="does not end in a linear layer"):
-        LastBlock(chain, example=torch.randn(1, 3, 8, 8))
     squashed = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.Softmax(1))
-    with pytest.raises(UsageError, match="does not end in a linear layer"):
-        LastBlock(Chain.from_modules(squashed, [("head", [*squashed])]), example=torch.randn(2, 3, 2, 2))
+    without_bias = nn.Sequential(nn.Flatten(), nn.Linear(12, 3, bias=False))
+    for model in (squashed, without_bias):
+        with pytest.raises(UsageError, match="does not end in a linear layer with a bias"):
+            before_last_layer(Chain.from_modules(model, [("head", [*model])]))
     with pytest.raises(UsageError, match=r"a block gives a tensor of shape \(1, 2, 3, 4, 5\)"):
         pooled(torch.zeros(1, 2, 3, 4, 5), 4)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.fit import HeadFit, fit_softmax
-from hvfreeze.heads.rows import Chunk, RowsInMemory
+from hvfreeze.heads.rows import Chunk, RowsInMemory, RowsOfBatches, gather
 from hvfreeze.ranks.world import SoloWorld
 from tests.single.heads.table import CLASSES, labelled_table
 
@@ -117,5 +119,61 @@ def test_a_path_that_is_none_is_refused(penalties: list[float]) -> None:
 def test_the_summary_can_be_written_to_a_file() -> None:
     fit = solve(labelled_table(200), penalties=[0.1, 0.01])
     summary = fit.summary()
-    assert set(summary) == {"penalty", "trials", "loss", "rows", "steps", "passes", "error", "converged"}
+    assert set(summary) == {
+        "penalty",
+        "trials",
+        "loss",
+        "rows",
+        "steps",
+        "passes",
+        "error",
+        "converged",
+        "exchanged_bytes",
+    }
     assert summary["trials"][0]["penalty"] == 0.1
+
+
+def batches_of(total: int, size: int) -> list[Batch]:
+    return padded_batches(np.arange(total), torch.arange(total) % CLASSES, size)
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 10**6])
+def test_rows_of_batches_are_fetched_once_where_they_fit_and_are_the_same_chunks_where_not(memory_bytes: int) -> None:
+    features = labelled_table(50)[0]
+    fetched: list[int] = []
+    buffer = torch.empty(16, features.shape[1])
+
+    def fetch(batch: Batch) -> Tensor:
+        fetched.append(int(batch.ids[0]))
+        return buffer.copy_(features[batch.ids])
+
+    rows = RowsOfBatches(
+        batches_of(50, 16),
+        fetch,
+        expect=lambda batches: None,
+        width=features.shape[1],
+        held_out=np.arange(50) % 10 == 0,
+        memory_bytes=memory_bytes,
+    )
+    assert next(iter(rows.chunks())).features.equal(features[:16])
+    for _ in range(2):
+        chunks = [(chunk.features.clone(), chunk.labels, chunk.held_out) for chunk in rows.chunks()]
+        parts = [torch.cat(column) for column in zip(*chunks)]
+        assert [len(chunk[1]) for chunk in chunks] == [16, 16, 16, 2]
+        assert parts[0].equal(features)
+        assert parts[1].equal(torch.arange(50) % CLASSES)
+        assert parts[2].equal(torch.arange(50) % 10 == 0)
+    assert fetched == ([0, 16, 32, 48] if memory_bytes else [0, 0, 16, 32, 48, 0, 16, 32, 48])
+
+
+def test_gathering_ends_where_it_is_asked_to() -> None:
+    rows = RowsInMemory(*labelled_table(600))
+    seen: list[int] = []
+
+    def stop(count: int) -> bool:
+        seen.append(count)
+        return count > 300
+
+    assert gather(rows, world=SoloWorld(), stop=stop)
+    assert seen == [256, 512]
+    assert not gather(rows, world=SoloWorld(), stop=lambda count: False)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.heads.fit import fit_softmax
-from hvfreeze.heads.multilevel import MultiLevelClassifier, export
+from hvfreeze.heads.multilevel import MultiLevelClassifier, export, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.ranks.world import SoloWorld
 from tests.single.heads.test_features import small_chain
@@ -40,7 +41,7 @@ def test_solved_classifier_loads_and_runs_from_a_file_without_hvfreeze(tmp_path:
         labels = features[:, :3].argmax(1)
         rows = RowsInMemory(features, labels, torch.zeros(60, dtype=torch.bool))
         fit = fit_softmax(rows, classes=3, world=SoloWorld(), penalties=[1e-3])
-        classifier.take(fit)
+        take(classifier.head, fit)
         logits = classifier(images)
     torch.testing.assert_close(logits, features @ fit.weight.t() + fit.bias)
     assert (logits.argmax(1) == labels).float().mean() > 0.9
@@ -57,6 +58,28 @@ def test_solved_classifier_loads_and_runs_from_a_file_without_hvfreeze(tmp_path:
         export(classifier, tmp_path / "classifier.pt2", example=images[:2])
     reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert reader.returncode == 0, reader.stderr
+
+
+@pytest.mark.parametrize("head", ["last", "multi-level"])
+def test_a_solvable_chain_is_the_model_in_two_blocks(head: str) -> None:
+    """Features then head; for `last` it gives the model's own logits and owns the model's own names."""
+    chain = small_chain()
+    images = torch.randn(2, 3, 8, 8)
+    solvable = solvable_chain(chain, HeadConfig(head=head, head_fit="exact", pool=2), classes=3, example=images)
+    solvable.model.eval()
+    assert [block.name for block in solvable.blocks] == ["features", "head"]
+    features = solvable.run(images, 0, 1)
+    assert torch.equal(head_of(solvable)(features), solvable.model(images))
+    names = [name for name, _ in solvable.named_parameters()]
+    assert len(set(names)) == len(names)
+    assert {id(tensor) for _, tensor in solvable.named_parameters(1)} == {id(p) for p in head_of(solvable).parameters()}
+    body = {id(p) for block in chain.blocks[:-1] for p in map(chain.model.get_parameter, block.parameter_names)}
+    assert body == {id(tensor) for _, tensor in solvable.named_parameters(0, 1)}
+    assert len(solvable.named_buffers()) == len([*chain.model.buffers()])
+    assert not any(module is head_of(solvable) for module in solvable.modules(0, 1))
+    if head == "last":
+        assert solvable.model is chain.model
+        assert torch.equal(solvable(images), chain(images))
 
 
 class Undecided(nn.Module):

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from hvfreeze.__main__ import main
 from hvfreeze.cache.plan import Plan, make_plan
 from hvfreeze.prefix import planning
-from hvfreeze.strategies.replicas import Replicas
+from hvfreeze.strategies.replicas.door import Replicas
 
 TRAIN = (
     *("train", "--data", "digits", "--train-samples", "64", "--batch-size", "16", "--augment", "none"),

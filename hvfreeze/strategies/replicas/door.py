@@ -8,30 +8,28 @@ Replicas start equal and change only by averaged gradients and by decisions that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError
-from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.vote import Decision
-from hvfreeze.freezing.vote_weights import Voter, coverage
-from hvfreeze.prefix.features import Features, Halves, open_features
-from hvfreeze.prefix.measuring import Horizon, Outlook, open_budget, suffix_seconds
-from hvfreeze.prefix.splits import Recipe, Split
-from hvfreeze.ranks.agreement import together
+from hvfreeze.heads.fit import HeadFit
+from hvfreeze.heads.multilevel import head_of
+from hvfreeze.heads.solving import rows_of, solve
+from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.ranks.equal_models import check_replicas, running_statistics
 from hvfreeze.ranks.machine.share import memory_budget
-from hvfreeze.ranks.reducer import Reducer, Signals
+from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.strategy import MODEL, Answers, Materials, State, StepResult
+from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult
 
 
 class Replicas:
@@ -61,6 +59,7 @@ class Replicas:
         self.chain, self.optimizer, self.reducer = freezer.chain, freezer.optimizer, freezer.reducer
         self._advice = advice
         self._moves_followed = 0
+        self._solved: dict[str, Any] = {}
 
     @property
     def cut(self) -> int:
@@ -107,6 +106,32 @@ class Replicas:
         answers = {MODEL: Answers(logits.detach(), batch.labels)}
         return StepResult(losses={MODEL: value}, answers=answers, leave=bool(signals.leave), decision=decision)
 
+    def solve_head(
+        self,
+        batches: Sequence[Batch],
+        *,
+        held_out: NDArray[np.bool_],
+        stop: Callable[[int], bool],
+        add: Callable[[Answers, float], None],
+    ) -> HeadFit | None:
+        """Solve the head on the features of `batches`; see `SolvesHeads`."""
+        self.begin_epoch(batches)
+        world, layer = self.freezer.world, head_of(self.chain)
+        rows = rows_of(
+            batches,
+            layer,
+            fetch=self.training.of,
+            expect=self.training.expect,
+            held_out=held_out,
+            memory_bytes=memory_budget(world.local_size),
+        )
+        with self.clock.within("optimizer"):
+            fit = solve(rows, layer, world=world, stop=stop, count=lambda *of: add(Answers(*of[:2]), of[2]))
+        if fit is not None:
+            self.reducer.payload_bytes += fit.exchanged_bytes
+            self._solved = {"head": fit.summary()}
+        return fit
+
     def settle(self) -> None:
         """Average the running statistics; everything else is equal on all ranks after every step."""
         self.freezer.average_statistics()
@@ -132,6 +157,7 @@ class Replicas:
         shared = {
             "model": self.chain.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "solved": self._solved,
             "bytes": [self.reducer.payload_bytes, self.reducer.other_bytes],
         }
         own = {"statistics": statistics, "freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
@@ -149,6 +175,7 @@ class Replicas:
         self.reducer.payload_bytes, self.reducer.other_bytes = state.shared["bytes"]
         self.reducer.load_state_dict(state.own["reducer"])
         self.freezer.seal()
+        self._solved = state.shared["solved"]
         self._moves_followed = 0
 
     def report(self) -> dict[str, Any]:
@@ -158,6 +185,7 @@ class Replicas:
             "other_collective_bytes": self.reducer.other_bytes,
             "cut_history": self.freezer.cut_history,
             "cache": self.training.caching.report(),
+            **self._solved,
         }
 
     def close(self) -> None:
@@ -191,81 +219,3 @@ class Replicas:
             for features in (self.training, self.evaluation):
                 features.move(cuts[-1], before=cuts[:-1])
             self._moves_followed = len(history)
-
-
-def open_replicas(materials: Materials, config: Config) -> Replicas:
-    """Return the strategy for a run.
-
-    Collective: every rank of the world must call this.
-
-    Raises:
-        UsageError: the freeze settings do not fit the model or the world; on all ranks.
-    """
-    freezer = together(materials.world, lambda: open_freezer(materials, config), name="freezer")
-    halves = Halves(materials.chain, config.optimizer.precision)
-    training, evaluation = open_both_features(materials, config, freezer, halves)
-    advice = "lower --lr or add --lr-warmup"
-    if config.optimizer.compression != "none":
-        advice += f", or train without --compression {config.optimizer.compression}"
-    return Replicas(freezer, halves, training, evaluation, clock=materials.clock, advice=advice)
-
-
-def open_freezer(materials: Materials, config: Config) -> Freezer:
-    """Return the freezer, with the optimizer and the reducer that it keeps in step with the cut."""
-    settings, corpus, chain = config.optimizer, materials.corpus, materials.chain
-    optimizer = torch.optim.SGD(
-        chain.model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-    )
-    labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[materials.replica])]
-    return Freezer(
-        chain,
-        optimizer=optimizer,
-        reducer=Reducer(materials.world, compression=settings.compression),
-        world=materials.world,
-        settings=config.freeze,
-        cadence=Cadence.of(config.freeze, steps_per_epoch=corpus.plan.steps_per_epoch, num_epochs=settings.epochs),
-        voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
-    )
-
-
-def open_both_features(
-    materials: Materials, config: Config, freezer: Freezer, halves: Halves
-) -> tuple[Features, Features]:
-    """Return how features are had in training and in evaluation; both pay from one budget."""
-    corpus, world = materials.corpus, materials.world
-    place = Path(config.cache.cache_dir) if config.cache.cache_dir else materials.directory / "cache"
-    outlook = Outlook(
-        horizon=lambda: Horizon(freezer.epochs_left, freezer.epochs_until_move()),
-        suffix_seconds=lambda: suffix_seconds(materials.clock, steps=freezer.step),
-        budget=open_budget(config.cache, place, size=world.size),
-        directory=place,
-        memory_bytes=memory_budget(world.local_size),
-    )
-    settings = config.optimizer
-    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
-    share = {"replica": materials.replica, "replicas": materials.replicas}
-    train = Split(name="train", image_set=corpus.train, images=materials.feed.images, ids=corpus.owned(**share))
-    test = Split(
-        name="test",
-        image_set=corpus.evaluated,
-        images=materials.evaluated,
-        ids=corpus.share(**share),
-        passes_per_epoch=1 / config.run.evaluate_every,
-    )
-
-    def features(split: Split, clock: PhaseClock) -> Features:
-        return open_features(
-            config.cache,
-            config.data,
-            halves,
-            world,
-            split,
-            recipe,
-            outlook=outlook,
-            clock=clock,
-            owner=str(materials.directory),
-            say=materials.say,
-        )
-
-    # Seconds of an evaluation are counted as a whole, by the loop.
-    return features(train, materials.clock), features(test, PhaseClock())

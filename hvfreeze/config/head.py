@@ -1,0 +1,33 @@
+"""What classifies, on which features, and how it is fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvfreeze.config.rules import one_of, rule, setting
+
+MOST_CELLS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The head: what it reads, and whether it is trained with the rest or solved on frozen blocks."""
+
+    head: str = setting("last", "WHICH", "last (reads the last block) or multi-level (reads every block)")
+    head_fit: str = setting(
+        "sgd", "HOW", "sgd (trained with the rest) or exact (all blocks frozen, all ranks solve the convex problem)"
+    )
+    pool: int = setting(4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells")
+
+    def __post_init__(self) -> None:
+        one_of("head", self.head, ("last", "multi-level"))
+        one_of("head-fit", self.head_fit, ("sgd", "exact"))
+        rule(1 <= self.pool <= MOST_CELLS, "pool", self.pool, f"in 1..{MOST_CELLS}")
+        # Features of several blocks differ a hundredfold in size: no learning rate fits them all.
+        fits = self.head == "last" or self.head_fit == "exact"
+        rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact too")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the head is solved."""
+        return self.head_fit == "exact"

@@ -1,0 +1,68 @@
+"""A run's head solved: from batches to the linear layer that fits all ranks' features of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvfreeze.data.batches import Batch
+from hvfreeze.heads.fit import HeadFit, fit_softmax
+from hvfreeze.heads.multilevel import take
+from hvfreeze.heads.rows import Rows, RowsOfBatches, fits, gather
+from hvfreeze.ranks.world import World
+
+USUAL_PASSES = 40
+"""Over the rows, until a head is solved."""
+
+Count = Callable[[Tensor, Tensor, float], None]
+
+
+def rows_of(
+    batches: Sequence[Batch],
+    layer: nn.Linear,
+    *,
+    fetch: Callable[[Batch], Tensor],
+    expect: Callable[[Sequence[Batch]], None],
+    held_out: NDArray[np.bool_],
+    memory_bytes: int,
+) -> Rows:
+    """Return the rows that `layer` is fitted to; see `RowsOfBatches`."""
+    return RowsOfBatches(
+        batches, fetch, expect=expect, width=layer.in_features, held_out=held_out, memory_bytes=memory_bytes
+    )
+
+
+def solve(rows: Rows, layer: nn.Linear, *, world: World, stop: Callable[[int], bool], count: Count) -> HeadFit | None:
+    """Fit `layer` to the rows of all ranks; return None, and leave it as it is, where some rank wants to stop before.
+
+    Collective: every rank of `world` must call this.
+
+    Args:
+        rows: this rank's.
+        layer: becomes the solution, the same on every rank.
+        world: the ranks.
+        stop: told after each batch how many rows have their features; true ends the pass.
+        count: told at the end the logits, (B, classes), labels and mean loss of every batch.
+
+    Raises:
+        NumericsError: a feature is not finite; on all ranks.
+        UsageError: there are no samples to fit on, or none to choose by; on all ranks.
+    """
+    if gather(rows, world=world, stop=stop):
+        return None
+    fit = fit_softmax(rows, classes=layer.out_features, world=world)
+    take(layer, fit)
+    for chunk in rows.chunks():
+        logits = functional.linear(chunk.features.float(), fit.weight, fit.bias)
+        count(logits, chunk.labels, float(functional.cross_entropy(logits, chunk.labels)))
+    return fit
+
+
+def times_asked_for(batches: Sequence[Batch], layer: nn.Linear, *, memory_bytes: int) -> int:
+    """Return how often a row is asked for while a head is solved: once where rows are kept in memory."""
+    rows = sum(batch.counted for batch in batches)
+    return 1 if fits(rows, layer.in_features, memory_bytes) else USUAL_PASSES

@@ -1,0 +1,118 @@
+"""Every rank makes whole runs whose head is solved: equal runs, cached and streamed ones, a stopped and resumed one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import Preempted
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
+from hvfreeze.strategies.replicas import door
+from hvfreeze.strategies.replicas.door import Replicas
+from hvfreeze.training.run import run
+from tests.parallel.mpirun import report
+
+MODEL = "shufflenet_v2_x0_5"
+SAMPLES, BATCH = 130, 16
+
+
+class Runs:
+    """Runs of one configuration with changes, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path) -> None:
+        self.world, self.root = world, root
+
+    def __call__(self, name: str, **changes: Any) -> dict[str, Any]:
+        base = {
+            "model": MODEL,
+            "train_samples": SAMPLES * 5 // 4,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "augment": "views:2",
+            "head": "multi-level",
+            "head_fit": "exact",
+            "pool": 2,
+            "threads": 1,
+            "run_dir": str(self.root / name),
+        }
+        return run(from_dict({**base, **changes}), self.world)
+
+
+def numbers(root: Path, name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "train_seconds", "images_per_second", "cache")
+    return [{key: value for key, value in row.items() if key not in timed} for row in rows]
+
+
+def stopped(runs: Runs, name: str, **changes: Any) -> None:
+    """Make a run that the last rank is asked to leave while features are computed."""
+    solve = Replicas.solve_head
+
+    def solve_head(self: Replicas, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
+        last = runs.world.rank == runs.world.size - 1
+        return solve(self, *args, stop=lambda rows: stop(rows) or (last and rows > BATCH), **rest)
+
+    Replicas.solve_head = solve_head  # type: ignore[method-assign]
+    try:
+        runs(name, **changes)
+    except Preempted:
+        return
+    finally:
+        Replicas.solve_head = solve  # type: ignore[method-assign]
+    raise AssertionError("the run was not stopped")
+
+
+def main() -> None:
+    world = open_world()
+    end_job_on_exception(world)
+    root = Path(sys.argv[1])
+    runs = Runs(world, root)
+    straight = runs("straight")
+    same = {"again": runs("again")}
+    kept = {"cache": "on", "cache_dir": str(root / "rows")}
+    same["writes"] = runs("writes", **kept)
+    same["reads"] = runs("reads", **kept)
+    memory, door.memory_budget = door.memory_budget, lambda local_size: 0
+    same["streamed"] = runs("streamed")
+    same["streamed, cached"] = runs("streamed-cached", cache="on")
+    door.memory_budget = memory
+    elsewhere = {"cache": "on", "cache_dir": str(root / "stopped-rows")}
+    stopped(runs, "stopped", **elsewhere)
+    same["resumed"] = runs("stopped", resume=True, **elsewhere)
+    same["complete"] = runs("stopped", resume=True, **elsewhere)
+    for name, summary in same.items():
+        assert summary["parameter_digest"] == straight["parameter_digest"], f"{name}: another model"
+        assert {**summary["head"], "exchanged_bytes": 0} == {**straight["head"], "exchanged_bytes": 0}, name
+        assert summary["test_accuracy"] == straight["test_accuracy"], name
+    assert same["writes"]["cache"]["rows_written"] == 2 * SAMPLES
+    assert same["reads"]["cache"]["rows_written"] == 0
+    assert same["reads"]["cache"]["rows_read"] == 2 * SAMPLES
+    assert same["resumed"]["cache"]["rows_read"] > 0, "what was cached before the stop is of no use"
+    assert same["streamed, cached"]["cache"]["rows_read"] > 10 * SAMPLES
+    if world.rank == 0:
+        for name in ("again", "reads", "streamed", "stopped"):
+            assert numbers(root, name) == numbers(root, "straight"), name
+    last = runs("last", head="last", augment="none")
+    if world.rank == 0:
+        check_plain_model(root / "last")
+    report(world.rank, straight=straight, last=last)
+    world.close()
+
+
+def check_plain_model(directory: Path) -> None:
+    """Load model.pt of a run with the model's own head into torchvision's model."""
+    from hvfreeze.chain.models import build_model
+
+    model = build_model(MODEL, num_classes=10, image_size=32).model
+    model.load_state_dict(torch.load(directory / "model.pt", weights_only=True), strict=True)
+    assert model.fc.weight.abs().sum() > 0
+
+
+main()

@@ -1,0 +1,44 @@
+"""A replica's batches over everything: each view of each of its samples once, and what is held out of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hvfreeze.config.sections import DataConfig
+from hvfreeze.data.batches import TrainFeed, deal, open_feeds
+from hvfreeze.data.datasets import open_data
+
+REPLICAS, SAMPLES = 3, 50
+
+
+def feeds(**settings: str) -> list[TrainFeed]:
+    data = DataConfig(train_samples=SAMPLES, **settings)  # type: ignore[arg-type]
+    corpus = deal(open_data("digits", None, image_size=None), data, seed=5, batch_size=4, replicas=REPLICAS)
+    ranks = range(REPLICAS)
+    return [open_feeds(corpus, data, seed=5, replica=r, replicas=REPLICAS, budget_bytes=10**9)[0] for r in ranks]
+
+
+@pytest.mark.parametrize("shuffle", ["shard", "global"])
+@pytest.mark.parametrize(("augment", "views"), [("none", 1), ("views:3", 3)])
+def test_every_view_of_every_sample_is_counted_once_over_all_replicas(shuffle: str, augment: str, views: int) -> None:
+    seen: Counter[tuple[int, int]] = Counter()
+    for feed in feeds(shuffle=shuffle, augment=augment):
+        for batch in feed.every_view():
+            assert len(batch.ids) == len(batch.views) == len(batch.labels) == 4
+            assert batch.labels.equal(feed.labels[batch.ids])
+            seen.update(zip(batch.ids[: batch.counted].tolist(), batch.views[: batch.counted].tolist()))
+    assert len(seen) == SAMPLES * views and set(seen.values()) == {1}
+    assert {view for _, view in seen} == set(range(views))
+
+
+def test_held_out_samples_are_the_same_for_all_replicas_and_a_part_of_each_class() -> None:
+    found = feeds(augment="none")
+    masks = [feed.held_out(0.2) for feed in found]
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)
+    ids = np.flatnonzero(masks[0])
+    assert len(ids) == 10
+    assert set(ids) <= set(np.concatenate(found[0].plan.shards))
+    assert Counter(found[0].labels[ids].tolist()).most_common()[0][1] <= 2

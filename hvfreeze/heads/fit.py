@@ -35,8 +35,8 @@ from hvfreeze.ranks.world import World
 PENALTIES = tuple(10 ** (-half / 2) for half in range(17))
 """From 1 to 1e-8, two a decade."""
 TOLERANCE = 0.1
-PATH_SLACK = 10
-"""The path is followed at this many times the tolerance: held-out losses are compared, no more."""
+PATH_TOLERANCE = 2.0
+"""While the penalty is chosen: solutions this close to the minimum have its held-out loss, nearly."""
 LEAST_GAIN = 1e-3
 """The path ends where the held-out loss falls by a smaller part of itself, or rises."""
 MOST_STEPS = 500
@@ -111,7 +111,7 @@ def fit_softmax(
         world: the ranks.
         penalties: decreasing, above 0; with one, nothing is chosen.
         tolerance: relative distance from the minimum that is allowed: the norm of the gradient must fall to `tolerance`
-            x that of the penalty's own gradient. The path is followed at `PATH_SLACK` times it.
+            x that of the penalty's own gradient. The path is followed at `PATH_TOLERANCE`.
         most_steps: limit of the minimiser for one penalty; `HeadFit.converged` tells whether it sufficed.
 
     Raises:
@@ -137,7 +137,7 @@ def fit_softmax(
     start, penalty = loss.zero(), values[0]
     trials: tuple[Trial, ...] = ()
     if len(values) > 1:
-        start, penalty, trials = _choose(loss, search, values, tolerance=PATH_SLACK * tolerance, most_steps=most_steps)
+        start, penalty, trials = _choose(loss, search, values, most_steps=most_steps)
     minimum = search.minimise(
         partial(loss.at, held_out=False),
         loss.at(start, held_out=False),
@@ -151,7 +151,7 @@ def fit_softmax(
 
 
 def _choose(
-    loss: SoftmaxLoss, search: Lbfgs, penalties: Sequence[float], *, tolerance: float, most_steps: int
+    loss: SoftmaxLoss, search: Lbfgs, penalties: Sequence[float], *, most_steps: int
 ) -> tuple[Tensor, float, tuple[Trial, ...]]:
     """Return the weights and penalty with the least held-out loss, and the path up to where that loss falls no more."""
     evaluate = partial(loss.at, held_out=True)
@@ -159,7 +159,9 @@ def _choose(
     best, chosen = point, penalties[0]
     trials: list[Trial] = []
     for penalty in penalties:
-        minimum = search.minimise(evaluate, point, penalty=penalty, tolerance=tolerance, most_steps=most_steps)
+        minimum = search.minimise(
+            evaluate, point, penalty=penalty, tolerance=PATH_TOLERANCE, most_steps=most_steps, fewest_steps=1
+        )
         point = minimum.point
         trials.append(Trial(penalty, point.held_out_loss, point.held_out_accuracy, minimum.steps))
         if point.held_out_loss > (1 - LEAST_GAIN) * best.held_out_loss:

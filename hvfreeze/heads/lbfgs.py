@@ -72,7 +72,14 @@ class Lbfgs:
         self._pairs: deque[tuple[Tensor, Tensor]] = deque()
 
     def minimise(
-        self, evaluate: Evaluate, point: Point, *, penalty: float, tolerance: float, most_steps: int
+        self,
+        evaluate: Evaluate,
+        point: Point,
+        *,
+        penalty: float,
+        tolerance: float,
+        most_steps: int,
+        fewest_steps: int = 0,
     ) -> Minimum:
         """Return the minimum, searched from `point`.
 
@@ -83,10 +90,13 @@ class Lbfgs:
             tolerance: stop when the gradient's norm is at most `tolerance` x 2 penalty x norm of the coefficients. The
                 coefficients are then within `tolerance` of the minimum's, relative to their norm.
             most_steps: stop after as many steps, not converged.
+            fewest_steps: take as many in any case; a new penalty can leave the old solution within a loose tolerance.
         """
         steps = 0
         pairs = [Pair.of(step, change, penalty) for step, change in self._pairs]
-        while (error := relative_error(point, penalty)) > tolerance and steps < most_steps:
+        while steps < most_steps:
+            if steps >= fewest_steps and relative_error(point, penalty) <= tolerance:
+                break
             direction = self._direction(point, pairs, penalty)
             found = _search(evaluate, point, direction, penalty)
             if found is None:
@@ -96,6 +106,7 @@ class Lbfgs:
             pairs = [*pairs, Pair.of(*self._pairs[-1], penalty)][-len(self._pairs) :]
             point = found
             steps += 1
+        error = relative_error(point, penalty)
         return Minimum(point, steps, error, error <= tolerance)
 
     def _remember(self, step: Tensor, change: Tensor) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from hvfreeze.data.batches import Batch
 from hvfreeze.ranks.world import World
 
-CHUNK_ROWS = 256
-"""Rows in a chunk: its features stay in a processor's cache between the two products that use them."""
+CHUNK_ROWS = 512
+"""Rows in a chunk, at least: in smaller ones the calls cost as much as the products."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RowsInMemory:
 
 
 class RowsOfBatches:
-    """Rows of a run's batches, a chunk each: fetched in every pass, or once where they may be kept in memory.
+    """Rows of a run's batches, a few to a chunk: fetched in every pass, or once where they may be kept in memory.
 
     Chunks, and so the bits of all sums, do not depend on whether rows are kept.
     """
@@ -115,22 +115,24 @@ class RowsOfBatches:
             memory_bytes: rows are kept where they take no more.
         """
         self.width = width
-        self._batches, self._fetch, self._expect, self._held_out = batches, fetch, expect, held_out
+        self._fetch, self._expect, self._held_out = fetch, expect, held_out
+        each = -(-CHUNK_ROWS // max(1, len(batches[0].ids))) if batches else 1
+        self._groups = [batches[start : start + each] for start in range(0, len(batches), each)]
         self.kept = fits(sum(batch.counted for batch in batches), width, memory_bytes)
         self._chunks: list[Chunk] = []
 
     def chunks(self) -> Iterator[Chunk]:
-        """Return a chunk for each batch, without padding."""
+        """Return a chunk for every few batches, without padding."""
         yield from list(self._chunks)
-        left = self._batches[len(self._chunks) :]
+        left = self._groups[len(self._chunks) :]
         if left:
-            self._expect(left)
-        for batch in left:
-            labels = batch.labels[: batch.counted]
-            held_out = torch.from_numpy(self._held_out[batch.ids[: batch.counted]])
-            chunk = Chunk(self._fetch(batch)[: batch.counted], labels, held_out)
+            self._expect([batch for group in left for batch in group])
+        for group in left:
+            ids = np.concatenate([batch.ids[: batch.counted] for batch in group])
+            # Copied also where the group is one batch: what is fetched may be a buffer that the next is read into.
+            features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
+            labels = torch.cat([batch.labels[: batch.counted] for batch in group])
+            chunk = Chunk(features, labels, torch.from_numpy(self._held_out[ids]))
             if self.kept:
-                # What is fetched may be a buffer that the next batch is read into.
-                chunk = Chunk(chunk.features.clone(), labels, held_out)
                 self._chunks.append(chunk)
             yield chunk

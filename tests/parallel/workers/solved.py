@@ -12,6 +12,7 @@ import torch
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
+from hvfreeze.heads import rows
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.replicas import door
@@ -57,7 +58,7 @@ def stopped(runs: Runs, name: str, **changes: Any) -> None:
 
     def solve_head(self: Replicas, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
         last = runs.world.rank == runs.world.size - 1
-        return solve(self, *args, stop=lambda rows: stop(rows) or (last and rows > BATCH), **rest)
+        return solve(self, *args, stop=lambda count: stop(count) or (last and count > 2 * BATCH), **rest)
 
     Replicas.solve_head = solve_head  # type: ignore[method-assign]
     try:
@@ -73,6 +74,8 @@ def main() -> None:
     world = open_world()
     end_job_on_exception(world)
     root = Path(sys.argv[1])
+    # Two batches to a chunk, so that a rank has several.
+    rows.CHUNK_ROWS = 2 * BATCH
     runs = Runs(world, root)
     straight = runs("straight")
     same = {"again": runs("again")}

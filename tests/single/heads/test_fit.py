@@ -139,7 +139,8 @@ def batches_of(total: int, size: int) -> list[Batch]:
 
 @pytest.mark.parametrize("memory_bytes", [0, 10**6])
 def test_rows_of_batches_are_fetched_once_where_they_fit_and_are_the_same_chunks_where_not(memory_bytes: int) -> None:
-    features = labelled_table(50)[0]
+    """Batches of 16: the first 32 make a chunk, for at least 512 rows."""
+    features = labelled_table(530)[0]
     fetched: list[int] = []
     buffer = torch.empty(16, features.shape[1])
 
@@ -148,32 +149,33 @@ def test_rows_of_batches_are_fetched_once_where_they_fit_and_are_the_same_chunks
         return buffer.copy_(features[batch.ids])
 
     rows = RowsOfBatches(
-        batches_of(50, 16),
+        batches_of(530, 16),
         fetch,
         expect=lambda batches: None,
         width=features.shape[1],
-        held_out=np.arange(50) % 10 == 0,
+        held_out=np.arange(530) % 10 == 0,
         memory_bytes=memory_bytes,
     )
-    assert next(iter(rows.chunks())).features.equal(features[:16])
+    assert next(iter(rows.chunks())).features.equal(features[:512])
     for _ in range(2):
         chunks = [(chunk.features.clone(), chunk.labels, chunk.held_out) for chunk in rows.chunks()]
         parts = [torch.cat(column) for column in zip(*chunks)]
-        assert [len(chunk[1]) for chunk in chunks] == [16, 16, 16, 2]
+        assert [len(chunk[1]) for chunk in chunks] == [512, 18]
         assert parts[0].equal(features)
-        assert parts[1].equal(torch.arange(50) % CLASSES)
-        assert parts[2].equal(torch.arange(50) % 10 == 0)
-    assert fetched == ([0, 16, 32, 48] if memory_bytes else [0, 0, 16, 32, 48, 0, 16, 32, 48])
+        assert parts[1].equal(torch.arange(530) % CLASSES)
+        assert parts[2].equal(torch.arange(530) % 10 == 0)
+    once, begun = list(range(0, 530, 16)), list(range(0, 512, 16))
+    assert fetched == (once if memory_bytes else [*begun, *once, *once])
 
 
 def test_gathering_ends_where_it_is_asked_to() -> None:
-    rows = RowsInMemory(*labelled_table(600))
+    rows = RowsInMemory(*labelled_table(1400))
     seen: list[int] = []
 
     def stop(count: int) -> bool:
         seen.append(count)
-        return count > 300
+        return count > 600
 
     assert gather(rows, world=SoloWorld(), stop=stop)
-    assert seen == [256, 512]
+    assert seen == [512, 1024]
     assert not gather(rows, world=SoloWorld(), stop=lambda count: False)

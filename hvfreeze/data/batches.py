@@ -136,8 +136,12 @@ def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, Ima
     return ids, splits.test, np.arange(len(splits.test), dtype=np.int64)
 
 
-def deal(splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, replicas: int) -> Corpus:
+def deal(
+    splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, replicas: int, whole_batches: bool = True
+) -> Corpus:
     """Choose training and evaluation samples and plan the shards; nothing is decoded.
+
+    With `whole_batches` the notes tell which samples fill no batch; without, the run uses batches that are not full.
 
     Raises:
         UsageError: the samples do not suffice for what the settings ask.
@@ -157,7 +161,7 @@ def deal(splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, re
     if data.validation_fraction > 0:
         notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
     dropped = len(ids) - plan.steps_per_epoch * batch_size * replicas
-    if dropped > 0:
+    if dropped > 0 and whole_batches:
         notes.append(
             f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
             f"{plan.steps_per_epoch} whole batches of {batch_size} are made of every shard"

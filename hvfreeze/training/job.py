@@ -183,7 +183,14 @@ def open_corpus(config: Config, world: World, *, replicas: int) -> Corpus:
     batch = config.optimizer.batch_size
     return together(
         world,
-        lambda: deal(splits, data, seed=config.data_seed, batch_size=batch, replicas=replicas),
+        lambda: deal(
+            splits,
+            data,
+            seed=config.data_seed,
+            batch_size=batch,
+            replicas=replicas,
+            whole_batches=not config.head.exact,
+        ),
         name="shards",
     )
 

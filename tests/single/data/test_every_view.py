@@ -34,6 +34,14 @@ def test_every_view_of_every_sample_is_counted_once_over_all_replicas(shuffle: s
     assert {view for _, view in seen} == set(range(views))
 
 
+def test_samples_that_fill_no_batch_are_not_said_to_be_left_out_where_they_are_not() -> None:
+    data = DataConfig(train_samples=SAMPLES)
+    settings = {"seed": 5, "batch_size": 4, "replicas": REPLICAS}
+    said = deal(open_data("digits"), data, **settings).notes  # type: ignore[arg-type]
+    silent = deal(open_data("digits"), data, **settings, whole_batches=False).notes  # type: ignore[arg-type]
+    assert len(said) == len(silent) + 1
+
+
 def test_held_out_samples_are_the_same_for_all_replicas_and_a_part_of_each_class() -> None:
     found = feeds(augment="none")
     masks = [feed.held_out(0.2) for feed in found]

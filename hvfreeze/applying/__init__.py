@@ -1,4 +1,5 @@
 """A finished run's model, applied: its card, the way from an image to logits, and what it answers for many images.
 
-Imports everything below `freezing`, and `report` for figures; `training` writes the card through it.
+Imports `heads`, what lies below it but `ranks` and `cache`, and `report` for figures; `training` writes the card
+through it.
 """

@@ -26,8 +26,8 @@ from hvfreeze.runs.publishing import publish
 from hvfreeze.runs.reading import read_bytes
 
 FORMAT = 1
-HEADS = ("last",)
-"""Heads that a model can have: `last` is the architecture's own, in model.pt with the rest."""
+HEADS = re.compile(r"last|multi-level:[1-9][0-9]?")
+"""Heads that a model can have: `last` is the architecture's own; `multi-level:P` reads every block, at P x P cells."""
 LIBRARIES = ("torch", "torchvision", "pillow")
 PRECISIONS = ("float32", "bfloat16")
 LARGEST = 4096
@@ -44,7 +44,7 @@ class Card:
     blocks: str
     """The scheme by which it was cut."""
     head: str
-    """One of `HEADS`."""
+    """As in `HEADS`."""
     classes: tuple[str, ...]
     """In the order of the logits."""
     image: Preparation
@@ -80,7 +80,7 @@ def describe(config: Config, corpus: Corpus, transform: Transform, *, hashed: bo
     return Card(
         model=config.model.model,
         blocks=config.model.blocks,
-        head="last",
+        head="last" if config.head.head == "last" else f"{config.head.head}:{config.head.pool}",
         classes=corpus.train.classes,
         image=Preparation(
             height=height,
@@ -147,9 +147,10 @@ def read_card(path: Path) -> Card:
         raise RefusedError(f"{path} is damaged: it is no model card")
     if tree["card"] != FORMAT:
         raise RefusedError(f"{path} is a card of format {tree['card']}, and this version reads {FORMAT}; update it")
-    if tree.get("head") not in HEADS:
+    if not HEADS.fullmatch(str(tree.get("head"))):
         raise RefusedError(
-            f"{path}: head ({tree.get('head')}) is not known to hvfreeze {__version__}, which knows {', '.join(HEADS)}"
+            f"{path}: head ({tree.get('head')}) is not known to hvfreeze {__version__}, which knows last and "
+            "multi-level:P"
         )
     image = tree.get("image")
     if not isinstance(image, dict):
@@ -159,6 +160,12 @@ def read_card(path: Path) -> Card:
     prepared |= {name: tuple(float(number) for number in prepared[name]) for name in ("mean", "std")}
     entries["classes"] = tuple(entries["classes"])
     return Card(image=Preparation(**prepared), **entries)
+
+
+def pool_of(card: Card) -> int | None:
+    """Return the cells a side of a multi-level head, None for the architecture's own."""
+    kind, _, pool = card.head.partition(":")
+    return int(pool) if kind == "multi-level" else None
 
 
 def whole(most: int, *, least: int = 1) -> Any:

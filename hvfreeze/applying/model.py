@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.applying.card import Card, read_card, sha256_of
+from hvfreeze.applying.card import Card, pool_of, read_card, sha256_of
 from hvfreeze.applying.preparation import Preparation
+from hvfreeze.chain.blocks import cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
 from hvfreeze.chain.weights import read_weights
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.heads.multilevel import MultiLevelClassifier
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,6 @@ def load(run_dir: str | os.PathLike[str]) -> Applied:
             "classes; put both files of one run back"
         )
     model.load_state_dict(state)
-    set_memory_formats(model, card.image.shape)
     return Applied(model.eval(), card.image, card.classes, card)
 
 
@@ -92,13 +93,19 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
 
 
 def build(card: Card, path: Path) -> nn.Module:
-    """Return the card's architecture, as yet with random weights.
+    """Return the card's architecture and head, in the memory formats of training, as yet with random weights.
 
     Raises:
         RefusedError: there is none such, or it takes no such images.
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            return build_model(card.model, num_classes=len(card.classes), image_size=max(card.image.shape[1:])).model
+            shape, classes, pool = card.image.shape, len(card.classes), pool_of(card)
+            model = build_model(card.model, num_classes=classes, image_size=max(shape[1:])).model
+            set_memory_formats(model, shape)
+            if pool is None:
+                return model
+            chain, example = cut_into_blocks(model, scheme=card.blocks), torch.zeros(2, *shape)
+            return MultiLevelClassifier(chain, classes=classes, pool=pool, example=example)
     except UsageError as error:
         raise RefusedError(f"{path} cannot be followed: {error}") from error

@@ -21,7 +21,7 @@ LEVELS = (
     ("__main__",),
 )
 ALLOWED = {
-    "applying": {"__init__", "errors", "config", "chain", "data", "runs", "report"},
+    "applying": {"__init__", "errors", "config", "chain", "data", "heads", "runs", "report"},
     "report": {"errors", "config", "runs"},
     "doctor": {"errors", "torchvision_shim"},
     "cache": {"errors"},

@@ -97,7 +97,7 @@ def test_a_loaded_model_is_ready_and_leaves_random_state_alone(finished: Finishe
 
 
 CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "an unknown head": (lambda card: card.update(head="multi-level"), r"head \(multi-level\) is not known"),
+    "an unknown head": (lambda card: card.update(head="many"), r"head \(many\) is not known"),
     "another format": (lambda card: card.update(card=2), "format 2, and this version reads 1"),
     "no classes": (lambda card: card.pop("classes"), "it lacks classes"),
     "a class twice": (lambda card: card.update(classes=["red", "red"]), r"classes .* must be a list of different"),
@@ -161,3 +161,18 @@ def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(
     resave(copy, lambda found: (found.pop("extra"), found["fc.bias"].fill_(float("nan"))))
     with pytest.raises(RefusedError, match=r"NaN or infinite numbers in fc.bias"):
         hvfreeze.load(copy)
+
+
+@pytest.mark.parametrize("head", ["last", "multi-level"])
+def test_a_run_whose_head_was_solved_is_applied_like_any_other(finished: Finished, tmp_path: Path, head: str) -> None:
+    flags = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(finished.images)]
+    flags += ["--image-size", "36", "--batch-size", "8", "--threads", "1", "--augment", "none", "--quiet"]
+    flags += ["--head", head, "--head-fit", "exact", "--pool", "2", "--weights", str(finished.run / "model.pt")]
+    run = tmp_path / "run"
+    trained = call("train", *flags, "--run-dir", str(run))
+    assert trained.returncode == 0, str(trained)
+    applied = hvfreeze.load(run)
+    assert applied.card.head == ("last" if head == "last" else "multi-level:2")
+    told = call("evaluate", str(run), "--data-dir", str(finished.images))
+    assert told.returncode == 0, str(told)
+    assert f"{100 * applied.card.accuracy:.2f} %" in told.stdout

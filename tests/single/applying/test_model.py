@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def test_a_loaded_model_is_ready_and_leaves_random_state_alone(finished: Finishe
 CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an unknown head": (lambda card: card.update(head="many"), r"head \(many\) is not known"),
     "another format": (lambda card: card.update(card=2), "format 2, and this version reads 1"),
+    "another head": (lambda card: card.update(head="multi-level:2"), r"does not fit model.pt: body.conv1.0.weight"),
     "no classes": (lambda card: card.pop("classes"), "it lacks classes"),
     "a class twice": (lambda card: card.update(classes=["red", "red"]), r"classes .* must be a list of different"),
     "a class more": (lambda card: card["classes"].append("white"), "does not fit model.pt: fc.weight"),
@@ -173,6 +175,8 @@ def test_a_run_whose_head_was_solved_is_applied_like_any_other(finished: Finishe
     assert trained.returncode == 0, str(trained)
     applied = hvfreeze.load(run)
     assert applied.card.head == ("last" if head == "last" else "multi-level:2")
-    told = call("evaluate", str(run), "--data-dir", str(finished.images))
-    assert told.returncode == 0, str(told)
-    assert f"{100 * applied.card.accuracy:.2f} %" in told.stdout
+    told = call("evaluate", str(run), "--out", str(tmp_path / "out"))
+    assert told.returncode == 0 and "as the run reported" in told.stdout, str(told)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert found["loss"] == pytest.approx(last["test_loss"], rel=1e-12)

@@ -24,6 +24,7 @@ FOLDERS = (
     "runs",
     "strategies",
     "strategies.replicas",
+    "strategies.shared_trunk",
     "training",
 )
 

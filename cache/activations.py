@@ -19,6 +19,7 @@ from hvfreeze.cache.file.disk import Budget, Disk
 from hvfreeze.cache.file.names import Present, find_present
 from hvfreeze.cache.file.rows import Keys, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.store.index import Mask
 from hvfreeze.cache.store.levels import Level, Levels
 from hvfreeze.cache.store.prefetch import Prefetcher, Request, requests_for
 from hvfreeze.cache.store.store import Store
@@ -165,6 +166,12 @@ class PrefixActivations:
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
         """Tell whether `get` will need no images for this batch."""
         return self._levels.locate(pack_keys(sample_ids, views)) is not None
+
+    def missing(self, sample_ids: Keys, views: Keys) -> Mask:
+        """Tell for each of these rows, (rows,) each, whether it is not cached at the current cut."""
+        keys = pack_keys(sample_ids, views)
+        current = self._levels.current
+        return np.ones(len(keys), dtype=bool) if current is None else current.store.missing(keys)
 
     def sweep(self, *, everything: bool = False) -> int:
         """Compute missing rows of the announced batches, if that takes fewer forwards than the batches themselves.

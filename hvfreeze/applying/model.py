@@ -44,17 +44,18 @@ class Applied:
         return found.float()
 
 
-def load(run_dir: str | os.PathLike[str]) -> Applied:
+def load(run_dir: str | os.PathLike[str], *, name: str = "model") -> Applied:
     """Return the model of a finished run; random state is untouched, and no code in the files is run.
 
     Args:
         run_dir: the run directory, or a copy of its model.pt and model.yaml.
+        name: which of several models, as in `model-head0`.
 
     Raises:
         RefusedError: it holds no finished model, a file is missing or damaged, or they do not fit each other.
     """
     root = Path(run_dir)
-    weights, about = root / "model.pt", root / "model.yaml"
+    weights, about = root / f"{name}.pt", root / f"{name}.yaml"
     check_finished(root, weights, about)
     card = read_card(about)
     found = sha256_of(weights)
@@ -82,6 +83,11 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
     if not root.is_dir():
         raise RefusedError(f"run directory {root} does not exist")
     config = root / "config.yaml"
+    if not weights.exists() and (several := sorted(path.stem for path in root.glob("model-*.pt"))):
+        raise RefusedError(
+            f"{root} holds several models and no {weights.name}; name one of {', '.join(several)}, as in "
+            f"hvfreeze.load(run, name={several[0]!r})"
+        )
     if not weights.exists():
         way = f"go on with: hvfreeze train --config {config} --run-dir {root} --resume"
         raise RefusedError(

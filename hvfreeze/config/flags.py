@@ -21,6 +21,8 @@ EXAMPLES = """examples:
       four nodes; later epochs read the frozen blocks' output from the cache
   hvfreeze train --data imagefolder --data-dir photos --image-size 128 --freeze static --cut 3
       your own images in photos/train/<class>/ and photos/test/<class>/, the first three blocks frozen
+  mpirun -np 3 hvfreeze train --strategy shared-trunk --weights DEFAULT --tasks labels.csv --augment none --cache on
+      a model for each column of labels.csv, on one frozen trunk; from the second epoch on ranks send each other nothing
   hvfreeze train --config runs/good/config.yaml --lr 0.01 --run-dir runs/better
       another run's configuration with one change
   hvfreeze train --run-dir runs/good --config runs/good/config.yaml --resume

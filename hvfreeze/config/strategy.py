@@ -2,18 +2,106 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from hvfreeze.config.rules import one_of, setting
+from hvfreeze.config.rules import number_list, one_of, rule, setting
 
-STRATEGIES = ("replicas",)
+STRATEGIES = ("replicas", "shared-trunk")
+OWN_FLAGS = {
+    "replicas": (),
+    "shared-trunk": ("heads", "tasks", "head_blocks", "head_lr", "labels", "trunk", "cut_by", "cut_at"),
+}
+"""The flags that only some strategies know. Their defaults are None, so that one is seen to be given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """Which rank runs which blocks, and what ranks exchange."""
 
-    strategy: str = setting("replicas", "NAME", "replicas: every rank has the whole model and a shard of the data")
+    strategy: str = setting(
+        "replicas",
+        "NAME",
+        "replicas (every rank has the whole model and a shard of the data) or shared-trunk (several models on one "
+        "frozen trunk that lies on all ranks)",
+    )
+    heads: int | None = setting(
+        None, "N", "shared-trunk: models, each with a head on the data's own labels; default: one per rank"
+    )
+    tasks: str | None = setting(
+        None, "FILE", "shared-trunk: one model a task instead; a CSV of labels, or YAML that says more"
+    )
+    head_blocks: int | None = setting(
+        None, "K", "shared-trunk: the last K blocks are each model's own; default: 1, a linear head"
+    )
+    head_lr: str | None = setting(None, "LIST", "shared-trunk: one learning rate per head; default: --lr for all")
+    labels: str | None = setting(
+        None,
+        "HOW",
+        "shared-trunk: ride (with the activations), direct (from rank 0) or replay (each rank's own); [replay]",
+    )
+    trunk: str | None = setting(
+        None, "HOW", "shared-trunk: split (over the ranks), or whole (each rank runs all of it: the baseline); [split]"
+    )
+    cut_by: str | None = setting(
+        None,
+        "HOW",
+        "shared-trunk: what segments share evenly: compute, params, count, or given with --cut-at; [compute]",
+    )
+    cut_at: str | None = setting(None, "LIST", "with --cut-by given: the blocks at which segments begin, as in 2,4")
 
     def __post_init__(self) -> None:
         one_of("strategy", self.strategy, STRATEGIES)
+        for flag in {flag for flags in OWN_FLAGS.values() for flag in flags}:
+            self._belongs(flag, getattr(self, flag))
+        rule(self.heads is None or 1 <= self.heads <= 4096, "heads", self.heads, "in 1..4096")
+        rule(
+            self.heads is None or self.tasks is None,
+            "heads",
+            self.heads,
+            "left out with --tasks, which names the models",
+        )
+        rule(
+            self.head_lr is None or self.tasks is None, "head-lr", self.head_lr, "left out with --tasks, which says it"
+        )
+        blocks = self.head_blocks
+        rule(blocks is None or blocks >= 1, "head-blocks", blocks, "at least 1")
+        for flag, choices in (
+            ("labels", ("ride", "direct", "replay")),
+            ("trunk", ("split", "whole")),
+            ("cut_by", ("compute", "params", "count", "given")),
+        ):
+            if getattr(self, flag) is not None:
+                one_of(flag.replace("_", "-"), getattr(self, flag), choices)
+        given = self.cut_by == "given"
+        rule(
+            given == (self.cut_at is not None),
+            "cut-at",
+            self.cut_at,
+            "given together with --cut-by given, and only then",
+        )
+        self.head_rates()
+        self.starts()
+
+    def head_rates(self) -> list[float] | None:
+        """Return the learning rate of each head, None where they all have --lr."""
+        if self.head_lr is None:
+            return None
+        rates = number_list("head-lr", self.head_lr)
+        ok = all(math.isfinite(rate) and rate > 0 for rate in rates)
+        rule(ok, "head-lr", self.head_lr, "positive numbers separated by commas")
+        return rates
+
+    def starts(self) -> list[int]:
+        """Return the blocks at which segments begin, but for the first."""
+        if self.cut_at is None:
+            return []
+        starts = number_list("cut-at", self.cut_at)
+        rule(all(start == start // 1 for start in starts), "cut-at", self.cut_at, "whole numbers separated by commas")
+        return [int(start) for start in starts]
+
+    def _belongs(self, flag: str, value: Any) -> None:
+        owners = [name for name, flags in OWN_FLAGS.items() if flag in flags]
+        wanted = f"used with --strategy {' or '.join(owners)} only"
+        rule(value is None or self.strategy in owners, flag.replace("_", "-"), value, wanted)

@@ -22,7 +22,14 @@ from hvfreeze.report.figures import MOST_PANELS, plot_accuracy_against_time, plo
 from hvfreeze.report.listing import readable_runs
 from hvfreeze.report.page import Picture, Section, write_page, write_text
 from hvfreeze.report.style import NARROW, WIDE, save_figure
-from hvfreeze.report.tables import command_table, environment_table, phase_table, summary_table, vote_table
+from hvfreeze.report.tables import (
+    command_table,
+    environment_table,
+    models_table,
+    phase_table,
+    summary_table,
+    vote_table,
+)
 from hvfreeze.report.units import factor, percent, plural, shown
 from hvfreeze.runs.reading import Run, load_runs
 
@@ -63,6 +70,7 @@ def write_report_page(runs: Sequence[Run], *, out: Path) -> Path:
     sections = [
         summary_section(groups),
         accuracy_section(runs, out=out),
+        *models_sections(runs),
         phase_section(runs, groups, out=out),
         *cut_sections(runs, out=out),
         Section(heading="Commands and environment", tables=(command_table(groups), environment_table(groups))),
@@ -107,6 +115,13 @@ def accuracy_section(runs: Sequence[Run], *, out: Path) -> Section:
         caption += " Thick: the mean of time and of accuracy after each epoch; thin: single runs."
     picture = draw(plot_accuracy_against_time, runs, name="accuracy-against-time", caption=caption, out=out)
     return Section(heading="Accuracy against time", pictures=(picture,))
+
+
+def models_sections(runs: Sequence[Run]) -> list[Section]:
+    """Return the section with each model of the runs that trained several, none where there is no such run."""
+    several = [run for run in runs if run.metrics[-1].get("models")]
+    note = "A run's accuracy is the mean over its models."
+    return [Section(heading="Models", tables=tuple(map(models_table, several)), notes=(note,))] if several else []
 
 
 def phase_section(runs: Sequence[Run], groups: Sequence[Group], *, out: Path) -> Section:

@@ -102,6 +102,17 @@ def summary_row(group: Group, comparison: Comparison | None) -> tuple[str, ...]:
     )
 
 
+def models_table(run: Run) -> Table:
+    """Return one row per model of a run that trained several at once: how each did after the last epoch."""
+    rows = []
+    for name, scores in run.metrics[-1].get("models", {}).items():
+        cells = [scores.get(key) for key in ("test_accuracy", "test_loss", "train_accuracy", "train_loss")]
+        shown_as = (percent, number, percent, number)
+        rows.append((name, *("" if value is None else show(value) for value, show in zip(cells, shown_as))))
+    columns = ("Model", "Test accuracy", "Test loss", "Training accuracy", "Training loss")
+    return Table(columns=columns, rows=tuple(rows), title=run.name)
+
+
 def phase_table(groups: Sequence[Group]) -> Table:
     """Return seconds by phase, a row per phase that took any time, a column per group."""
     used = [p for p in TRAINING_PHASES if any(run.seconds[p] > 0 for group in groups for run in group.runs)]

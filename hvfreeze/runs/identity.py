@@ -23,7 +23,7 @@ HARMLESS = (
     "cache_failure",
 )
 """Leaves of the configuration that may differ between a run and its resumption: they never change a result."""
-PATHS, NO_PATHS = ("data_dir", "cache_dir", "run_dir", "weights"), ("none", "DEFAULT")
+PATHS, NO_PATHS = ("data_dir", "cache_dir", "run_dir", "weights", "tasks"), ("none", "DEFAULT")
 COMPARED_OTHERWISE = ("epochs", "threads", "cache", "cache_dtype")
 """Leaves of which something else is compared: what they came to."""
 FACTS = ("threads", "processor", "capability")

@@ -35,6 +35,8 @@ class Materials:
     """Which share of the samples this rank works on: all ranks of a replica see the same batches."""
     replicas: int
     chain: Chain
+    build: Callable[[int], Chain]
+    """Builds the same model for another number of classes, where it starts at random from torch's generator."""
     corpus: Corpus
     feed: TrainFeed
     evaluated: Images
@@ -85,6 +87,16 @@ class State(NamedTuple):
     """Equal on all ranks, or known to rank 0 alone; rank 0's is kept."""
     own: dict[str, Any]
     """This rank's, which comes back to this rank."""
+
+
+class WholeModel(NamedTuple):
+    """A model as it is kept."""
+
+    name: str
+    state: dict[str, Tensor]
+    """On rank 0 its state_dict, with the names of the model that was given; on other ranks perhaps empty."""
+    classes: tuple[str, ...] | None = None
+    """What its outputs stand for; None is the data set's own classes."""
 
 
 class SolvesHeads(Protocol):
@@ -163,12 +175,8 @@ class Strategy(Protocol):
             DivergedError: ranks hold different values of what must be equal; `step` is for the message.
         """
 
-    def whole_models(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each model's name and, on rank 0, its state_dict, with the names of the model that was given.
-
-        Rank 0 need not hold two models at once; on other ranks a state_dict may be empty. To be exhausted by all
-        ranks, when the strategy has settled.
-        """
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield each model; rank 0 need not hold two at once. To be exhausted by all ranks, after settling."""
 
     def state_dict(self) -> State:
         """Return what a checkpoint must hold so that training goes on bit for bit. Not a collective."""

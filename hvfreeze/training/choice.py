@@ -20,10 +20,17 @@ class Choice:
     """module:function; the function takes the materials and the configuration. A collective."""
     ranks_per_replica: Callable[[Config, World], int]
     """How many neighbouring ranks work on one batch together, as one replica."""
+    reads_images: Callable[[Config, int], bool] = lambda config, place: True
+    """Whether the rank at this place in its replica is the one, or one of those, that keep pixels in memory."""
 
 
 CHOICES = {
     "replicas": Choice("hvfreeze.strategies.replicas.opening:open_replicas", lambda config, world: 1),
+    "shared-trunk": Choice(
+        "hvfreeze.strategies.shared_trunk.opening:open_shared_trunk",
+        lambda config, world: world.size,
+        lambda config, place: place == 0 or config.strategy.trunk == "whole",
+    ),
 }
 
 
@@ -40,6 +47,12 @@ def place_of(world: World, config: Config) -> tuple[int, int]:
             f"--strategy ({name}): {world.size} ranks do not form replicas of {ranks} each; start a multiple of {ranks}"
         )
     return world.rank // ranks, world.size // ranks
+
+
+def reads_images(world: World, config: Config) -> bool:
+    """Tell whether this rank reads images in every epoch, and should keep their pixels where there is room."""
+    choice = CHOICES[config.strategy.strategy]
+    return choice.reads_images(config, world.rank % choice.ranks_per_replica(config, world))
 
 
 def open_strategy(name: str, materials: Materials, config: Config) -> Strategy:

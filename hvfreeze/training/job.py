@@ -26,7 +26,7 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
 from hvfreeze.training.checkpoint import Saving
-from hvfreeze.training.choice import open_strategy, place_of
+from hvfreeze.training.choice import open_strategy, place_of, reads_images
 from hvfreeze.training.evaluation import Scores, Totals
 from hvfreeze.training.progress import Speaker
 
@@ -153,13 +153,18 @@ def notes_on_freezing(job: Job) -> list[str]:
 
 
 def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
-    """Build the model from the run's seed, for channels_last images, in blocks; with what the user should know."""
+    """Build the run's model from its seed; with what the user should know."""
     torch.manual_seed(config.run.seed)
+    return build_for(config, corpus, len(corpus.train.classes))
+
+
+def build_for(config: Config, corpus: Corpus, num_classes: int) -> tuple[Chain, list[str]]:
+    """Build the model for channels_last images, in blocks; what starts at random comes from torch's generator."""
     channels, height, width = corpus.train.image_shape
     size = config.data.image_size
     built = build_model(
         config.model.model,
-        num_classes=len(corpus.train.classes),
+        num_classes=num_classes,
         weights=config.model.weights,
         reset_head=config.model.reset_head,
         image_size=size or max(height, width),
@@ -168,7 +173,7 @@ def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
     chain = cut_into_blocks(built.model, scheme=config.model.blocks)
     if config.head.exact:
         example = torch.zeros(2, channels, size or height, size or width)
-        chain = solvable_chain(chain, config.head, classes=len(corpus.train.classes), example=example)
+        chain = solvable_chain(chain, config.head, classes=num_classes, example=example)
     return chain, built.notes
 
 
@@ -215,7 +220,7 @@ def assemble(
             seed=config.data_seed,
             replica=replica,
             replicas=replicas,
-            budget_bytes=memory_budget(world.local_size),
+            budget_bytes=memory_budget(world.local_size) if reads_images(world, config) else 0,
             statistics=IMAGENET if config.model.weights == "DEFAULT" else None,
             mirrored=config.head.exact,
         ),
@@ -228,6 +233,7 @@ def assemble(
         replica=replica,
         replicas=replicas,
         chain=chain,
+        build=lambda num_classes: build_for(config, corpus, num_classes)[0],
         corpus=corpus,
         feed=feed,
         evaluated=evaluated,

@@ -24,7 +24,7 @@ from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PHASES
 from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS
 from hvfreeze.runs.publishing import publishing
-from hvfreeze.strategies.strategy import State
+from hvfreeze.strategies.strategy import State, WholeModel
 from hvfreeze.training.checkpoint import Checkpoint, Saving, newest, open_checkpoint, packed, unpacked
 from hvfreeze.training.evaluation import Totals
 from hvfreeze.training.job import Job
@@ -235,14 +235,16 @@ def export(job: Job, *, digest: str) -> None:
     """
     done = replace(job.card, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
 
-    def write(name: str, state: dict[str, Tensor]) -> None:
+    def write(model: WholeModel) -> None:
         if job.world.rank == 0:
-            path = job.directory / f"{name}.pt"
+            path = job.directory / f"{model.name}.pt"
             with publishing(path) as file:
-                torch.save(state, file)
-            score = job.last_scores.get(name)
+                torch.save(model.state, file)
+            score = job.last_scores.get(model.name)
             accuracy = score.accuracy if score else job.last_accuracy
-            write_card(path.with_suffix(".yaml"), replace(done, accuracy=accuracy, sha256=sha256_of(path)))
+            classes = model.classes or done.classes
+            card = replace(done, accuracy=accuracy, sha256=sha256_of(path), classes=classes)
+            write_card(path.with_name(f"{model.name}.yaml"), card)
 
-    for name, state in job.strategy.whole_models():
-        together(job.world, partial(write, name, state), name="export")
+    for model in job.strategy.whole_models():
+        together(job.world, partial(write, model), name="export")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.data.batches import Batch
@@ -29,7 +28,7 @@ from hvfreeze.ranks.equal_models import check_replicas, running_statistics
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult
+from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult, WholeModel
 
 
 class Replicas:
@@ -147,9 +146,9 @@ class Replicas:
         """Return the digest of the model; raise where replicas differ."""
         return check_replicas(self.chain.model, self.freezer.world, step=step)
 
-    def whole_models(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def whole_models(self) -> Iterator[WholeModel]:
         """Yield the model, which every rank holds."""
-        yield MODEL, self.chain.model.state_dict()
+        yield WholeModel(MODEL, self.chain.model.state_dict())
 
     def state_dict(self) -> State:
         """Return the model and the optimizer, which ranks share, and this rank's statistics and accumulators."""

@@ -22,10 +22,18 @@ from tests.parallel.mpirun import report
 BATCH, STEPS, RATE = 6, 4, 0.05
 SETTINGS: dict[str, dict[str, Any]] = {
     "replicas": {"freeze": "linear", "interval": 2, "freeze_warmup": 2, "augment": "views:2", "cache": "on"},
+    "shared-trunk": {"heads": 3, "head_blocks": 2, "labels": "ride", "augment": "views:2", "cache": "on"},
 }
 """What a strategy is tried with; it should move, keep and exchange all that it can."""
 UNFIT: dict[str, list[dict[str, Any]]] = {
     "replicas": [{"freeze": "static", "cut": 99}, {"vote_weight": "1,1,1,1,1,1,1", "freeze": "linear"}],
+    "shared-trunk": [
+        {"head_blocks": 99},
+        {"head_lr": "0.1,0.1"},
+        {"freeze": "linear"},
+        {"heads": None, "tasks": "/nowhere/tasks.csv"},
+        {"cut_by": "given", "cut_at": "3,2"},
+    ],
 }
 """What a strategy must refuse, on all ranks."""
 REPORTED = {"cut_history", "allreduce_bytes", "other_collective_bytes", "cache"}
@@ -111,8 +119,8 @@ def check_whole_models_fit_the_model_that_was_given(trial: Trial) -> None:
     trial.train(job, first=0, last=3)
     given = build_model("shufflenet_v2_x0_5", num_classes=10, image_size=32).model.state_dict()
     found = list(job.strategy.whole_models())
-    assert [name for name, _ in found] == list(job.strategy.models)
-    for _, state in found if trial.world.rank == 0 else []:
+    assert [name for name, *_ in found] == list(job.strategy.models)
+    for _, state, _ in found if trial.world.rank == 0 else []:
         assert {name: tensor.shape for name, tensor in state.items()} == {n: t.shape for n, t in given.items()}
         assert all(tensor.isfinite().all() for tensor in state.values())
 

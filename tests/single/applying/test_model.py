@@ -97,6 +97,16 @@ def test_a_loaded_model_is_ready_and_leaves_random_state_alone(finished: Finishe
     assert convolution.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_one_of_several_models_is_loaded_by_its_name(finished: Finished, copy: Path) -> None:
+    for suffix in ("pt", "yaml"):
+        (copy / f"model.{suffix}").rename(copy / f"model-a.{suffix}")
+    images = torch.zeros(1, 3, 48, 48)
+    expected = hvfreeze.load(finished.run).logits(images)
+    assert torch.equal(hvfreeze.load(copy, name="model-a").logits(images), expected)
+    with pytest.raises(RefusedError, match=r"several models and no model.pt; name one of model-a"):
+        hvfreeze.load(copy)
+
+
 CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an unknown head": (lambda card: card.update(head="many"), r"head \(many\) is not known"),
     "another format": (lambda card: card.update(card=2), "format 2, and this version reads 1"),

@@ -24,9 +24,37 @@ def test_a_configuration_survives_being_a_dict() -> None:
     assert from_dict(to_dict(config)) == config
 
 
-def test_the_only_strategy_is_plain_replication() -> None:
-    with pytest.raises(UsageError, match=r"--strategy \(grid\) must be one of replicas"):
-        from_dict({"strategy": {"strategy": "grid"}})
+def test_strategies_are_known_by_name() -> None:
+    with pytest.raises(UsageError, match=r"--strategy \(elsewhere\) must be one of replicas"):
+        from_dict({"strategy": {"strategy": "elsewhere"}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 3}, r"--heads \(3\) must be used with --strategy shared-trunk only"),
+        ({"cut_by": "params"}, r"--cut-by \(params\) must be used with --strategy"),
+        ({"strategy": "shared-trunk", "heads": 0}, "--heads"),
+        ({"strategy": "shared-trunk", "heads": 2, "tasks": "t.csv"}, "left out with --tasks"),
+        ({"strategy": "shared-trunk", "head_lr": "0.1,-1"}, "--head-lr"),
+        ({"strategy": "shared-trunk", "head_lr": "0.1,x"}, "--head-lr"),
+        ({"strategy": "shared-trunk", "head_blocks": 0}, "--head-blocks"),
+        ({"strategy": "shared-trunk", "labels": "carry"}, r"--labels \(carry\) must be one of ride"),
+        ({"strategy": "shared-trunk", "cut_by": "given"}, "--cut-at"),
+        ({"strategy": "shared-trunk", "cut_at": "2"}, "--cut-at"),
+        ({"strategy": "shared-trunk", "cut_by": "given", "cut_at": "1.5"}, "whole numbers"),
+        ({"strategy": "shared-trunk", "cut_by": "given", "cut_at": "inf"}, "whole numbers"),
+    ],
+)
+def test_a_strategys_flags_are_its_own_and_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_dict(settings)
+
+
+def test_a_strategys_flags_are_taken() -> None:
+    given = {"strategy": "shared-trunk", "heads": 2, "head_lr": "0.1,0.2", "cut_by": "given", "cut_at": 2}
+    config = from_dict(given).strategy
+    assert config.head_rates() == [0.1, 0.2] and config.starts() == [2]
 
 
 def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_file() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hvfreeze.report.figures import accuracy_curve, colours, plot_accuracy_again
 from hvfreeze.report.page import Section, write_page
 from hvfreeze.report.report import write_report
 from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
-from hvfreeze.report.tables import Table, command, summary_table, vote_table
+from hvfreeze.report.tables import Table, command, models_table, summary_table, vote_table
 from hvfreeze.report.units import percent, seconds, shown
 from hvfreeze.runs.reading import load_run, load_runs
 from tests.single.report.run_directories import PHASES, vote, write_run
@@ -318,6 +319,22 @@ def test_many_runs_are_drawn_at_any_width(tmp_path: Path, width: float) -> None:
         save_figure(figure, tmp_path / "figure")
         assert figure.get_figwidth() == width
     assert len(plot_cuts(runs, width=width).axes) == 12
+
+
+def test_each_model_of_a_run_that_trained_several_has_a_row(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "several", accuracies=[0.7])
+    line = json.loads((path / "metrics.jsonl").read_text())
+    line["models"] = {
+        "model-a": {"train_loss": 0.25, "train_accuracy": 0.9, "test_loss": 0.5, "test_accuracy": 0.8},
+        "model-b": {"train_loss": 0.75, "train_accuracy": 0.7},
+    }
+    (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert models_table(load_run(path)).rows == (
+        ("model-a", "80.0 %", "0.5", "90.0 %", "0.2"),
+        ("model-b", "", "", "70.0 %", "0.8"),
+    )
+    write_report([path, write_run(tmp_path / "one", accuracies=[0.6])], out=tmp_path / "out")
+    assert (tmp_path / "out" / "index.html").read_text().count("model-a") == 1
 
 
 def test_runs_of_different_lengths_are_drawn_to_their_ends(tmp_path: Path) -> None:

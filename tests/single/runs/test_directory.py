@@ -75,7 +75,7 @@ def test_a_run_keeps_what_it_is_privately_and_its_paths_absolute(
     record.close()
     held, environment = kept(tmp_path / "runs" / "a")
     assert held["data"]["data_dir"] == str(tmp_path / "photos") and held["cache"]["cache_dir"] == "/cache"
-    assert held["model"]["weights"] == str(tmp_path / "w.pt") and held["strategy"] == {"strategy": "replicas"}
+    assert held["model"]["weights"] == str(tmp_path / "w.pt") and held["strategy"]["strategy"] == "replicas"
     assert environment == ENVIRONMENT
     assert (tmp_path / "runs" / "a" / "log.txt").read_text().endswith(" a line\n")
     assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o700

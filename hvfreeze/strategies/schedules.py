@@ -1,0 +1,44 @@
+"""What each rank does in which order, as pure functions: checked without ranks, and then only followed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Operation(NamedTuple):
+    """One thing that a rank does with one batch."""
+
+    kind: str
+    """`forward`: its segment of the chain. `train`: what it trains, on the output of the last segment."""
+    batch: int
+
+
+def tick_schedule(place: int | None, *, places: int, batches: int) -> list[Operation]:
+    """Return a rank's operations for `batches` batches that stream through a line of `places` segments.
+
+    One forward, one training step, by turns: at its tick t the rank at `place` runs its segment for batch t and trains
+    on batch t - (places - 1 - place), whose features have come round by then. So the line is filled once, by the first
+    places - 1 - place forwards, and at most places - place batches are between a rank's forward and its training.
+
+    Source: McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pipelined Model Parallelism" (1F-1B).
+
+    Args:
+        place: of the rank's segment, 0..places-1; None for a rank that has none and trains only.
+        places: segments of the line.
+        batches: how many.
+    """
+    if place is None:
+        return [Operation("train", batch) for batch in range(batches)]
+    ahead = places - 1 - place
+    operations = []
+    for tick in range(batches + ahead):
+        if tick < batches:
+            operations.append(Operation("forward", tick))
+        if tick >= ahead:
+            operations.append(Operation("train", tick - ahead))
+    return operations
+
+
+def batches_begun(trained: int, *, places: int, batches: int) -> int:
+    """Return how many batches have entered a line when every rank has trained on `trained` of them."""
+    return min(batches, trained + places - 1) if trained else 0

@@ -1,0 +1,118 @@
+"""One model's own part: its last blocks, its optimizer and its random state. It lives on one rank alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.freezing.frozen import hold_in_eval
+from hvfreeze.prefix.features import Halves
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.shared_trunk.labels import Labels, loss_of
+from hvfreeze.strategies.shared_trunk.tasks import Task
+from hvfreeze.strategies.strategy import Answers
+
+BuildChain = Callable[[int], Chain]
+"""Number of classes -> the model in blocks, initialised from torch's generator."""
+
+
+class Head:
+    """Trains the last blocks of a model on features that somebody computes.
+
+    What it draws at random, dropout, comes from its own seed, so that it is the same wherever it is trained.
+    """
+
+    def __init__(self, task: Task, labels: Labels, settings: OptimizerConfig, *, build: BuildChain) -> None:
+        self.task, self.labels = task, labels
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(task.seed)
+            chain = build(len(labels.classes))
+            torch.manual_seed(task.seed)
+            self._random = torch.get_rng_state()
+        self.depth = len(chain.blocks) - task.blocks
+        self.blocks = len(chain.blocks)
+        release(chain, 0, self.depth)
+        self.chain, self._halves = chain, Halves(chain, settings.precision)
+        parameters = [parameter for _, parameter in chain.named_parameters(self.depth)]
+        self.optimizer = torch.optim.SGD(
+            parameters, lr=task.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        )
+        self._base_rate = settings.lr
+        self._weights = labels.weights(task.loss)
+
+    def train(self, features: Tensor, labels: Tensor, clock: PhaseClock) -> tuple[float, Answers]:
+        """Compute the gradients of a batch; return its mean loss and the answers from before the update."""
+        clock.enter("forward")
+        self._be_in_mode(training=True)
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            logits = self._halves.suffix(features, self.depth).float()
+            loss = loss_of(logits, labels, self._weights)
+            clock.enter("backward")
+            self.optimizer.zero_grad()
+            loss.backward()
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(before)
+        return loss.item(), Answers(logits.detach(), labels)
+
+    def is_finite(self, loss: float) -> bool:
+        """Tell whether the loss and all gradients are."""
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def update(self, rate: float) -> None:
+        """Make the optimizer's step; `rate` is what --lr has become by --schedule, which this head's follows."""
+        # Exactly the head's own rate while --schedule is at --lr, and exactly `rate` where the two are equal.
+        own = self.task.lr if rate == self._base_rate else rate * (self.task.lr / self._base_rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = own
+        self.optimizer.step()
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Return the logits of a batch in evaluation mode."""
+        self._be_in_mode(training=False)
+        with torch.no_grad():
+            return self._halves.suffix(features, self.depth).float()
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return parameters and buffers of the head's own blocks."""
+        return [*self.chain.named_parameters(self.depth), *self.chain.named_buffers(self.depth)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be kept so that training goes on bit for bit."""
+        tensors = {name: tensor.detach() for name, tensor in self.tensors()}
+        return {"tensors": tensors, "optimizer": self.optimizer.state_dict(), "random": self._random}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of the same head."""
+        with torch.no_grad():
+            for name, tensor in self.tensors():
+                tensor.copy_(state["tensors"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._random = state["random"]
+
+    def _be_in_mode(self, *, training: bool) -> None:
+        if self.chain.model.training != training:
+            self.chain.model.train(training)
+
+
+def release(chain: Chain, start: int, stop: int) -> None:
+    """Free the memory of blocks start..stop-1, which run elsewhere; their tensors stay, empty."""
+    for _, tensor in [*chain.named_parameters(start, stop), *chain.named_buffers(start, stop)]:
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+
+def freeze(chain: Chain, segment: tuple[int, int]) -> None:
+    """Make blocks lo..hi-1 a pure function of their input, for good."""
+    for module in chain.modules(*segment):
+        hold_in_eval(module)
+    for _, parameter in chain.named_parameters(*segment):
+        parameter.requires_grad_(False)

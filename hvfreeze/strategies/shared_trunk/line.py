@@ -1,0 +1,216 @@
+"""The line: ranks that compute the frozen trunk's output together, segment by segment, and hand it to whoever trains.
+
+    place 0                 place 1                ...   place P-1
+    images -> segment 0  -> segment 1  ->                segment P-1 -> features -> every rank with a head there
+
+Features are taken where a head begins, so models whose heads differ in depth share one trunk. No gradient comes back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hvfreeze.chain.segments import Boundary, RunBlocks, Segment
+from hvfreeze.data.batches import Batch
+from hvfreeze.ranks.wire import Wire
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.schedules import Operation, batches_begun, tick_schedule
+
+LANES = ("activations", "features", "labels")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes what, and who needs which of it; the same on all ranks."""
+
+    segments: tuple[Segment, ...]
+    """By place; the rank at place p is rank p."""
+    depths: tuple[tuple[int, ...], ...]
+    """By rank: how many blocks lie before each of its heads, ascending, each once."""
+    rows: tuple[tuple[int, ...], ...]
+    """By rank: the rows of the table of labels that its heads train on."""
+    labels: str = "replay"
+    """How labels reach a rank: `ride`, `direct` or `replay`."""
+
+    @property
+    def places(self) -> int:
+        """Segments, and ranks that have one."""
+        return len(self.segments)
+
+    def place_of(self, rank: int) -> int | None:
+        """Return the place of a rank, None where it has no segment, or nobody has a head."""
+        return rank if rank < self.places and any(self.depths) else None
+
+    def source_of(self, depth: int) -> int:
+        """Return the rank that computes the features behind the first `depth` blocks."""
+        return next(place for place, (start, stop) in enumerate(self.segments) if start < depth <= stop)
+
+    def receivers(self, depth: int) -> list[int]:
+        """Return the ranks with a head at `depth`."""
+        return [rank for rank, depths in enumerate(self.depths) if depth in depths]
+
+    def bytes_per_batch(self, boundaries: Sequence[Boundary], *, rows: int) -> dict[str, int]:
+        """Return what all ranks together send for a batch, by lane; `rows` are the batch's samples."""
+        inner = [stop for _, stop in self.segments[:-1]]
+        served = [(d, rank) for rank, depths in enumerate(self.depths) for d in depths if rank != self.source_of(d)]
+        label_bytes = rows * torch.int64.itemsize
+        labels = 0
+        if self.labels == "direct":
+            labels = sum(len(mine) for mine in self.rows[1:])
+        elif self.labels == "ride":
+            labels = len(inner) * sum(map(len, self.rows))
+            labels += sum(
+                len(mine)
+                for rank, mine in enumerate(self.rows)
+                if mine and rank != self.source_of(self.depths[rank][-1])
+            )
+        return {
+            "activations": sum(boundaries[stop].num_bytes for stop in inner),
+            "features": sum(boundaries[depth].num_bytes for depth, _ in served),
+            "labels": labels * label_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a rank's heads train on."""
+
+    features: dict[int, Tensor]
+    """By depth, without gradient."""
+    labels: Tensor | None
+    """(heads, B) int64, as they have come; None where each rank reads its own."""
+
+
+@dataclass
+class Line:
+    """One rank's part in the line."""
+
+    plan: Plan
+    rank: int
+    wire: Wire
+    boundaries: Sequence[Boundary]
+    """By depth, of a training batch."""
+    run: RunBlocks
+    load: Callable[[Batch], Tensor]
+    """Images of a batch; asked of the rank at place 0 alone."""
+    labels_of: Callable[[Batch], Tensor]
+    """(models, B) int64; asked of the rank at place 0 alone."""
+    clock: PhaseClock
+    lanes: str = ""
+    """Put before the lanes' names."""
+    forwards: int = 0
+    """Batches that this rank's segment has seen."""
+    _batches: list[Batch] = field(default_factory=list)
+    _operations: deque[Operation] = field(default_factory=deque)
+    _first: int = 0
+    """Sequence number of the first of `_batches`."""
+    _trained: int = 0
+    _kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Features by batch and depth, and under depth 0 labels, that this rank has computed for itself."""
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Expect to be asked for these batches, in this order. All ranks must call this with the same batches."""
+        self.finish()
+        self._first += len(self._batches)
+        self._batches, self._trained = list(batches), 0
+        place = self.plan.place_of(self.rank)
+        self._operations = deque(tick_schedule(place, places=self.plan.places, batches=len(self._batches)))
+
+    @property
+    def next(self) -> Batch | None:
+        """The batch whose features `serve` returns next."""
+        return self._batches[self._trained] if self._trained < len(self._batches) else None
+
+    def serve(self) -> Served:
+        """Return the features of the next batch; ranks go on with later ones meanwhile. All ranks must call this."""
+        while (operation := self._operations.popleft()).kind == "forward":
+            self._forward(operation.batch)
+        self._trained += 1
+        return self._receive(operation.batch)
+
+    def finish(self) -> None:
+        """Take out of the line what has entered it, and forget what is left. All ranks must call this.
+
+        Every message is received then. The wire is not drained: another line's messages may be on it, and stay there.
+        """
+        begun = batches_begun(self._trained, places=self.plan.places, batches=len(self._batches))
+        for operation in self._operations:
+            if operation.batch < begun:
+                self._forward(operation.batch) if operation.kind == "forward" else self._receive(operation.batch)
+        self._operations.clear()
+        self._kept.clear()
+        self._trained = len(self._batches)
+
+    def _forward(self, index: int) -> None:
+        """Run this rank's segment for a batch and send on what others wait for."""
+        plan, batch = self.plan, self._batches[index]
+        start, stop = plan.segments[self.rank]
+        labels: Tensor | None = None
+        if self.rank == 0:
+            with self.clock.within("data"):
+                x = self.load(batch)
+            labels = None if plan.labels == "replay" else self.labels_of(batch)
+        else:
+            x = self._get_boundary(start, self.rank - 1, "activations", index)
+            if plan.labels == "ride":
+                labels = self._get_labels(sum(map(len, plan.rows)), self.rank - 1, index, len(batch.ids))
+        if labels is not None and plan.labels == "direct":
+            self._deal_labels(labels, index, range(len(plan.rows)))
+        self.forwards += 1
+        for depth in range(start + 1, stop + 1):
+            with self.clock.within("forward"):
+                x = self.run(x, depth - 1, depth)
+            receivers = plan.receivers(depth)
+            for receiver in receivers:
+                if receiver == self.rank:
+                    self._kept[index, depth] = x
+                else:
+                    self._put(self.boundaries[depth].flat(x), receiver, "features", index)
+            if labels is not None and plan.labels == "ride":
+                self._deal_labels(labels, index, [r for r in receivers if plan.depths[r][-1] == depth])
+        if self.rank < plan.places - 1:
+            self._put(self.boundaries[stop].flat(x), self.rank + 1, "activations", index)
+            if labels is not None and plan.labels == "ride":
+                self._put(labels, self.rank + 1, "labels", index)
+
+    def _deal_labels(self, labels: Tensor, index: int, receivers: Sequence[int]) -> None:
+        for receiver in receivers:
+            rows = labels[list(self.plan.rows[receiver])]
+            if receiver == self.rank:
+                self._kept[index, 0] = rows
+            elif len(rows):
+                self._put(rows, receiver, "labels", index)
+
+    def _receive(self, index: int) -> Served:
+        """Return what this rank's heads need of a batch, its own or sent."""
+        plan = self.plan
+        depths, rows = plan.depths[self.rank], plan.rows[self.rank]
+        features = {}
+        for depth in depths:
+            own = self._kept.pop((index, depth), None)
+            source = plan.source_of(depth)
+            features[depth] = self._get_boundary(depth, source, "features", index) if own is None else own
+        labels = self._kept.pop((index, 0), None)
+        if rows and labels is None and plan.labels != "replay":
+            source = 0 if plan.labels == "direct" else plan.source_of(depths[-1])
+            labels = self._get_labels(len(rows), source, index, len(self._batches[index].ids))
+        return Served(features, labels)
+
+    def _put(self, tensor: Tensor, to: int, lane: str, index: int) -> None:
+        self.wire.put(tensor, to=to, lane=self.lanes + lane, seq=self._first + index)
+
+    def _get(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, lane: str, index: int) -> Tensor:
+        with self.clock.within("allreduce"):
+            return self.wire.get(shape, dtype=dtype, source=source, lane=self.lanes + lane, seq=self._first + index)
+
+    def _get_boundary(self, depth: int, source: int, lane: str, index: int) -> Tensor:
+        boundary = self.boundaries[depth]
+        return boundary.formed(self._get((boundary.num_elements,), boundary.dtype, source, lane, index))
+
+    def _get_labels(self, models: int, source: int, index: int, rows: int) -> Tensor:
+        return self._get((models, rows), torch.int64, source, "labels", index)

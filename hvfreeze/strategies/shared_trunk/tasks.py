@@ -1,0 +1,174 @@
+"""The tasks: what each model is trained for, its labels, and what is its own in how it is trained.
+
+`--heads N` makes N models for the data set's own labels. `--tasks FILE` takes a table, CSV, with a column `sample` (a
+row's number, or for image folders its path), where training and test set both occur a column `split` (`train` or
+`test`), and a column for each task:
+
+    split,sample,species,background
+    train,0,owl,forest
+
+or YAML that names such a table, beside itself, and says more:
+
+    labels: labels.csv
+    tasks:
+      species: {head: linear, lr: 0.05}
+      rough: {column: background, head: 2, loss: balanced, seed: 7}
+
+Without `labels` all tasks have the data set's own labels.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
+from hvfreeze.config.tree import Config
+from hvfreeze.errors import RefusedError, UsageError
+
+LOSSES = ("cross-entropy", "balanced")
+MOST_TABLE_BYTES = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one model is trained for."""
+
+    name: str
+    column: str = ""
+    """Of the table of labels; empty for the data set's own."""
+    blocks: int = 1
+    """The last blocks, which are the model's own."""
+    lr: float
+    seed: int
+    """Of its own blocks and of their dropout."""
+    loss: str = "cross-entropy"
+
+
+def read_files(path: Path) -> tuple[str, str]:
+    """Return the text of a task file and of the table that it names, which for a CSV is itself.
+
+    Raises:
+        RefusedError: a file cannot be read.
+        UsageError: it is no plain YAML.
+    """
+    text = read(path, MOST_TABLE_BYTES if path.suffix == ".csv" else MOST_BYTES)
+    if path.suffix == ".csv":
+        return "", text
+    named = parsed(text, path).get("labels")
+    return text, "" if named is None else read(path.parent / str(named), MOST_TABLE_BYTES)
+
+
+def read(path: Path, most_bytes: int) -> str:
+    """Return a file's text, or refuse the file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise RefusedError(f"--tasks: {path} is longer than {most_bytes} bytes")
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise RefusedError(f"--tasks: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RefusedError(f"--tasks: {path} is no UTF-8 text: {error.reason}") from error
+
+
+def parsed(text: str, path: Path) -> dict[str, Any]:
+    """Return a YAML task file's keys and values."""
+    try:
+        tree = parse_plain_yaml(text.encode())
+    except ValueError as error:
+        raise UsageError(f"--tasks ({path}) is not plain YAML: {error}") from error
+    tasks = tree.get("tasks") if isinstance(tree, dict) else None
+    if not isinstance(tree, dict) or set(tree) - {"labels", "tasks"} or not isinstance(tasks, dict) or not tasks:
+        raise UsageError(f"--tasks ({path}) must have the key tasks, by name, and may have labels, a CSV file's name")
+    return tree
+
+
+def tasks_of(config: Config, *, ranks: int, files: tuple[str, str]) -> list[Task]:
+    """Return the run's tasks in order; `files` is what `read_files` gave, empty texts without --tasks.
+
+    Raises:
+        UsageError: the task file says what no task can have.
+    """
+    settings, lr, seed = config.strategy, config.optimizer.lr, config.run.seed
+    blocks = settings.head_blocks or 1
+    if settings.tasks is None:
+        count = settings.heads or ranks
+        rates = settings.head_rates() or [lr] * count
+        if len(rates) != count:
+            raise UsageError(
+                f"--head-lr ({settings.head_lr}) has {len(rates)} numbers for {count} heads; give one for each"
+            )
+        return [Task(name=f"head{i}", blocks=blocks, lr=rate, seed=seed + i) for i, rate in enumerate(rates)]
+    text, table = files
+    if not text:
+        header = next(csv.reader(io.StringIO(table)), [])
+        named: dict[str, Any] = {name: {} for name in header if name not in ("split", "sample")}
+    else:
+        named = parsed(text, Path(settings.tasks))["tasks"]
+    if not named:
+        raise UsageError(f"--tasks ({settings.tasks}) names no task: give each a column beside `sample`")
+    tasks = [
+        task_of(str(name), entry or {}, Task(name=str(name), blocks=blocks, lr=lr, seed=seed + i), table=bool(table))
+        for i, (name, entry) in enumerate(named.items())
+    ]
+    if len({task.name.lower() for task in tasks}) < len(tasks):
+        raise UsageError(f"--tasks ({settings.tasks}) names a task twice")
+    return tasks
+
+
+def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
+    """Return the task that a YAML entry describes."""
+
+    def refuse(what: str) -> UsageError:
+        return UsageError(f"--tasks: task {name}: {what}")
+
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        raise refuse("its name must be letters, digits and _.-, for it names a file")
+    if not isinstance(entry, Mapping) or set(entry) - {"column", "head", "lr", "loss", "seed"}:
+        raise refuse("it may have column, head, lr, loss and seed, and nothing else")
+    if "column" in entry and not table:
+        raise refuse("it has a column, but the file names no labels")
+    head, lr, seed = entry.get("head", default.blocks), entry.get("lr", default.lr), entry.get("seed", default.seed)
+    blocks = 1 if head == "linear" else head
+    if type(blocks) is not int or blocks < 1:
+        raise refuse(f"head ({head}) must be linear, or the number of last blocks that are its own")
+    if type(lr) not in (int, float) or not (math.isfinite(lr) and lr > 0):
+        raise refuse(f"lr ({lr}) must be a positive number")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise refuse(f"seed ({seed}) must be in 0..2^63-1")
+    loss = entry.get("loss", default.loss)
+    if loss not in LOSSES:
+        raise refuse(f"loss ({loss}) must be one of {', '.join(LOSSES)}")
+    column = str(entry.get("column", name)) if table else ""
+    return Task(name=name, column=column, blocks=blocks, lr=float(lr), seed=seed, loss=loss)
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings of which nothing could come."""
+    for flag, value, fit, why in (
+        ("freeze", config.freeze.freeze, "none", "the trunk is frozen from the start, and stays so"),
+        ("compression", config.optimizer.compression, "none", "no gradient travels"),
+        ("cache-shared", config.cache.cache_shared, False, "every rank keeps the features of its own heads"),
+    ):
+        if value != fit:
+            raise UsageError(f"--{flag} ({value}) must be left out with --strategy shared-trunk: {why}")
+
+
+def check_depths(tasks: list[Task], chain: Chain) -> None:
+    """Refuse heads that leave nothing for the trunk."""
+    names = [block.name for block in chain.blocks]
+    for task in tasks:
+        if task.blocks >= len(names):
+            raise UsageError(
+                f"model {task.name}: its own last blocks ({task.blocks}) must be 1..{len(names) - 1} of "
+                f"{', '.join(names)}, so that a trunk is left"
+            )

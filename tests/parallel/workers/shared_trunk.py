@@ -1,0 +1,240 @@
+"""Every rank trains models on one trunk; each must be the one that is trained alone, and every byte is known."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.applying.card import read_card
+from hvfreeze.chain.memory_formats import set_memory_formats
+from hvfreeze.chain.models import BuiltModel
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.errors import NumericsError
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
+from hvfreeze.torchvision_shim import torchvision
+from hvfreeze.training import job
+from hvfreeze.training.run import run
+from tests.parallel.mpirun import report
+from tests.parallel.twins.shared_trunk import Alone, seeded
+from tests.parallel.workers.runs import interrupted
+
+models: Any = torchvision.models
+BATCH, STEPS, EPOCHS, LR = 8, 4, 3, 0.03
+BOUNDARIES = {1: 64 * 8 * 8, 2: 64 * 8 * 8, 3: 128 * 4 * 4, 4: 256 * 2 * 2, 5: 512}
+"""Numbers of a sample behind stem, layer1, ..., layer4 of a ResNet for 32 pixels."""
+SPARE = 5
+"""Samples that an epoch leaves out."""
+
+
+def resnet(classes: int) -> nn.Module:
+    return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
+
+
+def laid_out(classes: int) -> nn.Module:
+    model = resnet(classes)
+    set_memory_formats(model, (3, 32, 32))
+    return model
+
+
+class Trial:
+    """Runs with equal settings but for what is said, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path) -> None:
+        self.world, self.root = world, root
+        self.shown: dict[str, Any] = {}
+        job.build_model = lambda *args, num_classes, **kwargs: BuiltModel(resnet(num_classes), [])  # type: ignore[assignment]
+
+    def config(self, name: str, **changes: Any) -> Config:
+        base = {
+            "strategy": "shared-trunk",
+            "train_samples": (STEPS * BATCH + SPARE) * 5 // 4 + 1,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "epochs": EPOCHS,
+            "lr": LR,
+            "weight_decay": 1e-2,
+            "threads": 1,
+            "cut_by": "count",
+            "run_dir": str(self.root / name),
+        }
+        return from_dict({**base, **changes})
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.root / name / "metrics.jsonl").read_text().splitlines()]
+
+    def alone(self, name: str, *, own: tuple[str, ...], seed: int, labels: Tensor, **options: Any) -> dict[str, Tensor]:
+        """The twin of one model of the run `name`, trained on rank 0."""
+        prepared = job.prepare(self.config(f"data-of-{name}-{seed}", heads=1, **self.shown), SOLO)
+        base, classes = seeded(laid_out, 10, 0), int(labels.max()) + 1
+        settings = {"lr": LR, "momentum": 0.9, "weight_decay": 1e-2, **options}
+        twin = Alone(base, seeded(laid_out, classes, seed), own, **settings)
+        for epoch in range(EPOCHS):
+            batches = prepared.feed.epoch(epoch)
+            assert len(batches) == STEPS
+            twin.train([(prepared.feed.images.load(b.ids, b.views), labels[torch.from_numpy(b.ids)]) for b in batches])
+        return twin.model.state_dict()
+
+    def compare(self, name: str, model: str, expected: dict[str, Tensor]) -> None:
+        found = torch.load(self.root / name / f"model-{model}.pt", weights_only=True)
+        assert list(found) == list(expected)
+        differing = [key for key in expected if not torch.equal(found[key], expected[key])]
+        assert differing == [], f"{name}, {model}: not the model that is trained alone: {differing}"
+
+    def wire_bytes(self, name: str) -> list[dict[str, int]]:
+        """What each epoch of a run sent, by lane."""
+        sums = [line["trunk"]["wire_bytes"] for line in self.lines(name)]
+        return [{k: now[k] - before[k] for k in now} for before, now in zip([dict.fromkeys(sums[0], 0), *sums], sums)]
+
+
+def digits_labels() -> Tensor:
+    from hvfreeze.data.datasets import open_data
+
+    return open_data("digits").train.labels
+
+
+def inner(summary: dict[str, Any]) -> list[int]:
+    return [stop for _, stop in summary["trunk"]["segments"][:-1]]
+
+
+def check_heads_are_those_that_are_trained_alone(trial: Trial) -> None:
+    """More models than ranks, labels that ride along; whole trunks give the same models."""
+    size, count = trial.world.size, 5
+    given = {"heads": count, "head_lr": "0.03,0.03,0.01,0.03,0.03"}
+    summary = run(trial.config("heads", labels="ride", **given), trial.world)
+    whole = run(trial.config("whole", trunk="whole", **given), trial.world)
+    assert summary["parameter_digest"] == whole["parameter_digest"], "the baseline gives other models"
+    assert summary["allreduce_bytes"] == 0 and summary["cut_history"] == [[0, 0, 5]]
+
+    steps = STEPS * EPOCHS
+    segments = summary["trunk"]["segments"]
+    last = len(segments) - 1
+    per_batch = {
+        "activations": sum(4 * BATCH * BOUNDARIES[stop] for stop in inner(summary)),
+        "features": (min(size, count) - 1) * 4 * BATCH * BOUNDARIES[5],
+        "labels": 8 * BATCH * (last * count + sum(1 for i in range(count) if i % size != last)),
+    }
+    assert summary["trunk"]["wire_bytes"] == {lane: steps * number for lane, number in per_batch.items()}, per_batch
+    assert summary["trunk"]["forwards"] == [steps] * size
+    assert whole["trunk"]["forwards"] == [steps] * size and sum(whole["trunk"]["wire_bytes"].values()) == 0
+    held, all_of_it = summary["trunk"]["trunk_bytes"], whole["trunk"]["trunk_bytes"]
+    assert sum(held) == all_of_it[0] and (size == 1 or max(held) < all_of_it[0])
+    if trial.world.rank == 0:
+        labels = digits_labels()
+        for i, lr in ((0, LR), (2, 0.01), (4, LR)):
+            trial.compare("heads", f"head{i}", trial.alone("heads", own=("fc",), seed=i, labels=labels, lr=lr))
+        line = trial.lines("heads")[-1]
+        assert set(line["models"]) == {f"model-head{i}" for i in range(count)}
+        accuracies = [entry["test_accuracy"] for entry in line["models"].values()]
+        assert abs(line["test_accuracy"] - sum(accuracies) / count) < 1e-12
+    trial.world.barrier(name="test.heads")
+
+
+def check_tasks_have_their_own_labels_depths_and_losses(trial: Trial) -> None:
+    """Fewer models than ranks at 3 and 4; labels sent directly; one of the models trains two blocks."""
+    folder, digits = trial.root / "tasks", digits_labels()
+    if trial.world.rank == 0:
+        folder.mkdir()
+        rows = [f"{i},{'odd' if d % 2 else 'even'},{d // 4}" for i, d in enumerate(digits.tolist())]
+        (folder / "labels.csv").write_text("\n".join(["sample,parity,size", *rows]) + "\n")
+        (folder / "tasks.yaml").write_text(
+            "labels: labels.csv\ntasks:\n  parity: {head: 2, lr: 0.02}\n"
+            "  rough: {column: size, loss: balanced, seed: 9}\n"
+        )
+    trial.world.barrier(name="test.tasks")
+    given = {"tasks": str(folder / "tasks.yaml"), "augment": "views:2"}
+    summary = run(trial.config("tasks-run", labels="direct", **given), trial.world)
+    assert summary["cut_history"] == [[0, 0, 4]]
+    size, segments = trial.world.size, summary["trunk"]["segments"]
+    source = {d: next(p for p, (a, b) in enumerate(segments) if a < d <= b) for d in (4, 5)}
+    owner = {4: 0, 5: 1 % size}
+    expected = sum(4 * BATCH * BOUNDARIES[d] for d in (4, 5) if source[d] != owner[d])
+    assert summary["trunk"]["wire_bytes"]["features"] == STEPS * EPOCHS * expected
+    assert summary["trunk"]["wire_bytes"]["labels"] == STEPS * EPOCHS * 8 * BATCH * (size > 1)
+    if trial.world.rank == 0:
+        trial.shown = {"augment": "views:2"}
+        odd, rough = digits % 2, digits // 4
+        twin = trial.alone("tasks", own=("layer4", "fc"), seed=0, labels=odd, lr=0.02)
+        trial.compare("tasks-run", "parity", twin)
+        used = job.prepare(trial.config("used", heads=1), SOLO)
+        counts = torch.bincount(rough[torch.from_numpy(used.feed.plan.shards[0])], minlength=3).float()
+        weights = counts.sum() / (3 * counts)
+        twin = trial.alone("tasks", own=("fc",), seed=9, labels=rough, class_weights=weights)
+        trial.compare("tasks-run", "rough", twin)
+        cards = [read_card(trial.root / "tasks-run" / f"model-{name}.yaml") for name in ("parity", "rough")]
+        assert [card.classes for card in cards] == [("even", "odd"), ("0", "1", "2")]
+        trial.shown = {}
+    trial.world.barrier(name="test.tasks.done")
+
+
+def check_the_line_falls_silent(trial: Trial) -> None:
+    """With a cache the second pass sends nothing, and the models are those without one."""
+    given = {"heads": trial.world.size, "augment": "none"}
+    plain = run(trial.config("plain", **given), trial.world)
+    cached = run(trial.config("cached", cache="on", **given), trial.world)
+    assert cached["parameter_digest"] == plain["parameter_digest"] and cached["cache"]["exact"]
+    first, *later = trial.wire_bytes("cached") if trial.world.rank == 0 else [{}, {}, {}]
+    if trial.world.rank == 0:
+        assert later == [{"activations": 0, "features": 0, "labels": 0}] * (EPOCHS - 1), later
+        # One batch more than the epoch's, of the samples that it leaves out.
+        per_batch = sum(4 * BATCH * BOUNDARIES[stop] for stop in inner(cached))
+        assert first["activations"] == (STEPS + 1) * per_batch
+    assert cached["trunk"]["forwards"] == [STEPS + 1] * min(5, trial.world.size)
+    rows = STEPS * BATCH * (EPOCHS - 1)
+    assert cached["cache"]["rows_read"] >= rows * trial.world.size, cached["cache"]
+
+
+def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
+    given = {"heads": 3, "head_blocks": 2, "labels": "ride", "checkpoint_every": "3s", "schedule": "cosine"}
+    straight = run(trial.config("straight", **given), trial.world)
+    for stop in (2, STEPS + 1):
+        interrupted(trial.config(f"stop-{stop}", **given), trial.world, after=stop)
+        resumed = run(trial.config(f"stop-{stop}", resume=True, **given), trial.world)
+        assert resumed["parameter_digest"] == straight["parameter_digest"], f"differs when stopped after {stop}"
+        assert (
+            resumed["models"] == straight["models"]
+            and resumed["other_collective_bytes"] == straight["other_collective_bytes"]
+        )
+        if trial.world.rank == 0:
+            seen, expected = (
+                [(line["train_loss"], line["models"]) for line in trial.lines(name)]
+                for name in (f"stop-{stop}", "straight")
+            )
+            assert seen == expected
+
+
+def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
+    rates = ",".join(["0.01"] * (trial.world.size - 1) + ["1e38"])
+    try:
+        run(trial.config("broken", heads=trial.world.size, head_lr=rates), trial.world)
+    except NumericsError as error:
+        assert f"model-head{trial.world.size - 1}" in str(error) and error.everywhere
+    else:
+        raise AssertionError("nobody noticed")
+
+
+SOLO: World
+
+
+def main() -> None:
+    global SOLO
+    from hvfreeze.ranks.world import SoloWorld
+
+    torch.set_num_threads(1)
+    SOLO, world = SoloWorld(), open_world()
+    end_job_on_exception(world)
+    trial = Trial(world, Path(sys.argv[1]))
+    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_")]
+    for check in checks:
+        check(trial)
+    report(world.rank, checks=[check.__name__ for check in checks])
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.shared_trunk.heads import Head, freeze, release
+from hvfreeze.strategies.shared_trunk.labels import Labels
+from hvfreeze.strategies.shared_trunk.tasks import Task
+
+SETTINGS = OptimizerConfig(lr=0.1)
+FEATURES = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def build(classes: int) -> Chain:
+    body = [nn.Linear(4, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), nn.Linear(8, classes)]
+    return Chain.from_modules(nn.Sequential(*body), [(f"b{i}", part) for i, part in enumerate(body)])
+
+
+def head(seed: int = 0, *, lr: float = 0.1, classes: int = 3) -> Head:
+    labels = Labels(tuple("abcdefgh"[:classes]), LABELS, LABELS)
+    return Head(Task(name="t", blocks=2, lr=lr, seed=seed), labels, SETTINGS, build=build)
+
+
+def trained(one: Head, steps: int, *, rate: float = 0.1) -> list[Tensor]:
+    for _ in range(steps):
+        one.train(FEATURES, LABELS, PhaseClock())
+        one.update(rate)
+    return [tensor.clone() for _, tensor in one.tensors()]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_a_head_is_the_same_whatever_else_its_rank_draws_and_trains() -> None:
+    expected = trained(head(), 4)
+    one, other = head(), head(seed=1)
+    for _ in range(4):
+        torch.rand(3)
+        trained(other, 1)
+        trained(one, 1)
+    assert equal(expected, [tensor for _, tensor in one.tensors()])
+    assert not equal(expected, [tensor for _, tensor in other.tensors()])
+
+
+def test_a_head_draws_nothing_from_the_ranks_own_generator() -> None:
+    before = torch.get_rng_state()
+    trained(head(), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_head_that_was_put_back_goes_on_bit_for_bit() -> None:
+    straight, stopped, resumed = head(), head(), head()
+    expected = trained(straight, 5)
+    trained(stopped, 2)
+    resumed.load_state_dict(stopped.state_dict())
+    assert equal(expected, trained(resumed, 3))
+
+
+@pytest.mark.parametrize(("lr", "rate", "expected"), [(0.3, 0.1, 0.3), (0.1, 0.07, 0.07), (0.2, 0.05, 0.1)])
+def test_a_heads_rate_follows_the_schedule_of_lr(lr: float, rate: float, expected: float) -> None:
+    one = head(lr=lr)
+    trained(one, 1, rate=rate)
+    assert one.optimizer.param_groups[0]["lr"] == expected
+
+
+def test_a_head_holds_nothing_of_the_trunk_and_has_its_own_number_of_classes() -> None:
+    one = head(classes=7)
+    assert one.depth == 1 and all(p.numel() == 0 for _, p in one.chain.named_parameters(0, 1))
+    assert one.predict(FEATURES).shape == (6, 7)
+    assert equal([one.predict(FEATURES)], [one.predict(FEATURES)]), "evaluation mode draws nothing"
+
+
+def test_what_is_frozen_stays_as_it_is_in_training_mode() -> None:
+    chain = build(3)
+    freeze(chain, (0, 2))
+    chain.model.train()
+    before = [tensor.clone() for tensor in chain.model.state_dict().values()]
+    x = torch.randn(5, 4)
+    assert torch.equal(chain.run(x, 0, 2), chain.run(x, 0, 2))
+    assert equal(before, list(chain.model.state_dict().values()))
+    assert not any(parameter.requires_grad for _, parameter in chain.named_parameters(0, 2))
+    release(chain, 0, 1)
+    assert sum(parameter.numel() for _, parameter in chain.named_parameters(0, 1)) == 0

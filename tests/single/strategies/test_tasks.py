@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvfreeze.config.sections import DataConfig
+from hvfreeze.config.tree import from_dict
+from hvfreeze.data.batches import Batch, Corpus, deal
+from hvfreeze.data.datasets import open_data
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.strategies.shared_trunk.features import Rows, worth_filling
+from hvfreeze.strategies.shared_trunk.labels import Labels, loss_of, read_labels
+from hvfreeze.strategies.shared_trunk.tasks import Task, read_files, tasks_of
+
+
+def corpus(**data: Any) -> Corpus:
+    return deal(open_data("digits"), DataConfig(**data), seed=0, batch_size=8, replicas=1)
+
+
+def named(path: Path, **changes: Any) -> list[Task]:
+    config = from_dict({"strategy": "shared-trunk", "tasks": str(path), "lr": 0.5, "seed": 3, **changes})
+    return tasks_of(config, ranks=2, files=read_files(path))
+
+
+def test_every_rank_gets_a_head_of_its_own_seed_unless_told_otherwise() -> None:
+    tasks = tasks_of(from_dict({"strategy": "shared-trunk", "seed": 7, "lr": 0.5}), ranks=3, files=("", ""))
+    assert [(t.name, t.seed, t.lr, t.blocks) for t in tasks] == [
+        ("head0", 7, 0.5, 1),
+        ("head1", 8, 0.5, 1),
+        ("head2", 9, 0.5, 1),
+    ]
+    config = from_dict({"strategy": "shared-trunk", "heads": 2, "head_lr": "0.1,0.2", "head_blocks": 2})
+    assert [(t.lr, t.blocks) for t in tasks_of(config, ranks=3, files=("", ""))] == [(0.1, 2), (0.2, 2)]
+    with pytest.raises(UsageError, match="2 numbers for 3 heads"):
+        tasks_of(from_dict({"strategy": "shared-trunk", "head_lr": "0.1,0.2"}), ranks=3, files=("", ""))
+
+
+def test_each_column_of_a_table_is_a_task(tmp_path: Path) -> None:
+    path, samples = tmp_path / "labels.csv", corpus()
+    train, test = samples.train.labels.tolist(), samples.evaluated.labels.tolist()
+    rows = [f"train,{i},{'odd' if d % 2 else 'even'},{10 * d}" for i, d in enumerate(train)]
+    rows += [f"test,{i},{'odd' if d % 2 else 'even'},{10 * d}" for i, d in enumerate(test)]
+    path.write_text("\n".join(["split,sample,parity,tenfold", *rows]))
+    tasks = named(path)
+    assert [(t.name, t.column, t.seed) for t in tasks] == [("parity", "parity", 3), ("tenfold", "tenfold", 4)]
+    parity, tenfold = read_labels(tasks, read_files(path)[1], samples)
+    assert parity.classes == ("even", "odd") and tenfold.classes == tuple(str(10 * d) for d in range(10))
+    assert torch.equal(parity.train, samples.train.labels % 2) and torch.equal(tenfold.test, samples.evaluated.labels)
+    assert parity.identity() != tenfold.identity()
+
+
+def test_a_table_need_only_hold_the_samples_that_are_used(tmp_path: Path) -> None:
+    path, samples = tmp_path / "labels.csv", corpus(train_samples=20, validation_fraction=0.5)
+    used = sorted([*samples.plan.shards[0].tolist(), *samples.evaluated_ids.tolist()])
+    path.write_text("\n".join(["sample,half", *(f"{i},{i % 2}" for i in used)]))
+    (labels,) = read_labels(named(path), read_files(path)[1], samples)
+    assert labels.train[used].min() >= 0 or labels.test[used].max() >= 0
+    assert sorted((labels.train >= 0).nonzero().flatten().tolist()) == sorted(samples.plan.shards[0].tolist())
+    assert sorted((labels.test >= 0).nonzero().flatten().tolist()) == sorted(samples.evaluated_ids.tolist())
+
+
+def test_yaml_says_more_of_a_task(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("sample,a\n0,x\n")
+    path = tmp_path / "tasks.yaml"
+    path.write_text("labels: labels.csv\ntasks:\n  one: {column: a, head: 2, lr: 1, loss: balanced, seed: 9}\n  a:\n")
+    one, a = named(path)
+    assert one == Task(name="one", column="a", blocks=2, lr=1.0, seed=9, loss="balanced")
+    assert a == Task(name="a", column="a", blocks=1, lr=0.5, seed=4)
+    path.write_text("tasks:\n  first: {head: linear}\n")
+    assert named(path, head_blocks=3) == [Task(name="first", blocks=1, lr=0.5, seed=3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "must have the key tasks"),
+        ("tasks: {a: {}}\nother: 1", "must have the key tasks"),
+        ("tasks: {}", "must have the key tasks"),
+        ("tasks: {'../a': {}}", "names a file"),
+        ("tasks: {a: {rate: 1}}", "nothing else"),
+        ("tasks: {a: {column: x}}", "names no labels"),
+        ("tasks: {a: {head: 0}}", r"head \(0\) must be linear"),
+        ("tasks: {a: {head: big}}", r"head \(big\)"),
+        ("tasks: {a: {lr: 0}}", r"lr \(0\)"),
+        ("tasks: {a: {lr: .nan}}", r"lr \(nan\)"),
+        ("tasks: {a: {seed: -1}}", r"seed \(-1\)"),
+        ("tasks: {a: {loss: mse}}", r"loss \(mse\) must be one of cross-entropy"),
+        ("tasks: {a: {}, A: {}}", "twice"),
+        ("labels: nowhere.csv\ntasks: {a: {}}", "cannot be read"),
+        ("tasks: [", "not plain YAML"),
+    ],
+)
+def test_task_files_that_say_what_cannot_be_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(HvfreezeError, match=message):
+        named(tmp_path / "t.yaml")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("row,a\n0,x", "no column sample"),
+        ("sample,a\n99999,x", "line 2 of the table: there is no sample 99999"),
+        ("sample,a\n0,x\n1,", "has no label in a"),
+        ("sample,b\n0,x", "no column a"),
+    ],
+)
+def test_tables_that_lack_labels_are_refused(table: str, message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        read_labels([Task(name="a", column="a", lr=1.0, seed=0)], table, corpus())
+
+
+def test_a_column_of_one_value_is_no_task() -> None:
+    samples = corpus(train_samples=20, validation_fraction=0.5)
+    table = "\n".join(["sample,a", *(f"{i},x" for i in range(len(samples.train)))])
+    with pytest.raises(RefusedError, match="one value only"):
+        read_labels([Task(name="a", column="a", lr=1.0, seed=0)], table, samples)
+
+
+def test_in_a_balanced_loss_all_classes_count_the_same() -> None:
+    labels = Labels(("a", "b"), torch.tensor([0, 0, 0, 1, -1]), torch.tensor([0]))
+    weights = labels.weights("balanced")
+    assert weights is not None and (weights * torch.tensor([3.0, 1.0])).tolist() == [2.0, 2.0]
+    assert labels.weights("cross-entropy") is None
+    logits = torch.zeros(4, 2, requires_grad=True)
+    loss_of(logits, labels.train[:4], weights).backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None and logits.grad.sum(0).abs().max() < 1e-7
+
+
+def batches(*ids: list[int]) -> list[Batch]:
+    return [Batch(np.array(i), np.zeros(len(i), np.int64), torch.zeros(len(i)), len(i)) for i in ids]
+
+
+def rows(*ids: int) -> Rows:
+    return np.array([[i, 0] for i in ids], dtype=np.int64).reshape(-1, 2)
+
+
+def test_what_an_epoch_leaves_out_is_filled_in_with_it() -> None:
+    found = worth_filling(rows(0, 1, 2, 3, 4), batches([2, 1], [0, 4]))
+    assert found is not None and found.tolist() == rows(3).tolist()
+
+
+def test_few_rows_that_many_batches_lack_are_filled_in_at_once() -> None:
+    found = worth_filling(rows(1, 5, 9), batches([1, 2], [3, 5], [6, 7]))
+    assert found is not None and sorted(found[:, 0].tolist()) == [1, 5, 9]
+
+
+def test_nothing_is_filled_in_where_that_spares_nothing() -> None:
+    assert worth_filling(rows(1, 2, 3, 4), batches([1, 2], [3, 4])) is None
+    assert worth_filling(rows(1, 2, 3, 4, 5, 6, 7, 8), batches([1, 2])) is None

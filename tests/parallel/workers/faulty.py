@@ -25,7 +25,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.world import World
-from hvfreeze.strategies import replicas
+from hvfreeze.strategies.replicas import door
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job, prepare
@@ -81,7 +81,7 @@ def freeze_alone(job: Job) -> None:
 
 def spoil_the_loss(job: Job) -> None:
     lost = SimpleNamespace(cross_entropy=lambda logits, labels: functional.cross_entropy(logits, labels) * math.nan)
-    replicas.functional = lost  # type: ignore[assignment,attr-defined]
+    door.functional = lost  # type: ignore[assignment,attr-defined]
 
 
 def spoil_the_statistics(job: Job) -> None:

@@ -171,7 +171,7 @@ def environment(ranks: int) -> dict[str, str]:
     found = dict(os.environ)
     programs = str(Path(sys.executable).parent)
     found["PATH"] = programs + os.pathsep + found.get("PATH", os.defpath)
-    found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if os.geteuid() == 0:
         found.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")

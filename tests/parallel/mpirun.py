@@ -202,18 +202,18 @@ def _processes_of(out: Path) -> set[int]:
 def _end(processes: Iterable[int], *, grace_seconds: float) -> dict[int, str]:
     """Waits for `processes` to go; those that stay are killed and returned with their command lines."""
     deadline = time.monotonic() + grace_seconds
-    alive = {pid: command for pid in processes if (command := _command(pid))}
+    alive = {pid: command for pid in processes if (command := command_of(pid))}
     while alive and time.monotonic() < deadline:
         time.sleep(0.05)
-        alive = {pid: command for pid in alive if (command := _command(pid))}
+        alive = {pid: command for pid in alive if (command := command_of(pid))}
     for pid in alive:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return alive
 
 
-def _command(pid: int) -> str:
-    # A zombie has no command line left: it waits for its parent only.
+def command_of(pid: int) -> str:
+    """The command line of a process; empty for one that has ended, also if nobody has waited for it."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return ""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.mpirun import ROOT
+from tests.parallel.mpirun import ROOT, command_of
 from tests.parallel.nodes import WAIT_SECONDS, Nodes, attempts, digest, launch, scratch, state, training, up, wait_until
 
 CLUSTER = str(ROOT / "launch/cluster")
@@ -178,7 +178,7 @@ def test_nothing_is_left_of_a_cluster_whose_supervisor_was_killed() -> None:
         os.kill(found["supervisor"], signal.SIGKILL)
         job.communicate(timeout=WAIT_SECONDS)
         for node in found["nodes"]:
-            wait_until(lambda pid=node["pid"]: not Path(f"/proc/{pid}").exists(), what="the node's end")
+            wait_until(lambda pid=node["pid"]: not command_of(pid), what="the node's end")
         launch([CLUSTER, "status"])
         assert f"hvfreeze-cluster.{nodes.name}" not in directories()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.parallel import pool
-from tests.parallel.mpirun import ROOT, environment, mpirun
+from tests.parallel.mpirun import ROOT, command_of, environment, mpirun
 from tests.parallel.nodes import wait_until
 
 VISIBLE = Path(__file__).with_name("workers") / "visible.py"
@@ -117,7 +117,7 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
     process, copy = waiting(tmp_path)
     process.kill()
     assert process.wait(30) == -signal.SIGKILL
-    wait_until(lambda: not Path(f"/proc/{copy}").exists(), what="the copy's end")
+    wait_until(lambda: not command_of(copy), what="the copy's end")
 
 
 def test_standing_processes_and_copies_end_with_the_tests_that_are_killed(tmp_path: Path) -> None:
@@ -139,4 +139,4 @@ def test_standing_processes_and_copies_end_with_the_tests_that_are_killed(tmp_pa
     tests.kill()
     tests.wait()
     for pid in found:
-        wait_until(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), what="the end of all")
+        wait_until(lambda pid=pid: not command_of(pid), what="the end of all")

@@ -182,12 +182,14 @@ def comparison_table(runs: Sequence[Run]) -> Table:
     """Return what came of the runs, a column each: seconds by phase, gain, accuracy and cuts."""
     groups = group_by_seed(runs)
     phases = phase_table(groups)
-    gains = [compare(group, groups) for group in groups]
+    # A run of another kind than the first, as one that trains nothing, has no baseline but the first run's time.
+    parts = [run.train_seconds / max(runs[0].train_seconds, 1e-9) for run in runs]
+    compared = list(zip([compare(group, groups) for group in groups], parts))
     rows = [
         ("training time", *phases.rows[-1][1:]),
         *((f"- {name}", *cells) for name, *cells in phases.rows[:-1]),
-        ("speed-up", *(shown(gain.speed_up, factor) if gain else factor(1) for gain in gains)),
-        ("time saved", *(shown(gain.time_saved, percent) if gain else percent(0) for gain in gains)),
+        ("speed-up", *(shown(gain.speed_up, factor) if gain else factor(1 / part) for gain, part in compared)),
+        ("time saved", *(shown(gain.time_saved, percent) if gain else percent(1 - part) for gain, part in compared)),
         ("images/s", *(number(run.images_per_second) for run in runs)),
         ("gradients exchanged by a rank", *(megabytes(run.allreduce_bytes) for run in runs)),
         ("test accuracy, last epoch", *(percent(run.test_accuracy) for run in runs)),

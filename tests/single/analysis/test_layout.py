@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.single.test_layout import imports_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LEVELS = ("benchmarks", "benchmarks.rows", "sweeps", "writing", "parts", "")
@@ -16,16 +17,6 @@ ROOMS, LINES = 12, 250
 
 def modules(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*.py") if "results" not in path.parts]
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Yield the full names of the modules that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def name_of(path: Path, root: Path) -> str:
@@ -41,7 +32,10 @@ def edges(root: Path) -> dict[str, set[str]]:
     """Return what each module below analysis/ imports of the others."""
     files = modules(root / "analysis")
     known = {name_of(path, root): path for path in files if path.name != "__init__.py"}
-    return {name: {other for other in imported(path) if other in known} - {name} for name, path in known.items()}
+    return {
+        name: {other for other in imports_of(path.read_text(encoding="utf-8")) if other in known} - {name}
+        for name, path in known.items()
+    }
 
 
 def upward(found: dict[str, set[str]]) -> list[str]:
@@ -72,7 +66,9 @@ def test_folders_are_imported_downwards_and_no_module_reaches_itself() -> None:
 def test_the_library_and_the_cache_import_nothing_of_the_analysis() -> None:
     for folder in ("hvfreeze", "cache"):
         for path in modules(ROOT / folder):
-            assert not [name for name in imported(path) if name.partition(".")[0] == "analysis"], path
+            assert not [
+                name for name in imports_of(path.read_text(encoding="utf-8")) if name.partition(".")[0] == "analysis"
+            ], path
 
 
 @pytest.mark.parametrize(

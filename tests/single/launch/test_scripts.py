@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
@@ -16,6 +15,7 @@ import pytest
 
 from hvfreeze.doctor.hosts import read_hostfile
 from hvfreeze.errors import UsageError
+from tests.parallel.mpirun import command_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "launch"
@@ -268,19 +268,12 @@ def test_a_command_that_is_not_there_is_said() -> None:
     assert (done.returncode, done.stderr) == (127, "no-such-command: command not found\n")
 
 
-def is_alive(process: int) -> bool:
-    # Who has ended, but was not waited for by whoever inherits orphans here, has no command line left.
-    with contextlib.suppress(OSError):
-        return bool(Path(f"/proc/{process}/cmdline").read_bytes())
-    return False
-
-
 def test_a_guard_that_is_killed_takes_its_command_along() -> None:
     process = guarded('exec python3 -c "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"')
     left = int(read_line(process))
     process.kill()
     process.communicate(timeout=60)
     deadline = time.monotonic() + 60
-    while is_alive(left) and time.monotonic() < deadline:
+    while command_of(left) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not is_alive(left)
+    assert not command_of(left)

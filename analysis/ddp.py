@@ -69,6 +69,8 @@ def checked(config: Config) -> Path:
         raise UsageError("DistributedDataParallel is run with --freeze none or static and without a cache only")
     if config.optimizer.precision != "float32" or config.optimizer.compression != "none":
         raise UsageError("DistributedDataParallel is run in float32 and without compression only")
+    if config.optimizer.accumulate != 1:
+        raise UsageError("DistributedDataParallel is run with --accumulate 1 only")
     if config.run.run_dir is None:
         raise UsageError("--run-dir must be given")
     return Path(config.run.run_dir).resolve()

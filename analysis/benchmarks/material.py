@@ -154,4 +154,4 @@ class HeldSteps:
 
     def step(self) -> float:
         """Make one step of the real loop; return the loss."""
-        return train_step(self.job, next(self._batches))
+        return train_step(self.job, [next(self._batches)])

@@ -53,6 +53,7 @@ class Config:
             given = (self.freeze.freeze, self.freeze.cut)
             alone = "left out with --head-fit exact, which freezes every block but the head"
             rule(given in (("none", None), SOLVED), "freeze", self.freeze.freeze, alone)
+            rule(self.optimizer.accumulate == 1, "accumulate", self.optimizer.accumulate, "1 with --head-fit exact")
             replicas = self.strategy.strategy == "replicas"
             rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact")
 

@@ -28,7 +28,7 @@ IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The samples of one step: (B,) ids, views and labels; `counted` of them are real, the rest pads the shape."""
+    """Samples of a forward pass: (B,) ids, views and labels; `counted` of them are real, the rest pads the shape."""
 
     ids: Ids
     views: Ids
@@ -104,6 +104,11 @@ class TrainFeed:
         return chosen
 
 
+def grouped(batches: Sequence[Batch], size: int) -> list[list[Batch]]:
+    """Return the batches in order, `size` at a time; what is left at the end is a smaller group."""
+    return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
+
+
 def padded_batches(ids: Ids, labels: Tensor, batch_size: int, *, view: int = 0) -> list[Batch]:
     """Return batches of exactly `batch_size` rows that count each of `ids` once; the last repeats its last sample."""
     batches = []
@@ -160,11 +165,11 @@ def deal(
     notes = list(splits.notes)
     if data.validation_fraction > 0:
         notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
-    dropped = len(ids) - plan.steps_per_epoch * batch_size * replicas
+    dropped = len(ids) - plan.batches_per_epoch * batch_size * replicas
     if dropped > 0 and whole_batches:
         notes.append(
             f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
-            f"{plan.steps_per_epoch} whole batches of {batch_size} are made of every shard"
+            f"{plan.batches_per_epoch} whole batches of {batch_size} are made of every shard"
         )
     return Corpus(splits.train, evaluated, evaluated_ids, plan, notes)
 

@@ -114,27 +114,27 @@ class ShardPlan:
 
     shards: tuple[Ids, ...]
     """Sorted sample ids that rank r may meet; with `global` all samples for every rank."""
-    steps_per_epoch: int
+    batches_per_epoch: int
     """Equal on all ranks: the number of whole batches of the smallest shard."""
     batch_size: int
-    """Samples per rank and step."""
+    """Samples per rank and batch."""
     shuffle: str
     """`shard` or `global`."""
     seed: int
     """The data seed."""
 
     def epoch_order(self, epoch: int, rank: int) -> Ids:
-        """Returns (steps_per_epoch, batch_size) int64 sample ids, row s for step s; no id is met twice in an epoch.
+        """Returns (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
 
-        With `global`, step s of all ranks together covers the same samples for every size of an equal total batch.
+        With `global`, batch s of all ranks together covers the same samples for every size of an equal total batch.
         """
         size = len(self.shards)
         if self.shuffle == "shard":
             order = shuffled(self.shards[rank], "order", self.seed, epoch, size)
-            return order[: self.steps_per_epoch * self.batch_size].reshape(self.steps_per_epoch, self.batch_size)
+            return order[: self.batches_per_epoch * self.batch_size].reshape(self.batches_per_epoch, self.batch_size)
         order = shuffled(self.shards[rank], "deal", self.seed, epoch)
-        dealt = order[: self.steps_per_epoch * size * self.batch_size]
-        return np.ascontiguousarray(dealt.reshape(self.steps_per_epoch, size, self.batch_size)[:, rank])
+        dealt = order[: self.batches_per_epoch * size * self.batch_size]
+        return np.ascontiguousarray(dealt.reshape(self.batches_per_epoch, size, self.batch_size)[:, rank])
 
 
 def _divide(labels: ArrayLike, ids: Ids, *, weights: NDArray[np.float64], alpha: float | None, seed: int) -> list[Ids]:
@@ -190,11 +190,11 @@ def plan_shards(
     else:
         shards = _divide(labels, ids, weights=weights, alpha=alpha, seed=seed)
         counts = [len(shard) for shard in shards]
-    steps = _num_steps(counts, batch_size=batch_size)
-    return ShardPlan(shards=tuple(shards), steps_per_epoch=steps, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    batches = _num_batches(counts, batch_size=batch_size)
+    return ShardPlan(shards=tuple(shards), batches_per_epoch=batches, batch_size=batch_size, shuffle=shuffle, seed=seed)
 
 
-def _num_steps(counts: list[int], *, batch_size: int) -> int:
+def _num_batches(counts: list[int], *, batch_size: int) -> int:
     smallest = min(counts)
     holds = f"rank {counts.index(smallest)} of {len(counts)} holds {smallest} of {sum(counts)} samples"
     way_out = f"use --batch-size {smallest} or less" if smallest else "use more samples or less uneven shards"

@@ -23,7 +23,7 @@ class Digits:
         self.rank, self._labels = rank, train.labels
         self._pixels = load_pixels(train, self._plan.shards[rank], budget_bytes=2**30, workers=1)
         self._transform = transform_for(train, augment=parse_augment("none"), data_seed=0, image_size=None)
-        self.steps_per_epoch = self._plan.steps_per_epoch
+        self.steps_per_epoch = self._plan.batches_per_epoch
 
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (B, 3, 32, 32) float images and (B,) labels."""

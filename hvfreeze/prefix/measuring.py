@@ -96,7 +96,7 @@ class Outlook:
 
     horizon: Callable[[], Horizon]
     suffix_seconds: Callable[[], float]
-    """Seconds of a step's part that reading and writing can hide behind; 0 before the first step."""
+    """Seconds of a batch's part in a step that reading and writing can hide behind; 0 before the first step."""
     budget: Budget
     directory: Path
     memory_bytes: int
@@ -110,10 +110,10 @@ class Outlook:
         return self._trials[cut]
 
 
-def suffix_seconds(clock: PhaseClock, *, steps: int) -> float:
-    """Return what the clock says of a step behind the prefix, after `steps` steps; 0 before the first."""
+def suffix_seconds(clock: PhaseClock, *, batches: float) -> float:
+    """Return what the clock says of a batch behind the prefix, after so many batches; 0 before the first."""
     spent = clock.read()
-    return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, steps)
+    return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, batches)
 
 
 def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> Trial:

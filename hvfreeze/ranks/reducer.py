@@ -48,7 +48,8 @@ class Signals:
 class Reducer:
     """Averages gradients over the ranks of `world`.
 
-    Use: `carry(parameters)` once and after every change of the cut; in each step `begin()`, backward, `finish()`.
+    Use: `carry(parameters)` once and after every change of the cut; in each step `begin()`, backward, `finish()`,
+    and `signal()` before the last backward pass where there is something to tell.
     With one rank it leaves gradients alone and only shows them to the observer.
     """
 
@@ -104,14 +105,12 @@ class Reducer:
             for slot, (_, parameter) in enumerate(self._named)
         ]
 
-    def begin(self, *, nonfinite: bool = False, leave: bool = False, passes: int | None = None) -> None:
-        """Drop the last step's gradients and start the exchange of this step's signals.
+    def begin(self, *, passes: int | None = None) -> None:
+        """Drop the last step's gradients and get ready for this step's.
 
         Collective: every rank of `world` must call this, once before a step's backward passes.
 
         Args:
-            nonfinite: this rank's loss is NaN or infinite.
-            leave: this rank was asked to leave after this step.
             passes: backward passes of this step, where they are not `backward_passes_per_step`.
 
         Raises:
@@ -126,6 +125,17 @@ class Reducer:
         self._next = 0
         self._passes = self.backward_passes_per_step if passes is None else passes
         self._seen = [0] * len(self._named)
+        self._header = None
+
+    def signal(self, *, nonfinite: bool = False, leave: bool = False) -> None:
+        """Start the exchange of this step's signals; without this call, the last backward pass does, with none set.
+
+        Collective: every rank of `world` may call this, between `begin` and the last backward pass.
+
+        Args:
+            nonfinite: the loss of one of this rank's passes is NaN or infinite.
+            leave: this rank was asked to leave after this step.
+        """
         header = [int(nonfinite), int(leave), self._set_hash, self._set_hash**2]
         self._header = torch.tensor(header, dtype=torch.int64)
         self._header_handle = self.world.start_allreduce_(self._header, name="step.signals")
@@ -140,7 +150,10 @@ class Reducer:
             DivergedError: the ranks carry different sets of parameters.
             UsageError: there were fewer backward passes than `begin` was told.
         """
-        assert self._header is not None, "finish() without begin()"
+        assert self._passes, "finish() without begin()"
+        if self._header is None:
+            self.signal()
+        assert self._header is not None
         self.world.wait(self._header_handle)
         nonfinite, leave, total, squares = self._header.tolist()
         # Equality in Cauchy-Schwarz: n * sum(h^2) = (sum h)^2 only where all h are equal.
@@ -212,6 +225,8 @@ class Reducer:
 
     def _complete(self, slot: int, parameter: nn.Parameter) -> None:
         """Show and lay down this rank's own gradient of a step."""
+        if self._header is None:
+            self.signal()
         gradient = parameter.grad
         assert gradient is not None
         if self.observer is not None:

@@ -66,7 +66,7 @@ class StepResult:
     """What a step leaves for the loop."""
 
     losses: Mapping[str, float]
-    """By model, its mean over the batch; of those models alone that this rank answers for."""
+    """By model, its mean over the batches; of those models alone that this rank answers for."""
     answers: Mapping[str, Answers]
     """Of the same models, from before the update."""
     leave: bool
@@ -143,11 +143,11 @@ class Strategy(Protocol):
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches, in this order: of training steps, or of predictions."""
 
-    def step(self, batch: Batch, *, rate: float, leave: bool) -> StepResult:
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make one optimizer step with learning rate `rate`, and vote where a vote is due.
 
         Args:
-            batch: this replica's.
+            batches: this replica's, one unless it accumulates; the step is that of the mean over all of them.
             rate: the learning rate of this update.
             leave: this rank was asked to leave after this step.
 

@@ -12,7 +12,7 @@ from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import IMAGENET, Batch, Corpus, TrainFeed, deal, open_feeds, padded_batches
+from hvfreeze.data.batches import IMAGENET, Batch, Corpus, TrainFeed, deal, grouped, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data, prepare_data
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.heads.multilevel import solvable_chain
@@ -49,7 +49,8 @@ class Job:
     clock: PhaseClock
     speaker: Speaker
     notes: list[str]
-    steps_per_epoch: int
+    batches_per_epoch: int
+    """Of every replica."""
     record: Record | NullRecord = field(default_factory=NullRecord)
     data_identities: dict[str, str] = field(default_factory=dict)
     step: int = 0
@@ -67,6 +68,20 @@ class Job:
     """What training waited for the last checkpoint."""
     saving: Saving | None = None
     """On rank 0, the checkpoint that is being written."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return self.config.optimizer.steps_per_epoch(self.batches_per_epoch)
+
+    @property
+    def images_per_epoch(self) -> int:
+        """Images that all replicas together train on in an epoch."""
+        return self.batches_per_epoch * self.config.optimizer.batch_size * self.replicas
+
+    def steps_of(self, epoch: int) -> list[list[Batch]]:
+        """Return the batches of each of an epoch's steps."""
+        return grouped(self.feed.epoch(epoch), self.config.optimizer.accumulate)
 
     @property
     def total_steps(self) -> int:
@@ -255,5 +270,5 @@ def assemble(
         clock=clock,
         speaker=speaker,
         notes=[],
-        steps_per_epoch=corpus.plan.steps_per_epoch,
+        batches_per_epoch=corpus.plan.batches_per_epoch,
     )

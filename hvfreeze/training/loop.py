@@ -6,7 +6,7 @@ What a step is, the strategy knows: which blocks run on which rank, and what cro
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -57,19 +57,19 @@ def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch) -> None:
 
 def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
     """Make the epoch's steps that are not made yet. Collective."""
-    batches = job.feed.epoch(epoch)[job.step - epoch * job.steps_per_epoch :]
-    if batches:
-        job.strategy.begin_epoch(batches)
-    for batch in batches:
-        loss = train_step(job, batch)
+    steps = job.steps_of(epoch)[job.step - epoch * job.steps_per_epoch :]
+    if steps:
+        job.strategy.begin_epoch([batch for batches in steps for batch in batches])
+    for batches in steps:
+        loss = train_step(job, batches)
         progress.step(job.step, f"epoch {epoch} loss {loss:.3f} cut {job.strategy.cut}")
         if job.step % job.steps_per_epoch != 0:
             checkpoint_when_due(job)
 
 
-def train_step(job: Job, batch: Batch) -> float:
+def train_step(job: Job, batches: Sequence[Batch]) -> float:
     """Make one optimizer step, count it, and leave after it if that was asked; return this rank's loss. Collective."""
-    result = job.strategy.step(batch, rate=rate(job), leave=job.asked_to_leave)
+    result = job.strategy.step(batches, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
     count(job.totals, result.answers, result.losses)
     if result.decision is not None:
@@ -132,7 +132,6 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
-    images = job.steps_per_epoch * job.config.optimizer.batch_size * job.replicas
     train_loss, train_accuracy = mean(trained)
     loss, accuracy = mean(tested) if tested else (None, None)
     line = {
@@ -145,7 +144,7 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         "test_accuracy": accuracy,
         "train_seconds": train_seconds(spent),
         "seconds": spent,
-        "images_per_second": images / max(train_seconds(spent), 1e-9),
+        "images_per_second": job.images_per_epoch / max(train_seconds(spent), 1e-9),
         "allreduce_bytes": report["allreduce_bytes"],
         "cache": report["cache"],
     }

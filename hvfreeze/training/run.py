@@ -135,7 +135,7 @@ def conclude(job: Job) -> dict[str, Any]:
     state.export(job, digest=digest)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
-    images = job.step * job.config.optimizer.batch_size * job.replicas
+    images = job.epochs_done * job.images_per_epoch
     report = job.strategy.report()
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,

@@ -88,4 +88,4 @@ class CachedSteps:
 
     def step(self) -> float:
         """Make one step of the real loop; return the loss."""
-        return train_step(self.job, self.left.pop(0))
+        return train_step(self.job, [self.left.pop(0)])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.data.batches import Batch
@@ -75,19 +76,24 @@ class Replicas:
         self._follow_cut()
         (self.training if training else self.evaluation).begin_epoch(batches)
 
-    def step(self, batch: Batch, *, rate: float, leave: bool) -> StepResult:
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make one optimizer step."""
-        clock = self.clock
-        clock.enter("forward")
-        self._be_in_mode(training=True)
-        logits = self.halves.suffix(self.training.of(batch), self.training.cut).float()
-        loss = functional.cross_entropy(logits, batch.labels)
-        value = loss.item()
+        clock, count, said, value = self.clock, len(batches), [], 0.0
+        for number, batch in enumerate(batches, 1):
+            clock.enter("forward")
+            self._be_in_mode(training=True)
+            logits = self.halves.suffix(self.training.of(batch), self.training.cut).float()
+            loss = functional.cross_entropy(logits, batch.labels) / count
+            value += loss.item()
+            said.append(logits.detach())
 
-        # All ranks: the signals, then each bucket of gradients, travel while the backward pass runs.
-        clock.enter("backward")
-        self.reducer.begin(nonfinite=not math.isfinite(value), leave=leave)
-        loss.backward()
+            clock.enter("backward")
+            if number == 1:
+                self.reducer.begin(passes=count)
+            if number == count:
+                # All ranks: the signals, then each bucket of gradients, travel while the last backward pass runs.
+                self.reducer.signal(nonfinite=not math.isfinite(value), leave=leave)
+            loss.backward()
         clock.enter("allreduce")
         signals = self.reducer.finish()
         self._stop_unless_finite(signals)
@@ -102,7 +108,7 @@ class Replicas:
         decision: Decision | None = self.freezer.after_step(value)
         self._follow_cut()
         clock.enter("data")
-        answers = {MODEL: Answers(logits.detach(), batch.labels)}
+        answers = {MODEL: Answers(joined(said), joined([batch.labels for batch in batches]))}
         return StepResult(losses={MODEL: value}, answers=answers, leave=bool(signals.leave), decision=decision)
 
     def solve_head(
@@ -218,3 +224,8 @@ class Replicas:
             for features in (self.training, self.evaluation):
                 features.move(cuts[-1], before=cuts[:-1])
             self._moves_followed = len(history)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensors one after the other; one alone as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -46,6 +46,7 @@ def open_freezer(materials: Materials, config: Config) -> Freezer:
     optimizer = torch.optim.SGD(
         chain.model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
+    steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
     labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[materials.replica])]
     return Freezer(
         chain,
@@ -53,7 +54,7 @@ def open_freezer(materials: Materials, config: Config) -> Freezer:
         reducer=Reducer(materials.world, compression=settings.compression),
         world=materials.world,
         settings=config.freeze,
-        cadence=Cadence.of(config.freeze, steps_per_epoch=corpus.plan.steps_per_epoch, num_epochs=settings.epochs),
+        cadence=Cadence.of(config.freeze, steps_per_epoch=steps, num_epochs=settings.epochs),
         voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
     )
 
@@ -69,16 +70,20 @@ def open_both_features(
     materials: Materials, config: Config, freezer: Freezer, halves: Halves
 ) -> tuple[Features, Features]:
     """Return how features are had in training and in evaluation; both pay from one budget."""
-    corpus, world = materials.corpus, materials.world
+    corpus, world, settings = materials.corpus, materials.world, config.optimizer
+    per_epoch = corpus.plan.batches_per_epoch
+
+    def batches_trained(steps: int) -> float:
+        return steps * per_epoch / settings.steps_per_epoch(per_epoch)
+
     place = Path(config.cache.cache_dir) if config.cache.cache_dir else materials.directory / "cache"
     outlook = Outlook(
         horizon=lambda: Horizon(freezer.epochs_left, freezer.epochs_until_move()),
-        suffix_seconds=lambda: suffix_seconds(materials.clock, steps=freezer.step),
+        suffix_seconds=lambda: suffix_seconds(materials.clock, batches=batches_trained(freezer.step)),
         budget=open_budget(config.cache, place, size=world.size),
         directory=place,
         memory_bytes=memory_budget(world.local_size),
     )
-    settings = config.optimizer
     recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
     share = {"replica": materials.replica, "replicas": materials.replicas}
     train = Split(

@@ -87,9 +87,9 @@ class SharedTrunk:
             self._settle_in = None
         (self.training if training else self.evaluation).begin_epoch(batches)
 
-    def step(self, batch: Batch, *, rate: float, leave: bool) -> StepResult:
-        """Train every head of this rank on a batch, while the line works on those to come."""
-        clock = self.clock
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Train every head of this rank on the one batch, while the line works on those to come."""
+        (batch,), clock = batches, self.clock
         served = self.training.of(batch)
         labels = self._labels(batch, training=True) if served.labels is None else served.labels
         losses: dict[str, float] = {}

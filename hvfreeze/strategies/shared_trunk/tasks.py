@@ -157,6 +157,7 @@ def check_settings(config: Config) -> None:
     for flag, value, fit, why in (
         ("freeze", config.freeze.freeze, "none", "the trunk is frozen from the start, and stays so"),
         ("compression", config.optimizer.compression, "none", "no gradient travels"),
+        ("accumulate", config.optimizer.accumulate, 1, "no gradient travels"),
         ("cache-shared", config.cache.cache_shared, False, "every rank keeps the features of its own heads"),
     ):
         if value != fit:

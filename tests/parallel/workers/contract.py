@@ -31,6 +31,7 @@ UNFIT: dict[str, list[dict[str, Any]]] = {
         {"head_blocks": 99},
         {"head_lr": "0.1,0.1"},
         {"freeze": "linear"},
+        {"accumulate": 2},
         {"heads": None, "tasks": "/nowhere/tasks.csv"},
         {"cut_by": "given", "cut_at": "3,2"},
     ],
@@ -68,7 +69,7 @@ class Trial:
             if due:
                 strategy.begin_epoch(due)
             for batch in due:
-                strategy.step(batch, rate=RATE, leave=False)
+                strategy.step([batch], rate=RATE, leave=False)
                 if disturbed:
                     strategy.predict(job.evaluation_batches[0])
         strategy.settle()

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,12 +139,12 @@ def build_in(faults: str) -> None:
     def nothing(job: Job | None) -> None:
         return
 
-    def faulty_step(job: Job, batch: Batch) -> float:
+    def faulty_step(job: Job, batches: Sequence[Batch]) -> float:
         fault = wanted.get((job.world.rank, job.step))
         if fault is not None:
             wait_for_the_checkpoint(job)
             fault(job)
-        return make_step(job, batch)
+        return make_step(job, batches)
 
     def faulty_preparation(config: Config, world: World) -> Job:
         wanted.get((world.rank, -2), nothing)(None)

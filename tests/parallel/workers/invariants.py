@@ -53,7 +53,8 @@ class Parts:
         loss = nn.functional.cross_entropy(self.chain(images), labels)
         if poison:
             loss = loss * math.nan
-        self.reducer.begin(nonfinite=not math.isfinite(loss.item()))
+        self.reducer.begin()
+        self.reducer.signal(nonfinite=not math.isfinite(loss.item()))
         loss.backward()
         self.signals = self.reducer.finish()
         if self.signals.nonfinite:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,10 @@ def interrupted(config: Config, world: World, *, after: int) -> None:
     """Make a run that is asked to leave, on the last rank, in the step after `after` steps."""
     make_step = loop.train_step
 
-    def step(job: Job, batch: Batch) -> float:
+    def step(job: Job, batches: Sequence[Batch]) -> float:
         if job.step == after and world.rank == world.size - 1:
             job.asked_to_leave = True
-        return make_step(job, batch)
+        return make_step(job, batches)
 
     loop.train_step = step
     try:
@@ -83,7 +84,8 @@ def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[l
     straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
     again = run(configuration(root / f"{name}-again", world.size, **settings), world)
     assert again["parameter_digest"] == straight["parameter_digest"], "two equal runs differ"
-    stops = [1, STEPS, 9] if world.size < 4 else [9]
+    steps = straight["steps"]
+    stops = [1, steps // EPOCHS, steps * 3 // 4] if world.size < 4 else [steps * 3 // 4]
     if world.size == 2 and name == "voted":
         stops = list(range(STEPS * EPOCHS))
     for stop in stops:
@@ -100,11 +102,12 @@ def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[l
     return history
 
 
-def check_plain_pytorch(world: World, root: Path) -> None:
+def check_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
     """Compare one rank's run with the loop that anybody would write."""
-    config = configuration(root / "plain", 1, schedule="constant")
+    changes = {"schedule": "constant", "accumulate": accumulate}
+    config = configuration(root / f"plain-{accumulate}", 1, **changes)
     summary = run(config, world)
-    job = prepare(configuration(root / "plain-data", 1, schedule="constant"), world)
+    job = prepare(configuration(root / f"plain-data-{accumulate}", 1, **changes), world)
     torch.manual_seed(config.run.seed)
     from hvfreeze.chain.models import build_model
 
@@ -113,12 +116,18 @@ def check_plain_pytorch(world: World, root: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
     model.train()
     for epoch in range(EPOCHS):
-        for batch in job.feed.epoch(epoch):
+        batches = job.feed.epoch(epoch)
+        for first in range(0, STEPS, accumulate):
+            group = batches[first : first + accumulate]
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(job.feed.images.load(batch.ids, batch.views)), batch.labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            for batch in group:
+                loss = nn.functional.cross_entropy(model(job.feed.images.load(batch.ids, batch.views)), batch.labels)
+                (loss / len(group)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     assert parameter_digest(model) == summary["parameter_digest"], "one rank is not plain PyTorch"
+    assert summary["steps"] == EPOCHS * -(-STEPS // accumulate)
+    images = summary["images_per_second"] * summary["train_seconds"]
+    assert abs(images - EPOCHS * STEPS * BATCH) < 0.01, "images of some batches were not counted"
 
 
 def main() -> None:
@@ -127,10 +136,11 @@ def main() -> None:
     end_job_on_exception(world)
     voted = check_resume(world, root, "voted", **VOTED, signal="local", checkpoint_every="0", augment="views:2")
     reducer.UNCOMPRESSED_STEPS = 3
-    thin = {"precision": "bfloat16", "compression": "powersgd:2"}
+    thin = {"precision": "bfloat16", "compression": "powersgd:2", "accumulate": 3}
     scheduled = check_resume(world, root, "scheduled", **SCHEDULED, checkpoint_every="3s", **thin)
     if world.size == 1:
-        check_plain_pytorch(world, root)
+        for accumulate in (1, 3):
+            check_plain_pytorch(world, root, accumulate=accumulate)
     report(world.rank, voted=voted, scheduled=scheduled)
     world.close()
 

@@ -141,7 +141,7 @@ def test_listed_sizes_stay_class_balanced_without_skew() -> None:
     shards = plan(shard_sizes=[4.0, 2.0, 1.0]).shards
     for shard in shards:
         assert np.abs(per_class(shard) - per_class(IDS) * len(shard) / len(IDS)).max() <= 1.5
-    assert plan(shard_sizes=[4.0, 2.0, 1.0]).steps_per_epoch == len(shards[2]) // 16
+    assert plan(shard_sizes=[4.0, 2.0, 1.0]).batches_per_epoch == len(shards[2]) // 16
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ FOLDERS = (
     "strategies.replicas",
     "strategies.shared_trunk",
     "training",
+    "training.checkpoints",
 )
 
 setup(

@@ -199,7 +199,9 @@ class RunConfig:
     evaluate_every: int = setting(1, "N", "epochs between evaluations; the last epoch is always evaluated")
     resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
     resume_inexact: bool = setting(
-        False, "", "with --resume: go on although threads, versions or processor changed, hence not bit for bit"
+        False,
+        "",
+        "with --resume: go on although threads, versions, processor or number of ranks changed, hence not bit for bit",
     )
     quiet: bool = setting(False, "", "say nothing but errors; log.txt in the run directory has the lines")
     json: bool = setting(False, "", "print the summary as the last line")

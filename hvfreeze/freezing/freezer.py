@@ -8,6 +8,7 @@ function of a sample.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hvfreeze.freezing.ballots import hold_vote
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
 from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
 from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, release
-from hvfreeze.freezing.gradients import GradientSums, Observations
+from hvfreeze.freezing.gradients import GradientSums, Observations, nothing_observed
 from hvfreeze.freezing.proposer import Proposer
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.freezing.vote_weights import Voter, voting_weight
@@ -151,6 +152,24 @@ class Freezer:
         for name, (cut, intervals, recent) in state["tracks"].items():
             self._proposers[name] = Proposer(name, cut, intervals, list(recent))
         self._seen.load_state_dict(state)
+
+    @staticmethod
+    def redealt(state: dict[str, Any], *, restep: Callable[[int], int]) -> dict[str, Any]:
+        """Return a rank's state for a job of another size, whose number of steps at a step is given by `restep`.
+
+        Ranks own other samples there, so that what was observed of the old ones counts no more.
+        """
+        moves = [Move(*entry) for entry in state["cut_history"]]
+        tracks = {name: Proposer(name) for name in state["tracks"]}
+        for name, (cut, *_) in state["tracks"].items():
+            tracks[name].moved(cut)
+        return {
+            **nothing_observed(state["cut"]),
+            "step": restep(state["step"]),
+            "cut": state["cut"],
+            "cut_history": [list(move._replace(step=restep(move.step))) for move in moves],
+            "tracks": {name: [t.cut, t.intervals, t.recent] for name, t in tracks.items()},
+        }
 
     def average_statistics(self) -> None:
         """Make BatchNorm's running statistics equal on all ranks, those of frozen blocks too, which keep their bits.

@@ -27,6 +27,10 @@ class NullRecord:
     """What every rank but 0 keeps of a run: nothing."""
 
     notes: tuple[str, ...] = ()
+    resumed: Sequence[dict[str, Any]] = ()
+
+    def change(self, what: str) -> None:
+        """Keep nothing."""
 
     def begin(self) -> None:
         """Keep nothing."""
@@ -78,12 +82,17 @@ class Record:
         lock: Lock | None = None,
     ) -> None:
         self.directory = directory
-        self._settings, self._environment, self._changed, self._lock = settings, environment, changed, lock
+        self._settings, self._environment, self._changed, self._lock = settings, environment, list(changed), lock
+        self.resumed: list[dict[str, Any]] = []
         self.notes = (*(f"not as before: {what}" for what in changed), *(lock.notes if lock else ()))
         self._log = directory / "log.txt"
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "decisions")}
         for path in (self._log, *self._files.values()):
             os.close(open_own(path, os.O_WRONLY))
+
+    def change(self, what: str) -> None:
+        """Record that the resumption changes this too."""
+        self._changed.append(what)
 
     def begin(self) -> None:
         """Write what the run is and what it runs on, before its first step here.
@@ -94,7 +103,8 @@ class Record:
         known, place = self.directory / "config.yaml", self.directory / "environment.json"
         resumed = read_object(place, ()).get("resumed", []) if place.exists() else []
         if self._changed:
-            resumed = [*resumed, {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changed": list(self._changed)}]
+            resumed = [*resumed, {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changed": self._changed}]
+        self.resumed = resumed
         if self._changed or not known.exists():
             publish(known, [yaml.safe_dump(absolute(self._settings), sort_keys=False).encode()])
         environment = {**self._environment, **({"resumed": resumed} if resumed else {})}

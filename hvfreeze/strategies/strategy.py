@@ -8,7 +8,7 @@ when to write a checkpoint. A new strategy is one file here, a line in `training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -183,6 +183,19 @@ class Strategy(Protocol):
 
     def load_state_dict(self, state: State) -> None:
         """Continue from the state of the same rank of a world of the same size. Not a collective."""
+
+    def redealt(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield for each of `size` ranks, in order, the own state with which another number of ranks goes on.
+
+        Training goes on from the same models and optimizer states, not bit for bit. Not a collective: rank 0 calls it.
+
+        Args:
+            owns: `State.own` of the ranks there were, in order; each is to be read once.
+            size: how many ranks there are.
+            restep: turns a number of steps into that of an epoch of another length.
+        """
 
     def report(self) -> dict[str, Any]:
         """Return what a strategy adds to summary.json, and but for `cut_history` to an epoch's line.

@@ -25,7 +25,7 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
-from hvfreeze.training.checkpoint import Saving
+from hvfreeze.training.checkpoints.file import Saving
 from hvfreeze.training.choice import open_strategy, place_of, reads_images
 from hvfreeze.training.evaluation import Scores, Totals
 from hvfreeze.training.progress import Speaker

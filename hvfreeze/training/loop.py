@@ -15,7 +15,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.strategy import MODEL, Answers, SolvesHeads
-from hvfreeze.training import state
+from hvfreeze.training.checkpoints.saving import finish_saving, save
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.learning_rate import learning_rate
@@ -52,7 +52,7 @@ def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch) -> None:
             end_epoch(job, epoch, progress)
             checkpoint_when_due(job)
         with job.clock.within("checkpoint"):
-            state.finish_saving(job)
+            finish_saving(job)
 
 
 def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
@@ -169,7 +169,7 @@ def checkpoint_when_due(job: Job) -> None:
     if checkpoint_is_due(job):
         before = job.clock.read()["checkpoint"]
         with job.clock.within("checkpoint"):
-            state.save(job, settled=True)
+            save(job, settled=True)
         job.checkpoint_seconds = job.clock.read()["checkpoint"] - before
 
 
@@ -197,8 +197,8 @@ def leave(job: Job) -> None:
     # The uninterrupted run settles here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
     settled = job.step % job.steps_per_epoch != 0 and checkpoint_is_due(job)
     with job.clock.within("checkpoint"):
-        state.save(job, settled=settled)
-        state.finish_saving(job)
+        save(job, settled=settled)
+        finish_saving(job)
     raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; go on with --resume")
 
 

@@ -6,16 +6,24 @@ import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
+from hvfreeze.applying.card import sha256_of, write_card
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
+from hvfreeze.runs.publishing import publishing
 from hvfreeze.runs.reading import SUMMARY, read_object
-from hvfreeze.training import state
-from hvfreeze.training.checkpoint import newest
+from hvfreeze.strategies.strategy import WholeModel
+from hvfreeze.training.checkpoints.file import newest
+from hvfreeze.training.checkpoints.restoring import restore
+from hvfreeze.training.checkpoints.saving import directory_of, save
 from hvfreeze.training.evaluation import by_model
 from hvfreeze.training.job import Job, prepare
 from hvfreeze.training.loop import own_part, solve_epoch, train, train_epoch
@@ -41,15 +49,18 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
 def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
     """Go on from the newest checkpoint or start, train to the end, and return the summary; see `run`. Collective."""
-    resumed = job.config.run.resume and state.restore(job)
-    done = finished(job) if resumed else None
+    wrote = restore(job) if job.config.run.resume else None
+    done = finished(job) if wrote else None
     progress = open_progress(job.speaker, job.total_steps, done=job.step)
     try:
         if done is not None:
             progress.line(f"{job.directory} is complete; nothing to do")
             return done
         together(job.world, job.record.begin, name="record.begin")
-        introduce(job, progress, resumed=resumed)
+        introduce(job, progress, resumed=wrote is not None)
+        if wrote not in (None, job.world.size):
+            # At once, in place of those that count other steps: the newest is found by its number of steps.
+            save(job, settled=True, alone=True)
         job.asked_to_leave = bool(asked)
         train(job, progress, make_epoch=EPOCHS[job.config.head.head_fit])
     finally:
@@ -79,7 +90,7 @@ def told_at_its_end(job: Job) -> Iterator[None]:
 def way_on(job: Job) -> str:
     """Return how to continue a run that was interrupted."""
     again = ["hvfreeze", "train", "--config", str(job.directory / "config.yaml"), "--run-dir", str(job.directory)]
-    where = "from the last checkpoint" if newest(state.directory_of(job)) else "anew, there is no checkpoint yet,"
+    where = "from the last checkpoint" if newest(directory_of(job)) else "anew, there is no checkpoint yet,"
     return f"go on {where} with: {shlex.join([*again, '--resume'])}"
 
 
@@ -132,7 +143,7 @@ def conclude(job: Job) -> dict[str, Any]:
     """
     job.strategy.settle()
     digest = job.strategy.check(step=job.step)
-    state.export(job, digest=digest)
+    export(job, digest=digest)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
     images = job.epochs_done * job.images_per_epoch
@@ -152,8 +163,35 @@ def conclude(job: Job) -> dict[str, Any]:
         "cut_history": [list(move) for move in report["cut_history"]],
         "cache": report["cache"],
         "parameter_digest": digest,
+        "resumed": list(job.record.resumed),
     }
     summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)
     summary = job.world.broadcast_object(summary, name="summary")
     together(job.world, lambda: job.record.summary(summary), name="summary.write")
     return summary
+
+
+def export(job: Job, *, digest: str) -> None:
+    """Write each trained model as a plain state_dict, model.pt where there is one, and then its card, model.yaml.
+
+    Args:
+        job: a run that has settled.
+        digest: summary.json's `parameter_digest`.
+
+    Collective: every rank of the world must call this.
+    """
+    done = replace(job.card, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
+
+    def write(model: WholeModel) -> None:
+        if job.world.rank == 0:
+            path = job.directory / f"{model.name}.pt"
+            with publishing(path) as file:
+                torch.save(model.state, file)
+            score = job.last_scores.get(model.name)
+            accuracy = score.accuracy if score else job.last_accuracy
+            classes = model.classes or done.classes
+            card = replace(done, accuracy=accuracy, sha256=sha256_of(path), classes=classes)
+            write_card(path.with_name(f"{model.name}.yaml"), card)
+
+    for model in job.strategy.whole_models():
+        together(job.world, partial(write, model), name="export")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hvfreeze.training import checkpoint
+from hvfreeze.training.checkpoints import file as checkpoint
 from tests.parallel.mpirun import TIMED_OUT, Result, environment, mpirun
 from tests.program import Outcome, call
 
@@ -103,6 +104,64 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
     other_size = train(1, "-", folder, "--resume")
     assert other_size.returncode == 3, str(other_size)
     assert "was written by 2 ranks and cannot resume on 1" in only_message(other_size)
+
+
+def state_in(path: Path) -> dict[str, Any]:
+    """What ranks share, and as `own` what each has."""
+    opened = checkpoint.open_checkpoint(path, size=None)
+    shared, *own = (checkpoint.unpacked(opened.section(number), name=str(path)) for number in range(opened.size + 1))
+    return {**shared, "own": own}
+
+
+def assert_goes_on_from(before: dict[str, Any], after: dict[str, Any]) -> None:
+    learnt = [name for name in before["model"] if "running_" not in name]
+    assert all(torch.equal(after["model"][name], before["model"][name]) for name in learnt)
+    momenta = [
+        [state["momentum_buffer"] for _, state in sorted(there["optimizer"]["state"].items())]
+        for there in (before, after)
+    ]
+    assert len(momenta[0]) == len(momenta[1]) > 0 and all(map(torch.equal, *momenta))
+    # Running statistics are those of all ranks' batches together: the law of total variance.
+    columns = [
+        torch.stack(column).double() for column in zip(*(own["statistics"] for own in before["own"]), strict=True)
+    ]
+    for place, (means, variances) in enumerate(zip(columns[::2], columns[1::2], strict=True)):
+        variance = variances.mean(0) + means.var(0, correction=0)
+        for own in after["own"]:
+            torch.testing.assert_close(own["statistics"][2 * place], means.mean(0).float())
+            torch.testing.assert_close(own["statistics"][2 * place + 1], variance.float())
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # Epochs of 4 steps with two ranks, 2 with three and 8 with one: each goes on at the same part of the epoch.
+    stopped = train(2, "1:4:leave", folder)
+    assert stopped.returncode == 75, str(stopped)
+    told = []
+    for size, fault, first, last in ((3, "2:2:leave", 2, 3), (1, "0:13:leave", 12, 14), (2, "-", 7, 12)):
+        before = state_in(sorted((folder / "checkpoints").iterdir())[-1])
+        result = train(size, fault, folder, "--resume", "--resume-inexact")
+        assert result.returncode == (75 if fault != "-" else 0), str(result)
+        found = checkpoints(folder, size=size)
+        if fault != "-":
+            assert found == [first, last]
+            assert_goes_on_from(before, state_in(sorted((folder / "checkpoints").iterdir())[0]))
+        told.append(f"step {before['step']} of {before['steps_per_epoch']} an epoch became {first} of")
+        assert "note: not as before: ranks: " in result.stdout, str(result)
+    changes = [change for resumed in summary(folder)["resumed"] for change in resumed["changed"]]
+    assert [change.partition(";")[0] for change in changes] == [
+        f"ranks: {there} there, {here} here" for there, here in ((2, 3), (3, 1), (1, 2))
+    ]
+    assert all(where in change for where, change in zip(told, changes, strict=True)), changes
+    assert json.loads((folder / "environment.json").read_text())["resumed"] == summary(folder)["resumed"]
+    assert [line["epoch"] for line in epochs(folder)] == [0, 1, 2]
+    ended = summary(folder)
+    assert (ended["steps"], ended["world_size"]) == (12, 2)
+    steps = [step for _, step, _ in ended["cut_history"]]
+    assert steps == sorted(steps) and steps[-1] <= 12 and ended["final_cut"] > 0
+    # From there on it is a run of two ranks like any other.
+    again = train(2, "-", folder, "--resume")
+    assert again.returncode == 0 and "nothing to do" in again.stdout, str(again)
 
 
 def test_evaluating_less_often_changes_no_bit_of_the_training(tmp_path: Path) -> None:

@@ -166,6 +166,13 @@ class LowRank:
             self._matrices[name].right.copy_(state[name]["right"])
 
 
+def pool_into(pool: dict[str, dict[str, Tensor]], more: dict[str, dict[str, Tensor]], *, number: int) -> None:
+    """Add the `number`-th rank's state to the mean of those before it; all ranks have the same Q."""
+    for name, kept in more.items():
+        mean = pool[name]["error"]
+        mean.add_((kept["error"] - mean) / number)
+
+
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
     """Return (n, m): the first dimension, and all others together, in the order in which they lie in memory."""
     return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])

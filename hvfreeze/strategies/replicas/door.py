@@ -8,7 +8,8 @@ Replicas start equal and change only by averaged gradients and by decisions that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from hvfreeze.ranks.equal_models import check_replicas, running_statistics
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.replicas.pooling import pooled
 from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult, WholeModel
 
 
@@ -182,6 +184,12 @@ class Replicas:
         self.freezer.seal()
         self._solved = state.shared["solved"]
         self._moves_followed = 0
+
+    def redealt(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the same state for each rank: what ranks had of their own, pooled. Not a collective."""
+        yield from repeat(pooled(owns, restep=restep), size)
 
     def report(self) -> dict[str, Any]:
         """Return the cut's history, what was exchanged, and what the cache did."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -180,6 +181,19 @@ class SharedTrunk:
         counts = dict(state.own["counts"])
         self.training.line.forwards, self._signal_bytes = counts.pop("forwards"), counts.pop("signals")
         self._before = counts
+
+    def redealt(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield for each rank the heads that it trains; counts go on with rank 0. Not a collective."""
+        heads: dict[str, Any] = {}
+        counts: Counter[str] = Counter()
+        for own in owns:
+            heads |= own["heads"]
+            counts.update(own["counts"])
+        for rank in range(size):
+            mine = {name: heads[name] for name in self.facts.names[rank::size]}
+            yield {"heads": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
 
     def report(self) -> dict[str, Any]:
         """Return what was exchanged, what the cache did, and what each rank had and did."""

@@ -14,7 +14,7 @@ from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.strategy import State
-from hvfreeze.training.checkpoint import packed, unpacked
+from hvfreeze.training.checkpoints.file import packed, unpacked
 from hvfreeze.training.evaluation import evaluate
 from hvfreeze.training.job import Job, prepare
 from tests.parallel.mpirun import report
@@ -89,6 +89,27 @@ def check_state_round_trip(trial: Trial) -> None:
     assert resumed.strategy.cut == stopped.strategy.cut
     found = trial.train(resumed, first=6, last=10)
     assert found == expected, "a strategy that was put back trains on otherwise"
+
+
+def check_another_number_of_ranks_goes_on_from_the_same_models(trial: Trial) -> None:
+    stopped, resumed = trial.job(), trial.job()
+    before = trial.train(stopped, first=0, last=6)
+    state = stopped.strategy.state_dict()
+    shared = trial.world.broadcast_object(state.shared, name="contract.shared")
+    owns = trial.world.allgather_object(packed(state.own), name="contract.own")
+    # Of equal steps, and of the same number of ranks: all that is left of before are models, cut and statistics.
+    states = resumed.strategy.redealt(
+        (unpacked(own, name="contract") for own in owns), size=trial.world.size, restep=lambda step: step
+    )
+    mine = list(states)[trial.world.rank]
+    resumed.strategy.load_state_dict(State(shared, unpacked(packed(mine), name="contract")))
+    resumed.strategy.settle()
+    assert resumed.strategy.check(step=6) == before, "models are not what they were"
+    assert resumed.strategy.cut == stopped.strategy.cut
+    theirs, now = (job.strategy.report() for job in (stopped, resumed))
+    for key in ("cut_history", "allreduce_bytes"):
+        assert now[key] == theirs[key], key
+    trial.train(resumed, first=6, last=10)
 
 
 def check_predictions_in_any_order_change_nothing(trial: Trial) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from hvfreeze.errors import RefusedError
-from hvfreeze.training import checkpoint
+from hvfreeze.training.checkpoints import file as checkpoint
 from tests.program import ROOT, call
 
 KILLED_SAVES = Path(__file__).with_name("workers") / "killed_saves.py"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hvfreeze.runs import publishing
-from hvfreeze.training import checkpoint
+from hvfreeze.training.checkpoints import file as checkpoint
 
 
 def save_and_die(directory: Path, *, step: int, lines: int) -> None:

@@ -69,12 +69,13 @@ class Saving:
     """A checkpoint on its way to the disk, in a thread of its own; a crash at any moment leaves the older ones whole.
 
     Call `put` with each section in turn, which waits while two are still to be written, and `finish` when they have
-    all been put. What goes wrong waits for `result`.
+    all been put. What goes wrong waits for `result`. When it is safe on the disk, older ones are removed: all but the
+    last, or all with `alone`, as where they count steps otherwise.
     """
 
-    def __init__(self, directory: Path, *, step: int, size: int, lengths: Sequence[int]) -> None:
+    def __init__(self, directory: Path, *, step: int, size: int, lengths: Sequence[int], alone: bool = False) -> None:
         header = {"step": step, "size": size, "sections": list(lengths)}
-        self.path = path_of(directory, step)
+        self.path, self._alone = path_of(directory, step), alone
         self._failure: HvfreezeError | None = None
         self._finished = self._broken = False
         self._parts: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
@@ -124,7 +125,8 @@ class Saving:
                 if self._broken:
                     raise RefusedError(f"{self.path} was not finished")
                 file.write(digest.hexdigest().encode())
-            for old in sorted(self.path.parent.glob("step-*.pt"))[:-KEPT]:
+            others = [path for path in sorted(self.path.parent.glob("step-*.pt")) if path != self.path]
+            for old in others if self._alone else others[: 1 - KEPT]:
                 old.unlink()
         except HvfreezeError as error:
             self._failure = error
@@ -155,6 +157,8 @@ class Checkpoint:
 
     path: Path
     step: int
+    size: int
+    """How many ranks wrote it."""
     offsets: tuple[int, ...]
     """Where each section begins; the last entry is where the last one ends."""
 
@@ -173,11 +177,11 @@ class Checkpoint:
         return torch.from_numpy(data)
 
 
-def open_checkpoint(path: Path, *, size: int) -> Checkpoint:
+def open_checkpoint(path: Path, *, size: int | None) -> Checkpoint:
     """Return the checkpoint in `path`, every byte of which has been verified.
 
     Raises:
-        RefusedError: the file is damaged, of another world size, or no plain file.
+        RefusedError: the file is damaged, of another world size than `size` where one is given, or no plain file.
     """
     with open_plain(path) as file:
         line = file.readline(LONGEST_HEADER)
@@ -191,10 +195,13 @@ def open_checkpoint(path: Path, *, size: int) -> Checkpoint:
             left -= len(block)
         if left or file.read(DIGEST_CHARACTERS + 1) != digest.hexdigest().encode():
             raise damaged(path)
-    if saved_size != size:
-        raise RefusedError(f"checkpoint {path} was written by {saved_size} ranks and cannot resume on {size}")
+    if saved_size != size and size is not None:
+        raise RefusedError(
+            f"checkpoint {path} was written by {saved_size} ranks and cannot resume on {size} bit for bit; "
+            f"start {saved_size}, or add --resume-inexact to deal its state out anew, which is recorded"
+        )
     offsets = np.cumsum([len(line), *lengths]).tolist()
-    return Checkpoint(path, step, tuple(offsets))
+    return Checkpoint(path, step, saved_size, tuple(offsets))
 
 
 def header_in(line: bytes) -> tuple[int, int, list[int]] | None:

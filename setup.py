@@ -27,6 +27,7 @@ FOLDERS = (
     "strategies.shared_trunk",
     "training",
     "training.checkpoints",
+    "updates",
 )
 
 setup(

@@ -71,6 +71,9 @@ def checked(config: Config) -> Path:
         raise UsageError("DistributedDataParallel is run in float32 and without compression only")
     if config.optimizer.accumulate != 1:
         raise UsageError("DistributedDataParallel is run with --accumulate 1 only")
+    given = (config.optimizer.optimizer, config.optimizer.clip_grad, config.optimizer.head_lr, config.optimizer.mixup)
+    if given != ("sgd", None, None, 0.0):
+        raise UsageError("DistributedDataParallel is run with plain SGD and the plain loss only")
     if config.run.run_dir is None:
         raise UsageError("--run-dir must be given")
     return Path(config.run.run_dir).resolve()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.compute import NullActivations
-from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, OptimizerConfig
+from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.datasets import ImageSet

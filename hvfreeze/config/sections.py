@@ -14,7 +14,6 @@ from hvfreeze.config.rules import (
     one_of,
     parse_bytes,
     parse_cadence,
-    parse_compression,
     parse_dirichlet,
     parse_views,
     rule,
@@ -77,39 +76,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         rule(bool(self.model), "model", repr(self.model), "the name of a torchvision classification model")
         rule(bool(self.blocks), "blocks", repr(self.blocks), "stage, residual, paper or NAME,NAME,...")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """SGD and its schedule."""
-
-    epochs: int = setting(10, "N", "passes over the shard")
-    batch_size: int = setting(128, "N", "samples per rank and backward pass")
-    accumulate: int = setting(1, "N", "batches per rank and step: N backward passes, one exchange of their mean")
-    lr: float = setting(0.1, "LR", "learning rate, used as given for any number of ranks")
-    momentum: float = setting(0.9, "M", "SGD momentum")
-    weight_decay: float = setting(1e-4, "WD", "SGD weight decay")
-    schedule: str = setting("constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine")
-    lr_warmup: int = setting(0, "STEPS", "steps over which the learning rate rises linearly to --lr")
-    compression: str = setting("none", "HOW", "of gradients on the wire: none, fp16 or powersgd:R")
-    precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")
-
-    def __post_init__(self) -> None:
-        rule(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        rule(self.batch_size >= 1, "batch-size", self.batch_size, "at least 1")
-        rule(self.accumulate >= 1, "accumulate", self.accumulate, "at least 1")
-        rule(math.isfinite(self.lr) and self.lr > 0, "lr", self.lr, "a positive number")
-        rule(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
-        decay_ok = math.isfinite(self.weight_decay) and self.weight_decay >= 0
-        rule(decay_ok, "weight-decay", self.weight_decay, "0 or a positive number")
-        one_of("schedule", self.schedule, ("constant", "step", "cosine"))
-        rule(self.lr_warmup >= 0, "lr-warmup", self.lr_warmup, "0 or more steps")
-        parse_compression(self.compression)
-        one_of("precision", self.precision, ("float32", "bfloat16"))
-
-    def steps_per_epoch(self, batches: int) -> int:
-        """Return the optimizer steps of an epoch of so many batches; the last may be of fewer than the others."""
-        return -(-batches // self.accumulate)
 
 
 @dataclass(frozen=True, kw_only=True)

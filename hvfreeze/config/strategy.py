@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from hvfreeze.config.rules import number_list, one_of, rule, setting
 STRATEGIES = ("replicas", "shared-trunk")
 OWN_FLAGS = {
     "replicas": (),
-    "shared-trunk": ("heads", "tasks", "head_blocks", "head_lr", "labels", "trunk", "cut_by", "cut_at"),
+    "shared-trunk": ("heads", "tasks", "head_blocks", "labels", "trunk", "cut_by", "cut_at"),
 }
 """The flags that only some strategies know. Their defaults are None, so that one is seen to be given."""
 
@@ -35,7 +34,6 @@ class StrategyConfig:
     head_blocks: int | None = setting(
         None, "K", "shared-trunk: the last K blocks are each model's own; default: 1, a linear head"
     )
-    head_lr: str | None = setting(None, "LIST", "shared-trunk: one learning rate per head; default: --lr for all")
     labels: str | None = setting(
         None,
         "HOW",
@@ -62,9 +60,6 @@ class StrategyConfig:
             self.heads,
             "left out with --tasks, which names the models",
         )
-        rule(
-            self.head_lr is None or self.tasks is None, "head-lr", self.head_lr, "left out with --tasks, which says it"
-        )
         blocks = self.head_blocks
         rule(blocks is None or blocks >= 1, "head-blocks", blocks, "at least 1")
         for flag, choices in (
@@ -81,17 +76,7 @@ class StrategyConfig:
             self.cut_at,
             "given together with --cut-by given, and only then",
         )
-        self.head_rates()
         self.starts()
-
-    def head_rates(self) -> list[float] | None:
-        """Return the learning rate of each head, None where they all have --lr."""
-        if self.head_lr is None:
-            return None
-        rates = number_list("head-lr", self.head_lr)
-        ok = all(math.isfinite(rate) and rate > 0 for rate in rates)
-        rule(ok, "head-lr", self.head_lr, "positive numbers separated by commas")
-        return rates
 
     def starts(self) -> list[int]:
         """Return the blocks at which segments begin, but for the first."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.rules import rule
-from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, ModelConfig, OptimizerConfig, RunConfig
+from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, ModelConfig, RunConfig
 from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import UsageError
 
@@ -47,6 +48,10 @@ class Config:
             rule(self.data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
         if self.data.shuffle == "global" and self.cache.cache == "on":
             rule(self.cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
+        heads = self.optimizer.head_rates() or []
+        many = self.strategy.strategy == "shared-trunk"
+        rule(many or len(heads) < 2, "head-lr", self.optimizer.head_lr, "one number: there is one head")
+        rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
         if self.head.exact:
             fixed = "none or views:K with --head-fit exact"
             rule(self.data.cacheable(), "augment", self.data.augment, fixed, "it fits fixed views of each sample")
@@ -54,6 +59,8 @@ class Config:
             alone = "left out with --head-fit exact, which freezes every block but the head"
             rule(given in (("none", None), SOLVED), "freeze", self.freeze.freeze, alone)
             rule(self.optimizer.accumulate == 1, "accumulate", self.optimizer.accumulate, "1 with --head-fit exact")
+            settings = self.optimizer
+            rule(not settings.mixup, "mixup", settings.mixup, "left out with --head-fit exact, which fits every sample")
             replicas = self.strategy.strategy == "replicas"
             rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvfreeze.config.tree import leaves
+from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Comparison, Group, Spread, compare, seeds
 from hvfreeze.report.units import factor, megabytes, number, percent, plural, seconds, shown
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
@@ -190,10 +190,9 @@ def command_table(groups: Sequence[Group]) -> Table:
 def command(run: Run, *, num_runs: int = 1) -> str:
     """Return the command that starts such a run."""
     words = ["hvfreeze train"]
-    known = leaves()
+    usual = {leaf: value for leaves in to_dict(Config()).values() for leaf, value in leaves.items()}
     for leaf, value in run.settings.items():
-        default = known[leaf][1].default if leaf in known else None
-        if value != default and leaf not in WITHOUT_EFFECT:
+        if value != usual.get(leaf) and leaf not in WITHOUT_EFFECT:
             text = "..." if leaf in ("seed", "data_seed") and num_runs > 1 else str(value)
             words.append(f"--{leaf.replace('_', '-')}" + ("" if value is True else f" {text}"))
     return (f"horovodrun -np {run.size} " if run.size > 1 else "") + " ".join(words)

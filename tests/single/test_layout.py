@@ -14,7 +14,7 @@ LEVELS = (
     ("errors", "torchvision_shim"),
     ("config",),
     ("chain", "ranks", "cache", "data", "runs"),
-    ("freezing", "prefix", "heads"),
+    ("freezing", "prefix", "heads", "updates"),
     ("strategies", "applying"),
     ("training",),
     ("commands",),
@@ -26,6 +26,7 @@ ALLOWED = {
     "doctor": {"errors", "torchvision_shim"},
     "cache": {"errors"},
     "runs": {"errors", "config"},
+    "updates": {"errors", "config"},
     "commands": {"errors", "applying", "cache", "config", "doctor", "report", "runs", "training"},
     "__main__": {"errors", "config", "commands", "ranks", "training"},
 }

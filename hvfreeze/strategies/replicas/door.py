@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError
@@ -32,6 +31,8 @@ from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.replicas.pooling import pooled
 from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.updates.objective import Objective
+from hvfreeze.updates.update import Update
 
 
 class Replicas:
@@ -42,6 +43,8 @@ class Replicas:
         halves: run the blocks before and behind the cut.
         training: the frozen prefix's output for training batches.
         evaluation: the same for evaluation batches.
+        update: makes the step of the freezer's optimizer.
+        objective: what is minimised.
         clock: where the seconds of a step go.
         advice: what a user can do about numbers that are not finite.
     """
@@ -53,10 +56,12 @@ class Replicas:
         training: Features,
         evaluation: Features,
         *,
+        update: Update,
+        objective: Objective,
         clock: PhaseClock,
         advice: str,
     ) -> None:
-        self.halves = halves
+        self.halves, self.update, self.objective = halves, update, objective
         self.freezer, self.training, self.evaluation, self.clock = freezer, training, evaluation, clock
         self.chain, self.optimizer, self.reducer = freezer.chain, freezer.optimizer, freezer.reducer
         self._advice = advice
@@ -84,8 +89,9 @@ class Replicas:
         for number, batch in enumerate(batches, 1):
             clock.enter("forward")
             self._be_in_mode(training=True)
-            logits = self.halves.suffix(self.training.of(batch), self.training.cut).float()
-            loss = functional.cross_entropy(logits, batch.labels) / count
+            seen = self.objective.mix(self.training.of(batch), batch.labels, step=self.freezer.step, number=number)
+            logits = self.halves.suffix(seen.features, self.training.cut).float()
+            loss = self.objective.loss(logits, seen) / count
             value += loss.item()
             said.append(logits.detach())
 
@@ -101,9 +107,7 @@ class Replicas:
         self._stop_unless_finite(signals)
 
         clock.enter("optimizer")
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self.update.make(rate)
 
         # All ranks, at the end of an interval: the vote, and the same cut in the same step.
         clock.enter("vote")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.tree import Config
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.vote_weights import Voter, coverage
@@ -21,6 +23,8 @@ from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.strategies.strategy import Materials
+from hvfreeze.updates.objective import Objective
+from hvfreeze.updates.update import Update, arithmetic_of, needs_equal_arithmetic, open_optimizer
 
 
 def open_replicas(materials: Materials, config: Config) -> Replicas:
@@ -31,21 +35,52 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     Raises:
         UsageError: the freeze settings do not fit the model or the world; on all ranks.
     """
+    check_arithmetic(materials, config.optimizer)
     freezer = together(materials.world, lambda: open_freezer(materials, config), name="freezer")
     halves = Halves(materials.chain, config.optimizer.precision)
     training, evaluation = open_both_features(materials, config, freezer, halves)
-    advice = "lower --lr or add --lr-warmup"
+    advice = "lower --lr, or add --lr-warmup or --clip-grad"
     if config.optimizer.compression != "none":
         advice += f", or train without --compression {config.optimizer.compression}"
-    return Replicas(freezer, halves, training, evaluation, clock=materials.clock, advice=advice)
+    return Replicas(
+        freezer,
+        halves,
+        training,
+        evaluation,
+        update=Update(freezer.optimizer, config.optimizer),
+        objective=Objective(
+            smoothing=config.optimizer.label_smoothing,
+            mixup=config.optimizer.mixup,
+            seed=config.data_seed,
+            replica=materials.replica,
+        ),
+        clock=materials.clock,
+        advice=advice,
+    )
+
+
+def check_arithmetic(materials: Materials, settings: OptimizerConfig) -> None:
+    """Refuse ranks whose norms of equal tensors have other bits, where updates depend on norms. Collective."""
+    if not needs_equal_arithmetic(settings):
+        return
+    mine = arithmetic_of(tuple(parameter.shape) for parameter in materials.chain.model.parameters())
+    digests = materials.world.allgather_object(mine, name="arithmetic")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        error = UsageError(
+            f"--clip-grad and --optimizer lars: rank {odd[0]} computes other norms than rank 0 from equal numbers, and "
+            "replicas would drift apart; give all ranks equal processors and --threads, or use sgd or adamw unclipped"
+        )
+        error.everywhere = True
+        raise error
 
 
 def open_freezer(materials: Materials, config: Config) -> Freezer:
     """Return the freezer, with the optimizer and the reducer that it keeps in step with the cut."""
     settings, corpus, chain = config.optimizer, materials.corpus, materials.chain
-    optimizer = torch.optim.SGD(
-        chain.model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-    )
+    head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
+    (head_lr,) = settings.head_rates() or [settings.lr]
+    optimizer = open_optimizer(chain.model.named_parameters(), settings, head=head, head_lr=head_lr)
     steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
     labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[materials.replica])]
     return Freezer(

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.freezing.frozen import hold_in_eval
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.shared_trunk.labels import Labels, loss_of
+from hvfreeze.strategies.shared_trunk.labels import Labels
 from hvfreeze.strategies.shared_trunk.tasks import Task
 from hvfreeze.strategies.strategy import Answers
+from hvfreeze.updates.objective import Mixture, Objective
+from hvfreeze.updates.update import Update, open_optimizer
 
 BuildChain = Callable[[int], Chain]
 """Number of classes -> the model in blocks, initialised from torch's generator."""
@@ -39,11 +41,9 @@ class Head:
         self.blocks = len(chain.blocks)
         release(chain, 0, self.depth)
         self.chain, self._halves = chain, Halves(chain, settings.precision)
-        parameters = [parameter for _, parameter in chain.named_parameters(self.depth)]
-        self.optimizer = torch.optim.SGD(
-            parameters, lr=task.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-        )
-        self._base_rate = settings.lr
+        self.optimizer = open_optimizer(chain.named_parameters(self.depth), settings, lr=task.lr)
+        self._update = Update(self.optimizer, settings)
+        self._objective = Objective(smoothing=settings.label_smoothing)
         self._weights = labels.weights(task.loss)
 
     def train(self, features: Tensor, labels: Tensor, clock: PhaseClock) -> tuple[float, Answers]:
@@ -54,7 +54,7 @@ class Head:
         torch.set_rng_state(self._random)
         try:
             logits = self._halves.suffix(features, self.depth).float()
-            loss = loss_of(logits, labels, self._weights)
+            loss = self._objective.loss(logits, Mixture(features, labels), self._weights)
             clock.enter("backward")
             self.optimizer.zero_grad()
             loss.backward()
@@ -70,11 +70,7 @@ class Head:
 
     def update(self, rate: float) -> None:
         """Make the optimizer's step; `rate` is what --lr has become by --schedule, which this head's follows."""
-        # Exactly the head's own rate while --schedule is at --lr, and exactly `rate` where the two are equal.
-        own = self.task.lr if rate == self._base_rate else rate * (self.task.lr / self._base_rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = own
-        self.optimizer.step()
+        self._update.make(rate)
 
     def predict(self, features: Tensor) -> Tensor:
         """Return the logits of a batch in evaluation mode."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.datasets import ImageSet
@@ -50,11 +49,6 @@ class Labels:
         digest.update(self.train.numpy().data)
         digest.update(self.test.numpy().data)
         return digest.hexdigest()
-
-
-def loss_of(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Return a batch's mean loss; with weights the weighted mean."""
-    return functional.cross_entropy(logits, labels, weight=weights)
 
 
 def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:

@@ -99,13 +99,15 @@ def tasks_of(config: Config, *, ranks: int, files: tuple[str, str]) -> list[Task
         UsageError: the task file says what no task can have.
     """
     settings, lr, seed = config.strategy, config.optimizer.lr, config.run.seed
+    given = config.optimizer.head_rates() or [lr]
     blocks = settings.head_blocks or 1
     if settings.tasks is None:
         count = settings.heads or ranks
-        rates = settings.head_rates() or [lr] * count
+        rates = given * count if len(given) == 1 else given
         if len(rates) != count:
             raise UsageError(
-                f"--head-lr ({settings.head_lr}) has {len(rates)} numbers for {count} heads; give one for each"
+                f"--head-lr ({config.optimizer.head_lr}) has {len(rates)} numbers for {count} heads; give one each, "
+                "or one for all"
             )
         return [Task(name=f"head{i}", blocks=blocks, lr=rate, seed=seed + i) for i, rate in enumerate(rates)]
     text, table = files
@@ -158,6 +160,7 @@ def check_settings(config: Config) -> None:
         ("freeze", config.freeze.freeze, "none", "the trunk is frozen from the start, and stays so"),
         ("compression", config.optimizer.compression, "none", "no gradient travels"),
         ("accumulate", config.optimizer.accumulate, 1, "no gradient travels"),
+        ("mixup", config.optimizer.mixup, 0, "the line computes features of samples, not of pairs"),
         ("cache-shared", config.cache.cache_shared, False, "every rank keeps the features of its own heads"),
     ):
         if value != fit:

@@ -30,6 +30,7 @@ UNFIT: dict[str, list[dict[str, Any]]] = {
     "shared-trunk": [
         {"head_blocks": 99},
         {"head_lr": "0.1,0.1"},
+        {"mixup": 0.2},
         {"freeze": "linear"},
         {"accumulate": 2},
         {"heads": None, "tasks": "/nowhere/tasks.csv"},

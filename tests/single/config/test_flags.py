@@ -30,7 +30,7 @@ def test_every_leaf_is_a_flag_with_its_text_and_default(capsys: pytest.CaptureFi
     for name, (_, leaf, _) in leaves().items():
         assert "--" + name.replace("_", "-") in said
         assert " ".join(leaf.metadata["help"].split()) in said, name
-    assert "a tenth at 50 % and 75 %" in said and "[0.0001]" in said
+    assert "a tenth at 50 % and 75 %" in said and "[0.9]" in said
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.shared_trunk.heads import Head, freeze, release
 from hvfreeze.strategies.shared_trunk.labels import Labels

@@ -13,8 +13,9 @@ from hvfreeze.data.batches import Batch, Corpus, deal
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.strategies.shared_trunk.features import Rows, worth_filling
-from hvfreeze.strategies.shared_trunk.labels import Labels, loss_of, read_labels
+from hvfreeze.strategies.shared_trunk.labels import Labels, read_labels
 from hvfreeze.strategies.shared_trunk.tasks import Task, read_files, tasks_of
+from hvfreeze.updates.objective import Mixture, Objective
 
 
 def corpus(**data: Any) -> Corpus:
@@ -127,7 +128,8 @@ def test_in_a_balanced_loss_all_classes_count_the_same() -> None:
     assert weights is not None and (weights * torch.tensor([3.0, 1.0])).tolist() == [2.0, 2.0]
     assert labels.weights("cross-entropy") is None
     logits = torch.zeros(4, 2, requires_grad=True)
-    loss_of(logits, labels.train[:4], weights).backward()  # type: ignore[no-untyped-call]
+    seen = Mixture(torch.empty(0), labels.train[:4])
+    Objective().loss(logits, seen, weights).backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None and logits.grad.sum(0).abs().max() < 1e-7
 
 

@@ -1,0 +1,101 @@
+"""Every rank makes runs with each optimizer: a frozen block leaves it with its state, and a stopped run goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvfreeze.data.batches import Batch
+from hvfreeze.errors import UsageError
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
+from hvfreeze.strategies.replicas import opening
+from hvfreeze.training import loop
+from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.run import run
+from tests.parallel.mpirun import report
+from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines
+
+CACHED = {"augment": "views:2", "cache": "on"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer": "adamw", "lr": 0.002, "head_lr": "0.01", "no_decay_norms": True, "signal": "averaged"},
+    "lars": {"optimizer": "lars", "lr": 2.0, "label_smoothing": 0.1, "clip_grad": 0.5},
+    "sgd": {"nesterov": True, "mixup": 0.4, "clip_grad": 0.5, "head_lr": "0.1", **CACHED},
+}
+STOP = 7
+"""Behind the first change of the cut, in the middle of an interval."""
+
+
+def watch_the_optimizer() -> list[int]:
+    """Check after every step that exactly what trains is in the optimizer; return the list of cuts that were met."""
+    make_step, cuts = loop.train_step, []
+
+    def step(job: Job, batches: Sequence[Batch]) -> float:
+        chain, optimizer = job.strategy.chain, job.strategy.optimizer  # type: ignore[attr-defined]
+        frozen = [p for _, p in chain.named_parameters(0, job.strategy.cut)]
+        before = [p.detach().clone() for p in frozen]
+        loss = make_step(job, batches)
+        assert all(torch.equal(p, old) for p, old in zip(frozen, before, strict=True)), "a frozen parameter moved"
+        inside = {p for group in optimizer.param_groups for p in group["params"]}
+        trained = {p for _, p in chain.named_parameters(job.strategy.cut)}
+        assert inside == trained >= set(optimizer.state), "frozen parameters are still in the optimizer"
+        cuts.append(job.strategy.cut)
+        return loss
+
+    loop.train_step = step
+    return cuts
+
+
+def check_resume(world: World, root: Path, name: str) -> str:
+    settings = {**SCHEDULED, "schedule": "cosine", "checkpoint_every": "0", **SETTINGS[name]}
+    cuts = watch_the_optimizer()
+    straight = run(configuration(root / name, world.size, **settings), world)
+    assert cuts[0] == 0 < cuts[STOP - 1], cuts
+    stopped = root / f"{name}-stopped"
+    interrupted(configuration(stopped, world.size, **settings), world, after=STOP)
+    resumed = run(configuration(stopped, world.size, resume=True, **settings), world)
+    assert resumed["parameter_digest"] == straight["parameter_digest"], f"{name}: differs when stopped after {STOP}"
+    if world.rank == 0:
+        assert lines(stopped, "metrics") == lines(root / name, "metrics")
+    return str(straight["parameter_digest"])
+
+
+def check_mixing_is_the_same_from_a_cache(world: World, root: Path, cached: str) -> None:
+    settings = {**SCHEDULED, "schedule": "cosine", **SETTINGS["sgd"], "cache": "off"}
+    assert run(configuration(root / "uncached", world.size, **settings), world)["parameter_digest"] == cached
+
+
+def check_ranks_of_other_arithmetic_are_refused(world: World, root: Path) -> None:
+    compute = opening.arithmetic_of
+    opening.arithmetic_of = lambda shapes: f"{compute(shapes)} {world.rank}"
+    try:
+        prepare(configuration(root / "odd", world.size, clip_grad=1.0), world)
+    except UsageError as error:
+        assert error.everywhere and "rank 1 computes other norms" in str(error), error
+    else:
+        assert world.size == 1, "ranks that would drift apart were not refused"
+    finally:
+        opening.arithmetic_of = compute
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world, root = open_world(), Path(sys.argv[1])
+    end_job_on_exception(world)
+    make_step = loop.train_step
+    digests = {}
+    for name in SETTINGS:
+        digests[name] = check_resume(world, root, name)
+        loop.train_step = make_step
+    check_mixing_is_the_same_from_a_cache(world, root, digests["sgd"])
+    check_ranks_of_other_arithmetic_are_refused(world, root)
+    report(world.rank, digests=digests)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

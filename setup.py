@@ -12,6 +12,7 @@ FOLDERS = (
     "chain",
     "config",
     "data",
+    "data.views",
     "doctor",
     "examples",
     "freezing",

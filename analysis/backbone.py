@@ -32,7 +32,8 @@ from torch.nn import functional
 from hvfreeze.chain.models import build_model
 from hvfreeze.data.datasets import ImageSet, open_data, prepare_data
 from hvfreeze.data.draws import shuffled
-from hvfreeze.data.views import parse_augment, transform_for
+from hvfreeze.data.views.augment import parse_augment
+from hvfreeze.data.views.transform import transform_for
 from hvfreeze.errors import HvfreezeError, UsageError
 
 PEAK_LR, MOMENTUM, WEIGHT_DECAY, BATCH = 0.1, 0.9, 5e-4, 128

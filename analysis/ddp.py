@@ -25,13 +25,13 @@ from analysis.parts.ddp_loop import Training, train
 from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import IMAGENET, deal, open_feeds, padded_batches
+from hvfreeze.data.batches import deal, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
-from hvfreeze.training.job import build_chain
+from hvfreeze.training.building import build_chain, statistics_of
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 
@@ -82,7 +82,7 @@ def checked(config: Config) -> Path:
 def prepare(config: Config, *, rank: int, size: int) -> Training:
     """Build the same model and the same batches as `hvfreeze train` does."""
     torch.set_num_threads(config.run.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    splits = open_data(config.data.data, config.data.data_dir, image_size=config.data.image_size)
+    splits = open_data(config.data.data, config.data.data_dir, image_size=config.data.stored_size)
     batch_size = config.optimizer.batch_size
     corpus = deal(splits, config.data, seed=config.data_seed, batch_size=batch_size, replicas=size)
     chain, _ = build_chain(config, corpus)
@@ -99,7 +99,7 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         replica=rank,
         replicas=size,
         budget_bytes=memory_budget(size),
-        statistics=IMAGENET if config.model.weights == "DEFAULT" else None,
+        statistics=statistics_of(config.model),
     )
     return Training(
         config=config,

@@ -24,7 +24,8 @@ from hvfreeze.data.sources import ArraySource
 from hvfreeze.prefix.caching import NoCache
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.replicas.door import Replicas
-from hvfreeze.training.job import Job, assemble, build_chain
+from hvfreeze.training.building import build_chain
+from hvfreeze.training.job import Job, assemble
 from hvfreeze.training.loop import train_step
 
 BATCH_ROWS = 128

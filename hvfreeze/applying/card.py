@@ -19,7 +19,7 @@ from hvfreeze.chain.weights import weights_path
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
-from hvfreeze.data.views import Transform
+from hvfreeze.data.views.transform import Transform
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.publishing import publish
@@ -75,7 +75,7 @@ class Card:
 def describe(config: Config, corpus: Corpus, transform: Transform, *, hashed: bool) -> Card:
     """Return the card of a run that has not ended; `hashed` tells whether to read the weights' file for its digest."""
     _, height, width = corpus.train.image_shape
-    side = transform.image_size
+    side, square = transform.image_size, (height,) if height == width else ()
     path = weights_path(config.model.model, config.model.weights) if hashed else None
     return Card(
         model=config.model.model,
@@ -85,7 +85,8 @@ def describe(config: Config, corpus: Corpus, transform: Transform, *, hashed: bo
         image=Preparation(
             height=height,
             width=width,
-            enlarged_to=None if (side, side) == (height, width) else side,
+            cropped_to=transform.cropped_to,
+            enlarged_to=None if side in (transform.cropped_to, *square) else side,
             mean=transform.mean,
             std=transform.std,
         ),
@@ -157,6 +158,8 @@ def read_card(path: Path) -> Card:
         raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
     entries = checked(path, tree, ENTRIES)
     prepared = checked(path, image, IMAGE_ENTRIES, within="image.")
+    if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
+        raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
     prepared |= {name: tuple(float(number) for number in prepared[name]) for name in ("mean", "std")}
     entries["classes"] = tuple(entries["classes"])
     return Card(image=Preparation(**prepared), **entries)
@@ -205,6 +208,7 @@ def are_versions(value: Any) -> bool:
 
 TEXT = (is_text, "text")
 SHA = (is_digest, "a SHA-256 of 64 hexadecimal digits")
+SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}")
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
     "classes": (are_classes, "a list of different names"),
@@ -222,7 +226,7 @@ ENTRIES: dict[str, Any] = {
 IMAGE_ENTRIES: dict[str, Any] = {
     "height": whole(LARGEST),
     "width": whole(LARGEST),
-    "enlarged_to": (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}"),
+    **dict.fromkeys(("cropped_to", "enlarged_to"), SIDE),
     "mean": triple(lambda v: True, "three numbers"),
     "std": triple(lambda v: v > 0, "three positive numbers"),
 }

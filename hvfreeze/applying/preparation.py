@@ -11,10 +11,9 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze.data.sources import PixelArray, fitted, read_rgb, to_pixels, to_rgb
-from hvfreeze.data.views import Augment, Transform
+from hvfreeze.data.views.augment import Augment
+from hvfreeze.data.views.transform import Transform, Triple
 from hvfreeze.errors import UsageError
-
-Triple = tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +27,8 @@ class Preparation:
     height: int
     width: int
     """Pixels to which the largest centred part of these proportions is resized (bilinear)."""
+    cropped_to: int | None
+    """Side of the square that is cut out of the centre of that; None takes all of it."""
     enlarged_to: int | None
     """Side in pixels to which that is enlarged after normalisation (bilinear); None leaves it."""
     mean: Triple
@@ -43,7 +44,8 @@ class Preparation:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of what the model sees."""
-        return (3, self.enlarged_to or self.height, self.enlarged_to or self.width)
+        side = self.enlarged_to or self.cropped_to
+        return (3, side or self.height, side or self.width)
 
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
         """Return (3, height, width) uint8.
@@ -79,6 +81,7 @@ class Preparation:
             mean=self.mean,
             std=self.std,
             image_size=self.enlarged_to,
+            cropped_to=self.cropped_to,
         )
 
 

@@ -45,7 +45,7 @@ def own_samples(applied: Applied, run_dir: Path) -> Samples:
     except UsageError as error:
         raise RefusedError(f"{path} is damaged or of another version: {error}") from error
     data = config.data
-    splits = open_data(data.data, data.data_dir, image_size=data.image_size)
+    splits = open_data(data.data, data.data_dir, image_size=data.stored_size)
     _, image_set, ids = choose(splits, data, seed=config.data_seed)
     held_out = data.validation_fraction > 0
     return samples_of(applied, image_set, ids, name=f"{'held-out' if held_out else 'test'} samples of the run's data")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.torchvision_shim import torchvision
 
+Triple = tuple[float, float, float]
 WRAPPERS = ("state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
@@ -105,6 +106,13 @@ def pretrained_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
         patch = int(name.rpartition("_")[2])
         state = torchvision.models.vision_transformer.interpolate_embeddings(image_size, patch, state)
     return dict(state)
+
+
+def pretrained_statistics(name: str) -> tuple[Triple, Triple]:
+    """Return the mean and standard deviation of each channel with which torchvision's DEFAULT weights were trained."""
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    (red, green, blue), (r, g, b) = preset.mean, preset.std
+    return (red, green, blue), (r, g, b)
 
 
 @torch.no_grad()

@@ -9,6 +9,9 @@ from typing import Any
 
 from hvfreeze.errors import UsageError
 
+CROPS = ("crop", "random-resized-crop")
+RECIPES = (*CROPS, "trivial-augment", "color-jitter")
+"""The parts of a --recipe, in the order in which they are applied."""
 MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""
 
@@ -63,6 +66,37 @@ def parse_views(text: str) -> tuple[str, int]:
     number = int(found.group(1)) if found else 0
     rule(1 <= number <= MOST_VIEWS, "augment", text, f"fresh, none or views:K with K in 1..{MOST_VIEWS}")
     return "views", number
+
+
+def parse_recipe(text: str) -> tuple[str, ...]:
+    """Return the parts of a --recipe value: first how a view is cropped, then what is done to its colours.
+
+    Raises:
+        UsageError: a part is none of `RECIPES`, comes twice, or views are to be cropped in two ways.
+    """
+    parts = text.split(",")
+    rule(set(parts) <= set(RECIPES), "recipe", text, "a list out of " + ", ".join(RECIPES))
+    crops = [part for part in parts if part in CROPS]
+    rule(
+        len(set(parts)) == len(parts) and len(crops) < 2,
+        "recipe",
+        text,
+        "parts that differ, at most one of them a crop",
+    )
+    return (*(crops or CROPS[:1]), *(part for part in RECIPES if part in parts and part not in CROPS))
+
+
+def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
+    """Return a number for each of three channels from `text`: one for all, or three with commas between.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    numbers = [float_or_nan(entry) for entry in text.split(",")]
+    ok = len(numbers) in (1, 3) and all(math.isfinite(number) for number in numbers)
+    rule(ok, flag, text, "a number, or one for each of red, green and blue, as in 0.5,0.5,0.5")
+    red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
+    return red, green, blue
 
 
 def parse_dirichlet(text: str) -> float | None:

@@ -14,12 +14,15 @@ from hvfreeze.config.rules import (
     one_of,
     parse_bytes,
     parse_cadence,
+    parse_channels,
     parse_dirichlet,
+    parse_recipe,
     parse_views,
     rule,
     setting,
 )
 
+Channels = tuple[float, float, float]
 DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder")
 CRITERIA = ("none", "static", "gradient-norm", "percentile", "linear", "geometric")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
@@ -35,6 +38,13 @@ class DataConfig:
     train_samples: int | None = setting(None, "N", "train on a stratified subset of N samples")
     validation_fraction: float = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
     image_size: int | None = setting(None, "PIXELS", "resize images; default: the data's own size")
+    resize: int | None = setting(
+        None, "PIXELS", "resize to this first; training crops --image-size out of it, evaluation takes the centre"
+    )
+    mean: str | None = setting(
+        None, "M", "normalise with this mean, one for all channels or three; default: the weights', else the data's"
+    )
+    std: str | None = setting(None, "S", "normalise with this standard deviation, given together with --mean")
     data_seed: int | None = setting(None, "SEED", "seed of subset, shards, order and views; default: --seed")
     shuffle: str = setting(
         "shard", "HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)"
@@ -45,19 +55,44 @@ class DataConfig:
         "fresh", "HOW", "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)"
     )
 
+    recipe: str = setting(
+        "crop",
+        "LIST",
+        "how views are made: crop (out of a black border) or random-resized-crop, with trivial-augment, color-jitter",
+    )
+
     def __post_init__(self) -> None:
         one_of("data", self.data, DATA_SETS)
         rule(self.data != "imagefolder" or bool(self.data_dir), "data", self.data, "given together with --data-dir DIR")
         rule(self.train_samples is None or self.train_samples > 0, "train-samples", self.train_samples, "at least 1")
         rule(0 <= self.validation_fraction < 1, "validation-fraction", self.validation_fraction, "in [0, 1)")
         rule(self.image_size is None or 1 <= self.image_size <= 4096, "image-size", self.image_size, "in 1..4096")
+        larger = self.resize is None or (self.image_size is not None and self.image_size <= self.resize <= 4096)
+        rule(larger, "resize", self.resize, "given together with --image-size, at least that and at most 4096")
+        self.statistics()
         one_of("shuffle", self.shuffle, ("shard", "global"))
         parse_views(self.augment)
+        used = parse_recipe(self.recipe) == ("crop",) or self.augment != "none"
+        rule(used, "recipe", self.recipe, "left out with --augment none, which shows every sample as it is")
         parse_dirichlet(self.partition)
         if self.shard_sizes != "equal":
             sizes = number_list("shard-sizes", self.shard_sizes)
             ok = all(math.isfinite(s) and s > 0 for s in sizes)
             rule(ok, "shard-sizes", self.shard_sizes, "equal, or one positive, finite number per rank")
+
+    @property
+    def stored_size(self) -> int | None:
+        """Side of the squares that images are decoded to; None keeps their size."""
+        return self.resize or self.image_size
+
+    def statistics(self) -> tuple[Channels, Channels] | None:
+        """Return the mean and standard deviation that were given, of each channel; None where they were not."""
+        if self.mean is None and self.std is None:
+            return None
+        rule(self.mean is not None and self.std is not None, "mean", self.mean, "given together with --std")
+        mean, std = parse_channels("mean", self.mean or ""), parse_channels("std", self.std or "")
+        rule(all(number > 0 for number in std), "std", self.std, "above 0")
+        return mean, std
 
     def cacheable(self) -> bool:
         """Tell whether a sample's view can come again, so that its activations are worth keeping."""

@@ -6,24 +6,21 @@ Ranks are known here as `replica` of `replicas`: all ranks that work on one batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvfreeze.config.rules import parse_recipe
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.datasets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, load_pixels
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.shards import ShardPlan, plan_shards, split_validation, stratified_subset
-from hvfreeze.data.views import MIRRORED, Augment, parse_augment, transform_for
-
-Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
-
-IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""What torchvision's own weights were trained with: mean and standard deviation of each channel."""
+from hvfreeze.data.views.augment import MIRRORED, Augment, parse_augment
+from hvfreeze.data.views.transform import Statistics, transform_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,14 +191,19 @@ def open_feeds(
         replica: whose samples.
         replicas: how many there are.
         budget_bytes: what each split's pixels may take in memory.
-        statistics: mean and standard deviation to normalise with; None is the data set's own.
+        statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
         mirrored: with `--augment none`, a training sample's second view is its mirror image, where flips make sense.
     """
 
     def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Images:
-        transform = transform_for(image_set, augment=augment, data_seed=seed, image_size=data.image_size)
-        if statistics is not None:
-            transform = replace(transform, mean=statistics[0], std=statistics[1])
+        transform = transform_for(
+            image_set,
+            augment=augment,
+            data_seed=seed,
+            image_size=data.image_size,
+            recipe=parse_recipe(data.recipe),
+            statistics=data.statistics() or statistics,
+        )
         workers = max(1, torch.get_num_threads())
         return Images(load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers), transform)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.sources import PixelArray
-from hvfreeze.data.views import Transform
+from hvfreeze.data.views.transform import Transform
 
 _log = logging.getLogger(__name__)
 

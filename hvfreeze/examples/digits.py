@@ -10,7 +10,8 @@ from torch import Tensor
 from hvfreeze.data.datasets import open_data
 from hvfreeze.data.decoding import load_pixels
 from hvfreeze.data.shards import plan_shards
-from hvfreeze.data.views import parse_augment, transform_for
+from hvfreeze.data.views.augment import parse_augment
+from hvfreeze.data.views.transform import transform_for
 
 
 class Digits:

@@ -8,14 +8,11 @@ from pathlib import Path
 import torch
 
 from hvfreeze.applying.card import Card, describe
-from hvfreeze.chain.blocks import Chain, cut_into_blocks
-from hvfreeze.chain.memory_formats import set_memory_formats
-from hvfreeze.chain.models import build_model
+from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import IMAGENET, Batch, Corpus, TrainFeed, deal, grouped, open_feeds, padded_batches
+from hvfreeze.data.batches import Batch, Corpus, TrainFeed, deal, grouped, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data, prepare_data
 from hvfreeze.freezing.cadence import Cadence
-from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
@@ -25,6 +22,7 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
+from hvfreeze.training.building import build_chain, build_for, statistics_of
 from hvfreeze.training.checkpoints.file import Saving
 from hvfreeze.training.choice import open_strategy, place_of, reads_images
 from hvfreeze.training.evaluation import Scores, Totals
@@ -167,31 +165,6 @@ def notes_on_freezing(job: Job) -> list[str]:
     return notes
 
 
-def build_chain(config: Config, corpus: Corpus) -> tuple[Chain, list[str]]:
-    """Build the run's model from its seed; with what the user should know."""
-    torch.manual_seed(config.run.seed)
-    return build_for(config, corpus, len(corpus.train.classes))
-
-
-def build_for(config: Config, corpus: Corpus, num_classes: int) -> tuple[Chain, list[str]]:
-    """Build the model for channels_last images, in blocks; what starts at random comes from torch's generator."""
-    channels, height, width = corpus.train.image_shape
-    size = config.data.image_size
-    built = build_model(
-        config.model.model,
-        num_classes=num_classes,
-        weights=config.model.weights,
-        reset_head=config.model.reset_head,
-        image_size=size or max(height, width),
-    )
-    set_memory_formats(built.model, (channels, size or height, size or width))
-    chain = cut_into_blocks(built.model, scheme=config.model.blocks)
-    if config.head.exact:
-        example = torch.zeros(2, channels, size or height, size or width)
-        chain = solvable_chain(chain, config.head, classes=num_classes, example=example)
-    return chain, built.notes
-
-
 def open_corpus(config: Config, world: World, *, replicas: int) -> Corpus:
     """Find the data and deal it out; nothing is decoded yet.
 
@@ -199,7 +172,7 @@ def open_corpus(config: Config, world: World, *, replicas: int) -> Corpus:
     """
     data = config.data
     together(world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download")
-    splits = together(world, lambda: open_data(data.data, data.data_dir, image_size=data.image_size), name="data")
+    splits = together(world, lambda: open_data(data.data, data.data_dir, image_size=data.stored_size), name="data")
     batch = config.optimizer.batch_size
     return together(
         world,
@@ -236,7 +209,7 @@ def assemble(
             replica=replica,
             replicas=replicas,
             budget_bytes=memory_budget(world.local_size) if reads_images(world, config) else 0,
-            statistics=IMAGENET if config.model.weights == "DEFAULT" else None,
+            statistics=statistics_of(config.model),
             mirrored=config.head.exact,
         ),
         name="pixels",

@@ -123,7 +123,7 @@ def test_nobody_imports_against_the_rule() -> None:
         ("hvfreeze/ranks/planted.py", "from hvfreeze.chain.blocks import Chain"),
         ("hvfreeze/data/planted.py", "from hvfreeze.ranks import world"),
         ("hvfreeze/runs/planted.py", "import hvfreeze.freezing.vote"),
-        ("hvfreeze/config/planted.py", "from hvfreeze.data.views import Augment"),
+        ("hvfreeze/config/planted.py", "from hvfreeze.data.views.augment import Augment"),
         ("hvfreeze/prefix/planted.py", "def f():\n    from hvfreeze.freezing.freezer import Freezer"),
         ("hvfreeze/freezing/planted.py", "from hvfreeze.prefix.caching import Caching"),
         ("hvfreeze/strategies/planted.py", "from hvfreeze.training.job import Job"),

@@ -16,7 +16,8 @@ from PIL import Image
 
 import hvfreeze
 from hvfreeze.data.datasets import open_data
-from hvfreeze.data.views import parse_augment, transform_for
+from hvfreeze.data.views.augment import parse_augment
+from hvfreeze.data.views.transform import transform_for
 from hvfreeze.errors import RefusedError, UsageError
 from tests.program import call
 from tests.single.applying.conftest import CLASSES, Finished
@@ -118,6 +119,7 @@ CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no such model": (lambda card: card.update(model="os.system"), "os.system"),
     "no size": (lambda card: card["image"].update(height="36"), r"image.height \(36\) must be a whole number"),
     "a huge size": (lambda card: card["image"].update(enlarged_to=10**6), r"image.enlarged_to \(1000000\)"),
+    "a crop that is larger": (lambda card: card["image"].update(cropped_to=37), r"image.cropped_to \(37\) must fit"),
     "a zero deviation": (lambda card: card["image"].update(std=[0, 1, 1]), "image.std .* must be three positive"),
     "no number": (lambda card: card["image"].update(mean=[0, 1, float("nan")]), "image.mean .* three numbers"),
     "no image": (lambda card: card.update(image=3), r"image \(3\) must be"),

@@ -9,7 +9,7 @@ from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.rules import parse_bytes, parse_cadence, parse_compression, parse_dirichlet, parse_views
 from hvfreeze.config.sections import CacheConfig, DataConfig, RunConfig
 from hvfreeze.data.shards import plan_shards
-from hvfreeze.data.views import parse_augment
+from hvfreeze.data.views.augment import parse_augment
 from hvfreeze.errors import UsageError
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import SoloWorld

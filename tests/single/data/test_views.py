@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hvfreeze.data.datasets import open_data
-from hvfreeze.data.views import MIRRORED, Augment, Transform, parse_augment, transform_for
+from hvfreeze.data.views.augment import MIRRORED, Augment, parse_augment
+from hvfreeze.data.views.transform import Transform, transform_for
 from hvfreeze.errors import UsageError
 
 SEED = 11

@@ -1,0 +1,56 @@
+"""A run with its own recipe, size and normalisation: cached as uncached, and applied as it was evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hvfreeze
+from tests.program import call
+from tests.single.applying.conftest import Finished
+
+FLAGS = ("--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--threads", "1", "--lr", "0.005", "--quiet")
+RECIPE = ("--recipe", "random-resized-crop,trivial-augment", "--augment", "views:2", "--resize", "36")
+FROZEN = ("--image-size", "32", "--freeze", "static", "--cut", "2", "--epochs", "3", "--mean", "0.4", "--std", "0.3")
+
+
+def train(finished: Finished, run: Path, *flags: str) -> dict[str, Any]:
+    data = ("--data", "imagefolder", "--data-dir", str(finished.images))
+    outcome = call("train", *FLAGS, *data, *flags, "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def test_views_of_a_recipe_are_cached_and_the_model_sees_the_centre_normalised_alike(
+    finished: Finished, tmp_path: Path
+) -> None:
+    cached = ("--cache", "on", "--cache-dir", str(tmp_path / "cache"))
+    plain = train(finished, tmp_path / "plain", *RECIPE, *FROZEN)
+    kept = train(finished, tmp_path / "kept", *RECIPE, *FROZEN, *cached)
+    assert kept["parameter_digest"] == plain["parameter_digest"] and kept["cache"]["rows_read"] > 0
+    other = train(finished, tmp_path / "other", "--augment", "views:2", "--resize", "36", *FROZEN, *cached)
+    assert other["cache"]["rows_written"] > 0, "rows of another recipe were read"
+    image = hvfreeze.load(tmp_path / "kept").transform
+    assert (image.height, image.cropped_to, image.enlarged_to, image.shape) == (36, 32, None, (3, 32, 32))
+    assert (image.mean, image.std) == ((0.4,) * 3, (0.3,) * 3)
+    assert "as the run reported" in call("evaluate", str(tmp_path / "kept")).stdout
+
+
+def test_weights_of_a_run_bring_the_normalisation_that_they_were_trained_with(
+    finished: Finished, tmp_path: Path
+) -> None:
+    first, flags = tmp_path / "first", ("--image-size", "36", "--epochs", "1")
+    train(finished, first, *flags, "--mean", "0.1", "--std", "0.2")
+    weights = ("--weights", str(first / "model.pt"))
+    train(finished, tmp_path / "second", *flags, *weights)
+    assert hvfreeze.load(tmp_path / "second").transform.mean == (0.1,) * 3
+    train(finished, tmp_path / "third", *flags, *weights, "--mean", "0.3", "--std", "0.2")
+    assert hvfreeze.load(tmp_path / "third").transform.mean == (0.3,) * 3
+    card = yaml.safe_load((first / "model.yaml").read_text())
+    (first / "model.yaml").write_text(yaml.safe_dump({**card, "sha256": "0" * 64}))
+    train(finished, tmp_path / "fourth", *flags, *weights)
+    assert hvfreeze.load(tmp_path / "fourth").transform.mean == pytest.approx((0.485, 0.456, 0.406))

@@ -2,34 +2,7 @@
 
 from __future__ import annotations
 
-from setuptools import setup
-
-FOLDERS = (
-    "applying",
-    "cache",
-    "cache.file",
-    "cache.store",
-    "chain",
-    "config",
-    "data",
-    "data.views",
-    "doctor",
-    "examples",
-    "freezing",
-    "heads",
-    "prefix",
-    "ranks",
-    "ranks.exchange",
-    "ranks.machine",
-    "report",
-    "runs",
-    "strategies",
-    "strategies.replicas",
-    "strategies.shared_trunk",
-    "training",
-    "training.checkpoints",
-    "updates",
-)
+from setuptools import find_packages, setup
 
 setup(
     name="hvfreeze",
@@ -37,8 +10,8 @@ setup(
     description="Fine-tune with a voted frozen prefix under Horovod",
     license="Apache-2.0",
     python_requires=">=3.10",
-    # An explicit list: cache/, launch/ and analysis/ must never be installed under those bare names.
-    packages=["hvfreeze", *(f"hvfreeze.{folder}" for folder in FOLDERS)],
+    # Nothing else: cache/, launch/ and analysis/ must never be installed under those bare names.
+    packages=find_packages(include=["hvfreeze", "hvfreeze.*"]),
     package_data={"hvfreeze": ["py.typed", "ranks/machine/*.conf", "report/templates/*"]},
     entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:main"]},
     install_requires=[

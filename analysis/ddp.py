@@ -31,7 +31,7 @@ from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
-from hvfreeze.training.building import build_chain, statistics_of
+from hvfreeze.training.blueprint import Blueprint, statistics_of
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 
@@ -85,7 +85,8 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
     splits = open_data(config.data.data, config.data.data_dir, image_size=config.data.stored_size)
     batch_size = config.optimizer.batch_size
     corpus = deal(splits, config.data, seed=config.data_seed, batch_size=batch_size, replicas=size)
-    chain, _ = build_chain(config, corpus)
+    blueprint = Blueprint.of(config.model, config.head, corpus, image_size=config.data.image_size)
+    chain, _ = blueprint.build_from(config.run.seed)
     frozen = chain.named_parameters(0, config.freeze.cut or 0)
     for _, parameter in frozen:
         parameter.requires_grad_(False)

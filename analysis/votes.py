@@ -111,7 +111,7 @@ def median_cut(line: Mapping[str, Any], *, eta_max: float) -> int | None:
         warmup_epochs=0.0,
         eta_max=eta_max,
     )
-    return CRITERIA[line["criterion"]](evidence).cut
+    return CRITERIA[line["criterion"]].propose(evidence).cut
 
 
 def median_agreement(run: Run) -> tuple[int, int]:

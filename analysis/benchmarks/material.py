@@ -24,7 +24,7 @@ from hvfreeze.data.sources import ArraySource
 from hvfreeze.prefix.caching import NoCache
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.replicas.door import Replicas
-from hvfreeze.training.building import build_chain
+from hvfreeze.training.blueprint import Blueprint
 from hvfreeze.training.job import Job, assemble
 from hvfreeze.training.loop import train_step
 
@@ -95,8 +95,9 @@ class Setting:
             cache=cache,
         )
         corpus = made_up_corpus(self)
-        chain, _ = build_chain(config, corpus)
-        job = assemble(config, self.world, self.folder(name), chain, corpus)
+        blueprint = Blueprint.of(config.model, config.head, corpus, image_size=config.data.image_size)
+        chain, _ = blueprint.build_from(config.run.seed)
+        job = assemble(config, self.world, self.folder(name), blueprint, chain, corpus)
         replicas_of(job).chain.model.train()
         return job
 

@@ -16,8 +16,9 @@ import yaml
 from hvfreeze import __version__
 from hvfreeze.applying.preparation import Preparation
 from hvfreeze.chain.weights import weights_path
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
-from hvfreeze.config.tree import Config
+from hvfreeze.config.sections import DataConfig, ModelConfig
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.views.transform import Transform
 from hvfreeze.errors import RefusedError
@@ -72,15 +73,25 @@ class Card:
     """Of what trained it."""
 
 
-def describe(config: Config, corpus: Corpus, transform: Transform, *, hashed: bool) -> Card:
+def describe(
+    model: ModelConfig,
+    head: HeadConfig,
+    data: DataConfig,
+    corpus: Corpus,
+    transform: Transform,
+    *,
+    precision: str,
+    batch_size: int,
+    hashed: bool,
+) -> Card:
     """Return the card of a run that has not ended; `hashed` tells whether to read the weights' file for its digest."""
     _, height, width = corpus.train.image_shape
     side, square = transform.image_size, (height,) if height == width else ()
-    path = weights_path(config.model.model, config.model.weights) if hashed else None
+    path = weights_path(model.model, model.weights) if hashed else None
     return Card(
-        model=config.model.model,
-        blocks=config.model.blocks,
-        head="last" if config.head.head == "last" else f"{config.head.head}:{config.head.pool}",
+        model=model.model,
+        blocks=model.blocks,
+        head="last" if head.head == "last" else f"{head.head}:{head.pool}",
         classes=corpus.train.classes,
         image=Preparation(
             height=height,
@@ -90,12 +101,12 @@ def describe(config: Config, corpus: Corpus, transform: Transform, *, hashed: bo
             mean=transform.mean,
             std=transform.std,
         ),
-        precision=config.optimizer.precision,
-        batch_size=config.optimizer.batch_size,
-        data=config.data.data,
-        weights=config.model.weights,
+        precision=precision,
+        batch_size=batch_size,
+        data=data.data,
+        weights=model.weights,
         weights_sha256=sha256_of(path) if path else None,
-        accuracy_on="held-out" if config.data.validation_fraction > 0 else "test",
+        accuracy_on="held-out" if data.validation_fraction > 0 else "test",
         versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in LIBRARIES}},
     )
 

@@ -65,7 +65,7 @@ def add_train(commands: Any) -> None:
 def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any) -> None:
     """Add the flag of one leaf, explained by the text that stands where the leaf is declared."""
     flag, text = flag_of(leaf.name), leaf.metadata["help"].replace("%", "%%")
-    if kind is bool:
+    if bool in (typing.get_args(kind) or (kind,)):
         group.add_argument(flag, action="store_true", help=text)
         return
     shown = text if leaf.default is None else f"{text} [{leaf.default}]"

@@ -24,7 +24,8 @@ from hvfreeze.config.rules import (
 
 Channels = tuple[float, float, float]
 DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder")
-CRITERIA = ("none", "static", "gradient-norm", "percentile", "linear", "geometric")
+CRITERIA = ("gradient-norm", "percentile", "linear", "geometric")
+"""What proposes a cut; `freezing/criteria.py` says how."""
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_THREADS = 4096
 
@@ -131,7 +132,7 @@ class FreezeConfig:
     shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect")
 
     def __post_init__(self) -> None:
-        one_of("freeze", self.freeze, CRITERIA)
+        one_of("freeze", self.freeze, ("none", "static", *CRITERIA))
         static = self.freeze == "static"
         rule(static or self.cut is None, "cut", self.cut, "left out unless --freeze is static")
         rule(not static or self.cut is not None, "freeze", self.freeze, "given together with --cut K")
@@ -147,7 +148,12 @@ class FreezeConfig:
             ok = all(math.isfinite(w) and w >= 0 for w in weights) and sum(weights) > 0
             rule(ok, "vote-weight", self.vote_weight, "finite numbers, none negative, not all 0")
         for name in self.shadow_names():
-            rule(name in CRITERIA[2:], "shadow", name, "none or a list out of " + ", ".join(CRITERIA[2:]))
+            rule(name in CRITERIA, "shadow", name, "none or a list out of " + ", ".join(CRITERIA))
+
+    @property
+    def votes(self) -> bool:
+        """Whether ranks vote on the cut."""
+        return self.freeze in CRITERIA
 
     def shadow_names(self) -> tuple[str, ...]:
         """Return the criteria that are scored and logged without effect."""

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
-from hvfreeze.freezing.proposer import Proposer
+from hvfreeze.freezing.criteria import Evidence
+from hvfreeze.freezing.proposer import USABLE_INTERVALS, Proposer
 from hvfreeze.runs.moves import Move
-
-USABLE_INTERVALS = 2
-"""Whole intervals at a cut that a rate of change takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +61,14 @@ def epochs_until_move(
     """
     if evidence.cut == evidence.num_blocks - 1:
         return math.inf
-    needs_gradients = proposer.name in NEEDS_GRADIENTS
-    waiting = max(0, USABLE_INTERVALS - proposer.intervals) if needs_gradients else 0
+    criterion = proposer.criterion
+    waiting = max(0, USABLE_INTERVALS - proposer.intervals) if criterion.watches_gradients else 0
     for later in cadence.interval_ends(step, cadence.steps_per_epoch * cadence.num_epochs - 1):
         waiting -= 1
         then = replace(evidence, epoch=later / cadence.steps_per_epoch)
-        wants = needs_gradients or CRITERIA[proposer.name](then).cut > evidence.cut
+        wants = criterion.watches_gradients or criterion.propose(then).cut > evidence.cut
         if waiting <= 0 and cadence.votes(later) and wants:
-            more = votes_until_move(cadence, history, step=step) - 1 if needs_gradients else 0.0
+            more = votes_until_move(cadence, history, step=step) - 1 if criterion.watches_gradients else 0.0
             return (later - step + more * cadence.interval) / cadence.steps_per_epoch
     return math.inf
 

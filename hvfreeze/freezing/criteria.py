@@ -47,7 +47,14 @@ class Proposal:
     etas: tuple[float | None, ...] = ()
 
 
-Criterion = Callable[[Evidence], Proposal]
+@dataclass(frozen=True)
+class Criterion:
+    """How a cut is proposed."""
+
+    propose: Callable[[Evidence], Proposal]
+    watches_gradients: bool = False
+    """Whether it looks at `norms`: sums of gradients are then kept, and it waits until there are two intervals of them.
+    What a criterion without it will propose is certain beforehand, and planned with."""
 
 
 def rates_of_change(evidence: Evidence) -> tuple[float | None, ...]:
@@ -142,9 +149,8 @@ def geometric(evidence: Evidence, *, rate: float = GEOMETRIC_RATE) -> Proposal:
 
 
 CRITERIA: dict[str, Criterion] = {
-    "gradient-norm": gradient_norm,
-    "percentile": percentile,
-    "linear": linear,
-    "geometric": geometric,
+    "gradient-norm": Criterion(gradient_norm, watches_gradients=True),
+    "percentile": Criterion(percentile, watches_gradients=True),
+    "linear": Criterion(linear),
+    "geometric": Criterion(geometric),
 }
-NEEDS_GRADIENTS = frozenset({"gradient-norm", "percentile"})

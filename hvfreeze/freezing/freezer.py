@@ -19,7 +19,7 @@ from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.ballots import hold_vote
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
-from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
+from hvfreeze.freezing.criteria import Evidence
 from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, release
 from hvfreeze.freezing.gradients import GradientSums, Observations, nothing_observed
 from hvfreeze.freezing.proposer import Proposer
@@ -63,9 +63,10 @@ class Freezer:
         self.cut_history: list[Move] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._left_out = {p for _, p in chain.named_parameters() if not p.requires_grad}
-        deciding = [settings.freeze] if settings.freeze in CRITERIA else []
+        deciding = [settings.freeze] if settings.votes else []
         self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
-        self._observes = bool(NEEDS_GRADIENTS & set(self._proposers)) or settings.vote_weight == "snr"
+        watching = any(proposer.criterion.watches_gradients for proposer in self._proposers.values())
+        self._observes = watching or settings.vote_weight == "snr"
         self._seen = Observations(GradientSums(chain, step_norms=settings.vote_weight == "snr"))
         self._check_settings()
         self._move(settings.cut if settings.cut is not None else 0)

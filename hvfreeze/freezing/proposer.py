@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hvfreeze.freezing.criteria import CRITERIA, NEEDS_GRADIENTS, Evidence
+from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
+
+USABLE_INTERVALS = 2
+"""Whole intervals at a cut that a rate of change takes."""
 
 
 @dataclass
@@ -17,13 +20,18 @@ class Proposer:
     """Complete intervals at this cut; -1 until the one after a change, which is dropped, is over."""
     recent: list[int] = field(default_factory=list)
 
+    @property
+    def criterion(self) -> Criterion:
+        """What proposes."""
+        return CRITERIA[self.name]
+
     def moved(self, cut: int) -> None:
         """Forget what was seen at the old cut."""
         self.cut, self.intervals, self.recent = cut, -1, []
 
     def propose(self, evidence: Evidence, patience: int) -> int:
         """Return the cut that the criterion has wanted at least for `patience` intervals in a row."""
-        usable = self.intervals >= 2 or self.name not in NEEDS_GRADIENTS
+        usable = self.intervals >= USABLE_INTERVALS or not self.criterion.watches_gradients
         seen = evidence if usable else replace(evidence, previous_norms=None, norms=None)
-        self.recent = [*self.recent, CRITERIA[self.name](replace(seen, cut=self.cut)).cut][-patience:]
+        self.recent = [*self.recent, self.criterion.propose(replace(seen, cut=self.cut)).cut][-patience:]
         return min(self.recent) if len(self.recent) == patience else self.cut

@@ -14,6 +14,7 @@ from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.draws import Ids
+from hvfreeze.data.views.transform import seen_shape
 from hvfreeze.prefix.operations import operations_digest
 
 MEMORY_FORMAT = "channels_last"
@@ -62,8 +63,6 @@ class Split:
     def fingerprint(self, chain: Chain, cuts: Sequence[int], recipe: Recipe) -> Fingerprint:
         """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far."""
         transform, cut = self.images.transform, cuts[-1]
-        channels, height, width = self.image_set.image_shape
-        size = transform.image_size
         return activation_fingerprint(
             prefix=prefix_digest(chain, cut),
             operations=operations_digest(chain, cut),
@@ -74,7 +73,7 @@ class Split:
             data_seed=transform.data_seed,
             augment=str(transform.augment),
             dtype=recipe.kept_as,
-            input_shape=[channels, size or height, size or width],
+            input_shape=list(seen_shape(self.image_set.image_shape, transform.image_size)),
             memory_format=MEMORY_FORMAT,
             precision=recipe.precision,
             batch_rows=recipe.batch_rows,

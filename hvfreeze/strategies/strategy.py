@@ -2,8 +2,7 @@
 
 A strategy decides which rank holds which part of the chain and what crosses between ranks. The loop keeps what is the
 same for all of them: epochs, the learning rate, sums of loss and accuracy, the run's record, when to evaluate and
-when to write a checkpoint. A new strategy is one file here, a line in `training/choice.py`, its flags in
-`config/strategy.py`, and a twin in one process that `tests/parallel` compares it with.
+when to write a checkpoint. ARCHITECTURE.md says what a new strategy takes.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed
 from hvfreeze.data.decoding import Images
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.heads.fit import HeadFit
+from hvfreeze.prefix.splits import Split
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 
@@ -46,6 +47,30 @@ class Materials:
     clock: PhaseClock
     say: Callable[[str], None]
     """Tells the user a line; does nothing but on rank 0."""
+
+    def trained(self, *, passes_per_epoch: float = 1.0) -> Split:
+        """Return this replica's training samples, which an epoch asks for so many times."""
+        return Split(
+            name="train",
+            image_set=self.corpus.train,
+            images=self.feed.images,
+            ids=self.corpus.owned(replica=self.replica, replicas=self.replicas),
+            passes_per_epoch=passes_per_epoch,
+        )
+
+    def tested(self, *, passes_per_epoch: float = 1.0) -> Split:
+        """Return the same of the samples that this replica evaluates."""
+        return Split(
+            name="test",
+            image_set=self.corpus.evaluated,
+            images=self.evaluated,
+            ids=self.corpus.share(replica=self.replica, replicas=self.replicas),
+            passes_per_epoch=passes_per_epoch,
+        )
+
+    def place(self, settings: CacheConfig) -> Path:
+        """Return the directory of the run's cache."""
+        return Path(settings.cache_dir) if settings.cache_dir else self.directory / "cache"
 
 
 MODEL = "model"

@@ -1,4 +1,4 @@
-"""The loop, and a run from its configuration to its summary. Knows no strategy by name.
+"""The loop, and a run from its configuration to its summary. Only `choice.py` knows strategies by name.
 
 Imports everything below it; only `__main__` imports it.
 """

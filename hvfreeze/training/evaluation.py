@@ -36,7 +36,7 @@ class Totals:
     count: int = 0
 
     def add(self, logits: Tensor, labels: Tensor, mean_loss: float) -> None:
-        """Add a training batch: (B, classes) logits, (B,) labels and the batch's mean loss."""
+        """Add a batch: (B, classes) logits, (B,) labels and the batch's mean loss."""
         self.loss += mean_loss * len(labels)
         self.correct += int((logits.argmax(1) == labels).sum())
         self.count += len(labels)

@@ -9,6 +9,7 @@ import torch
 
 from hvfreeze.applying.card import Card, describe
 from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed, deal, grouped, open_feeds, padded_batches
 from hvfreeze.data.datasets import open_data, prepare_data
@@ -22,7 +23,7 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
-from hvfreeze.training.building import build_chain, build_for, statistics_of
+from hvfreeze.training.blueprint import Blueprint, statistics_of
 from hvfreeze.training.checkpoints.file import Saving
 from hvfreeze.training.choice import open_strategy, place_of, reads_images
 from hvfreeze.training.evaluation import Scores, Totals
@@ -102,25 +103,36 @@ def prepare(config: Config, world: World) -> Job:
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
     check_equal(world, "versions", versions())
     environment = describe_environment(world.allgather_object(facts_of_this_rank(), name="environment"))
-    directory, settings = choose_directory(config, world), to_dict(config)
+    named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
+    directory, settings = choose_directory(config.run.run_dir, named, world), to_dict(config)
     together(
         world,
         lambda: check_directory(directory, settings, environment) if world.rank == 0 else None,
         name="directory",
     )
-    _, replicas = together(world, lambda: place_of(world, config), name="replicas")
-    corpus = open_corpus(config, world, replicas=replicas)
+    _, replicas = together(world, lambda: place_of(world, config.strategy), name="replicas")
+    corpus = open_corpus(
+        config.data,
+        world,
+        seed=config.data_seed,
+        batch_size=config.optimizer.batch_size,
+        replicas=replicas,
+        whole_batches=not config.head.exact,
+    )
     identities = together(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)
     check_equal(world, "pixels", together(world, corpus.sampled_pixels, name="sampled"))
+    blueprint = Blueprint.of(config.model, config.head, corpus, image_size=config.data.image_size)
     if config.model.weights == "DEFAULT":
         # One rank per node downloads; the others find the file.
-        together(world, lambda: build_chain(config, corpus) if world.local_rank == 0 else None, name="weights")
-    chain, notes = together(world, lambda: build_chain(config, corpus), name="model")
+        together(world, lambda: blueprint.build_from(0) if world.local_rank == 0 else None, name="weights")
+    chain, notes = together(world, lambda: blueprint.build_from(config.run.seed), name="model")
     broadcast_model(chain.model, world)
+    # Dropout and the like differ between ranks; rank 0 goes on from where building has left the generator, so that a
+    # run of one rank is plain PyTorch's.
     if world.rank > 0:
         torch.manual_seed(config.run.seed + world.rank)
-    job = assemble(config, world, directory, chain, corpus)
+    job = assemble(config, world, directory, blueprint, chain, corpus)
     job.data_identities = identities
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = together(
@@ -139,21 +151,19 @@ def versions() -> dict[str, str | None]:
     return {**found, "source": source_digest()}
 
 
-def choose_directory(config: Config, world: World) -> Path:
-    """Return the run directory, the same on every rank; rank 0 names it when the user did not.
+def choose_directory(given: str | None, named: str, world: World) -> Path:
+    """Return the run directory, the same on every rank: the user's, or what rank 0 names it in `runs`.
 
     Collective: every rank of `world` must call this.
     """
-    named = Path("runs") / directory_name(config.model.model, config.data.data, config.freeze.freeze)
-    return Path(world.broadcast_object(config.run.run_dir or str(named), name="run.directory")).resolve()
+    return Path(world.broadcast_object(given or str(Path("runs") / named), name="run.directory")).resolve()
 
 
 def notes_on_freezing(job: Job) -> list[str]:
     """Return what is probably not meant: votes that are never held, or blocks frozen before anything trained them."""
     settings, notes = job.config.freeze, []
     cadence = Cadence.of(settings, steps_per_epoch=job.steps_per_epoch, num_epochs=job.config.optimizer.epochs)
-    votes = settings.freeze not in ("none", "static") or settings.shadow_names()
-    if votes and cadence.first_vote >= job.total_steps:
+    if (settings.votes or settings.shadow_names()) and cadence.first_vote >= job.total_steps:
         notes.append(
             f"no vote is held: the first would be after step {cadence.first_vote}, and the run has {job.total_steps}; "
             "lower --freeze-warmup or --interval, or raise --epochs"
@@ -165,25 +175,18 @@ def notes_on_freezing(job: Job) -> list[str]:
     return notes
 
 
-def open_corpus(config: Config, world: World, *, replicas: int) -> Corpus:
+def open_corpus(
+    data: DataConfig, world: World, *, seed: int, batch_size: int, replicas: int, whole_batches: bool
+) -> Corpus:
     """Find the data and deal it out; nothing is decoded yet.
 
     Collective: every rank of `world` must call this.
     """
-    data = config.data
     together(world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download")
     splits = together(world, lambda: open_data(data.data, data.data_dir, image_size=data.stored_size), name="data")
-    batch = config.optimizer.batch_size
     return together(
         world,
-        lambda: deal(
-            splits,
-            data,
-            seed=config.data_seed,
-            batch_size=batch,
-            replicas=replicas,
-            whole_batches=not config.head.exact,
-        ),
+        lambda: deal(splits, data, seed=seed, batch_size=batch_size, replicas=replicas, whole_batches=whole_batches),
         name="shards",
     )
 
@@ -192,6 +195,7 @@ def assemble(
     config: Config,
     world: World,
     directory: Path,
+    blueprint: Blueprint,
     chain: Chain,
     corpus: Corpus,
 ) -> Job:
@@ -199,7 +203,7 @@ def assemble(
 
     Collective: every rank of `world` must call this.
     """
-    replica, replicas = place_of(world, config)
+    replica, replicas = place_of(world, config.strategy)
     feed, evaluated = together(
         world,
         lambda: open_feeds(
@@ -208,20 +212,33 @@ def assemble(
             seed=config.data_seed,
             replica=replica,
             replicas=replicas,
-            budget_bytes=memory_budget(world.local_size) if reads_images(world, config) else 0,
+            budget_bytes=memory_budget(world.local_size) if reads_images(world, config.strategy) else 0,
             statistics=statistics_of(config.model),
             mirrored=config.head.exact,
         ),
         name="pixels",
     )
-    card = together(world, lambda: describe(config, corpus, feed.images.transform, hashed=world.rank == 0), name="card")
+    card = together(
+        world,
+        lambda: describe(
+            config.model,
+            config.head,
+            config.data,
+            corpus,
+            feed.images.transform,
+            precision=config.optimizer.precision,
+            batch_size=config.optimizer.batch_size,
+            hashed=world.rank == 0,
+        ),
+        name="card",
+    )
     clock, speaker = PhaseClock(), Speaker(rank=world.rank, quiet=config.run.quiet)
     materials = Materials(
         world=world,
         replica=replica,
         replicas=replicas,
         chain=chain,
-        build=lambda num_classes: build_for(config, corpus, num_classes)[0],
+        build=lambda num_classes: blueprint.build(num_classes)[0],
         corpus=corpus,
         feed=feed,
         evaluated=evaluated,
@@ -235,7 +252,7 @@ def assemble(
         world=world,
         directory=directory,
         block_names=tuple(block.name for block in chain.blocks),
-        strategy=open_strategy(config.strategy.strategy, materials, config),
+        strategy=open_strategy(materials, config),
         card=card,
         feed=feed,
         evaluation_batches=padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size),

@@ -30,7 +30,7 @@ CHECKPOINT_SHARE = 0.03
 MakeEpoch = Callable[[Job, int, Progress], None]
 
 
-def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch) -> None:
+def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch, asked: Sequence[int] = ()) -> None:
     """Train from the job's step to the end, evaluating after the epochs that --evaluate-every names.
 
     Collective: every rank of the job's world must call this.
@@ -39,6 +39,7 @@ def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch) -> None:
         job: the run.
         progress: where it is shown.
         make_epoch: what an epoch is, for all ranks together; `train_epoch`, or a solution of the head.
+        asked: signals to leave that came before this, and may come until this takes over.
 
     Raises:
         NumericsError: a loss or gradient is not finite on some rank; raised on all ranks in the same step.
@@ -46,6 +47,7 @@ def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch) -> None:
         Preempted: the job was asked to leave and has written a checkpoint.
     """
     with leaving_on_signal(job):
+        job.asked_to_leave = job.asked_to_leave or bool(asked)
         job.clock.restart()
         for epoch in range(job.epochs_done, job.config.optimizer.epochs):
             make_epoch(job, epoch, progress)

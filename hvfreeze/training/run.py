@@ -61,8 +61,7 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
         if wrote not in (None, job.world.size):
             # At once, in place of those that count other steps: the newest is found by its number of steps.
             save(job, settled=True, alone=True)
-        job.asked_to_leave = bool(asked)
-        train(job, progress, make_epoch=EPOCHS[job.config.head.head_fit])
+        train(job, progress, asked=asked, make_epoch=EPOCHS[job.config.head.head_fit])
     finally:
         progress.close()
         job.strategy.close()

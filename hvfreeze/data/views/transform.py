@@ -102,6 +102,12 @@ class Transform:
         return json.dumps({"version": 2, "torchvision": library, **asdict(self)}, sort_keys=True)
 
 
+def seen_shape(image_shape: tuple[int, int, int], image_size: int | None) -> tuple[int, int, int]:
+    """Return (C, H, W) of an image as a model sees it, resized to `image_size` where that is given."""
+    channels, height, width = image_shape
+    return channels, image_size or height, image_size or width
+
+
 def transform_for(
     image_set: ImageSet,
     *,

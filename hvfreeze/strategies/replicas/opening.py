@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.config.sections import CacheConfig, FreezeConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
@@ -35,22 +34,43 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     Raises:
         UsageError: the freeze settings do not fit the model or the world; on all ranks.
     """
-    check_arithmetic(materials, config.optimizer)
-    freezer = together(materials.world, lambda: open_freezer(materials, config), name="freezer")
-    halves = Halves(materials.chain, config.optimizer.precision)
-    training, evaluation = open_both_features(materials, config, freezer, halves)
+    world, settings = materials.world, config.optimizer
+    check_arithmetic(materials, settings)
+    freezer = together(world, lambda: open_freezer(materials, settings, config.freeze), name="freezer")
+    halves = Halves(materials.chain, settings.precision)
+    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
+    outlook = open_outlook(materials, config.cache, settings, freezer)
+    passes = passes_to_solve(materials, memory_bytes=outlook.memory_bytes) if config.head.exact else 1.0
+
+    def features(split: Split, clock: PhaseClock) -> Features:
+        return open_features(
+            config.cache,
+            config.data,
+            halves,
+            world,
+            split,
+            recipe,
+            outlook=outlook,
+            clock=clock,
+            owner=str(materials.directory),
+            say=materials.say,
+        )
+
+    training = features(materials.trained(passes_per_epoch=passes), materials.clock)
+    # Seconds of an evaluation are counted as a whole, by the loop.
+    evaluation = features(materials.tested(passes_per_epoch=1 / config.run.evaluate_every), PhaseClock())
     advice = "lower --lr, or add --lr-warmup or --clip-grad"
-    if config.optimizer.compression != "none":
-        advice += f", or train without --compression {config.optimizer.compression}"
+    if settings.compression != "none":
+        advice += f", or train without --compression {settings.compression}"
     return Replicas(
         freezer,
         halves,
         training,
         evaluation,
-        update=Update(freezer.optimizer, config.optimizer),
+        update=Update(freezer.optimizer, settings),
         objective=Objective(
-            smoothing=config.optimizer.label_smoothing,
-            mixup=config.optimizer.mixup,
+            smoothing=settings.label_smoothing,
+            mixup=settings.mixup,
             seed=config.data_seed,
             replica=materials.replica,
         ),
@@ -75,9 +95,9 @@ def check_arithmetic(materials: Materials, settings: OptimizerConfig) -> None:
         raise error
 
 
-def open_freezer(materials: Materials, config: Config) -> Freezer:
+def open_freezer(materials: Materials, settings: OptimizerConfig, freeze: FreezeConfig) -> Freezer:
     """Return the freezer, with the optimizer and the reducer that it keeps in step with the cut."""
-    settings, corpus, chain = config.optimizer, materials.corpus, materials.chain
+    corpus, chain = materials.corpus, materials.chain
     head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
     (head_lr,) = settings.head_rates() or [settings.lr]
     optimizer = open_optimizer(chain.model.named_parameters(), settings, head=head, head_lr=head_lr)
@@ -88,67 +108,30 @@ def open_freezer(materials: Materials, config: Config) -> Freezer:
         optimizer=optimizer,
         reducer=Reducer(materials.world, compression=settings.compression),
         world=materials.world,
-        settings=config.freeze,
-        cadence=Cadence.of(config.freeze, steps_per_epoch=steps, num_epochs=settings.epochs),
+        settings=freeze,
+        cadence=Cadence.of(freeze, steps_per_epoch=steps, num_epochs=settings.epochs),
         voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
     )
 
 
-def passes_to_solve(materials: Materials) -> float:
-    """Return how often all samples are asked for while the head is solved."""
-    memory_bytes, views = memory_budget(materials.world.local_size), materials.feed.images.transform.augment.num_views
-    layer, batches = head_of(materials.chain), materials.feed.every_view()
-    return float(max(1, views) * times_asked_for(batches, layer, memory_bytes=memory_bytes))
-
-
-def open_both_features(
-    materials: Materials, config: Config, freezer: Freezer, halves: Halves
-) -> tuple[Features, Features]:
-    """Return how features are had in training and in evaluation; both pay from one budget."""
-    corpus, world, settings = materials.corpus, materials.world, config.optimizer
-    per_epoch = corpus.plan.batches_per_epoch
+def open_outlook(materials: Materials, settings: CacheConfig, optimizer: OptimizerConfig, freezer: Freezer) -> Outlook:
+    """Return what plans for the cache must know of the run; training and evaluation pay from its one budget."""
+    world, place, per_epoch = materials.world, materials.place(settings), materials.corpus.plan.batches_per_epoch
 
     def batches_trained(steps: int) -> float:
-        return steps * per_epoch / settings.steps_per_epoch(per_epoch)
+        return steps * per_epoch / optimizer.steps_per_epoch(per_epoch)
 
-    place = Path(config.cache.cache_dir) if config.cache.cache_dir else materials.directory / "cache"
-    outlook = Outlook(
+    return Outlook(
         horizon=lambda: Horizon(freezer.epochs_left, freezer.epochs_until_move()),
         suffix_seconds=lambda: suffix_seconds(materials.clock, batches=batches_trained(freezer.step)),
-        budget=open_budget(config.cache, place, size=world.size),
+        budget=open_budget(settings, place, size=world.size),
         directory=place,
         memory_bytes=memory_budget(world.local_size),
     )
-    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
-    share = {"replica": materials.replica, "replicas": materials.replicas}
-    train = Split(
-        name="train",
-        image_set=corpus.train,
-        images=materials.feed.images,
-        ids=corpus.owned(**share),
-        passes_per_epoch=passes_to_solve(materials) if config.head.exact else 1.0,
-    )
-    test = Split(
-        name="test",
-        image_set=corpus.evaluated,
-        images=materials.evaluated,
-        ids=corpus.share(**share),
-        passes_per_epoch=1 / config.run.evaluate_every,
-    )
 
-    def features(split: Split, clock: PhaseClock) -> Features:
-        return open_features(
-            config.cache,
-            config.data,
-            halves,
-            world,
-            split,
-            recipe,
-            outlook=outlook,
-            clock=clock,
-            owner=str(materials.directory),
-            say=materials.say,
-        )
 
-    # Seconds of an evaluation are counted as a whole, by the loop.
-    return features(train, materials.clock), features(test, PhaseClock())
+def passes_to_solve(materials: Materials, *, memory_bytes: int) -> float:
+    """Return how often all samples are asked for while the head is solved."""
+    layer, batches = head_of(materials.chain), materials.feed.every_view()
+    views = max(1, materials.feed.images.transform.augment.num_views)
+    return float(views * times_asked_for(batches, layer, memory_bytes=memory_bytes))

@@ -21,7 +21,7 @@ from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.rows import pack_keys
-from hvfreeze.config.tree import Config
+from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.draws import Ids
 from hvfreeze.prefix.features import Halves
@@ -81,6 +81,7 @@ class TrunkFeatures:
     _stored: set[int] = field(default_factory=set)
     """Announced batches, by identity, that the line does not run for."""
     _announced: list[Batch] = field(default_factory=list)
+    """Kept, so that no other batch gets an identity in `_stored`."""
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
         """Agree for which of these batches the line runs, and begin.
@@ -194,14 +195,15 @@ def worth_filling(missing: Rows, due: Sequence[Batch]) -> Rows | None:
     return rows if len(rows) else None
 
 
-def caches(config: Config) -> bool:
+def caches(settings: CacheConfig, data: DataConfig) -> bool:
     """Tell whether features are stored: they are few beside the images, and always pay where they come again."""
-    return config.cache.cache != "off" and config.data.cacheable()
+    return settings.cache != "off" and data.cacheable()
 
 
 def open_stores(
     materials: Materials,
-    config: Config,
+    settings: CacheConfig,
+    recipe: Recipe,
     handed: Handed,
     clock: PhaseClock,
     *,
@@ -209,16 +211,9 @@ def open_stores(
     budget: Budget,
     depths: tuple[int, ...],
     exact: bool,
-) -> dict[int, PrefixActivations] | None:
-    """Return where the features of this rank's heads are stored, None without a cache. Collective."""
-    if not caches(config):
-        if config.cache.cache == "auto" and handed.split.name == "train":
-            materials.say("cache auto: off, because with this --augment no row would be read again")
-        return None
-    world, settings = materials.world, config.cache
-    recipe = Recipe(
-        batch_rows=config.optimizer.batch_size, precision=config.optimizer.precision, kept_as=settings.cache_dtype
-    )
+) -> dict[int, PrefixActivations]:
+    """Return where the features of this rank's heads are stored, by their depth. Collective."""
+    world = materials.world
 
     def opened(depth: int) -> PrefixActivations:
         store = PrefixActivations(

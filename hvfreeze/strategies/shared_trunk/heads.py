@@ -39,7 +39,7 @@ class Head:
             self._random = torch.get_rng_state()
         self.depth = len(chain.blocks) - task.blocks
         self.blocks = len(chain.blocks)
-        release(chain, 0, self.depth)
+        drop_tensors(chain, 0, self.depth)
         self.chain, self._halves = chain, Halves(chain, settings.precision)
         self.optimizer = open_optimizer(chain.named_parameters(self.depth), settings, lr=task.lr)
         self._update = Update(self.optimizer, settings)
@@ -100,13 +100,13 @@ class Head:
             self.chain.model.train(training)
 
 
-def release(chain: Chain, start: int, stop: int) -> None:
+def drop_tensors(chain: Chain, start: int, stop: int) -> None:
     """Free the memory of blocks start..stop-1, which run elsewhere; their tensors stay, empty."""
     for _, tensor in [*chain.named_parameters(start, stop), *chain.named_buffers(start, stop)]:
         tensor.data = torch.empty(0, dtype=tensor.dtype)
 
 
-def freeze(chain: Chain, segment: tuple[int, int]) -> None:
+def hold_still(chain: Chain, segment: tuple[int, int]) -> None:
     """Make blocks lo..hi-1 a pure function of their input, for good."""
     for module in chain.modules(*segment):
         hold_in_eval(module)

@@ -20,17 +20,21 @@ from hvfreeze.chain.segments import (
     dry_run,
     segment_bytes,
 )
+from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.config.sections import CacheConfig
+from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
+from hvfreeze.data.views.transform import seen_shape
 from hvfreeze.prefix.features import Halves
 from hvfreeze.prefix.measuring import open_budget, try_prefix
-from hvfreeze.prefix.splits import Split, prefix_digest
+from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.wire import LoopWire, Wire, open_wire
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.shared_trunk.account import Facts
 from hvfreeze.strategies.shared_trunk.features import Handed, TrunkFeatures, caches, open_stores
-from hvfreeze.strategies.shared_trunk.heads import Head, freeze, release
+from hvfreeze.strategies.shared_trunk.heads import Head, drop_tensors, hold_still
 from hvfreeze.strategies.shared_trunk.labels import Labels, identity_of, read_labels
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, Plan
 from hvfreeze.strategies.shared_trunk.strategy import SharedTrunk
@@ -50,25 +54,27 @@ def open_shared_trunk(materials: Materials, config: Config) -> SharedTrunk:
         UsageError: settings do not fit each other, the model or the world; on all ranks.
         RefusedError: the task file cannot be read, or lacks labels; on all ranks.
     """
-    world, chain = materials.world, materials.chain
-    together(world, lambda: check_settings(config), name="trunk.settings")
-    tasks, labels = open_tasks(materials, config)
+    world, chain, settings = materials.world, materials.chain, config.optimizer
+    together(world, lambda: check_settings(config.freeze, config.optimizer, config.cache), name="trunk.settings")
+    tasks, labels = open_tasks(materials, config.strategy, settings, seed=config.run.seed)
     together(world, lambda: check_depths(tasks, chain), name="trunk.depths")
     blocks, whole = len(chain.blocks), config.strategy.trunk == "whole"
     cut, depth = blocks - max(task.blocks for task in tasks), blocks - min(task.blocks for task in tasks)
     mine = range(world.rank, len(tasks), world.size)
     heads = together(
         world,
-        lambda: [Head(tasks[i], labels[i], config.optimizer, build=materials.build) for i in mine],
+        lambda: [Head(tasks[i], labels[i], settings, build=materials.build) for i in mine],
         name="trunk.heads",
     )
-    freeze(chain, (0, blocks))
-    halves = Halves(chain, config.optimizer.precision)
-    images = example_images(materials, config)
+    hold_still(chain, (0, blocks))
+    halves = Halves(chain, settings.precision)
+    images = example_images(materials, rows=settings.batch_size)
     boundaries = dry_run(halves.prefix, images, depth=depth)
-    plan = open_plan(materials, config, tasks, halves.prefix, images, depth=depth)
+    plan = open_plan(materials, config.strategy, tasks, halves.prefix, images, depth=depth)
     place = plan.place_of(0 if whole else world.rank)
     segment = (0, 0) if place is None else plan.segments[place]
+    cached = caches(config.cache, config.data)
+    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
     facts = Facts(
         names=tuple(task.name for task in tasks),
         classes=tuple(each.classes for each in labels),
@@ -78,11 +84,13 @@ def open_shared_trunk(materials: Materials, config: Config) -> SharedTrunk:
         cut=cut,
         depth=depth,
         identity={"tasks": identity_of(tasks, labels), "trunk": prefix_digest(chain, depth)},
-        cache=config.cache.cache if caches(config) else "off",
-        exact=not caches(config) or together(world, lambda: is_exact(halves, materials, depth), name="trunk.exact"),
+        cache=config.cache.cache if cached else "off",
+        exact=not cached or together(world, lambda: is_exact(halves, materials, depth), name="trunk.exact"),
     )
-    training, evaluation = open_both_features(materials, config, halves, facts, plan, boundaries, labels)
+    training, evaluation = open_both_features(materials, halves, facts, plan, boundaries, labels)
     introduce(materials.say, plan, boundaries, facts)
+    if config.cache.cache == "auto" and not cached:
+        materials.say("cache auto: off, because with this --augment no row would be read again")
     if config.model.weights == "none":
         materials.say("note: the trunk keeps its random initialisation; --weights gives it one that was trained")
     return SharedTrunk(
@@ -94,80 +102,82 @@ def open_shared_trunk(materials: Materials, config: Config) -> SharedTrunk:
         evaluation,
         world=world,
         clock=materials.clock,
-        settle_in=lambda: settle_in(materials, config, plan, segment, (training, evaluation), exact=facts.exact),
+        settle_in=lambda: settle_in(materials, config.cache, recipe, plan, segment, (training, evaluation), facts),
     )
 
 
 def settle_in(
     materials: Materials,
-    config: Config,
+    settings: CacheConfig,
+    recipe: Recipe,
     plan: Plan,
     segment: Segment,
     both: tuple[TrunkFeatures, TrunkFeatures],
-    *,
-    exact: bool,
+    facts: Facts,
 ) -> None:
     """Open what is stored, then let go of all blocks but this rank's segment. Collective."""
-    settings = config.cache
-    place = Path(settings.cache_dir) if settings.cache_dir else materials.directory / "cache"
+    place = materials.place(settings)
     budget = open_budget(settings, place, size=materials.world.size)
     for features in both:
-        depths = plan.depths[features.line.rank]
-        features.stores = open_stores(
-            materials,
-            config,
-            features.handed,
-            features.line.clock,
-            place=place,
-            budget=budget,
-            depths=depths,
-            exact=exact,
-        )
+        if facts.cache != "off":
+            features.stores = open_stores(
+                materials,
+                settings,
+                recipe,
+                features.handed,
+                features.line.clock,
+                place=place,
+                budget=budget,
+                depths=plan.depths[features.line.rank],
+                exact=facts.exact,
+            )
     for features in both:
         features.handed.whole = False
-    release(materials.chain, 0, segment[0])
-    release(materials.chain, segment[1], len(materials.chain.blocks))
+    drop_tensors(materials.chain, 0, segment[0])
+    drop_tensors(materials.chain, segment[1], len(materials.chain.blocks))
 
 
-def open_tasks(materials: Materials, config: Config) -> tuple[list[Task], list[Labels]]:
+def open_tasks(
+    materials: Materials, settings: StrategyConfig, optimizer: OptimizerConfig, *, seed: int
+) -> tuple[list[Task], list[Labels]]:
     """Return the tasks and their labels; only rank 0 reads the files. Collective."""
-    world, path = materials.world, config.strategy.tasks
+    world, path = materials.world, settings.tasks
     found = together(
         world, lambda: read_files(Path(path)) if path is not None and world.rank == 0 else ("", ""), name="trunk.read"
     )
     files = world.broadcast_object(found, name="trunk.files")
-    tasks = together(world, lambda: tasks_of(config, ranks=world.size, files=files), name="trunk.tasks")
+    tasks = together(
+        world, lambda: tasks_of(settings, optimizer, seed=seed, ranks=world.size, files=files), name="trunk.tasks"
+    )
     return tasks, together(world, lambda: read_labels(tasks, files[1], materials.corpus), name="trunk.labels")
 
 
 def open_plan(
-    materials: Materials, config: Config, tasks: list[Task], run: RunBlocks, images: Tensor, *, depth: int
+    materials: Materials, settings: StrategyConfig, tasks: list[Task], run: RunBlocks, images: Tensor, *, depth: int
 ) -> Plan:
     """Return who computes what. With whole trunks each rank is a line of its own, and has the one place. Collective."""
     world, blocks = materials.world, len(materials.chain.blocks)
     shares = [range(rank, len(tasks), world.size) for rank in range(world.size)]
     depths = tuple(tuple(sorted({blocks - tasks[i].blocks for i in share})) for share in shares)
-    if config.strategy.trunk == "whole":
+    if settings.trunk == "whole":
         rank = world.rank
         return Plan(((0, depth),), depths[rank : rank + 1], (tuple(shares[rank]),))
-    segments = open_segments(materials, config, run, images, depth=depth)
-    return Plan(segments, depths, tuple(map(tuple, shares)), config.strategy.labels or "replay")
+    segments = open_segments(materials, settings, run, images, depth=depth)
+    return Plan(segments, depths, tuple(map(tuple, shares)), settings.labels or "replay")
 
 
-def example_images(materials: Materials, config: Config) -> Tensor:
-    """Return black images of a training batch's shape and memory format, (B, C, H, W)."""
-    channels, height, width = materials.corpus.train.image_shape
-    size = config.data.image_size
-    shape = (config.optimizer.batch_size, channels, size or height, size or width)
-    return torch.zeros(shape).contiguous(memory_format=torch.channels_last)
+def example_images(materials: Materials, *, rows: int) -> Tensor:
+    """Return black images of a training batch's shape and memory format, (rows, C, H, W)."""
+    shape = seen_shape(materials.corpus.train.image_shape, materials.feed.images.transform.image_size)
+    return torch.zeros(rows, *shape).contiguous(memory_format=torch.channels_last)
 
 
 def open_segments(
-    materials: Materials, config: Config, run: RunBlocks, images: Tensor, *, depth: int
+    materials: Materials, settings: StrategyConfig, run: RunBlocks, images: Tensor, *, depth: int
 ) -> tuple[Segment, ...]:
     """Return the trunk's segments, the same on all ranks, of which at most each has one. Collective."""
     world, chain = materials.world, materials.chain
-    by, starts = config.strategy.cut_by or "compute", config.strategy.starts()
+    by, starts = settings.cut_by or "compute", settings.starts()
     if by == "given":
         return together(world, lambda: cut_at(starts, depth=depth, parts=world.size), name="trunk.cut")
     if by == "params":
@@ -192,7 +202,6 @@ def is_exact(halves: Halves, materials: Materials, depth: int) -> bool:
 
 def open_both_features(
     materials: Materials,
-    config: Config,
     halves: Halves,
     facts: Facts,
     plan: Plan,
@@ -200,13 +209,10 @@ def open_both_features(
     labels: list[Labels],
 ) -> tuple[TrunkFeatures, TrunkFeatures]:
     """Return how features are had in training and in evaluation. Collective."""
-    world, corpus = materials.world, materials.corpus
+    world = materials.world
     lanes_of_both = [prefix + lane for prefix in ("", EVALUATION) for lane in LANES]
     wire: Wire = LoopWire(lanes_of_both) if facts.whole else open_wire(world, lanes_of_both)
     rank = 0 if facts.whole else world.rank
-    share = {"replica": materials.replica, "replicas": materials.replicas}
-    train = Split(name="train", image_set=corpus.train, images=materials.feed.images, ids=corpus.owned(**share))
-    test = Split(name="test", image_set=corpus.evaluated, images=materials.evaluated, ids=corpus.share(**share))
 
     def features(split: Split, clock: PhaseClock, *, lanes: str, policy: Plan) -> TrunkFeatures:
         line = Line(
@@ -225,8 +231,8 @@ def open_both_features(
     silent = replace(plan, labels="replay")
     # Seconds of an evaluation are counted as a whole, by the loop.
     return (
-        features(train, materials.clock, lanes="", policy=plan),
-        features(test, PhaseClock(), lanes=EVALUATION, policy=silent),
+        features(materials.trained(), materials.clock, lanes="", policy=plan),
+        features(materials.tested(), PhaseClock(), lanes=EVALUATION, policy=silent),
     )
 
 

@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
-from hvfreeze.config.tree import Config
+from hvfreeze.config.sections import CacheConfig, FreezeConfig
+from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import RefusedError, UsageError
 
 LOSSES = ("cross-entropy", "balanced")
@@ -92,21 +94,25 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
     return tree
 
 
-def tasks_of(config: Config, *, ranks: int, files: tuple[str, str]) -> list[Task]:
-    """Return the run's tasks in order; `files` is what `read_files` gave, empty texts without --tasks.
+def tasks_of(
+    settings: StrategyConfig, optimizer: OptimizerConfig, *, seed: int, ranks: int, files: tuple[str, str]
+) -> list[Task]:
+    """Return the run's tasks in order, with the learning rate and seeds from `seed` on unless they say otherwise.
+
+    `files` is what `read_files` gave, empty texts without --tasks.
 
     Raises:
         UsageError: the task file says what no task can have.
     """
-    settings, lr, seed = config.strategy, config.optimizer.lr, config.run.seed
-    given = config.optimizer.head_rates() or [lr]
+    lr = optimizer.lr
+    given = optimizer.head_rates() or [lr]
     blocks = settings.head_blocks or 1
     if settings.tasks is None:
         count = settings.heads or ranks
         rates = given * count if len(given) == 1 else given
         if len(rates) != count:
             raise UsageError(
-                f"--head-lr ({config.optimizer.head_lr}) has {len(rates)} numbers for {count} heads; give one each, "
+                f"--head-lr ({optimizer.head_lr}) has {len(rates)} numbers for {count} heads; give one each, "
                 "or one for all"
             )
         return [Task(name=f"head{i}", blocks=blocks, lr=rate, seed=seed + i) for i, rate in enumerate(rates)]
@@ -154,14 +160,14 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
     return Task(name=name, column=column, blocks=blocks, lr=float(lr), seed=seed, loss=loss)
 
 
-def check_settings(config: Config) -> None:
+def check_settings(freeze: FreezeConfig, optimizer: OptimizerConfig, cache: CacheConfig) -> None:
     """Refuse settings of which nothing could come."""
     for flag, value, fit, why in (
-        ("freeze", config.freeze.freeze, "none", "the trunk is frozen from the start, and stays so"),
-        ("compression", config.optimizer.compression, "none", "no gradient travels"),
-        ("accumulate", config.optimizer.accumulate, 1, "no gradient travels"),
-        ("mixup", config.optimizer.mixup, 0, "the line computes features of samples, not of pairs"),
-        ("cache-shared", config.cache.cache_shared, False, "every rank keeps the features of its own heads"),
+        ("freeze", freeze.freeze, "none", "the trunk is frozen from the start, and stays so"),
+        ("compression", optimizer.compression, "none", "no gradient travels"),
+        ("accumulate", optimizer.accumulate, 1, "no gradient travels"),
+        ("mixup", optimizer.mixup, 0, "the line computes features of samples, not of pairs"),
+        ("cache-shared", cache.cache_shared, False, "every rank keeps the features of its own heads"),
     ):
         if value != fit:
             raise UsageError(f"--{flag} ({value}) must be left out with --strategy shared-trunk: {why}")

@@ -16,7 +16,7 @@ from hvfreeze.strategies.strategy import State
 from hvfreeze.training.checkpoints.file import Checkpoint, newest, open_checkpoint, unpacked
 from hvfreeze.training.checkpoints.redealing import Redealing
 from hvfreeze.training.checkpoints.saving import directory_of, identity
-from hvfreeze.training.evaluation import Totals
+from hvfreeze.training.evaluation import Score, Totals
 from hvfreeze.training.job import Job
 
 
@@ -120,6 +120,7 @@ def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
     job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
     job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
+    job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
     torch.set_rng_state(mine["random"])
 
 

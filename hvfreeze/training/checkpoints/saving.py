@@ -114,6 +114,7 @@ def shared_state(job: Job) -> dict[str, Any]:
         "epoch_seconds": dict(job.epoch_seconds),
         "best_accuracy": job.best_accuracy,
         "last_accuracy": job.last_accuracy,
+        "last_scores": {model: list(score) for model, score in job.last_scores.items()},
     }
 
 

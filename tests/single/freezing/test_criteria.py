@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from hvfreeze.config.sections import CRITERIA as OFFERED
+from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing.criteria import (
+    CRITERIA,
     Evidence,
     geometric,
     gradient_norm,
@@ -96,3 +99,18 @@ def test_geometric_is_the_published_schedule() -> None:
 def test_no_schedule_falls_below_the_current_cut() -> None:
     assert linear(replace(EVIDENCE, epoch=0.0, cut=3)).cut == 3
     assert geometric(replace(EVIDENCE, epoch=0.0, cut=3)).cut == 3
+
+
+def test_the_command_line_offers_every_criterion_and_no_other() -> None:
+    assert set(CRITERIA) == set(OFFERED)
+    help_of = FreezeConfig.__dataclass_fields__["freeze"].metadata["help"]
+    assert all(name in help_of for name in CRITERIA)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_needs_exactly_what_it_says_and_stays_in_range(name: str) -> None:
+    criterion, late = CRITERIA[name], replace(EVIDENCE, epoch=9.5)
+    assert EVIDENCE.cut < criterion.propose(late).cut <= EVIDENCE.deepest
+    assert criterion.propose(replace(late, cut=EVIDENCE.deepest)).cut == EVIDENCE.deepest
+    blind = criterion.propose(replace(late, norms=None, previous_norms=None)).cut
+    assert (blind == EVIDENCE.cut) is criterion.watches_gradients

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.shared_trunk.heads import Head, freeze, release
+from hvfreeze.strategies.shared_trunk.heads import Head, drop_tensors, hold_still
 from hvfreeze.strategies.shared_trunk.labels import Labels
 from hvfreeze.strategies.shared_trunk.tasks import Task
 
@@ -78,12 +78,12 @@ def test_a_head_holds_nothing_of_the_trunk_and_has_its_own_number_of_classes() -
 
 def test_what_is_frozen_stays_as_it_is_in_training_mode() -> None:
     chain = build(3)
-    freeze(chain, (0, 2))
+    hold_still(chain, (0, 2))
     chain.model.train()
     before = [tensor.clone() for tensor in chain.model.state_dict().values()]
     x = torch.randn(5, 4)
     assert torch.equal(chain.run(x, 0, 2), chain.run(x, 0, 2))
     assert equal(before, list(chain.model.state_dict().values()))
     assert not any(parameter.requires_grad for _, parameter in chain.named_parameters(0, 2))
-    release(chain, 0, 1)
+    drop_tensors(chain, 0, 1)
     assert sum(parameter.numel() for _, parameter in chain.named_parameters(0, 1)) == 0

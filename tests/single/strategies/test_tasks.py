@@ -22,22 +22,26 @@ def corpus(**data: Any) -> Corpus:
     return deal(open_data("digits"), DataConfig(**data), seed=0, batch_size=8, replicas=1)
 
 
+def tasks_for(ranks: int, files: tuple[str, str] = ("", ""), **settings: Any) -> list[Task]:
+    config = from_dict({"strategy": "shared-trunk", **settings})
+    return tasks_of(config.strategy, config.optimizer, seed=config.run.seed, ranks=ranks, files=files)
+
+
 def named(path: Path, **changes: Any) -> list[Task]:
-    config = from_dict({"strategy": "shared-trunk", "tasks": str(path), "lr": 0.5, "seed": 3, **changes})
-    return tasks_of(config, ranks=2, files=read_files(path))
+    return tasks_for(2, read_files(path), tasks=str(path), lr=0.5, seed=3, **changes)
 
 
 def test_every_rank_gets_a_head_of_its_own_seed_unless_told_otherwise() -> None:
-    tasks = tasks_of(from_dict({"strategy": "shared-trunk", "seed": 7, "lr": 0.5}), ranks=3, files=("", ""))
+    tasks = tasks_for(3, seed=7, lr=0.5)
     assert [(t.name, t.seed, t.lr, t.blocks) for t in tasks] == [
         ("head0", 7, 0.5, 1),
         ("head1", 8, 0.5, 1),
         ("head2", 9, 0.5, 1),
     ]
-    config = from_dict({"strategy": "shared-trunk", "heads": 2, "head_lr": "0.1,0.2", "head_blocks": 2})
-    assert [(t.lr, t.blocks) for t in tasks_of(config, ranks=3, files=("", ""))] == [(0.1, 2), (0.2, 2)]
+    two = tasks_for(3, heads=2, head_lr="0.1,0.2", head_blocks=2)
+    assert [(task.lr, task.blocks) for task in two] == [(0.1, 2), (0.2, 2)]
     with pytest.raises(UsageError, match="2 numbers for 3 heads"):
-        tasks_of(from_dict({"strategy": "shared-trunk", "head_lr": "0.1,0.2"}), ranks=3, files=("", ""))
+        tasks_for(3, head_lr="0.1,0.2")
 
 
 def test_each_column_of_a_table_is_a_task(tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ class HorovodWorld:
         """Start to sum `tensor` over ranks, in place."""
         return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
 
+    def poll(self, handle: tuple[int, str]) -> bool:
+        """Tell whether `wait` would return at once."""
+        return bool(self._hvd.poll(handle[0]))
+
     def wait(self, handle: tuple[int, str]) -> Any:
         """Return when the operation has ended, with its result.
 

@@ -9,20 +9,19 @@ Only the parameters that the reducer was told to carry travel; the frozen prefix
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.config.rules import parse_compression
-from hvfreeze.errors import DivergedError, UsageError
-from hvfreeze.ranks.exchange.buckets import Bucket, check_types, lay_out
-from hvfreeze.ranks.exchange.halves import HalfCopy
-from hvfreeze.ranks.exchange.low_rank import LowRank, fits
+from hvfreeze.errors import UsageError
+from hvfreeze.ranks.exchange.buckets import Bucket, check_types
+from hvfreeze.ranks.exchange.layout import lay_out
+from hvfreeze.ranks.exchange.low_rank import LowRank, check_arithmetic
+from hvfreeze.ranks.exchange.signals import SIGNAL_BYTES, Header, Signals, hash_of_names
 from hvfreeze.ranks.machine.mpi_environment import TCP_MESSAGE_BYTES
 from hvfreeze.ranks.world import World
 
@@ -34,14 +33,6 @@ UNCOMPRESSED_STEPS = 10
 """Before PowerSGD begins: the first gradients are large, and turn from step to step."""
 
 Observer = Callable[[int, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Signals:
-    """What all ranks learn in a step, summed over ranks."""
-
-    nonfinite: int
-    leave: int
 
 
 @dataclass
@@ -70,18 +61,22 @@ class Reducer:
     _named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     _parcels: list[Bucket | LowRank] = field(default_factory=list)
     """What travels, in this order."""
-    _low_rank: LowRank | None = None
+    _low_rank: list[LowRank] = field(default_factory=list)
+    _checked: bool = False
+    """Whether ranks are known to compute alike what is laid out."""
     _hooks: list[Any] = field(default_factory=list)
     _place: list[tuple[Bucket | LowRank, int]] = field(default_factory=list)
     _next: int = 0
+    """Parcels that have started on their way."""
+    _advanced: int = 0
+    """Those of them that were told to go on."""
     _steps: int = 0
     _passes: int = 0
     """Backward passes that a parameter must see; 0 between `finish` and `begin`."""
     _seen: list[int] = field(default_factory=list)
     _exponents: dict[str, int] = field(default_factory=dict)
     _set_hash: int = 0
-    _header: Tensor | None = None
-    _header_handle: Any = None
+    _header: Header | None = None
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Exchange the gradients of exactly these parameters from now on.
@@ -120,9 +115,12 @@ class Reducer:
             parameter.grad = None
         if self._steps == self.uncompressed_steps and self.compression.startswith("powersgd"):
             self._lay_out()
+        if self._low_rank and not self._checked:
+            check_arithmetic(self._low_rank, self.world, compression=self.compression)
+        self._checked = True
         for parcel in self._parcels:
             parcel.begin()
-        self._next = 0
+        self._next = self._advanced = 0
         self._passes = self.backward_passes_per_step if passes is None else passes
         self._seen = [0] * len(self._named)
         self._header = None
@@ -136,10 +134,8 @@ class Reducer:
             nonfinite: the loss of one of this rank's passes is NaN or infinite.
             leave: this rank was asked to leave after this step.
         """
-        header = [int(nonfinite), int(leave), self._set_hash, self._set_hash**2]
-        self._header = torch.tensor(header, dtype=torch.int64)
-        self._header_handle = self.world.start_allreduce_(self._header, name="step.signals")
-        self.other_bytes += 8 * len(header) if self.world.size > 1 else 0
+        self._header = Header(self.world, self._set_hash, nonfinite=nonfinite, leave=leave)
+        self.other_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
 
     def finish(self) -> Signals:
         """Wait until every gradient is the average over ranks; return what the ranks signalled.
@@ -154,20 +150,16 @@ class Reducer:
         if self._header is None:
             self.signal()
         assert self._header is not None
-        self.world.wait(self._header_handle)
-        nonfinite, leave, total, squares = self._header.tolist()
-        # Equality in Cauchy-Schwarz: n * sum(h^2) = (sum h)^2 only where all h are equal.
-        if self.world.size * squares != total**2:
-            raise DivergedError(
-                "ranks disagree on which parameters are frozen; freeze and thaw through the Freezer, on all ranks"
-            )
+        signals = self._header.wait()
         self._complete_absent()
         self._start_full_parcels()
+        for parcel in self._parcels[self._advanced :]:
+            self.payload_bytes += parcel.go_on(self._send, self.world.wait)
         for parcel in self._parcels:
             self.payload_bytes += parcel.finish(self._send, self.world.wait)
         self._passes = 0
         self._steps += 1
-        return Signals(nonfinite=nonfinite, leave=leave)
+        return signals
 
     def gradients_are_finite(self) -> bool:
         """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
@@ -178,7 +170,7 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's next exchange depends on besides its gradients; with powersgd as large as those."""
-        low_rank = {} if self._low_rank is None else self._low_rank.state_dict()
+        low_rank = {name: kept for parcel in self._low_rank for name, kept in parcel.state_dict().items()}
         return {"steps": self._steps, "exponents": dict(self._exponents), "low_rank": low_rank}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,28 +178,31 @@ class Reducer:
         self._steps = state["steps"]
         self._exponents.clear()
         self._exponents.update(state["exponents"])
-        self._low_rank = None
         self._lay_out()
-        if self._low_rank is not None:
-            self._low_rank.load_state_dict(state["low_rank"])
+        for parcel in self._low_rank:
+            parcel.load_state_dict(state["low_rank"])
 
     def _lay_out(self) -> None:
+        before, self._low_rank, self._checked = self._low_rank, [], False
         self._parcels, self._place = [], []
         if self.world.size == 1:
             return
-        kind, rank = parse_compression(self.compression)
-        size, slots = self.world.size, range(len(self._named))
-        compresses = kind == "powersgd" and self._steps >= self.uncompressed_steps
-        thin = [slot for slot in slots if compresses and fits(self._named[slot][1], rank=rank)]
-        whole = [slot for slot in slots if slot not in set(thin)]
-        half = partial(HalfCopy, rank=self.world.rank, size=size, exponents=self._exponents) if kind == "fp16" else None
-        self._parcels += lay_out(self._named, whole, size=size, bucket_bytes=self.bucket_bytes, half=half)
-        named, before, self._low_rank = [self._named[slot] for slot in thin], self._low_rank, None
-        if thin:
-            self._low_rank = LowRank(named, thin, world=self.world, rank=rank, before=before)
-            self._parcels.append(self._low_rank)
+        waits = self.compression.startswith("powersgd") and self._steps < self.uncompressed_steps
+        self._low_rank, buckets = lay_out(
+            self._named,
+            compression="none" if waits else self.compression,
+            world=self.world,
+            bucket_bytes=self.bucket_bytes,
+            exponents=self._exponents,
+        )
+        for old in before:
+            kept = old.state_dict()
+            for parcel in self._low_rank:
+                parcel.load_state_dict(kept)
+        # What is sent twice goes first: the rest travels while the second sum is made ready.
+        self._parcels += [*self._low_rank, *buckets]
         places = {slot: (parcel, i) for parcel in self._parcels for i, slot in enumerate(parcel.slots)}
-        self._place = [places[slot] for slot in slots]
+        self._place = [places[slot] for slot in range(len(self._named))]
 
     def _ready_hook(self, slot: int) -> Callable[[nn.Parameter], None]:
         def ready(parameter: nn.Parameter) -> None:
@@ -254,12 +249,10 @@ class Reducer:
             self.payload_bytes += parcel.payload_bytes
             self.other_bytes += parcel.tail_bytes
             self._next += 1
+        while self._advanced < self._next and self._parcels[self._advanced].has_arrived(self.world.poll):
+            self.payload_bytes += self._parcels[self._advanced].go_on(self._send, self.world.wait)
+            self._advanced += 1
 
     def _send(self, wire: Tensor, name: str) -> list[Any]:
         pieces = wire.split(self.piece_bytes // wire.element_size())
         return [self.world.start_allreduce_(piece, name=f"{name}.{place}") for place, piece in enumerate(pieces)]
-
-
-def hash_of_names(names: Sequence[str]) -> int:
-    """Return a non-negative number below 2^24 that depends on the names and their order."""
-    return int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:3], "big")

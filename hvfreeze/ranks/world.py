@@ -18,7 +18,7 @@ T = TypeVar("T")
 class World(Protocol):
     """One rank's view of a job, or of some of its ranks, which are then numbered anew from 0.
 
-    Every method but `abort` is a collective: every rank must call it.
+    Every method but `abort` and `poll` is a collective: every rank must call it.
     """
 
     rank: int
@@ -31,6 +31,9 @@ class World(Protocol):
 
     def start_allreduce_(self, tensor: Tensor, *, name: str) -> Any:
         """Start to sum a contiguous `tensor` over ranks, in place; returns a handle for `wait`."""
+
+    def poll(self, handle: Any) -> bool:
+        """Tell whether `wait` would return at once. Not a collective."""
 
     def wait(self, handle: Any) -> None:
         """Return when the operation that `start_allreduce_` began has ended."""
@@ -80,6 +83,10 @@ class SoloWorld:
 
     def start_allreduce_(self, tensor: Tensor, *, name: str) -> None:
         """Leave `tensor` as it is."""
+
+    def poll(self, handle: None) -> bool:
+        """Return True."""
+        return True
 
     def wait(self, handle: None) -> None:
         """Return at once."""

@@ -64,6 +64,14 @@ class Bucket:
         """Start on the way what all slots have filled."""
         self.handles = send(self.flat if self.half is None else self.half.filled_from(self.flat), self.name)
 
+    def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
+        """Tell whether `go_on` need not wait, which it never does."""
+        return True
+
+    def go_on(self, send: Send, wait: Callable[[Any], object]) -> int:
+        """Start what follows the first sum, and return its bytes: nothing."""
+        return 0
+
     def finish(self, send: Send, wait: Callable[[Any], object]) -> int:
         """Return when `flat` holds what all ranks' sum is, and the bytes that had to be sent for it once more."""
         for handle in self.handles:
@@ -80,7 +88,7 @@ class Bucket:
         return 0
 
 
-def lay_out(
+def lay_out_buckets(
     named: Sequence[tuple[str, nn.Parameter]],
     slots: Sequence[int],
     *,

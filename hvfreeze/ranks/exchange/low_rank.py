@@ -3,8 +3,9 @@
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (NeurIPS
 2019, arXiv 1905.13727), algorithm 1: one step of power iteration from the last step's Q (warm start), with error
 feedback. For a matrix M = gradient + error, n x m: P = mean over ranks of M Q; P made orthonormal; Q = mean of M^T P;
-all ranks take P Q^T, and each keeps M - P Q^T, of its own M, as its error. All matrices' P travel in one allreduce and
-all Q in another, 4 r (n + m) bytes each step instead of 4 n m.
+all ranks take P Q^T, and each keeps M - P Q^T, of its own M, as its error: 4 r (n + m) bytes each step instead of
+4 n m. All P of a group of matrices travel in one allreduce and all their Q in another; the groups that the backward
+pass completes first are on their way while it goes on.
 
 Replicas stay equal bit for bit because what they are updated by is computed from sums alone, which have the same bits
 everywhere. That needs ranks that compute alike: equal processors and threads, which `check_arithmetic` compares.
@@ -24,10 +25,16 @@ from hvfreeze.errors import UsageError
 from hvfreeze.ranks.exchange.buckets import Send
 from hvfreeze.ranks.world import World
 
+ELEMENTS_AT_ONCE = 2**18
+"""A mebibyte: what is written stays in a core's own cache until it is read again."""
+
 
 @dataclass
 class Matrix:
-    """One parameter's share of the buffers, all of them views: n x m, but `left` (P) n x r and `right` (Q^T) r x m."""
+    """One parameter's share of the buffers, all of them views: n x m, but `left` (P^T) r x n and `right` (Q^T) r x m.
+
+    Both thin ones lie row by row, and long rows are what products with few columns are fast for.
+    """
 
     error: Tensor
     error_shaped: Tensor
@@ -37,30 +44,36 @@ class Matrix:
     left: Tensor
     right: Tensor
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of the matrix that are decompressed, and taken from the error, before they leave the processor."""
+        return max(1, ELEMENTS_AT_ONCE // self.error.shape[1])
+
+    def decompress(self, basis: Tensor) -> None:
+        """Let `gradient` be P Q^T, and `error` what that leaves out; `basis` is P, n x r with orthonormal columns."""
+        for start in range(0, len(basis), self.rows_at_once):
+            rows = slice(start, start + self.rows_at_once)
+            torch.mm(basis[rows], self.right, out=self.gradient[rows])
+            self.error[rows].sub_(self.gradient[rows])
+
 
 class LowRank:
-    """The matrices of a cut's parameters, with what they keep from step to step.
+    """The matrices of some parameters, which travel together, with what they keep from step to step.
 
     Args:
+        name: of what travels.
         named: the parameters; `fits` must hold for each.
         slots: the number of each among all that the reducer carries.
+        size: how many ranks the mean is over.
         rank: r, how many columns P and Q have.
-        before: keeps the errors and factors of the parameters that it shares with this one.
     """
 
-    name = "gradients.low-rank"
     tail_bytes = 0
 
     def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        slots: Sequence[int],
-        *,
-        world: World,
-        rank: int,
-        before: LowRank | None = None,
+        self, name: str, named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int
     ) -> None:
-        self.slots, self.missing, self._world, self._rank = slots, 0, world, rank
+        self.name, self.slots, self.missing, self._size = name, slots, 0, size
         shapes = [matrix_shape(parameter) for _, parameter in named]
         self.flat = torch.zeros(sum(n * m for n, m in shapes))
         self._errors = torch.zeros_like(self.flat)
@@ -72,16 +85,15 @@ class LowRank:
             layout = (parameter.size(), parameter.stride(), at)
             error, gradient = (whole[at : at + n * m].view(n, m) for whole in (self._errors, self.flat))
             shaped = (self._errors.as_strided(*layout), self.flat.as_strided(*layout))
-            p = self._lefts[left : left + n * rank].view(n, rank)
+            p = self._lefts[left : left + n * rank].view(rank, n)
             q = self._rights[right : right + m * rank].view(rank, m)
             q.copy_(torch.randn(m, rank, generator=torch.Generator().manual_seed(seed_of(name))).t())
             self._matrices[name] = Matrix(error, shaped[0], gradient, shaped[1], p, q)
             at, left, right = at + n * m, left + n * rank, right + m * rank
-        if before is not None:
-            self.load_state_dict(before.state_dict())
         self._in_order = list(self._matrices.values())
         self._handles: list[Any] = []
-        self._checked = False
+        self._bases: list[Tensor] = []
+        self._left_behind = False
 
     @property
     def payload_bytes(self) -> int:
@@ -89,66 +101,60 @@ class LowRank:
         return self._lefts.nbytes
 
     def begin(self) -> None:
-        """Wait for all slots again. Collective the first time, which may raise UsageError: see `check_arithmetic`."""
-        if not self._checked:
-            self.check_arithmetic()
-        self._checked, self.missing = True, len(self.slots)
+        """Wait for all slots again."""
+        self.missing, self._left_behind = len(self.slots), False
 
     def lay_down(self, place: int, gradient: Tensor | None) -> Tensor:
         """Take this rank's gradient of the slot at `place`, None for zero; return where the average will be."""
         matrix = self._in_order[place]
         if gradient is not None:
             matrix.error_shaped.add_(gradient)
-        torch.mm(matrix.error, matrix.right.t(), out=matrix.left)
+        torch.mm(matrix.right, matrix.error.t(), out=matrix.left)
         self.missing -= 1
         return matrix.gradient_shaped
 
     def start(self, send: Send) -> None:
         """Start all P on their way."""
-        self._handles = send(self._lefts.mul_(1 / self._world.size), f"{self.name}.left")
+        self._handles = send(self._lefts.mul_(1 / self._size), f"{self.name}.left")
 
-    def finish(self, send: Send, wait: Callable[[Any], object]) -> int:
-        """Return when the average is where `lay_down` said, and the bytes of all Q."""
+    def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
+        """Tell whether all P have arrived, so that `go_on` need not wait."""
+        return all(poll(handle) for handle in self._handles)
+
+    def go_on(self, send: Send, wait: Callable[[Any], object]) -> int:
+        """Start all Q on their way when all P have arrived; return the bytes of all Q."""
         for handle in self._handles:
             wait(handle)
+        self._handles = []
         if not bool(torch.isfinite(self._lefts.sum())):
             # Some rank's gradient is not finite: so is the average, on all ranks, and no error may remember it.
             self.flat.fill_(torch.nan)
             self._errors.zero_()
+            self._left_behind = True
             return 0
-        for matrix in self._in_order:
-            matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
-            torch.mm(matrix.left.t(), matrix.error, out=matrix.right)
-        for handle in send(self._rights.mul_(1 / self._world.size), f"{self.name}.right"):
-            wait(handle)
-        for matrix in self._in_order:
-            torch.mm(matrix.left, matrix.right, out=matrix.gradient)
-            matrix.error.sub_(matrix.gradient)
+        self._bases = [torch.linalg.qr(matrix.left.t()).Q for matrix in self._in_order]
+        for matrix, basis in zip(self._in_order, self._bases, strict=True):
+            torch.mm(basis.t(), matrix.error, out=matrix.right)
+        self._handles = send(self._rights.mul_(1 / self._size), f"{self.name}.right")
         return self._rights.nbytes
 
-    def check_arithmetic(self) -> None:
-        """Refuse ranks that would compute different bits from the same sums. Collective.
+    def finish(self, send: Send, wait: Callable[[Any], object]) -> int:
+        """Return when the average is where `lay_down` said; nothing is sent again."""
+        for handle in self._handles:
+            wait(handle)
+        if not self._left_behind:
+            for matrix, basis in zip(self._in_order, self._bases, strict=True):
+                matrix.decompress(basis)
+        return 0
 
-        Raises:
-            UsageError: names the first rank that differs from rank 0; on all ranks.
-        """
-        digests = self._world.allgather_object(self._probe(), name=f"{self.name}.probe")
-        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if odd:
-            error = UsageError(
-                f"--compression powersgd:{self._rank}: rank {odd[0]} computes other bits than rank 0 from the same "
-                "numbers, and replicas would drift apart; give all ranks equal processors and --threads, or use fp16"
-            )
-            error.everywhere = True
-            raise error
-
-    def _probe(self) -> str:
+    def probe(self) -> str:
         """Return a digest of what this rank makes of fixed numbers, in all shapes of its matrices."""
         digest, generator = hashlib.sha256(), torch.Generator().manual_seed(0)
         for matrix in self._in_order:
             left, right = (torch.rand(thin.shape, generator=generator) - 0.5 for thin in (matrix.left, matrix.right))
-            product = torch.mm(torch.linalg.qr(left).Q, right)
-            digest.update(product.numpy())
+            basis = torch.linalg.qr(left.t()).Q
+            for start in range(0, len(basis), matrix.rows_at_once):
+                digest.update(torch.mm(basis[start : start + matrix.rows_at_once], right).numpy())
             digest.update(matrix.right.numpy())
         return digest.hexdigest()
 
@@ -160,10 +166,48 @@ class LowRank:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Continue from the entries of `state` whose parameters are here."""
+        """Continue from the entries of `state` whose parameters are here; a Q of another rank is of no use."""
         for name in self._matrices.keys() & state.keys():
-            self._matrices[name].error.copy_(state[name]["error"])
-            self._matrices[name].right.copy_(state[name]["right"])
+            matrix = self._matrices[name]
+            matrix.error.copy_(state[name]["error"])
+            if matrix.right.shape == state[name]["right"].shape:
+                matrix.right.copy_(state[name]["right"])
+
+
+def lay_out_low_rank(
+    named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int, group_bytes: int
+) -> list[LowRank]:
+    """Return groups of at least `group_bytes` of gradients for the parameters at `slots`, the last first.
+
+    What is left at the end is a smaller group. The layout depends on the parameters alone.
+    """
+    groups: list[list[int]] = [[]]
+    for slot in reversed(slots):
+        if sum(named[one][1].nbytes for one in groups[-1]) >= group_bytes:
+            groups.append([])
+        groups[-1].append(slot)
+    return [
+        LowRank(f"gradients.low-rank.{number}", [named[slot] for slot in group], group, size=size, rank=rank)
+        for number, group in enumerate(groups)
+        if group
+    ]
+
+
+def check_arithmetic(parcels: Sequence[LowRank], world: World, *, compression: str) -> None:
+    """Refuse ranks that would compute different bits from the same sums. Collective.
+
+    Raises:
+        UsageError: names the first rank that differs from rank 0; on all ranks.
+    """
+    digests = world.allgather_object([parcel.probe() for parcel in parcels], name="gradients.low-rank.probe")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        error = UsageError(
+            f"--compression {compression}: rank {odd[0]} computes other bits than rank 0 from the same "
+            "numbers, and replicas would drift apart; give all ranks equal processors and --threads, or use fp16"
+        )
+        error.everywhere = True
+        raise error
 
 
 def pool_into(pool: dict[str, dict[str, Tensor]], more: dict[str, dict[str, Tensor]], *, number: int) -> None:

@@ -26,8 +26,8 @@ from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.solving import rows_of, solve
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.ranks.equal_models import check_replicas, running_statistics
+from hvfreeze.ranks.exchange.signals import Signals
 from hvfreeze.ranks.machine.share import memory_budget
-from hvfreeze.ranks.reducer import Signals
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.replicas.pooling import pooled
 from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult, WholeModel

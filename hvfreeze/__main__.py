@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -44,7 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train as one rank of the job, and leave it together with the others."""
+    """Train as one rank of the job, and leave it together with the others; a signal counts from here on."""
+    from hvfreeze.ranks.machine.signals import follow_launching_shell, noticing
+
+    with noticing(signal.SIGUSR1) as asked:
+        follow_launching_shell()
+        return train_as_rank(arguments, asked)
+
+
+def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
+    """Train; `asked` grows by each signal that asks this rank to leave."""
     from hvfreeze.ranks.agreement import together
     from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 
@@ -54,7 +64,7 @@ def train(arguments: Sequence[str]) -> int:
         from hvfreeze.training.run import run
 
         config = together(world, lambda: configuration(parse(arguments)), name="configuration")
-        summary = run(config, world)
+        summary = run(config, world, asked=asked)
         code = print_summary(summary) if config.run.json and world.rank == 0 else 0
     except HvfreezeError as error:
         if not error.everywhere and world.size > 1:

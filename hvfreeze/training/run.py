@@ -16,6 +16,7 @@ from hvfreeze.applying.card import sha256_of, write_card
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.agreement import together
+from hvfreeze.ranks.machine.signals import noticing
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.publishing import publishing
@@ -33,18 +34,24 @@ EPOCHS = {"sgd": train_epoch, "exact": solve_epoch}
 """--head-fit -> what an epoch is."""
 
 
-def run(config: Config, world: World) -> dict[str, Any]:
+def run(config: Config, world: World, *, asked: Sequence[int] = ()) -> dict[str, Any]:
     """Train as `config` says and return summary.json's object, on every rank.
 
     Collective: every rank of `world` must call this.
 
+    Args:
+        config: the run.
+        world: all ranks of the job.
+        asked: signals that asked this rank to leave before this call.
+
     Raises:
         HvfreezeError: see its subclasses; raised on all ranks.
     """
-    with noticing(signal.SIGUSR1) as asked:
+    with noticing(signal.SIGUSR1) as came:
+        came.extend(asked)
         job = prepare(config, world)
         with told_at_its_end(job):
-            return train_and_conclude(job, asked)
+            return train_and_conclude(job, came)
 
 
 def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
@@ -91,17 +98,6 @@ def way_on(job: Job) -> str:
     again = ["hvfreeze", "train", "--config", str(job.directory / "config.yaml"), "--run-dir", str(job.directory)]
     where = "from the last checkpoint" if newest(directory_of(job)) else "anew, there is no checkpoint yet,"
     return f"go on {where} with: {shlex.join([*again, '--resume'])}"
-
-
-@contextmanager
-def noticing(number: int) -> Iterator[list[int]]:
-    """Collect signals `number` instead of dying of them: outside the loop there is nothing to stop, or little left."""
-    came: list[int] = []
-    before = signal.signal(number, lambda *_: came.append(number))
-    try:
-        yield came
-    finally:
-        signal.signal(number, before)
 
 
 def introduce(job: Job, progress: Progress, *, resumed: bool) -> None:

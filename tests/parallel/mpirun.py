@@ -112,7 +112,7 @@ def mpirun(
         returncode = _run(
             [*_launch(launcher, n, timeout), *command, *args], variables, out, timeout=timeout, cwd=cwd or ROOT
         )
-        left = _end(_processes_of(out), grace_seconds=GRACE_SECONDS)
+        left = end_all(processes_of(out), grace_seconds=GRACE_SECONDS)
         ranks = [json.loads(path.read_text()) for r in range(n) if (path := out / f"rank{r}.json").exists()]
         stdout, stderr = (_text(out / name) for name in ("stdout", "stderr"))
     result = Result(returncode, stdout, stderr, ranks)
@@ -188,7 +188,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str], out: Path, *, tim
             job.wait()
 
 
-def _processes_of(out: Path) -> set[int]:
+def processes_of(out: Path) -> set[int]:
     """Every process that this job started, however far away it forked: all have the job's folder in their variables."""
     mark = f"{OUT_VARIABLE}={out}".encode()
     found = set()
@@ -199,7 +199,7 @@ def _processes_of(out: Path) -> set[int]:
     return found
 
 
-def _end(processes: Iterable[int], *, grace_seconds: float) -> dict[int, str]:
+def end_all(processes: Iterable[int], *, grace_seconds: float) -> dict[int, str]:
     """Waits for `processes` to go; those that stay are killed and returned with their command lines."""
     deadline = time.monotonic() + grace_seconds
     alive = {pid: command for pid in processes if (command := command_of(pid))}

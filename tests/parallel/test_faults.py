@@ -73,7 +73,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
     result = train(2, "-", straight)
     assert result.returncode == 0, str(result)
 
-    asked_early = train(2, "1:-1:leave", folder)
+    asked_early = train(2, "0:-3:leave,1:-1:leave", folder)
     assert asked_early.returncode == 75, str(asked_early)
     assert "stopped after step 1 of 12; go on with --resume" in only_message(asked_early)
     assert checkpoints(folder, size=2) == [1]

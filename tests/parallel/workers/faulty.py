@@ -1,7 +1,7 @@
 """The program with faults built in: `faulty.py RANK:STEP:FAULT,... ARGUMENTS` does what hvfreeze ARGUMENTS does.
 
-A fault happens on one rank before it makes the step. Step -2 is the beginning and -1 the end of the preparation; `-` is
-no fault.
+A fault happens on one rank before it makes the step. Step -3 is before ranks know each other, -2 the beginning and -1
+the end of the preparation; `-` is no fault.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from hvfreeze.__main__ import main
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
+from hvfreeze.ranks import horovod_world
+from hvfreeze.ranks.machine.mpi_environment import claimed_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.replicas import door
 from hvfreeze.strategies.replicas.door import Replicas
@@ -31,6 +33,7 @@ from hvfreeze.training import loop
 from hvfreeze.training.job import Job, prepare
 
 make_step = loop.train_step
+start = horovod_world.open_world
 
 
 def replicas_of(job: Job) -> Replicas:
@@ -146,12 +149,17 @@ def build_in(faults: str) -> None:
             fault(job)
         return make_step(job, batches)
 
+    def faulty_start() -> World:
+        wanted.get((claimed_rank(os.environ), -3), nothing)(None)
+        return start()
+
     def faulty_preparation(config: Config, world: World) -> Job:
         wanted.get((world.rank, -2), nothing)(None)
         job = prepare(config, world)
         wanted.get((world.rank, -1), nothing)(job)
         return job
 
+    horovod_world.open_world = faulty_start
     loop.train_step = faulty_step
     hvfreeze.training.run.prepare = faulty_preparation  # type: ignore[attr-defined]
 

@@ -204,6 +204,10 @@ class RunConfig:
         "often as takes 3 % of the time",
     )
     evaluate_every: int = setting(1, "N", "epochs between evaluations; the last epoch is always evaluated")
+    keep: str = setting("last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)")
+    early_stop: int | None = setting(
+        None, "N", "stop when N evaluations in a row find no better model on held-out samples (--validation-fraction)"
+    )
     resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
     resume_inexact: bool = setting(
         False,
@@ -221,6 +225,8 @@ class RunConfig:
         rule(ok, "threads", self.threads, f"at least 1 and at most {MOST_THREADS}")
         if self.checkpoint_every != "auto":
             parse_cadence("checkpoint-every", self.checkpoint_every)
+        one_of("keep", self.keep, ("last", "best"))
+        rule(self.early_stop is None or self.early_stop >= 1, "early-stop", self.early_stop, "at least 1 evaluation")
         rule(self.evaluate_every >= 1, "evaluate-every", self.evaluate_every, "at least 1 epoch")
 
     def checkpoint_steps(self, steps_per_epoch: int) -> int | None:

@@ -48,6 +48,11 @@ class Config:
             rule(self.data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
         if self.data.shuffle == "global" and self.cache.cache == "on":
             rule(self.cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
+        held_out = self.data.validation_fraction > 0
+        why = "what is chosen must be chosen on held-out samples, never on the test set"
+        with_it = "given together with --validation-fraction F, such as 0.1"
+        rule(held_out or self.run.keep == "last", "keep", self.run.keep, with_it, why)
+        rule(held_out or self.run.early_stop is None, "early-stop", self.run.early_stop, with_it, why)
         heads = self.optimizer.head_rates() or []
         many = self.strategy.strategy == "shared-trunk"
         rule(many or len(heads) < 2, "head-lr", self.optimizer.head_lr, "one number: there is one head")

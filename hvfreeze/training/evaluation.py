@@ -23,6 +23,21 @@ class Score(NamedTuple):
     """0-1."""
 
 
+class Best(NamedTuple):
+    """The best that a model was after any evaluation so far."""
+
+    epoch: int
+    step: int
+    accuracy: float
+    loss: float
+    parameter_digest: str
+    """Of all models, where this one is kept; else empty."""
+
+    def below(self, score: Score) -> bool:
+        """Tell whether a score is better: more is right, or with as much right the loss is lower."""
+        return (score.accuracy, -score.loss) > (self.accuracy, -self.loss)
+
+
 Scores = dict[str, Score]
 """By model."""
 

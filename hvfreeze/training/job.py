@@ -26,7 +26,7 @@ from hvfreeze.strategies.strategy import Materials, Strategy
 from hvfreeze.training.blueprint import Blueprint, statistics_of
 from hvfreeze.training.checkpoints.file import Saving
 from hvfreeze.training.choice import open_strategy, place_of, reads_images
-from hvfreeze.training.evaluation import Scores, Totals
+from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.progress import Speaker
 
 
@@ -60,6 +60,9 @@ class Job:
     last_accuracy: float = 0.0
     last_scores: Scores = field(default_factory=dict)
     """What the last evaluation found, by model."""
+    best: dict[str, Best] = field(default_factory=dict)
+    evaluations_in_vain: int = 0
+    """Since a model was last better than ever."""
     totals: dict[str, Totals] = field(default_factory=dict)
     """Sums over the epoch's training samples so far, by model."""
     asked_to_leave: bool = False

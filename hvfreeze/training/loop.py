@@ -15,6 +15,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.strategy import MODEL, Answers, SolvesHeads
+from hvfreeze.training.checkpoints.best import follow_best, out_of_patience
 from hvfreeze.training.checkpoints.saving import finish_saving, save
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
@@ -49,10 +50,13 @@ def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch, asked: Sequenc
     with leaving_on_signal(job):
         job.asked_to_leave = job.asked_to_leave or bool(asked)
         job.clock.restart()
-        for epoch in range(job.epochs_done, job.config.optimizer.epochs):
+        for epoch in range(job.epochs_done, 0 if out_of_patience(job) else job.config.optimizer.epochs):
             make_epoch(job, epoch, progress)
             end_epoch(job, epoch, progress)
             checkpoint_when_due(job)
+            if out_of_patience(job):
+                progress.line(f"stopped early: {job.evaluations_in_vain} evaluations in a row found nothing better")
+                break
         with job.clock.within("checkpoint"):
             finish_saving(job)
 
@@ -129,6 +133,7 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
             tested = evaluate(job.strategy, job.evaluation_batches, job.world)
             job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
             job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
+            follow_best(job, epoch)
         trained = reduce(job.totals, job.strategy.models, job.world, name="train")
         report = job.strategy.report()
     seconds = job.clock.read()
@@ -178,9 +183,10 @@ def checkpoint_when_due(job: Job) -> None:
 def checkpoint_is_due(job: Job) -> bool:
     """Tell whether the step calls for a checkpoint; the last one does unless there are none at all. Collective."""
     every = job.config.run.checkpoint_steps(job.steps_per_epoch)
+    last = job.step == job.total_steps or out_of_patience(job)
     if every is None:
-        return job.step == job.total_steps or (job.step % job.steps_per_epoch == 0 and checkpoint_is_cheap(job))
-    return bool(every) and (job.step % every == 0 or job.step == job.total_steps)
+        return last or (job.step % job.steps_per_epoch == 0 and checkpoint_is_cheap(job))
+    return bool(every) and (job.step % every == 0 or last)
 
 
 def checkpoint_is_cheap(job: Job) -> bool:

@@ -19,9 +19,10 @@ from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.machine.signals import noticing
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.runs.publishing import publishing
+from hvfreeze.runs.publishing import publish, publishing
 from hvfreeze.runs.reading import SUMMARY, read_object
 from hvfreeze.strategies.strategy import WholeModel
+from hvfreeze.training.checkpoints.best import best_path, out_of_patience
 from hvfreeze.training.checkpoints.file import newest
 from hvfreeze.training.checkpoints.restoring import restore
 from hvfreeze.training.checkpoints.saving import directory_of, save
@@ -125,7 +126,7 @@ def finished(job: Job) -> dict[str, Any] | None:
     path = job.directory / "summary.json"
 
     def read() -> dict[str, Any] | None:
-        ended = job.epochs_done == job.config.optimizer.epochs
+        ended = job.epochs_done == job.config.optimizer.epochs or out_of_patience(job)
         return read_object(path, SUMMARY) if job.world.rank == 0 and ended and path.exists() else None
 
     return job.world.broadcast_object(together(job.world, read, name="summary.read"), name="finished")
@@ -160,6 +161,8 @@ def conclude(job: Job) -> dict[str, Any]:
         "parameter_digest": digest,
         "resumed": list(job.record.resumed),
     }
+    if job.config.run.keep == "best":
+        summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
     summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)
     summary = job.world.broadcast_object(summary, name="summary")
     together(job.world, lambda: job.record.summary(summary), name="summary.write")
@@ -167,7 +170,7 @@ def conclude(job: Job) -> dict[str, Any]:
 
 
 def export(job: Job, *, digest: str) -> None:
-    """Write each trained model as a plain state_dict, model.pt where there is one, and then its card, model.yaml.
+    """Write each trained model, as it is or was best, as a state_dict, model.pt where there is one, and its card.
 
     Args:
         job: a run that has settled.
@@ -175,18 +178,28 @@ def export(job: Job, *, digest: str) -> None:
 
     Collective: every rank of the world must call this.
     """
+    kept = job.best if job.config.run.keep == "best" else {}
     done = replace(job.card, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
 
     def write(model: WholeModel) -> None:
         if job.world.rank == 0:
             path = job.directory / f"{model.name}.pt"
-            with publishing(path) as file:
-                torch.save(model.state, file)
-            score = job.last_scores.get(model.name)
-            accuracy = score.accuracy if score else job.last_accuracy
+            score, best = job.last_scores.get(model.name), kept.get(model.name)
+            card = replace(done, accuracy=score.accuracy if score else job.last_accuracy)
+            if best is not None:
+                publish(path, [best_path(job, model.name).read_bytes()])
+                card = replace(
+                    done,
+                    accuracy=best.accuracy,
+                    epochs=best.epoch + 1,
+                    steps=best.step,
+                    parameter_digest=best.parameter_digest,
+                )
+            else:
+                with publishing(path) as file:
+                    torch.save(model.state, file)
             classes = model.classes or done.classes
-            card = replace(done, accuracy=accuracy, sha256=sha256_of(path), classes=classes)
-            write_card(path.with_name(f"{model.name}.yaml"), card)
+            write_card(path.with_name(f"{model.name}.yaml"), replace(card, sha256=sha256_of(path), classes=classes))
 
     for model in job.strategy.whole_models():
         together(job.world, partial(write, model), name="export")

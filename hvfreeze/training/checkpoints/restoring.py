@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PHASES
 from hvfreeze.strategies.strategy import State
+from hvfreeze.training.checkpoints.best import bring_back_best
 from hvfreeze.training.checkpoints.file import Checkpoint, newest, open_checkpoint, unpacked
 from hvfreeze.training.checkpoints.redealing import Redealing
 from hvfreeze.training.checkpoints.saving import directory_of, identity
-from hvfreeze.training.evaluation import Score, Totals
+from hvfreeze.training.evaluation import Best, Score, Totals
 from hvfreeze.training.job import Job
 
 
@@ -58,6 +60,7 @@ def restore(job: Job) -> int | None:
         job.record.change(change)
         job.notes.append(f"not as before: {change}")
     together(world, lambda: put_back(job, shared, own, name=name), name="checkpoint.restore")
+    together(world, lambda: bring_back_best(job, Path(name)), name="best.back")
     return wrote
 
 
@@ -121,6 +124,8 @@ def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
     job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
     job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
+    job.best = {name: Best(*best) for name, best in shared["best"].items()}
+    job.evaluations_in_vain = shared["evaluations_in_vain"]
     torch.set_rng_state(mine["random"])
 
 

@@ -18,6 +18,7 @@ from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS
+from hvfreeze.training.checkpoints.best import link_best
 from hvfreeze.training.checkpoints.file import Saving, packed
 from hvfreeze.training.job import Job
 
@@ -54,6 +55,7 @@ def save(job: Job, *, settled: bool, alone: bool = False) -> None:
     own = packed({**rank_state(job), **strategy.own})
     if not settled:
         compare_settled(job)
+    together(job.world, lambda: link_best(job, directory_of(job)) if job.world.rank == 0 else None, name="best.link")
     lengths = job.world.allgather_object(len(own), name="checkpoint.lengths")
     saving = None
     if job.world.rank == 0:
@@ -115,6 +117,8 @@ def shared_state(job: Job) -> dict[str, Any]:
         "best_accuracy": job.best_accuracy,
         "last_accuracy": job.last_accuracy,
         "last_scores": {model: list(score) for model, score in job.last_scores.items()},
+        "best": {name: list(best) for name, best in job.best.items()},
+        "evaluations_in_vain": job.evaluations_in_vain,
     }
 
 

@@ -20,9 +20,17 @@ from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines
 
+KEPT = {"keep": "best", "early_stop": 2}
 CACHED = {"augment": "views:2", "cache": "on"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "adamw": {"optimizer": "adamw", "lr": 0.002, "head_lr": "0.01", "no_decay_norms": True, "signal": "averaged"},
+    "adamw": {
+        "optimizer": "adamw",
+        "lr": 0.002,
+        "head_lr": "0.01",
+        "no_decay_norms": True,
+        "signal": "averaged",
+        **KEPT,
+    },
     "lars": {"optimizer": "lars", "lr": 2.0, "label_smoothing": 0.1, "clip_grad": 0.5},
     "sgd": {"nesterov": True, "mixup": 0.4, "clip_grad": 0.5, "head_lr": "0.1", **CACHED},
 }
@@ -59,7 +67,9 @@ def check_resume(world: World, root: Path, name: str) -> str:
     interrupted(configuration(stopped, world.size, **settings), world, after=STOP)
     resumed = run(configuration(stopped, world.size, resume=True, **settings), world)
     assert resumed["parameter_digest"] == straight["parameter_digest"], f"{name}: differs when stopped after {STOP}"
+    assert resumed.get("kept") == straight.get("kept") and ("kept" in straight) == ("keep" in settings)
     if world.rank == 0:
+        assert (stopped / "model.pt").read_bytes() == (root / name / "model.pt").read_bytes()
         assert lines(stopped, "metrics") == lines(root / name, "metrics")
     return str(straight["parameter_digest"])
 

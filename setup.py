@@ -23,8 +23,10 @@ setup(
         "pillow>=9.4",
         "pyyaml>=6.0",
         "scikit-learn>=1.2",
-        "torch>=2.1,<2.14",  # 2.14 asks for C++20, with which Horovod was not built
-        "torchvision>=0.16",
+        # Below 2.6, torch.load(weights_only=True) can be made to run a file's code (CVE-2025-32434), below 2.10 to
+        # corrupt memory (CVE-2026-24747): hvfreeze/plain_load.py. 2.14 asks for C++20, unlike Horovod as built.
+        "torch>=2.10,<2.14",
+        "torchvision>=0.25",
         "tqdm>=4.64",
     ],
     # Horovod must be compiled with MPI against the installed torch: launch/bootstrap does it, plain pip does not.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.plain_load import load_plain
 from hvfreeze.torchvision_shim import torchvision
 
 Triple = tuple[float, float, float]
@@ -35,7 +36,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
             warnings.simplefilter(
                 "ignore"
             )  # what a strange pickle makes torch say; the error below says it in one line
-            content = torch.load(Path(path).expanduser(), map_location="cpu", weights_only=True)
+            content = load_plain(Path(path).expanduser())
+    except RefusedError:
+        raise
     except OSError as error:
         raise RefusedError(
             f"weights ({path}) cannot be read: {error.strerror or error}; give the path of a state_dict"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from hvfreeze.doctor.libraries import Probe
 
 USABLE, UNUSABLE = 0, 3
 REBUILD = "remove .venv/ and run `make setup`, which builds Horovod for the torch and MPI that it finds"
+OLDEST_TORCH = (2, 10)
+TORCH = "torch>=2.10,<2.14"
 GIB = 2**30
 MIB = 2**20
 
@@ -63,7 +66,11 @@ def check_python(version: tuple[int, ...], *, executable: str) -> CheckResult:
 def check_torch(torch: Probe) -> CheckResult:
     """Check that torch loads; tell its version and the threads that it uses by itself."""
     if torch.error:
-        return CheckResult("torch", False, torch.error, "run `make setup`, or pip install 'torch>=2.1,<2.14'")
+        return CheckResult("torch", False, torch.error, f"run `make setup`, or pip install '{TORCH}'")
+    version = tuple(map(int, re.findall(r"\d+", torch.facts["version"])[:2]))
+    if version < OLDEST_TORCH:
+        why = "files that it loads can run code or corrupt memory"
+        return CheckResult("torch", False, f"{torch.facts['version']}: {why}", f"pip install '{TORCH}'")
     threads = f"{torch.facts['threads']} threads, {torch.facts['capability']} kernels"
     return CheckResult("torch", True, f"{torch.facts['version']}, {threads}")
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "torchvision_shim"),
+    ("errors", "torchvision_shim", "plain_load"),
     ("config",),
     ("chain", "ranks", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "updates"),
@@ -25,6 +25,7 @@ ALLOWED = {
     "report": {"errors", "config", "runs"},
     "doctor": {"errors", "torchvision_shim"},
     "cache": {"errors"},
+    "plain_load": {"errors"},
     "runs": {"errors", "config"},
     "updates": {"errors", "config"},
     "commands": {"errors", "applying", "cache", "config", "doctor", "report", "runs", "training"},

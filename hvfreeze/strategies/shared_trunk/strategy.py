@@ -24,6 +24,7 @@ from hvfreeze.chain.segments import Segment, segment_bytes
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import DivergedError, NumericsError, RefusedError
 from hvfreeze.freezing.frozen import Seal
+from hvfreeze.plain_load import load_plain
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.moves import Move
@@ -235,7 +236,7 @@ class SharedTrunk:
         parts = self.world.gather_bytes(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), name=name)
         found: dict[str, Tensor] = {}
         for part in parts:
-            found |= torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True)
+            found |= load_plain(io.BytesIO(part.numpy().tobytes()))
         return found
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.plain_load import load_plain
 from hvfreeze.runs.publishing import publishing
 
 KEPT = 2
@@ -57,7 +58,9 @@ def unpacked(data: Tensor, *, name: str) -> dict[str, Any]:
         RefusedError: it holds more than plain values, or is no state; nothing of it was run.
     """
     try:
-        state = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+        state = load_plain(io.BytesIO(data.numpy().tobytes()))
+    except RefusedError:
+        raise
     except Exception as error:  # what is no archive of plain values makes the unpickler raise anything
         raise RefusedError(f"checkpoint {name} holds more than plain values and is refused") from error
     if not isinstance(state, dict):

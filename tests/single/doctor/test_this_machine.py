@@ -24,6 +24,7 @@ def but(facts: Probe, **changes: str) -> Probe:
         (checks.check_python((3, 9, 1), executable="python3"), "PROBLEM"),
         (checks.check_python((3, 10, 0), executable="python3"), "OK"),
         (checks.check_torch(BROKEN), "PROBLEM"),
+        (checks.check_torch(Probe({"version": "2.9.1", "threads": "2", "capability": "AVX2"})), "PROBLEM"),
         (checks.check_torch(Probe({"version": "2.13.0", "threads": "2", "capability": "AVX2"})), "OK"),
         (checks.check_torchvision(BROKEN), "PROBLEM"),
         (checks.check_torchvision(Probe({"version": "0.28.0", "shim": "yes"})), "note"),

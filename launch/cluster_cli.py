@@ -40,7 +40,7 @@ def with_hosts(command: Sequence[str], hosts: str) -> list[str]:
 
 
 def _chosen(name: str | None) -> Cluster:
-    """The named cluster, or the only one."""
+    """Return the named cluster, or the only one."""
     names = clusters()
     if name is None and len(names) == 1:
         return load(names[0])
@@ -52,7 +52,7 @@ def _chosen(name: str | None) -> Cluster:
 
 
 def print_status(names: Sequence[str], *, as_json: bool) -> None:
-    """Prints these clusters' nodes and the bytes at their interfaces."""
+    """Print these clusters' nodes and the bytes at their interfaces."""
     found = [load(name) for name in names]
     if as_json:
         print(json.dumps([{**dataclasses.asdict(cluster), "traffic": traffic(cluster)} for cluster in found]))
@@ -127,7 +127,7 @@ def main(
     lacking: Callable[[], list[str]] = missing,
     prepare: Callable[[Cluster], Cluster] = lambda cluster: cluster,
 ) -> int:
-    """The command line; 0 done, 1 failed, 2 usage or something missing, else the code of `run`'s command.
+    """Carry out the command line; return 0 done, 1 failed, 2 usage or something missing, or `run`'s code.
 
     Args:
         argv: verb and options.

@@ -47,7 +47,7 @@ class NodeSpec:
 
 
 def start_node(spec: NodeSpec, connect: Callable[[int], None], *, inherited: tuple[int, ...]) -> tuple[int, int]:
-    """A running node that answers ssh: (PID of its keeper, a child of the caller; PID of its PID 1).
+    """Start a node and return it when it answers ssh: (PID of its keeper, a child of the caller; PID of its PID 1).
 
     Args:
         spec: the node.
@@ -82,7 +82,7 @@ def start_node(spec: NodeSpec, connect: Callable[[int], None], *, inherited: tup
 
 
 def _keep_node(spec: NodeSpec, orders: int, answers: int) -> None:
-    """Makes the namespaces, forks the node into them and ends with it."""
+    """Make the namespaces, fork the node into them and end with it."""
     try:
         namespaces.die_with_parent(signal.SIGKILL)
         namespaces.unshare(namespaces.NEW_NODE)
@@ -107,7 +107,7 @@ def _keep_node(spec: NodeSpec, orders: int, answers: int) -> None:
 
 
 def _set_up(spec: NodeSpec) -> int:
-    """This process's namespaces are a node: host name, private directories, eth0, sshd; the PID of sshd."""
+    """Make this process's namespaces a node: host name, private directories, eth0, sshd; return the PID of sshd."""
     socket.sethostname(spec.name)
     _mount(spec)
     Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
@@ -128,7 +128,7 @@ def _set_up(spec: NodeSpec) -> int:
 
 
 def _mount(spec: NodeSpec) -> None:
-    """What two machines do not share is private: /run, /dev/shm, processes, interfaces, names, ssh settings, a disk."""
+    """Make private what two machines do not share: /run, /dev/shm, processes, interfaces, names, ssh, a disk."""
     directory = spec.directory
     descriptor = os.open(directory, os.O_PATH)
     namespaces.keep_mounts_private()
@@ -150,7 +150,7 @@ def _mount(spec: NodeSpec) -> None:
 
 
 def _wait_for_ssh(address: str, sshd: subprocess.Popen[bytes]) -> None:
-    """Returns when sshd accepts connections.
+    """Return when sshd accepts connections.
 
     Raises:
         RuntimeError: it ended or did not answer; with the end of its log.
@@ -167,12 +167,12 @@ def _wait_for_ssh(address: str, sshd: subprocess.Popen[bytes]) -> None:
 
 
 def limit(interface: str, bandwidth: str) -> list[str]:
-    """The commands that let `interface` send at most `bandwidth` (tc's notation; "" for no limit)."""
+    """Return the commands that let `interface` send at most `bandwidth` (tc's notation; "" for no limit)."""
     return [f"tc qdisc add dev {interface} root tbf rate {bandwidth} burst 256kb latency 100ms"] if bandwidth else []
 
 
 def run(line: str) -> None:
-    """Runs one command without a shell.
+    """Run one command without a shell.
 
     Raises:
         RuntimeError: it failed; with its own words.

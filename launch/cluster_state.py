@@ -62,7 +62,7 @@ class Cluster:
         return ",".join(f"{node.name}:{self.slots}" for node in self.nodes if node.pid)
 
     def node(self, name: str) -> Node:
-        """The living node of this name.
+        """Return the living node of this name.
 
         Raises:
             ClusterError: there is none.
@@ -75,11 +75,11 @@ class Cluster:
         raise ClusterError(f"cluster {self.name!r} has no node {name!r}: {', '.join(n.name for n in self.nodes)}")
 
     def with_environment(self, variables: dict[str, str]) -> Cluster:
-        """This cluster, whose commands also have these variables."""
+        """Return this cluster, whose commands also have these variables."""
         return dataclasses.replace(self, environment={**self.environment, **variables})
 
     def save(self) -> None:
-        """The state file says this."""
+        """Let the state file say this."""
         path = self.directory / "state.json"
         temporary = path.with_suffix(".new")
         temporary.write_text(json.dumps(dataclasses.asdict(self)))
@@ -87,14 +87,14 @@ class Cluster:
 
 
 def load(name: str) -> Cluster:
-    """The cluster as its state file says."""
+    """Return the cluster as its state file says."""
     state = json.loads(Path(f"{PREFIX}{name}/state.json").read_text())
     state["nodes"] = tuple(Node(**node) for node in state["nodes"])
     return Cluster(**state)
 
 
 def try_lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock; None when its supervisor holds it.
+    """Return a descriptor that holds the directory's lock; None when its supervisor holds it.
 
     Raises:
         FileNotFoundError: the directory is gone.

@@ -35,7 +35,7 @@ class Outcome:
 def run(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, prepare: Callable[[], None] | None = None
 ) -> Outcome:
-    """Runs the command in a session of its own until it and all that it started have ended.
+    """Run the command in a session of its own until it and all that it started have ended.
 
     Args:
         command: program and arguments.
@@ -126,7 +126,7 @@ def _descendants() -> list[int]:
 
 
 def _addressee(number: signal.Signals, child: int) -> int:
-    """The nearest process below this one that handles the signal, `child` when none does."""
+    """Return the nearest process below this one that handles the signal, `child` when none does."""
     for pid in _descendants():
         try:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()

@@ -28,7 +28,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def missing() -> list[str]:
-    """What this machine lacks, each with its remedy; empty when a cluster can be brought up."""
+    """Return what this machine lacks, each with its remedy; empty when a cluster can be brought up."""
     if os.geteuid() != 0:
         return ["not root: namespaces and a bridge need root; start it with sudo"]
     lacking = [
@@ -48,7 +48,7 @@ def missing() -> list[str]:
 
 
 def _claim(name: str | None) -> tuple[str, int]:
-    """A new, locked state directory: (the cluster's name, the descriptor that holds the lock)."""
+    """Make a new, locked state directory: (the cluster's name, the descriptor that holds the lock)."""
     clusters()
     for candidate in [name] if name else (f"c{number}" for number in range(1000)):
         directory = Path(PREFIX + candidate)
@@ -84,7 +84,7 @@ def _write_files(directory: Path, nodes: Sequence[Node]) -> None:
 
 
 def up(plan: Plan, *, name: str | None = None, owner: int | None = None) -> Cluster:
-    """A cluster whose nodes all answer ssh; it lives until `down`, or until the process `owner` ends.
+    """Return a cluster whose nodes all answer ssh; it lives until `down`, or until the process `owner` ends.
 
     Raises:
         ClusterError: something is missing, the name is taken, or a node did not start; nothing is left then.
@@ -121,7 +121,7 @@ def up(plan: Plan, *, name: str | None = None, owner: int | None = None) -> Clus
 
 
 def _supervise(name: str, plan: Plan, caller: int, owner: int | None, *, lock: int, answers: int) -> None:
-    """The supervisor's whole life; never returns."""
+    """Live the supervisor's whole life; never return."""
     directory = Path(PREFIX + name)
     code = 1
     try:
@@ -189,7 +189,7 @@ def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster
 
 
 def _watch(cluster: Cluster, keepers: dict[int, str], owner: int | None) -> None:
-    """Returns when told to stop or when the owner has ended; writes down which nodes died meanwhile."""
+    """Return when told to stop or when the owner has ended; write down which nodes died meanwhile."""
     while owner is None or _lives(owner):
         received = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, 0.5)
         if received is not None and received.si_signo != signal.SIGCHLD:
@@ -213,7 +213,7 @@ def _lives(pid: int) -> bool:
 
 
 def down(name: str) -> None:
-    """The cluster and all that ran in it are gone; nothing happens when it is not up."""
+    """End the cluster and all that ran in it; do nothing when it is not up."""
     number, patience = signal.SIGTERM, 0.0
     while name in clusters():
         if time.monotonic() > patience:
@@ -227,7 +227,7 @@ def down(name: str) -> None:
 
 
 def cut_power(cluster: Cluster, name: str) -> None:
-    """The node and all in it are dead, and as its link went first, nobody was told."""
+    """Kill the node and all in it; its link goes first, so that nobody is told."""
     node = cluster.node(name)
     child = os.fork()
     if child == 0:
@@ -252,7 +252,7 @@ def traffic(cluster: Cluster) -> dict[str, tuple[int, int]]:
 
 
 def run(cluster: Cluster, node: Node, command: Sequence[str]) -> int:
-    """Runs `command` on the node with launch/settings.sh and the environment that it lets through; its exit code.
+    """Run `command` on the node with launch/settings.sh and the environment that it lets through; return its exit code.
 
     Signals are passed on to the command; when this process ends, so does the command.
     """
@@ -274,7 +274,7 @@ def run(cluster: Cluster, node: Node, command: Sequence[str]) -> int:
 
 
 def call(node: Node, command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """What `command` said on the node; unlike after `run`, daemons that it started stay."""
+    """Return what `command` said on the node; unlike after `run`, daemons that it started stay."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     words = [sys.executable, str(LAUNCH / "namespaces.py"), str(node.pid), *command]
     return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PATH": path, **environment})

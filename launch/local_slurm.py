@@ -56,7 +56,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 
 
 def missing() -> list[str]:
-    """What this machine lacks, each with its remedy."""
+    """Return what this machine lacks, each with its remedy."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     packages = {package for program, package in DAEMONS.items() if shutil.which(program, path=path) is None}
     return local_cluster.missing() + [
@@ -65,7 +65,7 @@ def missing() -> list[str]:
 
 
 def start_slurm(cluster: Cluster) -> Cluster:
-    """The cluster whose commands know this Slurm, which says that all nodes are idle.
+    """Return a cluster whose commands know this Slurm, which says that all nodes are idle.
 
     Raises:
         ClusterError: a daemon did not start.
@@ -107,5 +107,5 @@ def start_slurm(cluster: Cluster) -> Cluster:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line of launch/cluster, on clusters that also have Slurm."""
+    """Carry out the command line of launch/cluster, on clusters that also have Slurm."""
     return cluster_cli.main(argv, program="launch/local_slurm", lacking=missing, prepare=start_slurm)

@@ -33,12 +33,12 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(kinds: int) -> None:
-    """The calling process has new namespaces of these kinds (a new PID namespace holds its next child)."""
+    """Give the calling process new namespaces of these kinds (a new PID namespace holds its next child)."""
     _checked(_libc.unshare(kinds), "unshare")
 
 
 def enter(pid: int, kinds: tuple[str, ...]) -> None:
-    """The calling process is in the namespaces of `pid`.
+    """Move the calling process into the namespaces of `pid`.
 
     Args:
         pid: as the caller counts.
@@ -51,7 +51,7 @@ def enter(pid: int, kinds: tuple[str, ...]) -> None:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """The calling process receives this signal when its parent ends, however the parent ends."""
+    """Let the calling process receive this signal when its parent ends, however the parent ends."""
     _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0), "prctl")
 
 
@@ -66,7 +66,7 @@ def keep_mounts_private() -> None:
 
 
 def mount(kind: str, target: str, *, options: str = "") -> None:
-    """A new file system of this kind ("tmpfs", "proc", "sysfs") covers `target`."""
+    """Cover `target` with a new file system of this kind ("tmpfs", "proc", "sysfs")."""
     data = options.encode() or None
     _checked(_libc.mount(kind.encode(), target.encode(), kind.encode(), 0, data), f"mount {kind} on {target}")
 

@@ -48,7 +48,7 @@ LONGEST_PAUSE_SECONDS = 300.0
 
 
 def reason(code: int) -> str:
-    """What an exit code means, in words."""
+    """Return what an exit code means, in words."""
     if code not in REASONS and code > 128 and code - 128 in set(signal.Signals):
         return f"ended by {signal.Signals(code - 128).name}"
     return REASONS.get(code, "failed")
@@ -99,7 +99,7 @@ def with_hosts(command: Sequence[str], hosts: dict[str, int]) -> list[str]:
 
 
 def spread(hosts: dict[str, int], ranks: int) -> dict[str, int]:
-    """The hosts with enough slots for `ranks`: their own where those suffice, else evenly more on each."""
+    """Return the hosts with enough slots for `ranks`: their own where those suffice, else evenly more on each."""
     if sum(hosts.values()) >= ranks:
         return hosts
     return {name: max(slots, math.ceil(ranks / len(hosts))) for name, slots in hosts.items()}
@@ -129,7 +129,7 @@ def without_dead_hosts(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def write_line(run_dir: Path, entry: dict[str, Any]) -> None:
-    """The entry is the last line of the run directory's restarts.jsonl."""
+    """Append the entry, as the last line, to the run directory's restarts.jsonl."""
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(run_dir / "restarts.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -137,7 +137,7 @@ def write_line(run_dir: Path, entry: dict[str, Any]) -> None:
 
 
 def pause(seconds: float) -> bool:
-    """Waits; True when told to end meanwhile."""
+    """Wait; return True when told to end meanwhile."""
     waited = set(guard.PASSED_ON)
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     told = signal.sigtimedwait(waited, seconds) is not None
@@ -164,7 +164,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code of the last attempt."""
+    """Return the exit code of the last attempt."""
     options, command, run_dir = parse(argv)
     attempt, failures, dropped = 1, 0, list[str]()
     hosts_of(command)

@@ -90,7 +90,7 @@ def _read_pickle(path: Path, *keys: str) -> list[Any]:
 
 
 def read_archive(directory: Path, archive: Archive) -> tuple[tuple[str, ...], dict[str, tuple[PixelArray, list[int]]]]:
-    """Returns the class names and, for `train` and `test`, the (N, 3, 32, 32) uint8 pixels and N labels.
+    """Return the class names and, for `train` and `test`, the (N, 3, 32, 32) uint8 pixels and N labels.
 
     Raises:
         RefusedError: A file is missing, damaged or asks to run code; names it.

@@ -67,7 +67,7 @@ class ImageSet:
         return digest.hexdigest()
 
     def decode(self, sample_id: int) -> PixelArray:
-        """Returns the (C, H, W) uint8 pixels of one sample.
+        """Return the (C, H, W) uint8 pixels of one sample.
 
         Raises:
             RefusedError: The image is damaged or cannot be read; names the file.
@@ -76,7 +76,7 @@ class ImageSet:
         return self.source.decode(sample_id)
 
     def identity(self, *, local: bool = True) -> str:
-        """Returns a digest of what the decoded pixels, labels and classes are.
+        """Return a digest of what the decoded pixels, labels and classes are.
 
         Args:
             local: Whether times of modification count, which find more changes to image files. Leave them out to
@@ -101,7 +101,7 @@ class DataSplits:
 
 
 def default_directory() -> Path:
-    """Returns $HVFREEZE_DATA, or the user's cache directory for data."""
+    """Return $HVFREEZE_DATA, or the user's cache directory for data."""
     named = os.environ.get("HVFREEZE_DATA")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(named) if named else Path(cache) / "hvfreeze" / "data"
@@ -125,7 +125,7 @@ def open_data(
     image_size: int | None = None,
     classes: Sequence[int] | None = None,
 ) -> DataSplits:
-    """Returns the splits of a data set, without decoding image files.
+    """Return the splits of a data set, without decoding image files.
 
     Args:
         name: `digits`, `cifar10`, `cifar100` or `imagefolder`.

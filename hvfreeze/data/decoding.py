@@ -28,7 +28,7 @@ class Pixels(Protocol):
     """Where a batch's pixels come from."""
 
     def fetch(self, ids: Ids) -> Tensor:
-        """Returns (B, C, H, W) uint8, row i of sample ids[i].
+        """Return (B, C, H, W) uint8, row i of sample ids[i].
 
         Raises:
             RefusedError: An image is damaged or cannot be read; names the file.
@@ -38,7 +38,7 @@ class Pixels(Protocol):
         """Hints that these batches will be fetched, in this order, some perhaps never. Replaces the last hint."""
 
     def close(self) -> None:
-        """Ends all threads. Nothing is fetched afterwards."""
+        """End all threads. Nothing is fetched afterwards."""
 
 
 class MemoryPixels:
@@ -52,7 +52,7 @@ class MemoryPixels:
         workers: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Decodes the samples.
+        """Decode the samples.
 
         Args:
             image_set: The split that `ids` are rows of.
@@ -84,10 +84,10 @@ class MemoryPixels:
         return self._pixels.index_select(0, torch.from_numpy(rows))
 
     def prefetch(self, batches: Iterable[Ids]) -> None:
-        """Does nothing: everything is in memory."""
+        """Do nothing: everything is in memory."""
 
     def close(self) -> None:
-        """Does nothing: no thread outlives the constructor."""
+        """Do nothing: no thread outlives the constructor."""
 
 
 class StreamedPixels:
@@ -124,7 +124,7 @@ class StreamedPixels:
         self._look_ahead()
 
     def close(self) -> None:
-        """Ends the threads; batches that were started are dropped."""
+        """End the threads; batches that were started are dropped."""
         self._pool.shutdown(cancel_futures=True)
 
     def _start(self, ids: Ids) -> tuple[Tensor, list[Future[None]]]:
@@ -153,7 +153,7 @@ def load_pixels(
     workers: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MemoryPixels | StreamedPixels:
-    """Returns the pixels of the samples `ids`: in memory when they fit `budget_bytes`, else streamed.
+    """Return the pixels of the samples `ids`: in memory when they fit `budget_bytes`, else streamed.
 
     Args:
         image_set: The split that `ids` are rows of.

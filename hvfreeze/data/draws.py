@@ -25,7 +25,7 @@ def _word(value: str | int | Ids) -> Bits:
 
 
 def draw(purpose: str, *words: int | Ids) -> Bits:
-    """Returns 64 random bits for every row of the broadcast words (splitmix64, one round a word).
+    """Return 64 random bits for every row of the broadcast words (splitmix64, one round a word).
 
     Args:
         purpose: At most eight ASCII letters that keep the draws of one use apart from those of another.
@@ -44,12 +44,12 @@ def draw(purpose: str, *words: int | Ids) -> Bits:
 
 
 def two_below(bits: Bits, limit: int) -> tuple[Ids, Ids]:
-    """Returns two independent (B,) int64 arrays of integers in 0..limit-1 (limit below 2**32) from one draw."""
+    """Return two independent (B,) int64 arrays of integers in 0..limit-1 (limit below 2**32) from one draw."""
     high = ((bits >> _HALF) * np.uint64(limit)) >> _HALF
     low = ((bits & _LOW_HALF) * np.uint64(limit)) >> _HALF
     return high.astype(np.int64), low.astype(np.int64)
 
 
 def shuffled(ids: Ids, purpose: str, *words: int) -> Ids:
-    """Returns the distinct `ids` in the order of their own draws, so that adding an id moves no other one."""
+    """Return the distinct `ids` in the order of their own draws, so that adding an id moves no other one."""
     return ids[np.argsort(draw(purpose, *words, ids), kind="stable")]

@@ -28,12 +28,12 @@ class Listing:
     """CLASS/.../IMAGE relative to `root`, sorted as bytes."""
 
     def labels(self) -> list[int]:
-        """Returns the class of every path, an index into `classes`."""
+        """Return the class of every path, an index into `classes`."""
         label_of = {name: label for label, name in enumerate(self.classes)}
         return [label_of[path.partition("/")[0]] for path in self.paths]
 
     def sizes(self) -> dict[tuple[int, int], Path]:
-        """Returns the distinct (height, width) of at most 64 evenly spaced images, each with one of its files.
+        """Return the distinct (height, width) of at most 64 evenly spaced images, each with one of its files.
 
         Raises:
             RefusedError: One of them is not an image.
@@ -47,7 +47,7 @@ class Listing:
 
 
 def is_folder(path: Path) -> bool:
-    """Returns whether `path` is a folder.
+    """Return whether `path` is a folder.
 
     Raises:
         RefusedError: The folders above it cannot be read.
@@ -59,7 +59,7 @@ def is_folder(path: Path) -> bool:
 
 
 def scan(root: Path, *, fewest: int = 2) -> Listing:
-    """Returns all images below `root`, whose folders are the classes; sub-folders of a class belong to it.
+    """Return all images below `root`, whose folders are the classes; sub-folders of a class belong to it.
 
     Names that begin with a dot, and files that are no images by their suffix, are passed over.
 
@@ -103,7 +103,7 @@ def images_below(folder: Path) -> list[str]:
 
 
 def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
-    """Returns the listings `train`, `test` and, where there are train, val and test, `val`; and notes for the user.
+    """Return the listings `train`, `test` and, where there are train, val and test, `val`; and notes for the user.
 
     Raises:
         RefusedError: The folders are not a data set, or their classes differ.

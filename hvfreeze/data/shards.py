@@ -14,7 +14,7 @@ from hvfreeze.errors import UsageError
 
 
 def apportion(weights: ArrayLike, total: int) -> Ids:
-    """Returns which of the weights wins each of `total` seats, in order (Sainte-Lague's divisor rule).
+    """Return which of the weights wins each of `total` seats, in order (Sainte-Lague's divisor rule).
 
     Any range of the result holds every index close to its share, equal weights give 0, 1, ..., n-1, 0, 1, ...; integer
     weights that sum to at least `total` win no more seats than they count.
@@ -38,7 +38,7 @@ def _take_per_class(labels: ArrayLike, ids: Ids, quotas: Ids, purpose: str, seed
 
 
 def stratified_subset(labels: ArrayLike, count: int, *, seed: int) -> Ids:
-    """Returns the sorted ids of `count` samples that hold every class in its share.
+    """Return the sorted ids of `count` samples that hold every class in its share.
 
     Args:
         labels: (N,) classes 0..C-1.
@@ -57,7 +57,7 @@ def stratified_subset(labels: ArrayLike, count: int, *, seed: int) -> Ids:
 
 
 def split_validation(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int) -> tuple[Ids, Ids]:
-    """Returns the sorted ids that stay for training and those held out, `fraction` of every class.
+    """Return the sorted ids that stay for training and those held out, `fraction` of every class.
 
     Args:
         labels: (N,) classes 0..C-1 of the whole set; `ids` are rows of it.
@@ -90,7 +90,7 @@ def _shard_weights(shard_sizes: str | Sequence[float], size: int) -> NDArray[np.
 
 
 def _skewed_table(counts: Ids, sizes: Ids, *, alpha: float, seed: int) -> Ids:
-    """Returns (C, R) samples of class c for rank r: rows sum to `counts`, columns to `sizes`, shares ~ Dirichlet."""
+    """Return (C, R) samples of class c for rank r: rows sum to `counts`, columns to `sizes`, shares ~ Dirichlet."""
     generator = np.random.default_rng(seed % 2**64)
     shares = generator.dirichlet(np.full(len(sizes), alpha), size=len(counts))
     # Zero shares would leave no way to reach the sizes asked for.
@@ -124,7 +124,7 @@ class ShardPlan:
     """The data seed."""
 
     def epoch_order(self, epoch: int, rank: int) -> Ids:
-        """Returns (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
+        """Return (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
 
         With `global`, batch s of all ranks together covers the same samples for every size of an equal total batch.
         """
@@ -160,7 +160,7 @@ def plan_shards(
     partition: str = "iid",
     shard_sizes: str | Sequence[float] = "equal",
 ) -> ShardPlan:
-    """Returns the plan by which `size` ranks share the samples `ids`, each sample owned by exactly one rank.
+    """Return the plan by which `size` ranks share the samples `ids`, each sample owned by exactly one rank.
 
     Args:
         labels: (N,) classes 0..C-1 of the whole set; `ids` are rows of it.

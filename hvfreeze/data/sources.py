@@ -35,7 +35,7 @@ class ArraySource:
         return (channels, self.side or height, self.side or width)
 
     def decode(self, row: int) -> PixelArray:
-        """Returns the (C, H, W) uint8 pixels of one image."""
+        """Return the (C, H, W) uint8 pixels of one image."""
         if self.image_shape == self.pixels.shape[1:]:
             kept: PixelArray = self.pixels[row]
             return kept
@@ -43,7 +43,7 @@ class ArraySource:
         return to_pixels(fitted(Image.fromarray(self.pixels[row].transpose(1, 2, 0)), self.side, self.side))
 
     def identity(self, *, local: bool) -> str:
-        """Returns a digest of all pixels; `local` makes no difference, since arrays carry no file times."""
+        """Return a digest of all pixels; `local` makes no difference, since arrays carry no file times."""
         header = f"{self.pixels.shape} {self.side} {PIL.__version__ if self.side else ''}"
         return hashlib.sha256(
             header.encode() + hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
@@ -63,7 +63,7 @@ class FileSource:
     """The centre square of every image is resized to this side; None accepts images of `image_shape` only."""
 
     def decode(self, row: int) -> PixelArray:
-        """Returns the (C, H, W) uint8 pixels of one image.
+        """Return the (C, H, W) uint8 pixels of one image.
 
         Raises:
             RefusedError: The file cannot be read or is not an intact image; names it.
@@ -82,7 +82,7 @@ class FileSource:
         return to_pixels(rgb)
 
     def identity(self, *, local: bool) -> str:
-        """Returns a digest of every file's path and size and, when `local`, time of modification.
+        """Return a digest of every file's path and size and, when `local`, time of modification.
 
         Raises:
             RefusedError: A file has gone.
@@ -99,7 +99,7 @@ class FileSource:
 
 
 def open_image(path: Path) -> Image.Image:
-    """Returns an image of which only the header has been read; the caller closes it.
+    """Return an image of which only the header has been read; the caller closes it.
 
     Raises:
         RefusedError: The file cannot be read or is not an image; names it.
@@ -162,7 +162,7 @@ def to_pixels(image: Image.Image) -> PixelArray:
 
 
 def unreadable(path: Path, error: OSError) -> RefusedError:
-    """Returns the refusal of a file or folder that the operating system does not let us read."""
+    """Return the refusal of a file or folder that the operating system does not let us read."""
     return RefusedError(f"{path} cannot be read ({error.strerror}); check --data-dir and the permissions")
 
 

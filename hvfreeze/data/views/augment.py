@@ -23,7 +23,7 @@ class Augment:
         return f"views:{self.num_views}" if self.kind == "views" else self.kind
 
     def view_of(self, ids: Ids, *, epoch: int, data_seed: int) -> Ids:
-        """Returns the (B,) int64 views that `epoch` shows of the (B,) samples `ids`.
+        """Return the (B,) int64 views that `epoch` shows of the (B,) samples `ids`.
 
         `none`: always 0. `fresh`: the epoch. `views:K`, and `mirrored` as 2 views: (offset(data seed, sample) + epoch)
         mod K, so that K epochs show every view once and each epoch mixes all views.

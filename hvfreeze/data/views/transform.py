@@ -41,7 +41,7 @@ class Transform:
     """What a view is made by; see `config.rules.parse_recipe`."""
 
     def __call__(self, pixels: Tensor, *, ids: Ids, views: Ids) -> Tensor:
-        """Returns the given views: cropped as the recipe says, flipped, recoloured, normalised, enlarged.
+        """Return the given views: cropped as the recipe says, flipped, recoloured, normalised, enlarged.
 
         Consecutive views of a sample alternate between flipped and not, so that two views cover both sides exactly.
 
@@ -69,7 +69,7 @@ class Transform:
         return self._normalised(shown)
 
     def clean(self, pixels: Tensor) -> Tensor:
-        """Returns the (B, C, H, W) uint8 pixels, their centre where that is cut out, normalised and enlarged.
+        """Return the (B, C, H, W) uint8 pixels, their centre where that is cut out, normalised and enlarged.
 
         The result is float32, without augmentation.
         """
@@ -97,7 +97,7 @@ class Transform:
         return functional.interpolate(batch, size=(self.image_size, self.image_size), mode="bilinear")
 
     def identity(self) -> str:
-        """Returns everything that, beside the stored pixels, determines a view: equal texts mean equal bits."""
+        """Return everything that, beside the stored pixels, determines a view: equal texts mean equal bits."""
         library = version() if self.recipe != ("crop",) else ""
         return json.dumps({"version": 2, "torchvision": library, **asdict(self)}, sort_keys=True)
 
@@ -117,7 +117,7 @@ def transform_for(
     recipe: tuple[str, ...] = ("crop",),
     statistics: Statistics | None = None,
 ) -> Transform:
-    """Returns a data set's transform, whose views are flipped where a mirrored image still shows its class.
+    """Return a data set's transform, whose views are flipped where a mirrored image still shows its class.
 
     Crops are taken from a black border of an eighth of the side, or where stored pixels are larger than the images from
     these. `statistics` are mean and standard deviation to normalise with; None is the data set's own.

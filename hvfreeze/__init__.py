@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cadence": "freezing.cadence",
     "Chain": "chain.blocks",
+    "DistributedOptimizer": "own_loop.optimizer",
     "FreezeConfig": "config.sections",
     "Freezer": "freezing.freezer",
     "PrefixActivations": "cache.activations",

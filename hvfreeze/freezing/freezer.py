@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvfreeze.chain.blocks import Chain, cut_into_blocks
+from hvfreeze.chain.blocks import Chain
+from hvfreeze.chain.watched.calls import Inputs
+from hvfreeze.chain.watched.choosing import in_blocks
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.ballots import hold_vote
@@ -36,8 +38,8 @@ class Freezer:
 
     Args:
         chain: the model in blocks.
-        optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups. What is not
-            trainable now is left alone: it travels and votes at no cut, and no thaw switches it on.
+        optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups. What it does
+            not hold, or is not trainable now, is left alone: it travels and votes at no cut, and no thaw wakes it.
         reducer: exchanges the gradients of what still trains.
         world: the ranks that vote.
         settings: criterion, guards, weights and quorum.
@@ -62,14 +64,17 @@ class Freezer:
         self.cut = 0
         self.cut_history: list[Move] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._left_out = {p for _, p in chain.named_parameters() if not p.requires_grad}
+        given = {parameter for group in self._groups for parameter in group}
+        self._left_out = {p for _, p in chain.named_parameters() if not p.requires_grad or p not in given}
         deciding = [settings.freeze] if settings.votes else []
         self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
         watching = any(proposer.criterion.watches_gradients for proposer in self._proposers.values())
         self._observes = watching or settings.vote_weight == "snr"
         self._seen = Observations(GradientSums(chain, step_norms=settings.vote_weight == "snr"))
+        self._seal: Seal | None = None
         self._check_settings()
         self._move(settings.cut if settings.cut is not None else 0)
+        self._seal = None
 
     def after_step(self, loss: float) -> Decision | None:
         """Count an optimizer step; at the end of an interval, vote and apply the outcome.
@@ -82,7 +87,11 @@ class Freezer:
         Raises:
             DivergedError: something changed a frozen parameter or buffer since it was frozen.
         """
-        self._seal.check(step=self.step)
+        # What is loaded or broadcast between a start and its first step is not a change.
+        if self._seal is None:
+            self.seal()
+        else:
+            self._seal.check(step=self.step)
         self.step += 1
         self._seen.add_loss(loss)
         if self._observes:
@@ -153,6 +162,7 @@ class Freezer:
         for name, (cut, intervals, recent) in state["tracks"].items():
             self._proposers[name] = Proposer(name, cut, intervals, list(recent))
         self._seen.load_state_dict(state)
+        self._seal = None
 
     @staticmethod
     def redealt(state: dict[str, Any], *, restep: Callable[[int], int]) -> dict[str, Any]:
@@ -285,16 +295,29 @@ def freeze_by_vote(
     steps_per_epoch: int,
     num_epochs: int,
     settings: FreezeConfig = FreezeConfig(freeze="gradient-norm"),  # noqa: B008  (frozen)
+    blocks: str | None = None,
+    example: Inputs | None = None,
 ) -> Freezer:
     """Return a Freezer for `model` with votes twice an epoch from the end of the first on; `reducer` is part of it.
 
     For more choice, build `Chain`, `Reducer` and `Freezer` yourself.
 
+    Args:
+        model: any module.
+        optimizer: any torch optimizer over its parameters.
+        world: the ranks that vote.
+        steps_per_epoch: optimizer steps of each rank.
+        num_epochs: how long training lasts.
+        settings: criterion, guards, weights and quorum.
+        blocks: where the model may be cut, see `in_blocks`.
+        example: a batch of the model's inputs; needed where it is neither a torchvision classifier nor an
+            nn.Sequential, unless `blocks` names its blocks.
+
     Raises:
-        UsageError: the settings do not fit the model or the world.
+        UsageError: the settings do not fit the model or the world, or the model is not divided so.
     """
     return Freezer(
-        cut_into_blocks(model),
+        in_blocks(model, blocks=blocks, example=example),
         optimizer=optimizer,
         reducer=Reducer(world),
         world=world,

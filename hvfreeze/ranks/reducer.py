@@ -56,6 +56,11 @@ class Reducer:
     payload_bytes: int = 0
     """Gradient bytes that this rank handed to Horovod so far."""
     other_bytes: int = 0
+    starts_itself: bool = False
+    """Whether a step's first gradient begins the exchange, which then drops no gradients, and `finish` takes what came
+    however many passes there were; for scripts that call `zero_grad` wherever they like."""
+    always: Sequence[tuple[str, nn.Parameter]] = ()
+    """Parameters that travel at every cut, behind those that `carry` is given."""
     observer: Observer | None = None
     """Called with (index among the carried parameters, this rank's own gradient) before it is averaged."""
     _named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
@@ -84,13 +89,13 @@ class Reducer:
         Raises:
             UsageError: a parameter is neither float32 nor float64, or the compression is unknown.
         """
-        check_types(named_parameters)
+        check_types([*named_parameters, *self.always])
         parse_compression(self.compression)
         for hook in self._hooks:
             hook.remove()
         for _, parameter in self._named:
             parameter.grad = None
-        self._named = list(named_parameters)
+        self._named = [*named_parameters, *self.always]
         self._set_hash = hash_of_names([name for name, _ in self._named])
         self._exponents = {name: self._exponents[name] for name, _ in self._named if name in self._exponents}
         self._lay_out()
@@ -111,8 +116,9 @@ class Reducer:
         Raises:
             UsageError: ranks compute different bits, and powersgd needs that they do not; on all ranks.
         """
-        for _, parameter in self._named:
-            parameter.grad = None
+        if not self.starts_itself:
+            for _, parameter in self._named:
+                parameter.grad = None
         if self._steps == self.uncompressed_steps and self.compression.startswith("powersgd"):
             self._lay_out()
         if self._low_rank and not self._checked:
@@ -144,8 +150,10 @@ class Reducer:
 
         Raises:
             DivergedError: the ranks carry different sets of parameters.
-            UsageError: there were fewer backward passes than `begin` was told.
+            UsageError: there were fewer backward passes than `begin` was told, or gradients were changed meanwhile.
         """
+        if self.starts_itself and not self._passes:
+            self.begin()
         assert self._passes, "finish() without begin()"
         if self._header is None:
             self.signal()
@@ -156,10 +164,16 @@ class Reducer:
         for parcel in self._parcels[self._advanced :]:
             self.payload_bytes += parcel.go_on(self._send, self.world.wait)
         for parcel in self._parcels:
+            self._check_untouched(parcel)
             self.payload_bytes += parcel.finish(self._send, self.world.wait)
         self._passes = 0
         self._steps += 1
         return signals
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether gradients of a step are on their way, or `begin` waits for them."""
+        return self._passes > 0
 
     def gradients_are_finite(self) -> bool:
         """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
@@ -206,10 +220,15 @@ class Reducer:
 
     def _ready_hook(self, slot: int) -> Callable[[nn.Parameter], None]:
         def ready(parameter: nn.Parameter) -> None:
+            if self.starts_itself and not self._passes:
+                self.begin()
             if self._seen[slot] >= self._passes:
+                where, way = "begin() and finish() of the reducer", "begin(passes=N)"
+                if self.starts_itself:
+                    where, way = "two steps", "backward_passes_per_step=N"
                 raise UsageError(
-                    f"backward pass {self._seen[slot] + 1} where {self._passes} may be between begin() and finish() of "
-                    "the reducer: give begin(passes=N) to add up the gradients of N, and take all of them in between"
+                    f"backward pass {self._seen[slot] + 1} where {self._passes} may be between {where}: give {way} to "
+                    "add up the gradients of N, and take all of them in between"
                 )
             self._seen[slot] += 1
             if self._seen[slot] == self._passes:
@@ -227,20 +246,30 @@ class Reducer:
         if self.observer is not None:
             self.observer(slot, gradient)
         if self._place:
-            parcel, i = self._place[slot]
-            parameter.grad = parcel.lay_down(i, gradient)
+            self._lay_down(slot, parameter, gradient)
+
+    def _lay_down(self, slot: int, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        parcel, i = self._place[slot]
+        parameter.grad = parcel.lay_down(i, gradient)
+        parcel.version = parcel.flat._version
+
+    def _check_untouched(self, parcel: Bucket | LowRank) -> None:
+        if self.starts_itself and parcel.flat._version != parcel.version:
+            raise UsageError(
+                "gradients were changed between backward() and their average over ranks, and it is lost: call "
+                "synchronize() before they are clipped or scaled, and step() inside skip_synchronize()"
+            )
 
     def _complete_absent(self) -> None:
         """Let a parameter that took no part in this rank's loss, or in some passes only, count with what it has."""
         most = max(self._seen, default=0)
-        if 0 < most < self._passes:
+        if 0 < most < self._passes and not self.starts_itself:
             raise UsageError(f"finish() after {most} of {self._passes} backward passes that begin() was told")
         for slot, (_, parameter) in enumerate(self._named):
             if 0 < self._seen[slot] < self._passes:
                 self._complete(slot, parameter)
             elif self._seen[slot] == 0 and self._place:
-                parcel, i = self._place[slot]
-                parameter.grad = parcel.lay_down(i, None)
+                self._lay_down(slot, parameter, parameter.grad if self.starts_itself else None)
 
     def _start_full_parcels(self) -> None:
         while self._next < len(self._parcels) and self._parcels[self._next].missing == 0:

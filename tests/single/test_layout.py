@@ -15,7 +15,7 @@ LEVELS = (
     ("config",),
     ("chain", "ranks", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "updates"),
-    ("strategies", "applying"),
+    ("strategies", "applying", "own_loop"),
     ("training",),
     ("commands",),
     ("__main__",),

@@ -33,6 +33,8 @@ class Bucket:
     scale: float = 1.0
     """What a gradient is multiplied by on its way into `flat`."""
     missing: int = 0
+    version: int = 0
+    """Of `flat`, since which nobody may have written to it until it is summed."""
     handles: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:

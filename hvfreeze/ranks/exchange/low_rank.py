@@ -74,6 +74,7 @@ class LowRank:
         self, name: str, named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int
     ) -> None:
         self.name, self.slots, self.missing, self._size = name, slots, 0, size
+        self.version = 0  # as in `Bucket`
         shapes = [matrix_shape(parameter) for _, parameter in named]
         self.flat = torch.zeros(sum(n * m for n, m in shapes))
         self._errors = torch.zeros_like(self.flat)

@@ -1,0 +1,399 @@
+"""Every rank wraps optimizers as a script of one's own would, and compares with a loop that averages by hand."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hvfreeze
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import DivergedError, UsageError
+from hvfreeze.own_loop.optimizer import DistributedOptimizer
+from hvfreeze.own_loop.script_world import RunningWorld, script_world
+from hvfreeze.ranks.equal_models import check_replicas
+from hvfreeze.ranks.horovod_world import HorovodWorld
+from hvfreeze.ranks.world import World
+from tests.parallel.mpirun import report
+
+STEPS = 4
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, weight_decay=1e-2),
+}
+
+
+class Text(nn.Module):
+    """Two inputs, a loose parameter, shared dropout, glue between its parts: no chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.embedding = nn.Embedding(20, 8)
+        self.position = nn.Parameter(torch.zeros(1, 6, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.dropout(self.embedding(tokens) + self.position)
+        for layer in self.layers:
+            x = x + self.dropout(layer(x).relu())
+        logits: Tensor = self.head((x * mask[..., None]).mean(1))
+        return logits
+
+
+def image_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    # No bias before a BatchNorm: its gradient is nothing but rounding, which Adam would make a step of.
+    first = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+    body = [first, nn.Conv2d(6, 6, 3), nn.Conv2d(6, 4, 3)]
+    return nn.Sequential(*body, nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 5))
+
+
+def batches(rank: int, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    torch.manual_seed(rank)  # dropout
+    for _ in range(steps):
+        yield torch.randn(6, 3, 8, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, **options: Any) -> DistributedOptimizer:
+    given: dict[str, Any] = {"settings": FreezeConfig(), "steps_per_epoch": STEPS, "num_epochs": 3, **options}
+    return DistributedOptimizer(optimizer, model.named_parameters(), model=model, world=world, **given)
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_alike(world: World, ours: nn.Module, theirs: nn.Module) -> None:
+    """One rank gives the same bits; of several, sums in another order may round differently."""
+    for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if world.size == 1:
+            assert torch.equal(mine, reference)
+        torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-4)
+
+
+def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> None:
+    try:
+        work()
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"nobody said '{words}'")
+
+
+def abandon(optimizer: DistributedOptimizer) -> None:
+    """Let what is on its way arrive, so that its name is free for the next optimizer."""
+    optimizer.reducer.starts_itself = False  # which would say again what is wrong
+    optimizer.reducer.finish()
+
+
+def average_by_hand(model: nn.Module, world: World) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.grad is not None:
+            parameter.grad = world.allreduce_sum(parameter.grad / world.size, name=f"test.hand.{number}")
+
+
+def train_by_hand(model: nn.Module, optimizer: Any, world: World, schedule: Any, order: str, to_none: bool) -> None:
+    for images, labels in batches(world.rank):
+        loss = functional.cross_entropy(model(images), labels)
+        if order == "between":
+            optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
+        average_by_hand(model, world)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        if order == "after":
+            optimizer.zero_grad(set_to_none=to_none)
+
+
+def train_wrapped(model: nn.Module, optimizer: Any, world: World, schedule: Any, order: str, to_none: bool) -> None:
+    for images, labels in batches(world.rank):
+        if order == "before":
+            optimizer.zero_grad(set_to_none=to_none)
+        loss = functional.cross_entropy(model(images), labels)
+        if order == "between":
+            optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        schedule.step()
+        if order in ("after", "by the model"):
+            (optimizer if order == "after" else model).zero_grad(set_to_none=to_none)
+
+
+def check_every_optimizer_order_and_schedule_is_plain_training(world: World) -> None:
+    orders = [("before", "after"), ("between", "between"), ("after", "after"), ("by the model", "after")]
+    for number, (name, make) in enumerate(OPTIMIZERS.items()):
+        order, reference_order = orders[number]
+        for to_none in (True, False):
+            ours, theirs = image_model(), image_model()
+            plain, wrapped = make(theirs.parameters()), wrap(ours, make(ours.parameters()), world)
+            schedules = [
+                torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.05, total_steps=STEPS + 1) for one in (plain, wrapped)
+            ]
+            train_by_hand(theirs, plain, world, schedules[0], reference_order, to_none)
+            train_wrapped(ours, wrapped, world, schedules[1], order, to_none)
+            assert_alike(world, ours, theirs)
+            wrapped.freezer.average_statistics()
+            check_replicas(ours, world, step=STEPS)
+            assert wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"], name
+
+
+def check_frozen_blocks_rest_under_every_optimizer(world: World) -> None:
+    for make in OPTIMIZERS.values():
+        model = image_model()
+        model[1].bias.requires_grad_(False)  # the user's own
+        model[2].bias.requires_grad_(False)
+        optimizer = wrap(model, make(model.parameters()), world)
+        for images, labels in batches(world.rank, 2):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        optimizer.freezer.freeze(2)
+        before, own = [t.clone() for t in model[:2].state_dict().values()], model[2].bias.clone()
+        for images, labels in batches(world.rank, 2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model[:2].state_dict().values(), strict=True))
+        assert torch.equal(own, model[2].bias)
+        optimizer.freezer.thaw(0)
+        assert not model[1].bias.requires_grad and model[1].weight.requires_grad
+
+
+def check_passes_add_up_and_the_last_may_be_fewer(world: World) -> None:
+    ours, theirs = image_model(), image_model()
+    plain = OPTIMIZERS["sgd"](theirs.parameters())
+    wrapped = wrap(ours, OPTIMIZERS["sgd"](ours.parameters()), world, backward_passes_per_step=2)
+    for first in (0, 2, 3):
+        for model, optimizer in ((theirs, plain), (ours, wrapped)):
+            optimizer.zero_grad()
+            for number, (images, labels) in enumerate(batches(world.rank)):
+                if first <= number < first + 2:
+                    functional.cross_entropy(model(images), labels).backward()
+            if model is theirs:
+                average_by_hand(theirs, world)
+            optimizer.step()
+    assert_alike(world, ours, theirs)
+    (images, labels) = next(batches(world.rank))
+
+    def again() -> None:
+        for _ in range(3):
+            functional.cross_entropy(ours(images), labels).backward()
+
+    raises(UsageError, "backward_passes_per_step=N", again)
+    abandon(wrapped)
+
+
+def check_what_would_lose_gradients_is_refused(world: World) -> None:
+    model = image_model()
+    optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
+    images, labels = next(batches(world.rank))
+    functional.cross_entropy(model(images), labels).backward()
+    raises(UsageError, "zero_grad() between backward() and step()", optimizer.zero_grad)
+    optimizer.step()
+    functional.cross_entropy(model(images), labels).backward()
+    if world.size > 1:
+        with optimizer.skip_synchronize():
+            raises(UsageError, "without synchronize() before it", optimizer.step)
+    optimizer.step()
+    if world.size > 1:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        raises(UsageError, "call synchronize() before they are clipped", optimizer.step)
+        abandon(optimizer)
+
+
+def check_thin_gradients_travel_twice_in_one_order(world: World) -> None:
+    model = image_model()
+    optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world, compression="powersgd:1")
+    optimizer.reducer.uncompressed_steps = 1
+    for images, labels in batches(world.rank):
+        functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    optimizer.freezer.average_statistics()
+    check_replicas(model, world, step=STEPS)
+
+
+def check_unequal_ranks_are_refused(world: World) -> None:
+    model = image_model()
+    last = world.rank == world.size - 1 and world.size > 1
+    wrong = {"steps_per_epoch": 3 if last else 4}
+    if world.size > 1:
+        sgd = OPTIMIZERS["sgd"](model.parameters())
+        raises(UsageError, "steps_per_epoch is 4 on rank 0 and 3 on rank", lambda: wrap(model, sgd, world, **wrong))
+        optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
+        with torch.no_grad():
+            model[2].bias.add_(float(last))
+        images, labels = next(batches(world.rank))
+        functional.cross_entropy(model(images), labels).backward()
+        raises(DivergedError, "hvd.broadcast_parameters", optimizer.step)
+        optimizer.reducer.finish()
+    raises(UsageError, "LBFGS", lambda: wrap(model, torch.optim.LBFGS(model.parameters()), world))
+    raises(
+        UsageError,
+        "op (9) must be hvd.Average",
+        lambda: wrap(model, torch.optim.SGD([*model.parameters()]), world, op=9),
+    )
+
+
+def check_horovods_broadcast_creates_state_and_moves_nothing(world: World) -> None:
+    import horovod.torch as hvd
+
+    model = image_model()
+    before = parameters(model)
+    optimizer = wrap(model, OPTIMIZERS["adamw"](model.parameters()), world, compression=hvd.Compression.fp16)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "weights moved"
+    assert optimizer.freezer.step == 0 and optimizer.reducer.compression == "fp16"
+    images, labels = next(batches(world.rank))
+    functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}, "the state did not start afresh"
+
+    # Rank 0 has loaded a checkpoint, the others have not.
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = image_model()
+    optimizer = wrap(other, OPTIMIZERS["adamw"](other.parameters()), world)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # Horovod wants the same keys in every group
+    if world.rank == 0:
+        optimizer.load_state_dict(saved)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    functional.cross_entropy(other(images), labels).backward()
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}, "what rank 0 loaded did not arrive"
+    check_replicas(nn.ParameterList(other.parameters()), world, step=1)
+
+
+def check_parameters_beside_the_model_are_averaged_too(world: World) -> None:
+    model, scale = image_model(), nn.Parameter(torch.ones(()))
+    optimizer = wrap(model, torch.optim.SGD([*model.parameters(), scale], lr=0.1), world)
+    for images, labels in batches(world.rank):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images) * scale, labels).backward()
+        optimizer.step()
+    assert len(set(world.allgather_object(scale.item(), name="test.scale"))) == 1
+    assert scale.item() != 1
+
+
+def text_training(world: World, **settings: Any) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
+    torch.manual_seed(0)
+    model = Text()
+    example = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6)}
+    options = {"interval": 2, "freeze_warmup": 4, "eta_max": math.inf, **settings}
+    config = FreezeConfig(freeze="gradient-norm", **options)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = wrap(model, adamw, world, settings=config, num_epochs=20, example=example)
+    generator = torch.Generator()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            generator.manual_seed(100 * optimizer.freezer.step + world.rank)
+            torch.manual_seed(optimizer.freezer.step)
+            tokens = torch.randint(0, 20, (8, 6), generator=generator)
+            loss = functional.cross_entropy(model(tokens, (tokens > 0).float()), tokens.sum(1) % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.report_loss(loss.item())
+            optimizer.step()
+
+    return model, optimizer, train
+
+
+def check_a_model_with_several_inputs_freezes_by_vote(world: World) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("hvfreeze").addHandler(handler)
+    logging.getLogger("hvfreeze").setLevel(logging.INFO)
+    model, optimizer, train = text_training(world, vote_weight="loss")
+    names = [block.name for block in optimizer.freezer.chain.blocks]
+    assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
+    assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
+    train(40)
+    assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
+    assert any("frozen: embedding" in record.getMessage() for record in records) == (world.rank == 0)
+    check_replicas(model, world, step=40)
+
+
+def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
+    model, optimizer, train = text_training(world)
+    train(19)
+    saved = copy.deepcopy(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "freezer": optimizer.freezer_state_dict()}
+    )
+    plain = torch.optim.AdamW(Text().parameters(), lr=1e-2)
+    plain.load_state_dict(saved["optimizer"])  # as without hvfreeze
+    frozen = optimizer.freezer.cut
+    assert frozen > 0
+    train(6)
+    for order in (("model", "optimizer", "freezer"), ("freezer", "optimizer", "model")):
+        again, resumed, go_on = text_training(world)
+        load = {
+            "model": again.load_state_dict,
+            "optimizer": resumed.load_state_dict,
+            "freezer": resumed.load_freezer_state_dict,
+        }
+        for part in order:
+            load[part](copy.deepcopy(saved[part]))
+        assert resumed.freezer.cut == frozen
+        go_on(6)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+        assert resumed.freezer.cut_history == optimizer.freezer.cut_history
+    # Rank 0's alone, as scripts save it.
+    again, resumed, go_on = text_training(world)
+    everyone = world.broadcast_object(saved, name="test.checkpoint")
+    again.load_state_dict(everyone["model"])
+    resumed.load_state_dict(everyone["optimizer"])
+    resumed.load_freezer_state_dict(everyone["freezer"])
+    go_on(6)
+    assert resumed.freezer.cut >= frozen
+    check_replicas(again, world, step=25)
+
+
+def open_as_scripts_do(how: str) -> World:
+    import horovod.torch as hvd
+
+    if how == "running":
+        hvd.init()
+    world = script_world()
+    assert hvd.is_initialized() and hvd.size() == world.size and hvd.rank() == world.rank
+    kind = RunningWorld if how == "running" else HorovodWorld
+    assert type(world) is kind or world.size == 1
+    return world
+
+
+def main(how: str) -> None:
+    torch.set_num_threads(1)
+    world = open_as_scripts_do(how)
+    checks = [
+        check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_replicas"
+    ]
+    for check in checks:
+        check(world)
+        print(check.__name__, flush=True)
+    assert hvfreeze.DistributedOptimizer is DistributedOptimizer
+    report(world.rank, checks=[check.__name__ for check in checks])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

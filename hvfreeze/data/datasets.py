@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.data.cifar import ARCHIVES, download, read_archive
-from hvfreeze.data.folders import find_splits, is_folder
+from hvfreeze.data.folders import Folders, is_folder, list_folders
 from hvfreeze.data.shards import split_validation
 from hvfreeze.data.sources import ArraySource, FileSource, PixelArray
 from hvfreeze.errors import RefusedError, UsageError
@@ -113,9 +113,33 @@ def prepare_data(name: str, directory: str | os.PathLike[str] | None = None) -> 
     Raises:
         RefusedError: It is absent and cannot be downloaded.
     """
-    root = Path(directory) if directory is not None else default_directory()
+    root = root_of(directory)
     if name in ARCHIVES and not any(is_folder(root / part) for part in (ARCHIVES[name].folder, "train", "test")):
         download(root, ARCHIVES[name])
+
+
+def root_of(directory: str | os.PathLike[str] | None) -> Path:
+    """Return the folder that a data set lies in."""
+    return Path(directory) if directory is not None else default_directory()
+
+
+def list_data(name: str, directory: str | os.PathLike[str] | None = None) -> Folders | None:
+    """Return what `open_data` must know of a tree of image files, by one pass over it; None where there is no tree.
+
+    Raises:
+        RefusedError: Data is missing, unreadable or inconsistent.
+    """
+    root = root_of(directory)
+    if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
+        return None
+    if not is_folder(root):
+        raise RefusedError(f"data folder {root} does not exist; name one with --data-dir or $HVFREEZE_DATA")
+    if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
+        raise RefusedError(
+            f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "
+            "--data-dir or $HVFREEZE_DATA"
+        )
+    return list_folders(root)
 
 
 def open_data(
@@ -124,6 +148,7 @@ def open_data(
     *,
     image_size: int | None = None,
     classes: Sequence[int] | None = None,
+    listed: Folders | None = None,
 ) -> DataSplits:
     """Return the splits of a data set, without decoding image files.
 
@@ -133,6 +158,7 @@ def open_data(
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
         classes: Only these of the `digits`, relabelled 0, 1, ... in the order given.
+        listed: What `list_data` returned, here or on another rank; None lists the tree anew.
 
     Raises:
         RefusedError: Data is missing, unreadable or inconsistent.
@@ -142,14 +168,16 @@ def open_data(
         return _open_digits(image_size, tuple(range(10)) if classes is None else tuple(classes))
     if classes is not None:
         raise UsageError(f"a choice of classes is for digits only, not for {name}")
-    root = Path(directory) if directory is not None else default_directory()
+    root = root_of(directory)
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
         names, splits = read_archive(root, ARCHIVES[name])
         train, test = (_from_array(name, *splits[split], names, image_size) for split in ("train", "test"))
         return DataSplits(train=train, validation=None, test=test)
     if name not in _STATISTICS:
         raise UsageError(f"--data ({name}) must be one of {', '.join(_STATISTICS)}")
-    return _open_folders(name, root, image_size)
+    folders = list_data(name, root) if listed is None else listed
+    assert folders is not None
+    return _open_folders(name, root, image_size, folders)
 
 
 def _open_digits(image_size: int | None, classes: tuple[int, ...]) -> DataSplits:
@@ -198,22 +226,14 @@ def _image_set(
     return ImageSet(name=name, classes=classes, labels=known, mean=mean, std=std, flips=name != "digits", source=source)
 
 
-def _open_folders(name: str, root: Path, image_size: int | None) -> DataSplits:
-    if not is_folder(root):
-        raise RefusedError(f"data folder {root} does not exist; name one with --data-dir or $HVFREEZE_DATA")
-    if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
-        raise RefusedError(
-            f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "
-            "--data-dir or $HVFREEZE_DATA"
-        )
-    listings, notes = find_splits(root)
+def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders) -> DataSplits:
+    listings, sizes = folders.listings, folders.sizes
     num_classes = len(listings["train"].classes)
     if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
         raise RefusedError(
             f"{root} holds {num_classes} classes where {name} has {ARCHIVES[name].num_classes}; "
             "use --data imagefolder for other images"
         )
-    sizes = {size: path for listing in listings.values() for size, path in listing.sizes().items()}
     if image_size is None and len(sizes) > 1:
         shown = " and ".join(f"{path} ({width}x{height})" for (height, width), path in list(sizes.items())[:2])
         raise UsageError(f"images differ in size: {shown}; give --image-size SIDE to bring all to one size")
@@ -221,6 +241,13 @@ def _open_folders(name: str, root: Path, image_size: int | None) -> DataSplits:
     shape = (3, side, side) if side else (3, *next(iter(sizes)))
     sets = {}
     for part, listing in listings.items():
-        source = FileSource(root=listing.root, paths=listing.paths, image_shape=shape, side=side)
+        source = FileSource(
+            root=listing.root,
+            paths=listing.paths,
+            num_bytes=listing.num_bytes,
+            local=folders.local[part],
+            image_shape=shape,
+            side=side,
+        )
         sets[part] = _image_set(name, listing.classes, listing.labels(), source)
-    return DataSplits(train=sets["train"], validation=sets.get("val"), test=sets["test"], notes=notes)
+    return DataSplits(train=sets["train"], validation=sets.get("val"), test=sets["test"], notes=folders.notes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,10 @@ class FileSource:
     """(C, H, W) of every decoded image."""
     side: int | None
     """The centre square of every image is resized to this side; None accepts images of `image_shape` only."""
+    num_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The size of each file."""
+    local: str = ""
+    """A digest of when each file was changed on this machine."""
 
     def decode(self, row: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one image.
@@ -82,20 +87,16 @@ class FileSource:
         return to_pixels(rgb)
 
     def identity(self, *, local: bool) -> str:
-        """Return a digest of every file's path and size and, when `local`, time of modification.
+        """Return a digest of every file's path and size and, when `local`, time of change, as they were listed."""
+        header = f"{self.image_shape} {self.side} {PIL.__version__} {self.local if local else ''}"
+        return hashlib.sha256(f"{header} {digest_of_files(self.paths, self.num_bytes)}".encode()).hexdigest()
 
-        Raises:
-            RefusedError: A file has gone.
-        """
-        digest = hashlib.sha256(f"{self.image_shape} {self.side} {PIL.__version__}".encode())
-        for path in self.paths:
-            try:
-                status = os.stat(self.root / path)
-            except OSError as error:
-                raise unreadable(self.root / path, error) from error
-            time = status.st_mtime_ns if local else 0
-            digest.update(b"%b\0%d %d\0" % (os.fsencode(path), status.st_size, time))
-        return digest.hexdigest()
+
+def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
+    """Return the SHA-256 over paths and sizes of files, as hex."""
+    digest = hashlib.sha256(b"\0".join(map(os.fsencode, paths)))
+    digest.update(num_bytes.astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 def open_image(path: Path) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.world import World
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def together(world: World, work: Callable[[], T], *, name: str) -> T:
@@ -31,6 +33,43 @@ def together(world: World, work: Callable[[], T], *, name: str) -> T:
             failure.everywhere = True
             raise failure from error
     return result  # type: ignore[return-value]  # no verdict: work returned
+
+
+def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str, what: str) -> tuple[T, U]:
+    """Look at something on one rank of each node, and return to all ranks what rank 0 saw.
+
+    The work is one look a node, however many ranks it has, and one broadcast. Collective: every rank of `world` must
+    call this.
+
+    Args:
+        world: all ranks.
+        look: returns what is sent, a digest of it that must be equal everywhere, and what is particular to a node.
+        place: ranks of a node look at the same where this is equal.
+        what: for messages.
+
+    Returns:
+        What rank 0 saw, and what is particular to this rank's node and place.
+
+    Raises:
+        UsageError: places differ; names the first that differs from rank 0's.
+    """
+    here = (socket.gethostname(), place)
+    places = world.allgather_object(here, name=f"look.{what}.places")
+    # Also where two nodes have one name.
+    looks = world.local_rank == 0 or places.index(here) == world.rank
+    seen = together(world, lambda: look() if looks else None, name=f"look.{what}")
+    facts = world.allgather_object(None if seen is None else seen[1:], name=f"look.{what}.digests")
+    for rank, found in enumerate(facts):
+        if found is not None and found[0] != facts[0][0]:  # type: ignore[index]  # rank 0 looks
+            error = UsageError(
+                f"ranks were started with different {what}: {places[rank][1]} on rank {rank} ({places[rank][0]}) "
+                f"holds other files than {places[0][1]} on rank 0 ({places[0][0]}); bring the same to all of them"
+            )
+            error.everywhere = True
+            raise error
+    sent = world.broadcast_object(None if seen is None else seen[0], name=f"look.{what}.seen")
+    own = next(found[1] for found, at in zip(facts, places, strict=True) if found is not None and at == here)
+    return sent, own  # type: ignore[return-value]  # rank 0 looks
 
 
 def check_equal(world: World, what: str, mine: dict[str, Any], *, apart: Sequence[str] = ()) -> None:

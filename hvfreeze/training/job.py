@@ -12,9 +12,10 @@ from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed, deal, grouped, open_feeds, padded_batches
-from hvfreeze.data.datasets import open_data, prepare_data
+from hvfreeze.data.datasets import list_data, open_data, prepare_data, root_of
+from hvfreeze.data.folders import Folders
 from hvfreeze.freezing.cadence import Cadence
-from hvfreeze.ranks.agreement import check_equal, together
+from hvfreeze.ranks.agreement import check_equal, look_once, together
 from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
@@ -186,7 +187,17 @@ def open_corpus(
     Collective: every rank of `world` must call this.
     """
     together(world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download")
-    splits = together(world, lambda: open_data(data.data, data.data_dir, image_size=data.stored_size), name="data")
+    root = root_of(data.data_dir).resolve()
+
+    def look() -> tuple[Folders | None, str, dict[str, str]]:
+        found = list_data(data.data, data.data_dir)
+        return (found.to_send(), found.digest(), found.local) if found else (None, "", {})
+
+    folders, local = look_once(world, look, place=str(root), what="data")
+    listed = folders and folders.here(root, local)
+    splits = together(
+        world, lambda: open_data(data.data, data.data_dir, image_size=data.stored_size, listed=listed), name="data"
+    )
     return together(
         world,
         lambda: deal(splits, data, seed=seed, batch_size=batch_size, replicas=replicas, whole_batches=whole_batches),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import hvfreeze.ranks.horovod_world
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.config.sections import DataConfig, FreezeConfig
+from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
@@ -17,7 +21,9 @@ from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
+from hvfreeze.training import job
 from tests.parallel.mpirun import report
+from tests.program import save_photos
 
 
 def block(channels_in: int, channels_out: int) -> nn.Module:
@@ -227,6 +233,29 @@ def check_every_ranks_bytes_arrive_whole_at_rank_0(world: World) -> None:
         assert all(torch.equal(theirs, ours) for theirs, ours in zip(received, sent))
     else:
         assert received == []
+
+
+def check_a_tree_of_images_is_read_by_one_rank_and_known_to_all(world: World) -> None:
+    folder = world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "", name="test.folder")
+    if world.rank == 0:
+        save_photos(Path(folder), training=6 * world.size)
+    world.barrier(name="test.photos")
+    looks, look = [], job.list_data
+    job.list_data = lambda *of: looks.append(of) or look(*of)  # type: ignore[attr-defined,func-returns-value]
+    try:
+        data = DataConfig(data="imagefolder", data_dir=folder)
+        options = {"seed": 0, "batch_size": 2, "replicas": world.size, "whole_batches": True}
+        corpus = job.open_corpus(data, world, **options)  # type: ignore[arg-type]
+    finally:
+        job.list_data = look  # type: ignore[attr-defined]
+    assert world.allgather_object(len(looks), name="test.looks") == [1] + [0] * (world.size - 1)
+    alone = open_data("imagefolder", folder)
+    for mine, theirs in ((corpus.train, alone.train), (corpus.evaluated, alone.test)):
+        assert mine.identity() == theirs.identity() and mine.classes == theirs.classes
+        assert (mine.decode(3) == theirs.decode(3)).all() and torch.equal(mine.labels, theirs.labels)
+    world.barrier(name="test.seen")
+    if world.rank == 0:
+        shutil.rmtree(folder)
 
 
 def main() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 
-from hvfreeze.data.folders import Listing, find_splits, is_folder, scan
+from hvfreeze.data.folders import Listing, find_splits, is_folder, list_folders, scan
 from hvfreeze.errors import RefusedError
 
 
@@ -84,6 +85,37 @@ def test_probing_finds_sizes_in_both_ends_and_a_file_for_each(tmp_path: Path) ->
         write_image(tmp_path / path, width=4 if row in (0, 99) else 6, height=4)
     sizes = Listing(root=tmp_path, classes=(), paths=paths).sizes()
     assert sizes == {(4, 4): tmp_path / "000.png", (4, 6): tmp_path / sizes[4, 6].name}
+
+
+def test_one_pass_tells_sizes_and_times_and_an_equal_tree_elsewhere_is_known_by_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train/a/1", "train/b/2", "test/a/deep/3", "test/b/4"):
+        write_image(tmp_path / "one" / f"{name}.png")
+    other = shutil.copytree(tmp_path / "one", tmp_path / "other", copy_function=shutil.copyfile)
+    read, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: read.append(path) or scandir(path))  # type: ignore[func-returns-value]
+    found = list_folders(tmp_path / "one")
+    assert len(read) == len(set(read)) == 7, "each folder is read once"
+    status = (tmp_path / "one/train/b/2.png").stat()
+    listing = found.listings["train"]
+    assert (listing.num_bytes[1], listing.times[1]) == (status.st_size, status.st_mtime_ns)
+    there = list_folders(other)
+    assert there.digest() == found.digest() and there.local != found.local
+    moved = found.to_send().here(other, there.local)
+    for name, listing in there.listings.items():
+        assert moved.listings[name].root == listing.root and moved.listings[name].paths == listing.paths
+    assert moved.local == there.local
+    with (other / "test/b/4.png").open("ab") as file:
+        file.write(b"x")
+    assert list_folders(other).digest() != found.digest()
+    os.utime(tmp_path / "one/test/b/4.png", ns=(2, 2))
+    touched = list_folders(tmp_path / "one")
+    assert touched.digest() == found.digest() and touched.local["test"] != found.local["test"]
+    (other / "test/b/4.png").unlink()
+    (other / "test/b/4.png").symlink_to("nowhere")
+    with pytest.raises(RefusedError, match=r"4\.png cannot be read"):
+        list_folders(other)
 
 
 def test_a_folder_behind_a_locked_one_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
     splits = open_data(config.data.data, config.data.data_dir, image_size=config.data.stored_size)
     batch_size = config.optimizer.batch_size
     corpus = deal(splits, config.data, seed=config.data_seed, batch_size=batch_size, replicas=size)
-    blueprint = Blueprint.of(config.model, config.head, corpus, image_size=config.data.image_size)
+    blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size)
     chain, _ = blueprint.build_from(config.run.seed)
     frozen = chain.named_parameters(0, config.freeze.cut or 0)
     for _, parameter in frozen:

@@ -95,7 +95,7 @@ class Setting:
             cache=cache,
         )
         corpus = made_up_corpus(self)
-        blueprint = Blueprint.of(config.model, config.head, corpus, image_size=config.data.image_size)
+        blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size)
         chain, _ = blueprint.build_from(config.run.seed)
         job = assemble(config, self.world, self.folder(name), blueprint, chain, corpus)
         replicas_of(job).chain.model.train()

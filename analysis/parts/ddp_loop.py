@@ -17,7 +17,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.data.decoding import Images
 from hvfreeze.runs.clock import PhaseClock, train_seconds
-from hvfreeze.training.learning_rate import learning_rate
+from hvfreeze.training.stages.learning_rate import learning_rate
 
 
 @dataclass
@@ -55,7 +55,7 @@ def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any
         )
         with training.clock.within("evaluate"):
             add_up(training, counted)
-            due = training.config.run.evaluates(epoch, epochs=epochs)
+            due = training.config.run.evaluates(epoch) or epoch + 1 == epochs
             test_loss, test_accuracy = evaluate(training) if due else (None, None)
         now = training.clock.read()
         spent = {phase: value - before.get(phase, 0.0) for phase, value in now.items()}

@@ -91,7 +91,7 @@ def describe(
     return Card(
         model=model.model,
         blocks=model.blocks,
-        head="last" if head.head == "last" else f"{head.head}:{head.pool}",
+        head=head_named(head),
         classes=corpus.train.classes,
         image=Preparation(
             height=height,
@@ -109,6 +109,11 @@ def describe(
         accuracy_on="held-out" if data.validation_fraction > 0 else "test",
         versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in LIBRARIES}},
     )
+
+
+def head_named(settings: HeadConfig) -> str:
+    """Return the head that settings ask for, as in `HEADS`."""
+    return "last" if settings.head == "last" else f"{settings.head}:{settings.pool}"
 
 
 def sha256_of(path: Path) -> str:

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.errors import UsageError
@@ -87,6 +88,28 @@ def block_seconds(run: RunBlocks, images: Tensor, *, depth: int, times: int = 3)
             x = run(x, block, block + 1)
             least[block] = min(least[block], time.perf_counter() - start)
     return least
+
+
+@torch.no_grad()
+def work_of(chain: Chain, images: Tensor) -> list[int]:
+    """Return the floating-point operations of each block's forward pass for `images`, (B, C, H, W).
+
+    Counted, not clocked: equal on all machines, so that a plan made from it is. Products of matrices and convolutions
+    count. The chain's running statistics and modes stay as they are.
+    """
+    modes = {module: module.training for module in chain.model.modules()}
+    for module in modes:
+        module.training = False
+    work, x = [], images
+    try:
+        for block in chain.blocks:
+            with FlopCounterMode(display=False) as counter:
+                x = block(x)
+            work.append(counter.get_total_flops())
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return work
 
 
 def segment_bytes(chain: Chain, segment: Segment) -> int:

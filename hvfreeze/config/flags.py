@@ -19,6 +19,8 @@ EXAMPLES = """examples:
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze train --data cifar10 --weights DEFAULT \\
       --image-size 64 --lr 0.02 --schedule cosine --freeze percentile --augment views:4 --cache auto
       four nodes; later epochs read the frozen blocks' output from the cache
+  mpirun -np 4 hvfreeze train --data imagefolder --data-dir photos --weights DEFAULT --freeze auto --cache auto
+      no learning rate to choose: the head is solved on every block's features; add --epochs 8, and blocks are tuned too
   hvfreeze train --data imagefolder --data-dir photos --image-size 128 --freeze static --cut 3
       your own images in photos/train/<class>/ and photos/test/<class>/, the first three blocks frozen
   mpirun -np 3 hvfreeze train --strategy shared-trunk --weights DEFAULT --tasks labels.csv --augment none --cache on
@@ -68,7 +70,10 @@ def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any) -> None:
     if bool in (typing.get_args(kind) or (kind,)):
         group.add_argument(flag, action="store_true", help=text)
         return
-    shown = text if leaf.default is None else f"{text} [{leaf.default}]"
+    auto = leaf.metadata["auto"]
+    defaults = [] if leaf.default is None else [str(leaf.default)]
+    defaults += [] if auto is None else [f"with --freeze auto: {auto}"]
+    shown = f"{text} [{'; '.join(defaults)}]" if defaults else text
     group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=shown)
 
 

@@ -13,9 +13,14 @@ MOST_CELLS = 64
 class HeadConfig:
     """The head: what it reads, and whether it is trained with the rest or solved on frozen blocks."""
 
-    head: str = setting("last", "WHICH", "last (reads the last block) or multi-level (reads every block)")
+    head: str = setting(
+        "last", "WHICH", "last (reads the last block) or multi-level (reads every block)", auto="multi-level"
+    )
     head_fit: str = setting(
-        "sgd", "HOW", "sgd (trained with the rest) or exact (all blocks frozen, all ranks solve the convex problem)"
+        "sgd",
+        "HOW",
+        "sgd (trained with the rest) or exact (all blocks frozen, all ranks solve the convex problem)",
+        auto="exact",
     )
     pool: int = setting(4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells")
 

@@ -17,19 +17,24 @@ WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4}
 class OptimizerConfig:
     """The optimizer, its schedule, and what the loss is; --lr and --weight-decay have a default for each optimizer."""
 
-    epochs: int = setting(10, "N", "passes over the shard")
+    epochs: int = setting(
+        10, "N", "passes over the shard; with --freeze auto: work worth so many epochs of full fine-tuning", auto=1
+    )
     batch_size: int = setting(128, "N", "samples per rank and backward pass")
     accumulate: int = setting(1, "N", "batches per rank and step: N backward passes, one exchange of their mean")
     optimizer: str = setting("sgd", "NAME", "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor)")
     lr: float = setting(
-        None, "LR", "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 1"
+        None,
+        "LR",
+        "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 1",
+        auto=0.05,
     )
     head_lr: str | None = setting(
         None, "LR", "the head's own learning rate; with shared-trunk's several heads one for all or one each, as in 1,2"
     )
     momentum: float = setting(0.9, "M", "of SGD and LARS; AdamW's first beta")
     nesterov: bool = setting(False, "", "with sgd: Nesterov's momentum")
-    weight_decay: float = setting(None, "WD", "weight decay; default: 0.0001, with adamw 0.01")
+    weight_decay: float = setting(None, "WD", "weight decay; default: 0.0001, with adamw 0.01", auto=5e-4)
     no_decay_norms: bool = setting(False, "", "no weight decay on biases and on what norms scale and shift by")
     clip_grad: float | None = setting(
         None,
@@ -42,7 +47,7 @@ class OptimizerConfig:
         "ALPHA",
         "mix pairs of images and labels by a draw from Beta(ALPHA, ALPHA); behind a cut, the frozen blocks' output",
     )
-    schedule: str = setting("constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine")
+    schedule: str = setting("constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine", auto="cosine")
     lr_warmup: int = setting(0, "STEPS", "steps over which the learning rate rises linearly to --lr")
     compression: str = setting("none", "HOW", "of gradients on the wire: none, fp16 or powersgd:R")
     precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")

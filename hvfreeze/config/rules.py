@@ -16,9 +16,12 @@ MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""
 
 
-def setting(default: Any, metavar: str, text: str) -> Any:
-    """Return a dataclass field that is also a flag; the help names its value `metavar` and says `text`."""
-    return field(default=default, metadata={"metavar": metavar, "help": text})
+def setting(default: Any, metavar: str, text: str, *, auto: Any = None) -> Any:
+    """Return a dataclass field that is also a flag; the help names its value `metavar` and says `text`.
+
+    Where --freeze is auto and nothing was given, `auto` is taken instead of `default`, unless it is None.
+    """
+    return field(default=default, metadata={"metavar": metavar, "help": text, "auto": auto})
 
 
 def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> None:
@@ -126,6 +129,17 @@ def parse_bytes(flag: str, text: str) -> int | None:
     rule(found is not None, flag, text, "none or a size such as 500M or 20G")
     assert found is not None
     return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2) or " "))
+
+
+def parse_parts(flag: str, text: str, choices: tuple[str, ...]) -> frozenset[str]:
+    """Return the names in `text`, which commas separate; none for `none`.
+
+    Raises:
+        UsageError: one is not among `choices`.
+    """
+    names = frozenset() if text == "none" else frozenset(text.split(","))
+    rule(names <= set(choices), flag, text, "none or a list out of " + ", ".join(choices))
+    return names
 
 
 def parse_cadence(flag: str, text: str) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from hvfreeze.config.rules import (
     parse_cadence,
     parse_channels,
     parse_dirichlet,
+    parse_parts,
     parse_recipe,
     parse_views,
     rule,
@@ -26,6 +27,9 @@ Channels = tuple[float, float, float]
 DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder")
 CRITERIA = ("gradient-norm", "percentile", "linear", "geometric")
 """What proposes a cut; `freezing/criteria.py` says how."""
+AUTO = "auto"
+"""A value of --freeze that is no criterion: stages that solve the head and tune blocks, see `training/stages`."""
+AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_THREADS = 4096
 
@@ -118,8 +122,15 @@ class ModelConfig:
 class FreezeConfig:
     """Who proposes a cut, when, and how the ranks vote on it."""
 
-    freeze: str = setting("none", "CRITERION", "none, static, gradient-norm, percentile, linear or geometric")
-    cut: int | None = setting(None, "K", "with --freeze static: the first K blocks are frozen")
+    freeze: str = setting(
+        "none",
+        "CRITERION",
+        "none, static, gradient-norm, percentile, linear, geometric, or auto (solve the head, tune blocks where "
+        "--epochs has room, solve it again)",
+    )
+    cut: int | None = setting(
+        None, "K", "the first K blocks are frozen; all the time (static), or when votes or tuning (auto) begin"
+    )
     interval: int | None = setting(None, "STEPS", "steps between votes; default: half an epoch")
     freeze_warmup: int | None = setting(None, "STEPS", "steps before the first vote; default: one epoch")
     patience: int = setting(1, "N", "a rank proposes what its criterion wanted N times in a row")
@@ -130,11 +141,15 @@ class FreezeConfig:
     vote_weight: str = setting("uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank")
     quorum: float = setting(0.5, "Q", "part of the weight that must support a cut, in (0, 1]")
     shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect")
+    auto_without: str = setting(
+        "none", "LIST", "with --freeze auto: leave out votes, guard (keep what is best on held-out samples), last-solve"
+    )
 
     def __post_init__(self) -> None:
-        one_of("freeze", self.freeze, ("none", "static", *CRITERIA))
+        one_of("freeze", self.freeze, ("none", "static", *CRITERIA, AUTO))
         static = self.freeze == "static"
-        rule(static or self.cut is None, "cut", self.cut, "left out unless --freeze is static")
+        takes_cut = self.freeze != "none"
+        rule(takes_cut or self.cut is None, "cut", self.cut, "left out with --freeze none, which freezes nothing")
         rule(not static or self.cut is not None, "freeze", self.freeze, "given together with --cut K")
         rule(self.cut is None or self.cut >= 0, "cut", self.cut, "0 or more blocks")
         rule(self.interval is None or self.interval >= 1, "interval", self.interval, "at least 1 step")
@@ -149,11 +164,23 @@ class FreezeConfig:
             rule(ok, "vote-weight", self.vote_weight, "finite numbers, none negative, not all 0")
         for name in self.shadow_names():
             rule(name in CRITERIA, "shadow", name, "none or a list out of " + ", ".join(CRITERIA))
+        without = self.auto_without
+        rule(self.auto or without == "none", "auto-without", without, "left out unless --freeze is auto")
+        parse_parts("auto-without", without, AUTO_PARTS)
 
     @property
     def votes(self) -> bool:
         """Whether ranks vote on the cut."""
         return self.freeze in CRITERIA
+
+    @property
+    def auto(self) -> bool:
+        """Whether the run is a row of stages, in which the head is solved and blocks are tuned."""
+        return self.freeze == AUTO
+
+    def has(self, part: str) -> bool:
+        """Tell whether a part of --freeze auto, one of `AUTO_PARTS`, is not left out."""
+        return part not in parse_parts("auto-without", self.auto_without, AUTO_PARTS)
 
     def shadow_names(self) -> tuple[str, ...]:
         """Return the criteria that are scored and logged without effect."""
@@ -203,7 +230,9 @@ class RunConfig:
         "epochs between checkpoints, or steps with the suffix s (200s); 0 is none; auto: at ends of epochs, as "
         "often as takes 3 % of the time",
     )
-    evaluate_every: int = setting(1, "N", "epochs between evaluations; the last epoch is always evaluated")
+    evaluate_every: int = setting(
+        1, "N", "epochs between evaluations; the last epoch and a solved head are always evaluated", auto=1000
+    )
     keep: str = setting("last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)")
     early_stop: int | None = setting(
         None, "N", "stop when N evaluations in a row find no better model on held-out samples (--validation-fraction)"
@@ -236,6 +265,6 @@ class RunConfig:
         number, unit = parse_cadence("checkpoint-every", self.checkpoint_every)
         return number if unit == "steps" else number * steps_per_epoch
 
-    def evaluates(self, epoch: int, *, epochs: int) -> bool:
-        """Tell whether epoch `epoch` of 0..`epochs`-1 ends with an evaluation."""
-        return (epoch + 1) % self.evaluate_every == 0 or epoch + 1 == epochs
+    def evaluates(self, epoch: int) -> bool:
+        """Tell whether epoch `epoch`, the first is 0, ends with an evaluation; the last one does in any case."""
+        return (epoch + 1) % self.evaluate_every == 0

@@ -18,7 +18,7 @@ from hvfreeze.config.head import HeadConfig
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.rules import rule
-from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, ModelConfig, RunConfig
+from hvfreeze.config.sections import AUTO, CacheConfig, DataConfig, FreezeConfig, ModelConfig, RunConfig
 from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import UsageError
 
@@ -43,7 +43,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
 
     def __post_init__(self) -> None:
-        if self.cache.cache == "on":
+        if self.cache.cache == "on" and not self.freeze.auto:
             wanted = "used with --augment none or views:K"
             rule(self.data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
         if self.data.shuffle == "global" and self.cache.cache == "on":
@@ -57,7 +57,9 @@ class Config:
         many = self.strategy.strategy == "shared-trunk"
         rule(many or len(heads) < 2, "head-lr", self.optimizer.head_lr, "one number: there is one head")
         rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
-        if self.head.exact:
+        if self.freeze.auto:
+            self._check_auto()
+        elif self.head.exact:
             fixed = "none or views:K with --head-fit exact"
             rule(self.data.cacheable(), "augment", self.data.augment, fixed, "it fits fixed views of each sample")
             given = (self.freeze.freeze, self.freeze.cut)
@@ -69,9 +71,19 @@ class Config:
             replicas = self.strategy.strategy == "replicas"
             rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact")
 
+    def _check_auto(self) -> None:
+        rule(self.head.exact, "head-fit", self.head.head_fit, "exact with --freeze auto, which solves its head")
+        rule(self.strategy.strategy == "replicas", "strategy", self.strategy.strategy, "replicas with --freeze auto")
+        rule(self.run.keep == "last", "keep", self.run.keep, "last with --freeze auto, which keeps what is best itself")
+        stop = self.run.early_stop
+        rule(stop is None, "early-stop", stop, "left out with --freeze auto, whose stages last as long as was planned")
+
     def resolved(self) -> Config:
-        """Return this configuration with what follows from --head-fit exact: one epoch, and the head alone free."""
-        if not self.head.exact:
+        """Return this configuration with what follows from --head-fit exact: one epoch, and the head alone free.
+
+        With --freeze auto that holds for some of the run's stages, not for the run.
+        """
+        if not self.head.exact or self.freeze.auto:
             return self
         freeze, cut = SOLVED
         return dataclasses.replace(
@@ -104,16 +116,28 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:
     """Build a Config from nested dicts; a flat dict of flag names is accepted too.
 
+    What is not given has its default, with --freeze auto the one for that.
+
     Raises:
         UsageError: an unknown key, a wrong type or a value out of its range; the message names `source`.
     """
     known = leaves()
     types = typing.get_type_hints(Config)
     sections: dict[str, dict[str, Any]] = {section: {} for section in types}
-    for leaf, value in flat(tree, source=source).items():
+    given = flat(tree, source=source)
+    if given.get("freeze") == AUTO:
+        given = auto_defaults(given) | given
+    for leaf, value in given.items():
         section, _, kind = known[leaf]
         sections[section][leaf] = typed(leaf, value, kind, source=source)
     return Config(**{section: types[section](**entries) for section, entries in sections.items()})
+
+
+def auto_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what leaves are with --freeze auto where nothing is given; rates are those of SGD, and left to others."""
+    known = {name: leaf.metadata["auto"] for name, (_, leaf, _) in leaves().items()}
+    others = () if given.get("optimizer") in (None, "sgd") else ("lr", "weight_decay")
+    return {name: value for name, value in known.items() if value is not None and name not in others}
 
 
 def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:

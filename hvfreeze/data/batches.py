@@ -6,7 +6,7 @@ Ranks are known here as `replica` of `replicas`: all ranks that work on one batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -88,6 +88,20 @@ class TrainFeed:
         views = range(max(1, self.images.transform.augment.num_views))
         each = [padded_batches(own, self.labels, self.plan.batch_size, view=view) for view in views]
         return [batch for batches in each for batch in batches]
+
+    def shown(self, augment: Augment, *, without: NDArray[np.bool_] | None = None) -> TrainFeed:
+        """Return a feed of the same pixels in other views.
+
+        Args:
+            augment: which views.
+            without: (samples,) for each sample id whether it is left out; None leaves out nothing.
+
+        Raises:
+            UsageError: what is left fills no batch.
+        """
+        plan = self.plan if without is None else self.plan.without(without)
+        transform = replace(self.images.transform, augment=augment)
+        return replace(self, plan=plan, images=replace(self.images, transform=transform))
 
     def held_out(self, fraction: float) -> NDArray[np.bool_]:
         """Return (samples,), for each sample id whether it is among the part of the training samples held out.
@@ -192,7 +206,7 @@ def open_feeds(
         replicas: how many there are.
         budget_bytes: what each split's pixels may take in memory.
         statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
-        mirrored: with `--augment none`, a training sample's second view is its mirror image, where flips make sense.
+        mirrored: see `augment_of`.
     """
 
     def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Images:
@@ -207,9 +221,22 @@ def open_feeds(
         workers = max(1, torch.get_num_threads())
         return Images(load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers), transform)
 
-    augment = parse_augment(data.augment)
-    if mirrored and augment.kind == "none" and corpus.train.flips:
-        augment = MIRRORED
+    augment = augment_of(data, mirrored=mirrored, flips=corpus.train.flips)
     train = load(corpus.train, corpus.plan.shards[replica], augment)
     evaluated = load(corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none"))
     return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated
+
+
+def augment_of(data: DataConfig, *, mirrored: bool, flips: bool) -> Augment:
+    """Return the views that training samples are shown in.
+
+    Args:
+        data: says --augment.
+        mirrored: a solved head is fitted to them: with anything but `views:K`, which are fixed, a sample is seen as
+            it is and, where flips make sense, as its mirror image.
+        flips: whether a sample's mirror image shows the same.
+    """
+    augment = parse_augment(data.augment)
+    if not mirrored or augment.kind == "views":
+        return augment
+    return MIRRORED if flips else parse_augment("none")

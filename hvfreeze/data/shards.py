@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -135,6 +135,17 @@ class ShardPlan:
         order = shuffled(self.shards[rank], "deal", self.seed, epoch)
         dealt = order[: self.batches_per_epoch * size * self.batch_size]
         return np.ascontiguousarray(dealt.reshape(self.batches_per_epoch, size, self.batch_size)[:, rank])
+
+    def without(self, left_out: NDArray[np.bool_]) -> ShardPlan:
+        """Returns the plan of the same owners without some samples; (samples,) tells for each id whether it goes.
+
+        Raises:
+            UsageError: What is left of the smallest shard fills no batch.
+        """
+        shards = tuple(shard[~left_out[shard]] for shard in self.shards)
+        shared = self.shuffle == "global"
+        counts = [len(shard) // (len(shards) if shared else 1) for shard in shards]
+        return replace(self, shards=shards, batches_per_epoch=_num_batches(counts, batch_size=self.batch_size))
 
 
 def _divide(labels: ArrayLike, ids: Ids, *, weights: NDArray[np.float64], alpha: float | None, seed: int) -> list[Ids]:

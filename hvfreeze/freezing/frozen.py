@@ -46,6 +46,16 @@ def release(module: nn.Module) -> None:
         module.training = True
 
 
+def release_model(model: nn.Module) -> None:
+    """Let every module and parameter train again, whoever has frozen it."""
+    for module in model.modules():
+        release(module)
+    model.train()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+        parameter.grad = None
+
+
 def prune_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
     """Leave exactly the trainable ones of the original `groups` in the optimizer; drop the state of the others."""
     for group, original in zip(optimizer.param_groups, groups, strict=True):

@@ -17,7 +17,8 @@ tenth more rows shift the best penalty by less than a step of the path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.lbfgs import Lbfgs, Minimum
-from hvfreeze.heads.loss import SoftmaxLoss
+from hvfreeze.heads.loss import SoftmaxLoss, Stopped
 from hvfreeze.heads.nystrom import covariance, sketch
 from hvfreeze.heads.rows import Rows
 from hvfreeze.heads.standard import Standard, measure
@@ -85,6 +86,11 @@ class HeadFit:
     converged: bool
     exchanged_bytes: int
 
+    @property
+    def chosen(self) -> Trial | None:
+        """The trial of the chosen penalty, what it makes of held-out rows; None where the penalty was given."""
+        return next((trial for trial in self.trials if trial.penalty == self.penalty), None)
+
     def summary(self) -> dict[str, Any]:
         """Return the numbers, without the tensors, for a file."""
         tensors = {"weight", "bias", "coefficients"}
@@ -100,8 +106,11 @@ def fit_softmax(
     penalties: Sequence[float] = PENALTIES,
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
-) -> HeadFit:
+    stop: Callable[[], bool] = lambda: False,
+) -> HeadFit | None:
     """Return the head that minimises the penalised mean loss over the rows of all ranks, the same bits on every rank.
+
+    None where some rank wants to stop before.
 
     Collective: every rank of `world` must call this, a rank without rows too.
 
@@ -113,6 +122,7 @@ def fit_softmax(
         tolerance: relative distance from the minimum that is allowed: the norm of the gradient must fall to `tolerance`
             x that of the penalty's own gradient. The path is followed at `PATH_TOLERANCE`.
         most_steps: limit of the minimiser for one penalty; `HeadFit.converged` tells whether it sufficed.
+        stop: asked in every pass; true on some rank ends the search.
 
     Raises:
         UsageError: several penalties and no held-out rows, or penalties that are not decreasing and above 0.
@@ -129,15 +139,32 @@ def fit_softmax(
         error.everywhere = True
         raise error
     product = sketch(rows, standard, world=world)
-    loss = SoftmaxLoss(rows, standard, classes=classes, world=world)
+    loss = SoftmaxLoss(rows, standard, classes=classes, world=world, stop=stop)
     if world.rank > 0:
         loss.follow()
-        return world.broadcast_object(cast(HeadFit, None), name="head.fit")
+        return world.broadcast_object(cast("HeadFit | None", None), name="head.fit")
+    found: HeadFit | None = None
+    with suppress(Stopped):
+        found = _search(loss, standard, product, values, tolerance=tolerance, most_steps=most_steps)
+    loss.stop()
+    # Folding too is arithmetic that processors may round differently: rank 0's head is everybody's.
+    return world.broadcast_object(found, name="head.fit")
+
+
+def _search(
+    loss: SoftmaxLoss,
+    standard: Standard,
+    product: Tensor,
+    penalties: Sequence[float],
+    *,
+    tolerance: float,
+    most_steps: int,
+) -> HeadFit:
     search = Lbfgs(covariance(product))
-    start, penalty = loss.zero(), values[0]
+    start, penalty = loss.zero(), penalties[0]
     trials: tuple[Trial, ...] = ()
-    if len(values) > 1:
-        start, penalty, trials = _choose(loss, search, values, most_steps=most_steps)
+    if len(penalties) > 1:
+        start, penalty, trials = _choose(loss, search, penalties, most_steps=most_steps)
     minimum = search.minimise(
         partial(loss.at, held_out=False),
         loss.at(start, held_out=False),
@@ -145,9 +172,7 @@ def fit_softmax(
         tolerance=tolerance,
         most_steps=most_steps,
     )
-    loss.stop()
-    # Folding too is arithmetic that processors may round differently: rank 0's head is everybody's.
-    return world.broadcast_object(_head(minimum, standard, penalty, trials, loss), name="head.fit")
+    return _head(minimum, standard, penalty, trials, loss)
 
 
 def _choose(

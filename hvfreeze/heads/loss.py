@@ -7,6 +7,7 @@ so no decision rests on numbers that processors of different makes could round d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,10 @@ from hvfreeze.ranks.world import World
 
 STOP, WITHOUT_HELD_OUT, WITH_ALL = 0.0, 1.0, 2.0
 """What rank 0 asks the others to do with the weights that it sends."""
+
+
+class Stopped(Exception):
+    """Some rank wants to stop before there is a solution."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,13 @@ class SoftmaxLoss:
     Products are float32, sums over chunks and ranks float64.
     """
 
-    def __init__(self, rows: Rows, standard: Standard, *, classes: int, world: World) -> None:
+    def __init__(
+        self, rows: Rows, standard: Standard, *, classes: int, world: World, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         self._rows = rows
         self._standard = standard
         self._world = world
+        self._stop = stop
         self.shape = (classes, rows.width + 1)
         self.passes = 0
         self.exchanged_bytes = 0
@@ -59,10 +67,16 @@ class SoftmaxLoss:
         """Return the loss at `weights`, fitted without the held-out rows where `held_out` is true.
 
         Collective: rank 0 calls this while every other rank of the world is in `follow`.
+
+        Raises:
+            Stopped: some rank wants to stop; on rank 0, and `follow` is then still to be ended.
         """
         command = WITHOUT_HELD_OUT if held_out else WITH_ALL
         self._tell(command, weights)
-        return self._evaluate(weights, command)
+        point, stopped = self._evaluate(weights, command)
+        if stopped:
+            raise Stopped
+        return point
 
     def zero(self) -> Tensor:
         """Return weights of zero, (C, D + 1) float64."""
@@ -88,19 +102,20 @@ class SoftmaxLoss:
         self._world.broadcast_(message, name="head.weights")
         return float(message[0]), message[1:].view(self.shape)
 
-    def _evaluate(self, weights: Tensor, command: float) -> Point:
+    def _evaluate(self, weights: Tensor, command: float) -> tuple[Point, bool]:
         self.passes += 1
         mine = self._local_sums(weights, command)
         self.exchanged_bytes += mine.numel() * mine.element_size() if self._world.size > 1 else 0
         sums = self._world.allreduce_sum(mine, name="head.loss")
         loss, count, held_loss, held_right, held_count, curvature = sums[:6].tolist()
-        raw = sums[6:].view(self.shape)
+        stopped = bool(sums[6])
+        raw = sums[7:].view(self.shape)
         gradient = torch.empty_like(raw)
         # d/dW of standardised features, from sums over raw ones.
         gradient[:, :-1] = (raw[:, :-1] - raw[:, -1:] * self._standard.offset) * self._standard.scale / count
         gradient[:, -1] = raw[:, -1] / count
         nothing = held_count == 0
-        return Point(
+        point = Point(
             weights,
             loss / count,
             gradient,
@@ -108,13 +123,15 @@ class SoftmaxLoss:
             math.nan if nothing else held_loss / held_count,
             math.nan if nothing else held_right / held_count,
         )
+        return point, stopped
 
     def _local_sums(self, weights: Tensor, command: float) -> Tensor:
-        """Return this rank's sums: six numbers, then the gradient for raw features and the intercept."""
+        """Return this rank's sums: seven numbers, then the gradient for raw features and the intercept."""
         weight, bias = self._standard.folded(weights, mean=self._standard.offset)
         weight, bias = weight.float(), bias.float()[:, None]
-        result = torch.zeros(6 + math.prod(self.shape), dtype=torch.float64)
-        numbers, gradient = result[:6], result[6:].view(self.shape)
+        result = torch.zeros(7 + math.prod(self.shape), dtype=torch.float64)
+        numbers, gradient = result[:6], result[7:].view(self.shape)
+        result[6] = self._stop()
         for chunk in self._rows.chunks():
             features = self._standard.taken(chunk.features)
             held = chunk.held_out if command == WITHOUT_HELD_OUT else torch.zeros_like(chunk.held_out)

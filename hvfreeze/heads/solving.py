@@ -45,7 +45,8 @@ def solve(rows: Rows, layer: nn.Linear, *, world: World, stop: Callable[[int], b
         rows: this rank's.
         layer: becomes the solution, the same on every rank.
         world: the ranks.
-        stop: told after each batch how many rows have their features; true ends the pass.
+        stop: told after every few batches how many rows have their features, and 0 in every pass of the solution; true
+            on some rank ends it all.
         count: told at the end the logits, (B, classes), labels and mean loss of every batch.
 
     Raises:
@@ -54,7 +55,9 @@ def solve(rows: Rows, layer: nn.Linear, *, world: World, stop: Callable[[int], b
     """
     if gather(rows, world=world, stop=stop):
         return None
-    fit = fit_softmax(rows, classes=layer.out_features, world=world)
+    fit = fit_softmax(rows, classes=layer.out_features, world=world, stop=lambda: stop(0))
+    if fit is None:
+        return None
     take(layer, fit)
     for chunk in rows.chunks():
         logits = functional.linear(chunk.features.float(), fit.weight, fit.bias)

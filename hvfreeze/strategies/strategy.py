@@ -142,7 +142,8 @@ class SolvesHeads(Protocol):
         Args:
             batches: this replica's, each sample and view once; there may be none.
             held_out: (samples,) for each sample id whether it chooses the penalty.
-            stop: told after each batch how many rows have their features; true ends the pass and nothing is solved.
+            stop: told after every few batches how many rows have their features, and 0 in every pass of the solution;
+                true on some rank ends it all.
             add: told at the end what the solved head answers to every batch, and the mean loss.
 
         Raises:

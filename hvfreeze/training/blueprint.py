@@ -26,17 +26,16 @@ class Blueprint:
     """What a model is built from, beside the number of its classes."""
 
     model: ModelConfig
-    head: HeadConfig
     image_shape: tuple[int, int, int]
     """(C, H, W) of the images that the model sees."""
     classes: int
     """Of the data set; a strategy may want the same model for others."""
 
     @classmethod
-    def of(cls, model: ModelConfig, head: HeadConfig, corpus: Corpus, *, image_size: int | None) -> Blueprint:
+    def of(cls, model: ModelConfig, corpus: Corpus, *, image_size: int | None) -> Blueprint:
         """Return the blueprint of a model for the images of `corpus`, resized to `image_size` where that is given."""
         shape = seen_shape(corpus.train.image_shape, image_size)
-        return cls(model=model, head=head, image_shape=shape, classes=len(corpus.train.classes))
+        return cls(model=model, image_shape=shape, classes=len(corpus.train.classes))
 
     def build(self, classes: int) -> tuple[Chain, list[str]]:
         """Return the model in blocks, for channels_last images, and what the user should know.
@@ -56,10 +55,15 @@ class Blueprint:
             image_size=max(self.image_shape[1:]),
         )
         set_memory_formats(built.model, self.image_shape)
-        chain = cut_into_blocks(built.model, scheme=settings.blocks)
-        if self.head.exact:
-            chain = solvable_chain(chain, self.head, classes=classes, example=torch.zeros(2, *self.image_shape))
-        return chain, built.notes
+        return cut_into_blocks(built.model, scheme=settings.blocks), built.notes
+
+    def solvable(self, chain: Chain, head: HeadConfig) -> Chain:
+        """Return a chain that was built for the data set's classes as features and a head that can be solved.
+
+        Raises:
+            UsageError: the model has no such head.
+        """
+        return solvable_chain(chain, head, classes=self.classes, example=torch.zeros(2, *self.image_shape))
 
     def build_from(self, seed: int) -> tuple[Chain, list[str]]:
         """Return what `build` does for the data set's classes; torch's generator starts at `seed` and has moved on."""

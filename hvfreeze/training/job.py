@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hvfreeze.applying.card import Card, describe
+from hvfreeze.applying.card import Card, describe, head_named
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config, to_dict
@@ -15,6 +16,7 @@ from hvfreeze.data.batches import Batch, Corpus, TrainFeed, deal, grouped, open_
 from hvfreeze.data.datasets import list_data, open_data, prepare_data, root_of
 from hvfreeze.data.folders import Folders
 from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.heads.fit import HeadFit
 from hvfreeze.ranks.agreement import check_equal, look_once, together
 from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
@@ -26,9 +28,13 @@ from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
 from hvfreeze.training.blueprint import Blueprint, statistics_of
 from hvfreeze.training.checkpoints.file import Saving
-from hvfreeze.training.choice import open_strategy, place_of, reads_images
+from hvfreeze.training.choice import place_of, reads_images
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.progress import Speaker
+from hvfreeze.training.stages.course import Course
+from hvfreeze.training.stages.guard import Guard
+from hvfreeze.training.stages.opening import Opener
+from hvfreeze.training.stages.stage import Stage
 
 
 @dataclass
@@ -39,18 +45,18 @@ class Job:
     world: World
     directory: Path
     block_names: tuple[str, ...]
-    strategy: Strategy
+    course: Course
+    """The stages of the run, and what is open for the one under way."""
+    guard: Guard | None
+    """Of solutions that are followed by others; None where there is none, or it was switched off."""
     card: Card
     """Of the models, as far as it is known before they are trained."""
-    feed: TrainFeed
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
     replicas: int
     clock: PhaseClock
     speaker: Speaker
     notes: list[str]
-    batches_per_epoch: int
-    """Of every replica."""
     record: Record | NullRecord = field(default_factory=NullRecord)
     data_identities: dict[str, str] = field(default_factory=dict)
     step: int = 0
@@ -71,25 +77,71 @@ class Job:
     """What training waited for the last checkpoint."""
     saving: Saving | None = None
     """On rank 0, the checkpoint that is being written."""
+    solved: HeadFit | None = None
+    """What the epoch under way has solved, if it is a solution."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """What is open for the stage under way."""
+        return self.course.opened.strategy
+
+    @property
+    def feed(self) -> TrainFeed:
+        """The training samples of the stage under way."""
+        return self.course.opened.feed
+
+    @property
+    def stage(self) -> Stage:
+        """The stage under way."""
+        return self.course.stage
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch."""
-        return self.config.optimizer.steps_per_epoch(self.batches_per_epoch)
+        """Optimizer steps of a whole epoch of the stage under way."""
+        return self.stage.steps_per_epoch
 
     @property
-    def images_per_epoch(self) -> int:
-        """Images that all replicas together train on in an epoch."""
-        return self.batches_per_epoch * self.config.optimizer.batch_size * self.replicas
+    def stage_step(self) -> int:
+        """Steps of the stage under way that are made."""
+        return self.step - self.course.first_step
+
+    @property
+    def stage_epoch(self) -> int:
+        """Epochs of the stage under way that are made."""
+        return self.epochs_done - self.course.first_epoch
+
+    def images(self, step: int) -> int:
+        """Return how many images all replicas together train on in the first `step` steps, of this stage or before."""
+        return self.course.batches(step) * self.config.optimizer.batch_size * self.replicas
 
     def steps_of(self, epoch: int) -> list[list[Batch]]:
-        """Return the batches of each of an epoch's steps."""
+        """Return the batches of each step of an epoch of the stage under way."""
         return grouped(self.feed.epoch(epoch), self.config.optimizer.accumulate)
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.steps_per_epoch * self.config.optimizer.epochs
+        return self.course.total_steps
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the last step ended an epoch of the stage under way."""
+        return self.stage_step % self.steps_per_epoch == 0 or self.stage_step == self.stage.steps
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.course.is_last and self.stage_epoch == self.stage.epochs
+
+    def stages_told(self) -> list[dict[str, Any]]:
+        """Return what came of each stage, for summary.json."""
+        verdicts = {v.stage: v for v in self.guard.verdicts} if self.guard else {}
+        told = []
+        for number, stage in enumerate(self.course.stages):
+            judged = verdicts.get(number)
+            found = {"held_out_accuracy": judged.held_out_accuracy, "kept": judged.kept} if judged else {}
+            told.append({"stage": stage.name, "steps": stage.steps, **found})
+        return told
 
 
 def prepare(config: Config, world: World) -> Job:
@@ -126,7 +178,7 @@ def prepare(config: Config, world: World) -> Job:
     identities = together(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)
     check_equal(world, "pixels", together(world, corpus.sampled_pixels, name="sampled"))
-    blueprint = Blueprint.of(config.model, config.head, corpus, image_size=config.data.image_size)
+    blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size)
     if config.model.weights == "DEFAULT":
         # One rank per node downloads; the others find the file.
         together(world, lambda: blueprint.build_from(0) if world.local_rank == 0 else None, name="weights")
@@ -166,6 +218,8 @@ def choose_directory(given: str | None, named: str, world: World) -> Path:
 def notes_on_freezing(job: Job) -> list[str]:
     """Return what is probably not meant: votes that are never held, or blocks frozen before anything trained them."""
     settings, notes = job.config.freeze, []
+    if settings.auto:
+        return notes_on_stages(job)
     cadence = Cadence.of(settings, steps_per_epoch=job.steps_per_epoch, num_epochs=job.config.optimizer.epochs)
     if (settings.votes or settings.shadow_names()) and cadence.first_vote >= job.total_steps:
         notes.append(
@@ -177,6 +231,13 @@ def notes_on_freezing(job: Job) -> list[str]:
             f"the first {settings.cut} blocks keep their random initialisation; freezing is for trained --weights"
         )
     return notes
+
+
+def notes_on_stages(job: Job) -> list[str]:
+    """Return what is probably not meant in a run of stages: a head on a body that nothing has trained."""
+    if job.config.model.weights != "none" or len(job.course.stages) > 1:
+        return []
+    return ["the head is solved on a network with random weights; --freeze auto is for trained --weights"]
 
 
 def open_corpus(
@@ -260,19 +321,22 @@ def assemble(
         clock=clock,
         say=speaker.say,
     )
+    opener = Opener(materials, config, blueprint)
+    course = Course(together(world, opener.stages, name="stages"), opener)
+    # The model that is kept has the last stage's head.
+    card = replace(card, head=head_named(course.stages[-1].config.head))
     share = corpus.share(replica=replica, replicas=replicas)
     return Job(
         config=config,
         world=world,
         directory=directory,
-        block_names=tuple(block.name for block in chain.blocks),
-        strategy=open_strategy(materials, config),
+        block_names=tuple(block.name for block in chain.blocks) if config.freeze.auto else course.opened.block_names,
+        course=course,
+        guard=Guard() if config.freeze.auto and config.freeze.has("guard") else None,
         card=card,
-        feed=feed,
         evaluation_batches=padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size),
         replicas=replicas,
         clock=clock,
         speaker=speaker,
         notes=[],
-        batches_per_epoch=corpus.plan.batches_per_epoch,
     )

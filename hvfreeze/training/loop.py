@@ -6,7 +6,7 @@ What a step is, the strategy knows: which blocks run on which rank, and what cro
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -19,27 +19,22 @@ from hvfreeze.training.checkpoints.best import follow_best, out_of_patience
 from hvfreeze.training.checkpoints.saving import finish_saving, save
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
-from hvfreeze.training.learning_rate import learning_rate
 from hvfreeze.training.progress import Progress
+from hvfreeze.training.stages.learning_rate import learning_rate
+from hvfreeze.training.stages.opening import HELD_OUT
 
-HELD_OUT = 0.1
-"""Part of the training samples that choose the penalty of a solved head, before they are fitted too."""
 CHECKPOINT_SHARE = 0.03
 """The part of the training time that checkpoints may take with --checkpoint-every auto."""
 
 
-MakeEpoch = Callable[[Job, int, Progress], None]
-
-
-def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch, asked: Sequence[int] = ()) -> None:
-    """Train from the job's step to the end, evaluating after the epochs that --evaluate-every names.
+def train(job: Job, progress: Progress, *, asked: Sequence[int] = ()) -> None:
+    """Train from the job's step to the end, stage by stage, evaluating after the epochs that --evaluate-every names.
 
     Collective: every rank of the job's world must call this.
 
     Args:
         job: the run.
         progress: where it is shown.
-        make_epoch: what an epoch is, for all ranks together; `train_epoch`, or a solution of the head.
         asked: signals to leave that came before this, and may come until this takes over.
 
     Raises:
@@ -50,26 +45,32 @@ def train(job: Job, progress: Progress, *, make_epoch: MakeEpoch, asked: Sequenc
     with leaving_on_signal(job):
         job.asked_to_leave = job.asked_to_leave or bool(asked)
         job.clock.restart()
-        for epoch in range(job.epochs_done, 0 if out_of_patience(job) else job.config.optimizer.epochs):
-            make_epoch(job, epoch, progress)
-            end_epoch(job, epoch, progress)
+        while not (job.ended or out_of_patience(job)):
+            if job.stage_epoch == job.stage.epochs:
+                job.course.turn()
+                progress.line(job.stage.title)
+            make_epoch = EPOCHS[job.stage.config.head.head_fit]
+            make_epoch(job, job.stage_epoch, progress)
+            end_epoch(job, job.epochs_done, progress)
+            if job.stage_epoch == job.stage.epochs:
+                end_stage(job, progress)
             checkpoint_when_due(job)
             if out_of_patience(job):
                 progress.line(f"stopped early: {job.evaluations_in_vain} evaluations in a row found nothing better")
-                break
         with job.clock.within("checkpoint"):
             finish_saving(job)
 
 
 def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
-    """Make the epoch's steps that are not made yet. Collective."""
-    steps = job.steps_of(epoch)[job.step - epoch * job.steps_per_epoch :]
+    """Make the steps of the stage's epoch `epoch` that are not made yet. Collective."""
+    before = epoch * job.steps_per_epoch
+    steps = job.steps_of(epoch)[job.stage_step - before : job.stage.steps - before]
     if steps:
         job.strategy.begin_epoch([batch for batches in steps for batch in batches])
     for batches in steps:
         loss = train_step(job, batches)
-        progress.step(job.step, f"epoch {epoch} loss {loss:.3f} cut {job.strategy.cut}")
-        if job.step % job.steps_per_epoch != 0:
+        progress.step(job.step, f"epoch {job.epochs_done} loss {loss:.3f} cut {job.course.cut}")
+        if not job.at_epoch_end:
             checkpoint_when_due(job)
 
 
@@ -79,7 +80,7 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
     job.step += 1
     count(job.totals, result.answers, result.losses)
     if result.decision is not None:
-        job.record.decision(result.decision)
+        job.record.decision(job.course.placed(result.decision))
     if result.leave:
         leave(job)
     return result.loss
@@ -89,13 +90,14 @@ def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
     """Solve the head on all of the training samples; it stands for all steps of the epoch. Collective.
 
     Raises:
-        Preempted: the job was asked to leave before the features were complete; what is cached of them stays.
+        Preempted: the job was asked to leave before there was a solution; what is cached of the features stays.
     """
     batches = job.feed.every_view()
     total = sum(batch.counted for batch in batches)
 
     def stop(rows: int) -> bool:
-        progress.step(job.step + rows * job.steps_per_epoch // total, f"features of {rows} of {total} views")
+        if rows > 0:
+            progress.step(job.step + rows * job.steps_per_epoch // total, f"features of {rows} of {total} views")
         return job.asked_to_leave
 
     def add(answers: Answers, loss: float) -> None:
@@ -106,7 +108,7 @@ def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
     if fit is None:
         leave(job)
         return
-    job.step = (epoch + 1) * job.steps_per_epoch
+    job.step, job.solved = job.course.first_step + job.stage.steps, fit
     reached = "" if fit.converged else f", which is not converged: off by {100 * fit.error:.0f} % at most"
     progress.line(
         f"head solved: penalty {fit.penalty:.2g} of {len(fit.trials)} tried, {fit.passes} passes over {fit.rows} rows, "
@@ -114,44 +116,50 @@ def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
     )
 
 
+EPOCHS = {"sgd": train_epoch, "exact": solve_epoch}
+"""--head-fit of a stage -> what an epoch is, for all ranks together."""
+
+
 def rate(job: Job) -> float:
     """Return the learning rate of the step to come."""
     settings = job.config.optimizer
     return learning_rate(
-        job.step, base=settings.lr, schedule=settings.schedule, warmup=settings.lr_warmup, total=job.total_steps
+        job.stage_step, base=settings.lr, schedule=settings.schedule, warmup=settings.lr_warmup, total=job.stage.steps
     )
 
 
 def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
     """Evaluate on all ranks when that is due and write the epoch's line. Collective."""
-    run, epochs = job.config.run, job.config.optimizer.epochs
+    stage, stage_epoch = job.stage, job.stage_epoch
+    is_last = stage_epoch + 1 == stage.epochs and (job.solved is not None or job.course.is_last)
     tested: Scores = {}
     with job.clock.within("evaluate"):
         # Also where nothing is evaluated: how often that is done must not change one bit of the training.
         job.strategy.settle()
-        if run.evaluates(epoch, epochs=epochs):
+        if is_last or job.config.run.evaluates(epoch):
             tested = evaluate(job.strategy, job.evaluation_batches, job.world)
             job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
             job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
             follow_best(job, epoch)
         trained = reduce(job.totals, job.strategy.models, job.world, name="train")
-        report = job.strategy.report()
+        report = job.course.report()
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
+    images = job.images(job.step) - job.images(job.course.first_step + stage_epoch * job.steps_per_epoch)
     train_loss, train_accuracy = mean(trained)
     loss, accuracy = mean(tested) if tested else (None, None)
     line = {
         "epoch": epoch,
         "step": job.step,
-        "cut": job.strategy.cut,
+        "cut": job.course.cut,
         "train_loss": train_loss,
         "train_accuracy": train_accuracy,
         "test_loss": loss,
         "test_accuracy": accuracy,
         "train_seconds": train_seconds(spent),
         "seconds": spent,
-        "images_per_second": job.images_per_epoch / max(train_seconds(spent), 1e-9),
+        "images_per_second": images / max(train_seconds(spent), 1e-9),
         "allreduce_bytes": report["allreduce_bytes"],
         "cache": report["cache"],
     }
@@ -160,9 +168,27 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
     job.epochs_done = epoch + 1
     shown = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
     progress.line(
-        f"epoch {epoch:3d} | cut {job.strategy.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
+        f"epoch {epoch:3d} | cut {job.course.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
         f"{shown} | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
     )
+
+
+def end_stage(job: Job, progress: Progress) -> None:
+    """Let the guard judge what the stage has solved; the job's state is then the best so far. Not a collective."""
+    fit, job.solved = job.solved, None
+    if job.guard is None or fit is None:
+        return
+    before = job.guard.best
+    verdict = job.guard.judge(fit, job.course.opened.model, job.last_scores, stage=job.course.number)
+    found = f"{100 * verdict.held_out_accuracy:.2f} % of held-out samples right"
+    if before is None:
+        progress.line(found)
+        return
+    compared = f"{found}, {100 * before.verdict.held_out_accuracy:.2f} % before tuning"
+    progress.line(f"{compared}: {'kept' if verdict.kept else 'taken back'}")
+    best = job.guard.best
+    assert best is not None
+    job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
 
 
 def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +211,7 @@ def checkpoint_is_due(job: Job) -> bool:
     every = job.config.run.checkpoint_steps(job.steps_per_epoch)
     last = job.step == job.total_steps or out_of_patience(job)
     if every is None:
-        return last or (job.step % job.steps_per_epoch == 0 and checkpoint_is_cheap(job))
+        return last or (job.at_epoch_end and checkpoint_is_cheap(job))
     return bool(every) and (job.step % every == 0 or last)
 
 
@@ -203,7 +229,7 @@ def checkpoint_is_cheap(job: Job) -> bool:
 def leave(job: Job) -> None:
     """Write a checkpoint and leave with the code that says so. Collective."""
     # The uninterrupted run settles here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
-    settled = job.step % job.steps_per_epoch != 0 and checkpoint_is_due(job)
+    settled = not job.at_epoch_end and checkpoint_is_due(job)
     with job.clock.within("checkpoint"):
         save(job, settled=settled)
         finish_saving(job)

@@ -28,11 +28,8 @@ from hvfreeze.training.checkpoints.restoring import restore
 from hvfreeze.training.checkpoints.saving import directory_of, save
 from hvfreeze.training.evaluation import by_model
 from hvfreeze.training.job import Job, prepare
-from hvfreeze.training.loop import own_part, solve_epoch, train, train_epoch
+from hvfreeze.training.loop import own_part, train
 from hvfreeze.training.progress import Progress, open_progress
-
-EPOCHS = {"sgd": train_epoch, "exact": solve_epoch}
-"""--head-fit -> what an epoch is."""
 
 
 def run(config: Config, world: World, *, asked: Sequence[int] = ()) -> dict[str, Any]:
@@ -69,7 +66,7 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
         if wrote not in (None, job.world.size):
             # At once, in place of those that count other steps: the newest is found by its number of steps.
             save(job, settled=True, alone=True)
-        train(job, progress, asked=asked, make_epoch=EPOCHS[job.config.head.head_fit])
+        train(job, progress, asked=asked)
     finally:
         progress.close()
         job.strategy.close()
@@ -112,7 +109,7 @@ def introduce(job: Job, progress: Progress, *, resumed: bool) -> None:
     for note in job.notes:
         progress.line(f"note: {note}")
     if resumed:
-        progress.line(f"resumed after step {job.step} of {job.total_steps}, cut {job.strategy.cut}")
+        progress.line(f"resumed after step {job.step} of {job.total_steps}, cut {job.course.cut}")
 
 
 def finished(job: Job) -> dict[str, Any] | None:
@@ -126,7 +123,7 @@ def finished(job: Job) -> dict[str, Any] | None:
     path = job.directory / "summary.json"
 
     def read() -> dict[str, Any] | None:
-        ended = job.epochs_done == job.config.optimizer.epochs or out_of_patience(job)
+        ended = job.ended or out_of_patience(job)
         return read_object(path, SUMMARY) if job.world.rank == 0 and ended and path.exists() else None
 
     return job.world.broadcast_object(together(job.world, read, name="summary.read"), name="finished")
@@ -142,8 +139,9 @@ def conclude(job: Job) -> dict[str, Any]:
     export(job, digest=digest)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
-    images = job.epochs_done * job.images_per_epoch
-    report = job.strategy.report()
+    report = job.course.report()
+    if job.guard is not None and job.guard.best is not None:
+        report |= {"head": job.guard.best.head}
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": job.best_accuracy,
@@ -152,15 +150,17 @@ def conclude(job: Job) -> dict[str, Any]:
         "world_size": job.world.size,
         "train_seconds": spent,
         "seconds": seconds,
-        "images_per_second": images / max(spent, 1e-9),
+        "images_per_second": job.images(job.step) / max(spent, 1e-9),
         "allreduce_bytes": report["allreduce_bytes"],
         "other_collective_bytes": report["other_collective_bytes"],
-        "final_cut": job.strategy.cut,
+        "final_cut": job.course.cut,
         "cut_history": [list(move) for move in report["cut_history"]],
         "cache": report["cache"],
         "parameter_digest": digest,
         "resumed": list(job.record.resumed),
     }
+    if job.config.freeze.auto:
+        summary["stages"] = job.stages_told()
     if job.config.run.keep == "best":
         summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
     summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)

@@ -209,6 +209,8 @@ class Replicas:
         """Keep what is cached and let go of all files."""
         self.training.close()
         self.evaluation.close()
+        # Hooks on gradients would count another strategy's backward passes over the same model.
+        self.reducer.carry([])
 
     def _be_in_mode(self, *, training: bool) -> None:
         # Frozen blocks hold themselves in evaluation mode; walking through all modules costs as much as a small one.

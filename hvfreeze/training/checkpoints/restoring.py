@@ -50,9 +50,12 @@ def restore(job: Job) -> int | None:
     name, wrote = described
     data = read_by_all(world, lambda: found.section(0) if found else None)
     shared = together(world, lambda: own_run(job, unpacked(data, name=name), name=name), name="checkpoint.run")
+    job.course.load_state_dict(shared["course"], keeps_plan=False)
     if wrote == world.size:
         own = dealt(world, lambda rank: found.section(1 + rank) if found else None)
     else:
+        if job.config.freeze.auto:
+            raise other_size(wrote, world.size)
         redealing = together(world, lambda: Redealing(job, shared, found), name="checkpoint.redealing")
         own = dealt(world, redealing.state_of)
         shared = redealing.shared()
@@ -99,7 +102,21 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     if differing:
         listed = "; ".join(f"{leaf}: {theirs.get(leaf)!r} there, {mine[leaf]!r} here" for leaf in differing)
         raise RefusedError(f"the checkpoint {name} is another run's ({listed}); put its own checkpoints back")
+    course = shared.get("course")
+    number = course.get("number") if isinstance(course, dict) else None
+    if type(number) is not int or not 0 <= number < len(job.course.stages):
+        raise RefusedError(f"the checkpoint {name} does not say in which stage its run is; start anew")
     return shared
+
+
+def other_size(wrote: int, size: int) -> RefusedError:
+    """Return the refusal of stages that were planned for another number of ranks."""
+    error = RefusedError(
+        f"--freeze auto: the checkpoint was written by {wrote} ranks, whose stages have other steps than those of "
+        f"{size}; resume on {wrote}, or start anew in another --run-dir"
+    )
+    error.everywhere = True
+    return error
 
 
 def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> None:
@@ -117,6 +134,8 @@ def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> Non
 def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     """Set every part of the job from what all ranks share and from what is this rank's."""
     job.strategy.load_state_dict(State(shared, mine))
+    if job.guard is not None:
+        job.guard.load_state_dict(shared["guard"])
     job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}
     job.step = shared["step"]
     job.record.cut_back(shared["position"])

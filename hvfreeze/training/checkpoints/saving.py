@@ -107,6 +107,8 @@ def shared_state(job: Job) -> dict[str, Any]:
     """Return what is equal on all ranks, or known to rank 0 alone; the strategy adds its own."""
     return {
         "run": identity(job.config),
+        "course": job.course.state_dict(),
+        "guard": None if job.guard is None else job.guard.state_dict(),
         "step": job.step,
         "steps_per_epoch": job.steps_per_epoch,
         "data": job.data_identities,

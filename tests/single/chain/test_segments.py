@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.chain.segments import Boundary, block_seconds, cut_at, cut_evenly, dry_run, segment_bytes
+from hvfreeze.chain.segments import Boundary, block_seconds, cut_at, cut_evenly, dry_run, segment_bytes, work_of
 from hvfreeze.errors import UsageError
 
 
@@ -59,3 +59,13 @@ def test_a_dry_run_says_what_crosses_and_what_blocks_cost() -> None:
     assert boundaries[0].strides == images.stride()
     assert all(seconds > 0 for seconds in block_seconds(chain.run, images, depth=3))
     assert segment_bytes(chain, (0, 2)) == 4 * (3 * 4 * 9 + 4) + 4 * 4 * 4 + 8
+
+
+def test_work_is_two_operations_a_weight_and_place_and_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+    model[0].eval()
+    chain = Chain.from_modules(model, [("body", [model[0], model[1]]), ("head", [model[2], model[3]])])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert work_of(chain, torch.randn(2, 3, 8, 8)) == [2 * 2 * 27 * 4 * 36, 2 * 2 * 4 * 36 * 5]
+    assert [module.training for module in model] == [False, True, True, True]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

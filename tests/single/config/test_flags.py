@@ -31,7 +31,7 @@ def test_every_leaf_is_a_flag_with_its_text_and_default(capsys: pytest.CaptureFi
     for name, (_, leaf, _) in leaves().items():
         assert "--" + name.replace("_", "-") in said
         assert "".join(leaf.metadata["help"].split()) in said, name
-    assert "atenthat50%and75%" in said and "[0.9]" in said
+    assert "atenthat50%and75%" in said and "[0.9]" in said and "[10;with--freezeauto:1]" in said
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])

@@ -80,6 +80,39 @@ def test_what_does_not_go_with_an_exact_head_is_refused(changes: dict[str, Any],
         from_dict({"head": "multi-level", "head_fit": "exact", "augment": "none", **changes})
 
 
+def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
+    config = from_dict({"freeze": "auto"})
+    assert (config.head.head, config.head.head_fit, config.optimizer.epochs) == ("multi-level", "exact", 1)
+    assert (config.optimizer.lr, config.optimizer.schedule) == (0.05, "cosine")
+    given = from_dict({"freeze": {"freeze": "auto", "cut": 3}, "epochs": 4, "head": "last", "lr": 0.1, "cache": "on"})
+    assert (given.head.head, given.head.head_fit, given.optimizer.epochs, given.optimizer.lr) == (
+        "last",
+        "exact",
+        4,
+        0.1,
+    )
+    assert from_dict({"freeze": "auto", "optimizer": "adamw"}).optimizer.lr == 1e-3, "a rate of SGD is not AdamW's"
+    assert from_dict(to_dict(given)).resolved() == given
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_fit": "sgd", "head": "last"}, r"--head-fit \(sgd\) must be exact with --freeze auto"),
+        ({"strategy": "shared-trunk"}, r"--strategy \(shared-trunk\) must be replicas with --freeze auto"),
+        ({"auto_without": "tuning"}, r"--auto-without \(tuning\) must be none or a list out of votes, guard"),
+        (
+            {"freeze": "linear", "auto_without": "votes"},
+            r"--auto-without \(votes\) must be left out unless --freeze is",
+        ),
+        ({"freeze": "none", "cut": 2}, r"--cut \(2\) must be left out with --freeze none"),
+    ],
+)
+def test_what_does_not_go_with_auto_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_dict({"freeze": "auto", **changes})
+
+
 BOMB = "a: &a [x, x]\n" + "".join(
     f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmnopqrstuvwx", "bcdefghijklmnopqrstuvwxy")
 )

@@ -1,0 +1,98 @@
+"""The best state of a run of stages: a solution that held-out samples find no better is taken back, bit for bit.
+
+The samples are those that choose the penalty. The stages between two solutions do not train on them, so both uses are
+honest, and no test sample takes part. Every solution ends with a fit to all samples, so the state kept has one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.heads.fit import HeadFit
+from hvfreeze.training.evaluation import Score, Scores
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the held-out samples say of a solution; accuracies are 0-1."""
+
+    stage: int
+    held_out_accuracy: float
+    held_out_loss: float
+    kept: bool
+
+
+@dataclass(eq=False)
+class Best:
+    """A state worth going back to."""
+
+    verdict: Verdict
+    state: dict[str, Tensor]
+    scores: Scores
+    """On the evaluation samples; they decide nothing."""
+    head: dict[str, Any]
+    """What summary.json says of it."""
+
+
+@dataclass(eq=False)
+class Guard:
+    """Judges solutions as they come."""
+
+    best: Best | None = None
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def judge(self, fit: HeadFit, model: nn.Module, scores: Scores, *, stage: int) -> Verdict:
+        """Keep the model's state if its solution is better than all before, else put the best one back.
+
+        Better are more right answers of a solution that has converged; as many are not worth a change.
+
+        Args:
+            fit: the solution, whose penalty was chosen on held-out samples.
+            model: holds it; becomes the best.
+            scores: on the evaluation samples.
+            stage: the number of the stage that found it.
+        """
+        trial = fit.chosen
+        assert trial is not None, "a penalty that was given says nothing of held-out samples"
+        best = self.best.verdict if self.best else None
+        kept = best is None or (fit.converged and trial.held_out_accuracy > best.held_out_accuracy)
+        verdict = Verdict(stage, trial.held_out_accuracy, trial.held_out_loss, kept)
+        self.verdicts.append(verdict)
+        if kept or self.best is None:
+            state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            self.best = Best(verdict, state, scores, fit.summary())
+        else:
+            with torch.no_grad():
+                model.load_state_dict(self.best.state)
+        return verdict
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold; equal on all ranks."""
+        best = self.best
+        return {
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "best": None
+            if best is None
+            else {
+                "verdict": asdict(best.verdict),
+                "state": best.state,
+                "scores": {name: list(score) for name, score in best.scores.items()},
+                "head": best.head,
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.verdicts = [Verdict(**verdict) for verdict in state["verdicts"]]
+        kept = state["best"]
+        self.best = kept and Best(
+            Verdict(**kept["verdict"]),
+            kept["state"],
+            {name: Score(*score) for name, score in kept["scores"].items()},
+            kept["head"],
+        )

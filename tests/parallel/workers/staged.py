@@ -1,0 +1,195 @@
+"""Every rank makes whole runs of stages: equal ones, cached ones, ones stopped in every stage, and one taken back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hvfreeze
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import Preempted
+from hvfreeze.freezing.criteria import CRITERIA, Proposal
+from hvfreeze.heads import rows
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import World
+from hvfreeze.strategies.replicas.door import Replicas
+from hvfreeze.training import loop
+from hvfreeze.training.job import Job
+from hvfreeze.training.progress import Progress
+from hvfreeze.training.run import run
+from hvfreeze.training.stages.course import Course
+from tests.parallel.mpirun import report
+
+MODEL = "shufflenet_v2_x0_5"
+BATCH = 8
+Ask = Callable[[Job, str], bool]
+"""(job, what comes next: features, pass, step) -> whether the last rank asks to leave."""
+
+
+class Runs:
+    """Runs of one configuration with changes, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path) -> None:
+        self.world, self.root = world, root
+
+    def __call__(self, name: str, **changes: Any) -> dict[str, Any]:
+        base = {
+            "model": MODEL,
+            "train_samples": 40 * self.world.size * 5 // 4,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "augment": "views:2",
+            "freeze": "auto",
+            "epochs": 3,
+            "interval": 2,
+            "freeze_warmup": 2,
+            "lr": 0.01,
+            "pool": 2,
+            "threads": 1,
+            "checkpoint_every": "5s",
+            "run_dir": str(self.root / name),
+        }
+        return run(from_dict({**base, **changes}), self.world)
+
+
+def numbers(root: Path, name: str) -> list[dict[str, Any]]:
+    found = []
+    for kind in ("metrics", "decisions"):
+        lines = [json.loads(line) for line in (root / name / f"{kind}.jsonl").read_text().splitlines()]
+        timed = ("seconds", "train_seconds", "images_per_second", "cache")
+        found += [{key: value for key, value in line.items() if key not in timed} for line in lines]
+    return found
+
+
+@contextmanager
+def asking(world: World, ask: Ask) -> Iterator[None]:
+    """Ask on the last rank to leave, when `ask` says so, at every point where that can be heeded."""
+    solve, make_step, make_epoch = Replicas.solve_head, loop.train_step, loop.EPOCHS["exact"]
+    jobs: list[Job] = []
+    is_last = world.rank == world.size - 1
+
+    def solve_head(self: Replicas, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
+        def stopping(count: int) -> bool:
+            wants = stop(count)
+            return wants or (is_last and ask(jobs[-1], "pass" if count == 0 else "features"))
+
+        return solve(self, *args, stop=stopping, **rest)
+
+    def step(job: Job, batches: Any) -> float:
+        job.asked_to_leave = job.asked_to_leave or (is_last and ask(job, "step"))
+        return make_step(job, batches)
+
+    def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
+        jobs.append(job)
+        make_epoch(job, epoch, progress)
+
+    Replicas.solve_head, loop.train_step = solve_head, step  # type: ignore[method-assign]
+    loop.EPOCHS["exact"] = solve_epoch
+    try:
+        yield
+    finally:
+        Replicas.solve_head, loop.train_step = solve, make_step  # type: ignore[method-assign]
+        loop.EPOCHS["exact"] = make_epoch
+
+
+def stopped(runs: Runs, name: str, ask: Ask, **changes: Any) -> None:
+    with asking(runs.world, ask):
+        try:
+            runs(name, **changes)
+        except Preempted:
+            return
+    raise AssertionError(f"{name} was not stopped")
+
+
+@contextmanager
+def spoiling() -> Iterator[None]:
+    """Let tuning end in a network that gives the same for all images."""
+    turn = Course.turn
+
+    def spoilt(self: Course) -> None:
+        if self.number == 1:
+            with torch.no_grad():
+                for parameter in self.opened.model.parameters():
+                    parameter.zero_()
+        turn(self)
+
+    Course.turn = spoilt  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Course.turn = turn  # type: ignore[method-assign]
+
+
+def counted(number: int, what: str, *, stage: int) -> Ask:
+    """Ask at the `number`-th point of a kind in a stage."""
+    left = [number]
+
+    def ask(job: Job, kind: str) -> bool:
+        left[0] -= kind == what and job.course.number == stage
+        return left[0] < 0
+
+    return ask
+
+
+STOPS: dict[str, Ask] = {
+    "features-of-the-first": counted(1, "features", stage=0),
+    "passes-of-the-first": counted(2, "pass", stage=0),
+    "first-step": counted(0, "step", stage=1),
+    "between-votes": counted(4, "step", stage=1),
+    "features-of-the-last": counted(1, "features", stage=2),
+    "passes-of-the-last": counted(2, "pass", stage=2),
+}
+
+
+def same_run(runs: Runs, found: dict[str, Any], name: str, straight: dict[str, Any]) -> None:
+    assert found["parameter_digest"] == straight["parameter_digest"], f"{name}: another model"
+    for key in ("test_accuracy", "stages", "cut_history", "steps", "epochs", "final_cut"):
+        assert found[key] == straight[key], f"{name}: {key}: {found[key]}, not {straight[key]}"
+    assert {**found["head"], "exchanged_bytes": 0} == {**straight["head"], "exchanged_bytes": 0}, name
+    if runs.world.rank == 0:
+        mine, theirs = numbers(runs.root, name), numbers(runs.root, "straight")
+        assert [{**line, "allreduce_bytes": 0} for line in mine] == [{**line, "allreduce_bytes": 0} for line in theirs]
+
+
+def main() -> None:
+    world = open_world()
+    end_job_on_exception(world)
+    root = Path(sys.argv[1])
+    # A criterion that wants one block more as soon as it has seen gradients twice: short runs show no other.
+    CRITERIA["gradient-norm"] = lambda seen: Proposal(cut=min(seen.cut + (seen.norms is not None), 4))
+    # Two batches to a chunk, so that a rank has several.
+    rows.CHUNK_ROWS = 2 * BATCH
+    runs = Runs(world, root)
+    straight = runs("straight")
+    same_run(runs, runs("again"), "again", straight)
+    cached = runs("cached", cache="on")
+    same_run(runs, cached, "cached", straight)
+    assert cached["cache"]["rows_written"] > 0 and cached["cache"]["exact"]
+    stops = STOPS if world.size == 2 else {name: STOPS[name] for name in ("between-votes", "passes-of-the-last")}
+    for name, ask in stops.items():
+        stopped(runs, name, ask)
+        same_run(runs, runs(name, resume=True), name, straight)
+    same_run(runs, runs("again", resume=True), "again", straight)
+    parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes"}
+    without = {name: runs(name, auto_without=left_out) for name, left_out in parts.items()}
+    solved = runs("solved", epochs=1)
+    with spoiling():
+        spoilt, unguarded = runs("spoilt"), runs("unguarded", auto_without="guard")
+    if world.rank == 0:
+        for name in ("straight", "solved", "no-last-solve"):
+            applied = hvfreeze.load(root / name)
+            assert applied.card.head == ("last" if name == "no-last-solve" else "multi-level:2")
+        kept, first = (torch.load(root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
+        assert kept.keys() == first.keys()
+        assert [key for key in kept if not torch.equal(kept[key], first[key])] == []
+    report(world.rank, straight=straight, without=without, solved=solved, spoilt=spoilt, unguarded=unguarded)
+    world.close()
+
+
+main()

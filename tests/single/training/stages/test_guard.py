@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.heads.fit import HeadFit, Trial
+from hvfreeze.training.checkpoints.file import packed, unpacked
+from hvfreeze.training.evaluation import Score
+from hvfreeze.training.stages.guard import Guard
+
+NOTHING = torch.zeros(0)
+
+
+def solution(accuracy: float, *, converged: bool = True) -> HeadFit:
+    trials = (Trial(1.0, 9.0, 0.99, 1), Trial(0.1, 1.0, accuracy, 1), Trial(0.01, 2.0, 0.99, 1))
+    return HeadFit(NOTHING, NOTHING, NOTHING, 0.1, trials, 0.5, 10, 1, 1, 0.1, converged, 0)
+
+
+def judged(guard: Guard, model: nn.Linear, accuracy: float, *, stage: int, converged: bool = True) -> bool:
+    scores = {"model": Score(1.0, 0.1 * stage)}
+    return guard.judge(solution(accuracy, converged=converged), model, scores, stage=stage).kept
+
+
+def copy_of(model: nn.Linear) -> list[Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def test_only_a_better_solution_that_has_converged_is_kept_and_others_are_taken_back_bit_for_bit() -> None:
+    guard, model = Guard(), nn.Linear(3, 2)
+    first = copy_of(model)
+    assert judged(guard, model, 0.5, stage=0, converged=False), "there is nothing better to go back to"
+    for accuracy, converged in ((0.5, True), (0.4, True), (0.9, False)):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        assert not judged(guard, model, accuracy, stage=1, converged=converged)
+        assert all(torch.equal(mine, then) for mine, then in zip(model.state_dict().values(), first, strict=True))
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    better = copy_of(model)
+    assert judged(guard, model, 0.6, stage=2)
+    assert all(torch.equal(mine, then) for mine, then in zip(model.state_dict().values(), better, strict=True))
+    assert guard.best is not None and guard.best.scores["model"].accuracy == 0.2
+    assert [verdict.kept for verdict in guard.verdicts] == [True, False, False, False, True]
+
+
+def test_a_guard_goes_through_a_checkpoint() -> None:
+    guard, model = Guard(), nn.Linear(3, 2)
+    empty = Guard()
+    empty.load_state_dict(unpacked(packed(guard.state_dict()), name="test"))
+    assert empty.best is None and empty.verdicts == []
+    judged(guard, model, 0.5, stage=0)
+    kept = copy_of(model)
+    loaded = Guard()
+    loaded.load_state_dict(unpacked(packed(guard.state_dict()), name="test"))
+    with torch.no_grad():
+        model.weight.zero_()
+    assert not judged(loaded, model, 0.5, stage=2)
+    assert all(torch.equal(mine, then) for mine, then in zip(model.state_dict().values(), kept, strict=True))
+    assert loaded.verdicts[0] == guard.verdicts[0]

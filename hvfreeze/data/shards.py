@@ -137,7 +137,7 @@ class ShardPlan:
         return np.ascontiguousarray(dealt.reshape(self.batches_per_epoch, size, self.batch_size)[:, rank])
 
     def without(self, left_out: NDArray[np.bool_]) -> ShardPlan:
-        """Returns the plan of the same owners without some samples; (samples,) tells for each id whether it goes.
+        """Return the plan of the same owners without some samples; (samples,) tells for each id whether it goes.
 
         Raises:
             UsageError: What is left of the smallest shard fills no batch.

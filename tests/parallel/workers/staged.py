@@ -14,7 +14,7 @@ import torch
 import hvfreeze
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
-from hvfreeze.freezing.criteria import CRITERIA, Proposal
+from hvfreeze.freezing.criteria import CRITERIA, Criterion, Proposal
 from hvfreeze.heads import rows
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
@@ -162,7 +162,9 @@ def main() -> None:
     end_job_on_exception(world)
     root = Path(sys.argv[1])
     # A criterion that wants one block more as soon as it has seen gradients twice: short runs show no other.
-    CRITERIA["gradient-norm"] = lambda seen: Proposal(cut=min(seen.cut + (seen.norms is not None), 4))
+    CRITERIA["gradient-norm"] = Criterion(
+        lambda seen: Proposal(cut=min(seen.cut + (seen.norms is not None), 4)), watches_gradients=True
+    )
     # Two batches to a chunk, so that a rank has several.
     rows.CHUNK_ROWS = 2 * BATCH
     runs = Runs(world, root)

@@ -49,7 +49,9 @@ class OptimizerConfig:
     )
     schedule: str = setting("constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine", auto="cosine")
     lr_warmup: int = setting(0, "STEPS", "steps over which the learning rate rises linearly to --lr")
-    compression: str = setting("none", "HOW", "of gradients on the wire: none, fp16 or powersgd:R")
+    compression: str = setting(
+        "none", "HOW", "of gradients: none, fp16, powersgd:R, or auto (what the network asks for)"
+    )
     precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.doctor.host_checks import Answer, Host
+from hvfreeze.doctor.network_checks import Link
 
 ANSWER_SECONDS = 60.0
 BANDWIDTH_SECONDS = 0.5
@@ -32,8 +33,8 @@ SSH_TROUBLE = (
 )
 
 
-def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, str], float | str]:
-    """Return the Mbit/s from each host to the next, all at once as in a ring allreduce, or why there is none.
+def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, str], Link | str]:
+    """Return the link from each host to the next, all used at once as in a ring allreduce, or why there is none.
 
     One host alone has no next: {}.
     """
@@ -48,7 +49,7 @@ def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, 
         port = _first_answer(listener.stdout).get("port", 0)
         order = {"do": "send", "token": token, "host": receiver.name, "port": port, "seconds": BANDWIDTH_SECONDS}
         senders.append(_start(sender, order))
-    rates: dict[tuple[str, str], float | str] = {}
+    links: dict[tuple[str, str], Link | str] = {}
     for (sender, receiver), listening, sending in zip(pairs, listeners, senders, strict=True):
         sent = _first_answer(sending.communicate(timeout=ANSWER_SECONDS)[0].splitlines())
         trouble = sent.get("error", "no answer")
@@ -56,8 +57,9 @@ def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, 
             listening.kill()
         received = _first_answer(listening.communicate(timeout=ANSWER_SECONDS)[0].splitlines())
         rate = received.get("bytes", 0) * 8e-6 / received.get("seconds", 1.0)
-        rates[sender.name, receiver.name] = trouble or rate or "nothing arrived"
-    return rates
+        found = Link(rate, sent.get("latency", 0.0)) if rate else "nothing arrived"
+        links[sender.name, receiver.name] = trouble or found
+    return links
 
 
 def _start(host: Host, order: Mapping[str, Any]) -> subprocess.Popen[str]:

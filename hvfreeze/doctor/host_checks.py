@@ -136,24 +136,5 @@ def check_slots(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host]) -
     )
 
 
-def check_bandwidth(rates: Mapping[tuple[str, str], float | str]) -> CheckResult:
-    """Check that every host reaches the next; a link at less than half of the fastest is noted.
-
-    Args:
-        rates: Mbit/s by (sender, receiver), or why there is none.
-    """
-    if not rates:
-        return CheckResult("bandwidth", True, "one host")
-    broken = [f"{sender} -> {receiver}: {rate}" for (sender, receiver), rate in rates.items() if isinstance(rate, str)]
-    if broken:
-        remedy = "open the firewall between them (HVFREEZE_PORTS limits the ports), or set HVFREEZE_INTERFACES"
-        return CheckResult("bandwidth", False, "; ".join(broken), remedy)
-    measured = {pair: float(rate) for pair, rate in rates.items()}
-    (sender, receiver), least = min(measured.items(), key=lambda item: item[1])
-    most = max(measured.values())
-    remedy = f"{sender} -> {receiver} slows every allreduce down to its rate" if least < most / 2 else ""
-    return CheckResult("bandwidth", True, f"{least:.0f} to {most:.0f} Mbit/s, all sending to the next at once", remedy)
-
-
 def _all(names: Mapping[str, object]) -> str:
     return f"{len(names)} host{'s' * (len(names) > 1)}"

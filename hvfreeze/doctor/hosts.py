@@ -15,7 +15,6 @@ from hvfreeze.doctor.asking import ask, measure_ring
 from hvfreeze.doctor.checks import CheckResult, exit_code, table
 from hvfreeze.doctor.host_checks import (
     Host,
-    check_bandwidth,
     check_cache_directory,
     check_clock,
     check_data_directory,
@@ -25,6 +24,7 @@ from hvfreeze.doctor.host_checks import (
     check_ssh,
     check_versions,
 )
+from hvfreeze.doctor.network_checks import check_bandwidth, check_job, check_latency
 from hvfreeze.errors import UsageError
 
 HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?")
@@ -107,6 +107,7 @@ def host_checks(
     facts = {host.name: answers[host.name].facts for host in reached}
     checks = [check_ssh(answers)]
     if reached:
+        links = measure_ring(reached, ports=ports)
         checks += [
             check_versions(facts),
             check_same(
@@ -117,7 +118,9 @@ def host_checks(
             *([check_ports(facts, reached, ports=ports)] if ports else []),
             check_clock({host.name: answers[host.name] for host in reached}),
             check_slots(facts, reached),
-            check_bandwidth(measure_ring(reached, ports=ports)),
+            check_bandwidth(links),
+            check_latency(links),
+            check_job(links),
         ]
     return checks
 

@@ -9,6 +9,7 @@ Only the parameters that the reducer was told to carry travel; the frozen prefix
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,13 +47,16 @@ class Reducer:
 
     world: World
     compression: str = "none"
-    """none; fp16: half the bytes, 11 bits of each value; powersgd:R: matrices of rank R. See `ranks.exchange`."""
+    """none; fp16: half the bytes, 11 bits of each value; powersgd:R: matrices of rank R; auto: none, until `compress`
+    names another. See `ranks.exchange`."""
     uncompressed_steps: int = field(default_factory=lambda: UNCOMPRESSED_STEPS)
     """Steps before powersgd begins."""
     backward_passes_per_step: int = 1
     """Backward passes between `begin` and `finish`; their gradients are added up, as PyTorch does, and sent once."""
     bucket_bytes: int = BUCKET_BYTES
     piece_bytes: int = PIECE_BYTES
+    ready_seconds: dict[str, float] = field(default_factory=dict)
+    """From the begin of a step's last backward pass until a parameter's gradient was there; of the last step."""
     payload_bytes: int = 0
     """Gradient bytes that this rank handed to Horovod so far."""
     other_bytes: int = 0
@@ -82,6 +86,7 @@ class Reducer:
     _exponents: dict[str, int] = field(default_factory=dict)
     _set_hash: int = 0
     _header: Header | None = None
+    _since: float = 0.0
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Exchange the gradients of exactly these parameters from now on.
@@ -140,6 +145,7 @@ class Reducer:
             nonfinite: the loss of one of this rank's passes is NaN or infinite.
             leave: this rank was asked to leave after this step.
         """
+        self._since = time.perf_counter()
         self._header = Header(self.world, self._set_hash, nonfinite=nonfinite, leave=leave)
         self.other_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
 
@@ -174,6 +180,25 @@ class Reducer:
     def exchanging(self) -> bool:
         """Whether gradients of a step are on their way, or `begin` waits for them."""
         return self._passes > 0
+
+    @property
+    def steps(self) -> int:
+        """Steps whose gradients were exchanged so far."""
+        return self._steps
+
+    @property
+    def carried(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients are exchanged, with their names."""
+        return self._named
+
+    def compress(self, compression: str) -> None:
+        """Exchange by another compression from the next step on; every rank of `world` must call this between steps.
+
+        What low rank has left out so far is kept for another low rank only.
+        """
+        parse_compression(compression)
+        self.compression = compression
+        self._lay_out()
 
     def gradients_are_finite(self) -> bool:
         """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
@@ -243,6 +268,7 @@ class Reducer:
             self.signal()
         gradient = parameter.grad
         assert gradient is not None
+        self.ready_seconds[self._named[slot][0]] = time.perf_counter() - self._since
         if self.observer is not None:
             self.observer(slot, gradient)
         if self._place:

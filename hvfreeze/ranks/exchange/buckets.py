@@ -90,17 +90,10 @@ class Bucket:
         return 0
 
 
-def lay_out_buckets(
-    named: Sequence[tuple[str, nn.Parameter]],
-    slots: Sequence[int],
-    *,
-    size: int,
-    bucket_bytes: int,
-    half: Callable[[int, list[str]], HalfCopy] | None,
-) -> list[Bucket]:
-    """Return buckets of about `bucket_bytes` for the parameters at `slots`, the last first.
+def runs_of(named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, bucket_bytes: int) -> list[list[int]]:
+    """Return runs of `slots` of one type and about `bucket_bytes`, the last first; it depends on the parameters alone.
 
-    A larger parameter has a bucket of its own. The layout depends on the parameters alone.
+    A larger parameter has a run of its own.
     """
     groups: list[list[int]] = []
     filled, kind = bucket_bytes, None
@@ -111,8 +104,20 @@ def lay_out_buckets(
             filled, kind = 0, parameter.dtype
         groups[-1].append(slot)
         filled += parameter.nbytes
+    return groups
+
+
+def lay_out_buckets(
+    named: Sequence[tuple[str, nn.Parameter]],
+    slots: Sequence[int],
+    *,
+    size: int,
+    bucket_bytes: int,
+    half: Callable[[int, list[str]], HalfCopy] | None,
+) -> list[Bucket]:
+    """Return the buckets of the parameters at `slots`, as `runs_of` divides them."""
     buckets = []
-    for number, group in enumerate(groups):
+    for number, group in enumerate(runs_of(named, slots, bucket_bytes=bucket_bytes)):
         parameters = [named[slot][1] for slot in group]
         flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
         views, offset = [], 0

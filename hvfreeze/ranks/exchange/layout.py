@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
 from hvfreeze.config.rules import parse_compression
-from hvfreeze.ranks.exchange.buckets import Bucket, lay_out_buckets
+from hvfreeze.ranks.exchange.buckets import Bucket, lay_out_buckets, runs_of
 from hvfreeze.ranks.exchange.halves import HalfCopy
-from hvfreeze.ranks.exchange.low_rank import LowRank, fits, lay_out_low_rank
+from hvfreeze.ranks.exchange.low_rank import LowRank, fits, groups_of, lay_out_low_rank, matrix_shape
 from hvfreeze.ranks.world import World
 
 
@@ -34,9 +35,40 @@ def lay_out(
         exponents: see `HalfCopy`.
     """
     kind, rank = parse_compression(compression)
-    slots = range(len(named))
-    thin = [slot for slot in slots if kind == "powersgd" and fits(named[slot][1], rank=rank)]
-    whole = sorted(set(slots) - set(thin))
+    thin, whole = thin_and_whole(named, compression)
     half = partial(HalfCopy, rank=world.rank, size=world.size, exponents=exponents) if kind == "fp16" else None
     groups = lay_out_low_rank(named, thin, size=world.size, rank=rank, group_bytes=bucket_bytes)
     return groups, lay_out_buckets(named, whole, size=world.size, bucket_bytes=bucket_bytes, half=half)
+
+
+def thin_and_whole(named: Sequence[tuple[str, nn.Parameter]], compression: str) -> tuple[list[int], list[int]]:
+    """Return the slots of the parameters that travel as matrices of low rank, and all others."""
+    kind, rank = parse_compression(compression)
+    thin = [slot for slot, (_, one) in enumerate(named) if kind == "powersgd" and fits(one, rank=rank)]
+    return thin, sorted(set(range(len(named))) - set(thin))
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is summed at once, and what is summed when that has arrived."""
+
+    slots: Sequence[int]
+    first_bytes: int
+    second_bytes: int = 0
+
+
+def messages_of(
+    named: Sequence[tuple[str, nn.Parameter]], *, compression: str, size: int, bucket_bytes: int
+) -> list[Message]:
+    """Return what a rank hands over in a step, in order: the bytes that `lay_out` makes, without its buffers."""
+    kind, rank = parse_compression(compression)
+    thin, whole = thin_and_whole(named, compression)
+    messages = []
+    for group in groups_of(named, thin, group_bytes=bucket_bytes):
+        shapes = [matrix_shape(named[slot][1]) for slot in group]
+        messages.append(Message(group, *(4 * rank * sum(side) for side in zip(*shapes, strict=True))))
+    for run in runs_of(named, whole, bucket_bytes=bucket_bytes):
+        full = sum(named[slot][1].nbytes for slot in run)
+        elements = sum(named[slot][1].numel() for slot in run)
+        messages.append(Message(run, 2 * (elements + size) if kind == "fp16" else full))
+    return messages

@@ -129,7 +129,6 @@ class LowRank:
         self._handles = []
         if not bool(torch.isfinite(self._lefts.sum())):
             # Some rank's gradient is not finite: so is the average, on all ranks, and no error may remember it.
-            self.flat.fill_(torch.nan)
             self._errors.zero_()
             self._left_behind = True
             return 0
@@ -143,9 +142,11 @@ class LowRank:
         """Return when the average is where `lay_down` said; nothing is sent again."""
         for handle in self._handles:
             wait(handle)
-        if not self._left_behind:
-            for matrix, basis in zip(self._in_order, self._bases, strict=True):
-                matrix.decompress(basis)
+        if self._left_behind:
+            self.flat.fill_(torch.nan)
+            return 0
+        for matrix, basis in zip(self._in_order, self._bases, strict=True):
+            matrix.decompress(basis)
         return 0
 
     def probe(self) -> str:
@@ -175,22 +176,26 @@ class LowRank:
                 matrix.right.copy_(state[name]["right"])
 
 
-def lay_out_low_rank(
-    named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int, group_bytes: int
-) -> list[LowRank]:
-    """Return groups of at least `group_bytes` of gradients for the parameters at `slots`, the last first.
+def groups_of(named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, group_bytes: int) -> list[list[int]]:
+    """Return groups of `slots` of at least `group_bytes` of gradients, the last first; it depends on them alone.
 
-    What is left at the end is a smaller group. The layout depends on the parameters alone.
+    What is left at the end is a smaller group.
     """
     groups: list[list[int]] = [[]]
     for slot in reversed(slots):
         if sum(named[one][1].nbytes for one in groups[-1]) >= group_bytes:
             groups.append([])
         groups[-1].append(slot)
+    return [group for group in groups if group]
+
+
+def lay_out_low_rank(
+    named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int, group_bytes: int
+) -> list[LowRank]:
+    """Return the parameters at `slots`, in the groups of `groups_of`."""
     return [
         LowRank(f"gradients.low-rank.{number}", [named[slot] for slot in group], group, size=size, rank=rank)
-        for number, group in enumerate(groups)
-        if group
+        for number, group in enumerate(groups_of(named, slots, group_bytes=group_bytes))
     ]
 
 

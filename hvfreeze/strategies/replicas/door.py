@@ -29,6 +29,7 @@ from hvfreeze.ranks.equal_models import check_replicas, running_statistics
 from hvfreeze.ranks.exchange.signals import Signals
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.replicas.exchange_plan import ExchangePlan
 from hvfreeze.strategies.replicas.pooling import pooled
 from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult, WholeModel
 from hvfreeze.updates.objective import Objective
@@ -45,6 +46,7 @@ class Replicas:
         evaluation: the same for evaluation batches.
         update: makes the step of the freezer's optimizer.
         objective: what is minimised.
+        plan: what the network costs, and how gradients are compressed for it.
         clock: where the seconds of a step go.
         advice: what a user can do about numbers that are not finite.
     """
@@ -58,10 +60,11 @@ class Replicas:
         *,
         update: Update,
         objective: Objective,
+        plan: ExchangePlan,
         clock: PhaseClock,
         advice: str,
     ) -> None:
-        self.halves, self.update, self.objective = halves, update, objective
+        self.halves, self.update, self.objective, self.plan = halves, update, objective, plan
         self.freezer, self.training, self.evaluation, self.clock = freezer, training, evaluation, clock
         self.chain, self.optimizer, self.reducer = freezer.chain, freezer.optimizer, freezer.reducer
         self._advice = advice
@@ -114,6 +117,7 @@ class Replicas:
         decision: Decision | None = self.freezer.after_step(value)
         self._follow_cut()
         clock.enter("data")
+        self.plan.after_step()
         answers = {MODEL: Answers(joined(said), joined([batch.labels for batch in batches]))}
         return StepResult(losses={MODEL: value}, answers=answers, leave=bool(signals.leave), decision=decision)
 
@@ -169,6 +173,7 @@ class Replicas:
             "model": self.chain.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "solved": self._solved,
+            "exchange": self.plan.state_dict(),
             "bytes": [self.reducer.payload_bytes, self.reducer.other_bytes],
         }
         own = {"statistics": statistics, "freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
@@ -184,6 +189,7 @@ class Replicas:
         for tensor, saved in zip(tensors, state.own["statistics"], strict=True):
             tensor.copy_(saved)
         self.reducer.payload_bytes, self.reducer.other_bytes = state.shared["bytes"]
+        self.plan.load_state_dict(state.shared["exchange"])
         self.reducer.load_state_dict(state.own["reducer"])
         self.freezer.seal()
         self._solved = state.shared["solved"]
@@ -202,6 +208,7 @@ class Replicas:
             "other_collective_bytes": self.reducer.other_bytes,
             "cut_history": self.freezer.cut_history,
             "cache": self.training.caching.report(),
+            **self.plan.report(),
             **self._solved,
         }
 
@@ -237,6 +244,7 @@ class Replicas:
             cuts = [move.cut for move in history]
             for features in (self.training, self.evaluation):
                 features.move(cuts[-1], before=cuts[:-1])
+            self.plan.follow()
             self._moves_followed = len(history)
 
 

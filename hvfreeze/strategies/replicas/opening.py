@@ -21,6 +21,7 @@ from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.replicas.door import Replicas
+from hvfreeze.strategies.replicas.exchange_plan import open_plan
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.updates.objective import Objective
 from hvfreeze.updates.update import Update, arithmetic_of, needs_equal_arithmetic, open_optimizer
@@ -62,6 +63,14 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     advice = "lower --lr, or add --lr-warmup or --clip-grad"
     if settings.compression != "none":
         advice += f", or train without --compression {settings.compression}"
+    plan = open_plan(
+        freezer.reducer,
+        materials.clock,
+        world,
+        asked=settings.compression,
+        accumulate=settings.accumulate,
+        say=materials.say,
+    )
     return Replicas(
         freezer,
         halves,
@@ -74,6 +83,7 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
             seed=config.data_seed,
             replica=materials.replica,
         ),
+        plan=plan,
         clock=materials.clock,
         advice=advice,
     )

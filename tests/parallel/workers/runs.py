@@ -19,6 +19,7 @@ from hvfreeze.ranks import reducer
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
+from hvfreeze.strategies.replicas import exchange_plan
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job, prepare
 from hvfreeze.training.run import run
@@ -56,7 +57,7 @@ def configuration(directory: Path, size: int, **changes: Any) -> Config:
 
 def lines(directory: Path, name: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
-    timed = ("seconds", "train_seconds", "images_per_second", "cache")
+    timed = ("seconds", "train_seconds", "images_per_second", "cache", "exchange")
     return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 
 
@@ -102,6 +103,17 @@ def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[l
     return history
 
 
+def check_auto_is_what_it_chose(world: World, root: Path, **settings: Any) -> None:
+    """Compare the run that was told its compression with the one that chose the same."""
+    summary = run(configuration(root / "other-way", world.size, **settings), world)
+    straight = json.loads((root / "scheduled-straight/summary.json").read_text())
+    assert summary["parameter_digest"] == straight["parameter_digest"], "chosen is not the same as told"
+    assert summary["allreduce_bytes"] == straight["allreduce_bytes"]
+    (told,) = (each["exchange"] for each in (summary, straight) if "exchange" in each)
+    assert told["compression"] == "powersgd:2" and told["bits_per_second"] > 0
+    assert {"none", "fp16", "powersgd:32", "powersgd:2"} <= set(told["forecast"]) and "step_seconds" in told
+
+
 def check_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
     """Compare one rank's run with the loop that anybody would write."""
     changes = {"schedule": "constant", "accumulate": accumulate}
@@ -137,7 +149,14 @@ def main() -> None:
     voted = check_resume(world, root, "voted", **VOTED, signal="local", checkpoint_every="0", augment="views:2")
     reducer.UNCOMPRESSED_STEPS = 3
     thin = {"precision": "bfloat16", "compression": "powersgd:2", "accumulate": 3}
+    # Clocks decide what auto chooses; here it is always the same.
+    exchange_plan.choose = lambda forecasts: "powersgd:2" if len(forecasts) > 1 else "none"
+    if world.size == 3:
+        thin["compression"] = "auto"
     scheduled = check_resume(world, root, "scheduled", **SCHEDULED, checkpoint_every="3s", **thin)
+    if world.size > 1:
+        other = {**thin, "compression": "powersgd:2" if world.size == 3 else "auto"}
+        check_auto_is_what_it_chose(world, root, **SCHEDULED, checkpoint_every="3s", **other)
     if world.size == 1:
         for accumulate in (1, 3):
             check_plain_pytorch(world, root, accumulate=accumulate)

@@ -32,8 +32,8 @@ def test_partitions_are_read() -> None:
 
 
 def test_compressions_are_read() -> None:
-    read = [parse_compression(text) for text in ("none", "fp16", "powersgd:1", "powersgd:256")]
-    assert read == [("none", 0), ("fp16", 0), ("powersgd", 1), ("powersgd", 256)]
+    read = [parse_compression(text) for text in ("none", "fp16", "auto", "powersgd:1", "powersgd:256")]
+    assert read == [("none", 0), ("fp16", 0), ("auto", 0), ("powersgd", 1), ("powersgd", 256)]
 
 
 def never_sent(text: str) -> None:

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.doctor import asking, host_checks, hosts, remote
+from hvfreeze.chain.models import build_model
+from hvfreeze.doctor import asking, host_checks, hosts, network_checks, remote
 from hvfreeze.doctor.host_checks import Answer, Host
+from hvfreeze.doctor.network_checks import Link
 from hvfreeze.errors import UsageError
+from hvfreeze.ranks.exchange.layout import messages_of
+from hvfreeze.ranks.reducer import BUCKET_BYTES
 
 ALIKE: dict[str, Any] = {
     "python": "3.11.7",
@@ -23,6 +27,11 @@ ALIKE: dict[str, Any] = {
     "cores": 2,
     "time": 1000.0,
 }
+
+
+def links(there: float, back: float) -> dict[tuple[str, str], Link | str]:
+    """Two hosts' links in Mbit/s, a tenth of a millisecond long."""
+    return {("a", "b"): Link(there, 1e-4), ("b", "a"): Link(back, 1e-4)}
 
 
 def facts(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -67,7 +76,9 @@ def test_hosts_that_are_alike_pass_every_check() -> None:
         host_checks.check_ports(facts(), three, ports=[1000, 1009]),
         host_checks.check_clock(answers),
         host_checks.check_slots(facts(), three),
-        host_checks.check_bandwidth({("a", "b"): 900.0, ("b", "a"): 950.0}),
+        network_checks.check_bandwidth(links(900.0, 950.0)),
+        network_checks.check_latency(links(900.0, 950.0)),
+        network_checks.check_job(links(9000.0, 9500.0)),
     ]
     assert [check.verdict for check in checks] == ["OK"] * len(checks)
 
@@ -124,10 +135,29 @@ def test_more_ranks_than_cores_are_noted() -> None:
 
 
 def test_a_slow_link_is_noted_and_a_broken_one_is_a_problem() -> None:
-    slow = host_checks.check_bandwidth({("a", "b"): 900.0, ("b", "a"): 100.0})
+    slow = network_checks.check_bandwidth(links(900.0, 100.0))
     assert slow.verdict == "note" and "b -> a" in slow.remedy
-    broken = host_checks.check_bandwidth({("a", "b"): "timed out", ("b", "a"): 100.0})
+    half = {**links(900.0, 100.0), ("a", "b"): "timed out"}
+    broken = network_checks.check_bandwidth(half)
     assert (broken.ok, broken.value) == (False, "a -> b: timed out")
+    assert network_checks.check_job(half).value == "not known"
+
+
+def test_what_a_job_makes_of_the_network_follows_the_formula() -> None:
+    check = network_checks.check_job(links(100.0, 200.0))
+    # 44.7 MB at 100 Mbit/s take 3.58 s, of which 0.15 hide; 12 sums cost two latencies each.
+    assert "3.68 s" in f"{float(check.value.split(' ms with none')[0].split()[-1]) / 1e3:.2f} s"
+    assert check.verdict == "note" and "--compression auto" in check.remedy
+    assert network_checks.check_job({}).value == "one host: nothing to exchange"
+
+
+@pytest.mark.parametrize("compression", sorted(network_checks.RESNET18))
+def test_the_bytes_of_resnet18_are_what_a_job_exchanges(compression: str) -> None:
+    named = list(build_model("resnet18", num_classes=10, image_size=32).model.named_parameters())
+    messages = messages_of(named, compression=compression, size=2, bucket_bytes=BUCKET_BYTES)
+    total = sum(message.first_bytes + message.second_bytes for message in messages)
+    sums = sum(1 + bool(message.second_bytes) for message in messages)
+    assert network_checks.RESNET18[compression] == (total, sums)
 
 
 def test_hosts_that_do_not_answer_are_told_apart() -> None:
@@ -173,6 +203,8 @@ def test_the_probe_needs_nothing_that_a_bare_python_lacks() -> None:
 def test_the_ring_measures_what_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "BANDWIDTH_SECONDS", 0.1)
     pair = [Host("localhost", 1), Host("127.0.0.1", 1)]
-    rates = asking.measure_ring(pair, ports=[])
-    assert set(rates) == {("localhost", "127.0.0.1"), ("127.0.0.1", "localhost")}
-    assert all(isinstance(rate, float) and rate > 0 for rate in rates.values())
+    found = asking.measure_ring(pair, ports=[])
+    assert set(found) == {("localhost", "127.0.0.1"), ("127.0.0.1", "localhost")}
+    for link in found.values():
+        assert isinstance(link, network_checks.Link), link
+        assert link.megabits_per_second > 0 and 0 < link.latency_seconds < 0.5

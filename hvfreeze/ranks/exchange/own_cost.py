@@ -1,0 +1,81 @@
+"""What a compression computes in a step, tried on one parameter and scaled to all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.config.rules import parse_compression
+from hvfreeze.ranks.exchange.buckets import Bucket
+from hvfreeze.ranks.exchange.halves import HalfCopy
+from hvfreeze.ranks.exchange.layout import thin_and_whole
+from hvfreeze.ranks.exchange.low_rank import LowRank
+
+TIMES = 3
+
+
+def own_seconds(named: Sequence[tuple[str, nn.Parameter]], compression: str) -> float:
+    """Return the seconds that a rank computes in a step for `compression`, beyond what it does without. No collective.
+
+    The largest parameter that it applies to stands for all.
+    """
+    kind, rank = parse_compression(compression)
+    thin, whole = thin_and_whole(named, compression)
+    slots = thin if kind == "powersgd" else whole if kind == "fp16" else []
+    if not slots:
+        return 0.0
+    largest = max(slots, key=lambda slot: named[slot][1].numel())
+    tried, elements = named[largest], sum(named[slot][1].numel() for slot in slots)
+    parcel: Bucket | LowRank
+    if kind == "powersgd":
+        parcel = LowRank("tried", [tried], [0], size=2, rank=rank)
+    else:
+        parcel = half_bucket(*tried)
+    gradient = tried[1].detach()
+    return max(0.0, trial(parcel, gradient) - plain(gradient)) * elements / gradient.numel()
+
+
+def half_bucket(name: str, parameter: nn.Parameter) -> Bucket:
+    """Return a bucket of one parameter whose values travel as halves."""
+    flat = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+    half = HalfCopy(parameter.numel(), [name], rank=0, size=2, exponents={})
+    return Bucket("tried", [0], flat, [flat.as_strided(parameter.size(), parameter.stride(), 0)], half, 2)
+
+
+def trial(parcel: Bucket | LowRank, gradient: Tensor) -> float:
+    """Return what a parcel computes for a gradient, in seconds, where nothing is sent."""
+
+    def send(wire: Tensor, name: str) -> list[Any]:
+        return []
+
+    def step() -> None:
+        parcel.begin()
+        parcel.lay_down(0, gradient)
+        parcel.start(send)
+        parcel.go_on(send, wait)
+        parcel.finish(send, wait)
+
+    def wait(handle: Any) -> None:
+        """Nothing was sent."""
+
+    return shortest(step)
+
+
+def plain(gradient: Tensor) -> float:
+    """Return the seconds that a gradient takes into its bucket."""
+    into = torch.zeros_like(gradient)
+    return shortest(lambda: torch.mul(gradient, 0.5, out=into))
+
+
+def shortest(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of a few times; the first, which brings memory up to speed, does not count."""
+    seconds = []
+    for _ in range(1 + TIMES):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from analysis.parts.peers_labels import PROBE_EPOCHS
 from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
@@ -26,8 +27,7 @@ from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.training.run import run
 
 PROGRAM = "linear probing, then fine-tuning"
-PROBE_EPOCHS, PROBE_LR = 10, 0.05
-"""All but the first two epochs read the cache, and cost next to nothing."""
+PROBE_LR = 0.05
 SUMS = ("epochs", "steps", "train_seconds", "allreduce_bytes", "other_collective_bytes")
 
 

@@ -5,7 +5,8 @@
 Full fine-tuning, the last stage alone, the same from a cache, the head alone from a cache, linear probing before full
 fine-tuning, blocks frozen by vote, DistributedDataParallel over gloo, and the head solved exactly on every block's
 features: for several numbers of samples, each for several budgets of epochs, each budget with the learning rate that
-was best for it on held-out training samples. Accuracies repeat exactly; runs of a seed follow each other in time.
+was best for it on held-out training samples. Accuracies repeat exactly, whatever else the machine does; training time
+is what the steps of a run cost on an idle one (analysis.step_costs).
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ def at(name: str, larger: int) -> Experiment:
         limits=(
             "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
             "The last stage from its cache, votes and the rival library take the rates of those that they vary.",
+            "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
+            "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
             "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
             "Ranks share one machine and its memory: no network is involved.",
         ),

@@ -51,6 +51,7 @@ class Setting:
         batch_rows: samples of a rank and step.
         steps: of an epoch.
         side: of the images, in pixels.
+        image_size: to which they are resized; None leaves them.
         epochs: that a run is to have; some plans depend on it.
     """
 
@@ -59,6 +60,7 @@ class Setting:
     batch_rows: int = BATCH_ROWS
     steps: int = 4
     side: int = 32
+    image_size: int | None = None
     epochs: int = 10
 
     def folder(self, name: str) -> Path:
@@ -83,7 +85,7 @@ class Setting:
         """
         static = FreezeConfig(freeze="static", cut=cut) if cut else FreezeConfig()
         config = Config(
-            data=DataConfig(data="cifar10", augment=augment),
+            data=DataConfig(data="cifar10", augment=augment, image_size=self.image_size),
             optimizer=OptimizerConfig(
                 epochs=self.epochs,
                 batch_size=self.batch_rows,

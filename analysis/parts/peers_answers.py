@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from analysis.parts.peers_labels import cell_of
+from analysis.parts.peers_times import timed
 from analysis.sweeps.questions import Answer, Drawing
 from analysis.sweeps.results import Results, with_front
 from analysis.sweeps.statistics import is_below, shown, signed_points
@@ -18,7 +19,7 @@ SLACK = 0.005
 
 def by_samples(results: Results) -> list[tuple[int, Results]]:
     """Return for each number of samples its tested rows, held against full fine-tuning on as many."""
-    tested = [row for row in results.rows if not row["validation_fraction"]]
+    tested = [row for row in timed(results).rows if not row["validation_fraction"]]
     found = []
     for samples in sorted({cell_of(str(row["label"])).samples for row in tested}):
         own = replace(results, rows=[row for row in tested if cell_of(str(row["label"])).samples == samples])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis.parts.peers_times import read_costs
 from tests.parallel.mpirun import ROOT, environment
 
 pytestmark = [pytest.mark.mpi]
@@ -24,3 +25,13 @@ def test_a_row_is_measured_on_two_ranks_and_written(tmp_path: Path) -> None:
     assert (row["name"], row["ratio"], row["ok"], row["n"]) == ("allreduce_bytes", 1.0, True, 6)
     assert "allreduce_bytes" in job.stdout
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_each_kind_of_step_is_timed_and_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "analysis.step_costs", "--quick", "--results", str(tmp_path)]
+    variables = environment({}, out=tmp_path, timeout=240, ranks=2)
+    job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert job.returncode == 0, job.stdout + job.stderr
+    (costs,) = read_costs(tmp_path, 32).values()
+    assert set(costs) == {"live0", "live1", "cached1", "ddp"}
+    assert all(seconds > 0 for seconds in costs.values())

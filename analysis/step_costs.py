@@ -1,0 +1,98 @@
+"""What a training step costs at every cut, live and cached, on 1, 2 and 4 ranks; `analysis.peers` counts with it.
+
+    python -m analysis.step_costs                     both image sizes, 12 minutes, into analysis/results/step_costs
+    python -m analysis.step_costs --quick             only see that everything runs
+
+Accuracies of a comparison repeat exactly, wherever and beside whatever its runs were made; seconds do not. So steps are
+timed here, all kinds in turns on an idle machine, and a run's training time is the sum over its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.benchmarks.launching import ROOT, environment
+from analysis.parts.peers_times import file_of
+from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.provenance import commit
+from analysis.sweeps.rows import publish
+from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
+
+RANKS = (1, 2, 4)
+IMAGE_SIZES = (32, 64)
+BATCH_SIZES = (32, 64)
+SECONDS = 40.0
+"""For one number of ranks, image size and batch size, beside what it takes to get ready."""
+FACTS = ("processor", "cores", "versions")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time the steps and return the exit code."""
+    options = parse(arguments)
+    sizes = IMAGE_SIZES[:1] if options.quick else IMAGE_SIZES
+    try:
+        for image_size in sizes:
+            kept: dict[str, Any] = {"commit": commit(), **facts(), "seconds": {}}
+            for ranks in RANKS[1:2] if options.quick else RANKS:
+                for rows in (8,) if options.quick else BATCH_SIZES:
+                    found = timed(ranks, rows, image_size, seconds=0.0 if options.quick else SECONDS)
+                    kept["seconds"][f"{ranks} ranks, batches of {rows}"] = found
+                    publish(file_of(options.results, image_size), json.dumps(kept, indent=1) + "\n")
+                    print(f"{image_size} pixels, {ranks} ranks, batches of {rows}: {shown(found)}", flush=True)
+    except HvfreezeError as error:
+        print(f"step_costs: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.step_costs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny batches, few steps: see that everything runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of all experiments' results")
+    return parser.parse_args(arguments)
+
+
+def facts() -> dict[str, Any]:
+    """Return what the seconds depend on, beside the source."""
+    known = describe_environment([facts_of_this_rank()])
+    return {name: known.get(name) for name in FACTS}
+
+
+def timed(ranks: int, rows: int, image_size: int, *, seconds: float) -> dict[str, list[float]]:
+    """Return the seconds of the timed steps of each kind.
+
+    Raises:
+        RefusedError: the ranks failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="step-costs-") as scratch:
+        out = Path(scratch) / "seconds.json"
+        command = [
+            *("mpirun", "-n", str(ranks), "--bind-to", "none", "--oversubscribe", "--timeout", "900"),
+            *(sys.executable, "-m", "analysis.parts.step_sides", "--rows", str(rows), "--image-size", str(image_size)),
+            *("--seconds", str(seconds), "--scratch", scratch, "--out", str(out)),
+        ]
+        done = subprocess.run(command, env=environment(os.environ), cwd=ROOT, check=False)
+        if done.returncode != 0 or not out.exists():
+            raise RefusedError(f"{ranks} ranks that time steps ended with exit code {done.returncode}")
+        found: dict[str, list[float]] = json.loads(out.read_text(encoding="utf-8"))
+    return {kind: [round(value, 6) for value in values] for kind, values in found.items()}
+
+
+def shown(seconds: dict[str, list[float]]) -> str:
+    """Return each kind's median in words."""
+    return ", ".join(f"{kind} {1e3 * sorted(values)[len(values) // 2]:.1f} ms" for kind, values in seconds.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

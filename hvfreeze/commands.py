@@ -32,11 +32,12 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("images", metavar="IMAGE", nargs="+", type=Path, help="image files, or folders of them")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write CSV there; default: print it")
     parser.add_argument("--top", metavar="K", type=int, default=1, help="the K most probable classes; default 1")
-    add_batch_size(parser)
+    add_how(parser)
 
 
-def add_batch_size(parser: argparse.ArgumentParser) -> None:
-    """Add how many images are computed at once."""
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """Add how many images are computed at once, and whether code of one's own may make the model."""
+    parser.add_argument("--trust-code", action="store_true", help="run the function that the run's model is made by")
     parser.add_argument(
         "--batch-size", metavar="N", type=int, help="images at once; default: as in the run's evaluation"
     )
@@ -47,7 +48,12 @@ def predict(options: argparse.Namespace) -> int:
     from hvfreeze.applying import predicting
 
     return predicting.predict(
-        options.run_dir, options.images, out=options.out, top=options.top, batch_size=options.batch_size
+        options.run_dir,
+        options.images,
+        out=options.out,
+        top=options.top,
+        batch_size=options.batch_size,
+        trust_code=options.trust_code,
     )
 
 
@@ -61,7 +67,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/; default: what the run was evaluated on",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="write tables and the confusion figure there")
-    add_batch_size(parser)
+    add_how(parser)
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -69,7 +75,38 @@ def evaluate(options: argparse.Namespace) -> int:
     from hvfreeze.applying import evaluating
 
     return evaluating.evaluate(
-        options.run_dir, data_dir=options.data_dir, out=options.out, batch_size=options.batch_size
+        options.run_dir,
+        data_dir=options.data_dir,
+        out=options.out,
+        batch_size=options.batch_size,
+        trust_code=options.trust_code,
+    )
+
+
+def add_blocks(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze blocks` takes."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, package:function"
+    )
+    parser.add_argument("--blocks", metavar="HOW", default="stage", help="stage, residual, paper or NAME,NAME,...")
+    for name, number, text in (
+        ("image-size", 224, "side of the images in pixels"),
+        ("classes", 1000, "outputs of the head"),
+        ("batch-size", 16, "images that are timed at once"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"{text}; default {number}")
+
+
+def blocks(options: argparse.Namespace) -> int:
+    """Show where a model may be cut."""
+    from hvfreeze.applying.outline import show_blocks
+
+    return show_blocks(
+        options.model,
+        scheme=options.blocks,
+        image_size=options.image_size,
+        classes=options.classes,
+        batch_size=options.batch_size,
     )
 
 
@@ -136,6 +173,7 @@ def cache(options: argparse.Namespace) -> int:
 COMMANDS = {
     "predict": Command("classes and probabilities of images, from a finished run", add_predict, predict),
     "evaluate": Command("accuracy of a finished run by class, with a confusion matrix", add_evaluate, evaluate),
+    "blocks": Command("where a model may be cut, and what that saves on this machine", add_blocks, blocks),
     "report": Command("figures and one HTML page from run directories", add_report, report),
     "runs": Command("a table of the run directories in a folder", add_runs, runs),
     "doctor": Command("check this machine, or several hosts", add_doctor, doctor),

@@ -15,8 +15,9 @@ import yaml
 
 from hvfreeze import __version__
 from hvfreeze.applying.preparation import Preparation
-from hvfreeze.chain.weights import weights_path
+from hvfreeze.chain.origins.weights import weights_path
 from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.named_code import TIMM, code_sha256, is_named_code
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.sections import DataConfig, ModelConfig
 from hvfreeze.data.batches import Corpus
@@ -41,7 +42,9 @@ class Card:
     """What a model file holds, how it is applied, and what it came from."""
 
     model: str
-    """The architecture's name in torchvision."""
+    """The architecture: its name in torchvision, timm:NAME, or package:function."""
+    code_sha256: str | None = None
+    """Of the file of that function; None where it is none."""
     blocks: str
     """The scheme by which it was cut."""
     head: str
@@ -88,8 +91,10 @@ def describe(
     _, height, width = corpus.train.image_shape
     side, square = transform.image_size, (height,) if height == width else ()
     path = weights_path(model.model, model.weights) if hashed else None
+    library = ("timm",) if model.model.startswith(TIMM) else ()
     return Card(
         model=model.model,
+        code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
         blocks=model.blocks,
         head=head_named(head),
         classes=corpus.train.classes,
@@ -107,7 +112,7 @@ def describe(
         weights=model.weights,
         weights_sha256=sha256_of(path) if path else None,
         accuracy_on="held-out" if data.validation_fraction > 0 else "test",
-        versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in LIBRARIES}},
+        versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in (*LIBRARIES, *library)}},
     )
 
 
@@ -230,7 +235,7 @@ ENTRIES: dict[str, Any] = {
     "classes": (are_classes, "a list of different names"),
     "precision": (lambda v: v in PRECISIONS, "one of " + ", ".join(PRECISIONS)),
     "batch_size": whole(MOST_ROWS),
-    "weights_sha256": (lambda v: v is None or is_digest(v), "null or " + SHA[1]),
+    **dict.fromkeys(("code_sha256", "weights_sha256"), (lambda v: v is None or is_digest(v), "null or " + SHA[1])),
     "accuracy": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "in 0..1"),
     "accuracy_on": (lambda v: v in ("test", "held-out"), "test or held-out"),
     "epochs": whole(2**63, least=0),

@@ -59,7 +59,14 @@ class Result:
         return self.correct / self.count
 
 
-def evaluate(run_dir: Path, *, data_dir: Path | None, out: Path | None, batch_size: int | None) -> int:
+def evaluate(
+    run_dir: Path,
+    *,
+    data_dir: Path | None,
+    out: Path | None,
+    batch_size: int | None,
+    trust_code: bool = False,
+) -> int:
     """Say how right a finished run's model is, and write tables and a figure to the folder `out`; return exit code 0.
 
     Args:
@@ -67,6 +74,7 @@ def evaluate(run_dir: Path, *, data_dir: Path | None, out: Path | None, batch_si
         data_dir: a folder of class folders, with test/ or val/ above them or not; None is the run's own samples.
         out: a folder, or None.
         batch_size: images at once; None is as many as in the run's evaluation.
+        trust_code: run code of the user's own that makes the model.
 
     Raises:
         UsageError: `batch_size` makes no sense.
@@ -74,8 +82,10 @@ def evaluate(run_dir: Path, *, data_dir: Path | None, out: Path | None, batch_si
             written.
     """
     check_numbers(batch_size=batch_size)
-    applied = load(run_dir)
-    samples = own_samples(applied, run_dir) if data_dir is None else samples_in(applied, data_dir)
+    applied = load(run_dir, trust_code=trust_code)
+    samples = (
+        own_samples(applied, run_dir, trust_code=trust_code) if data_dir is None else samples_in(applied, data_dir)
+    )
     result = measure(applied, samples, batch_size=batch_size)
     say(applied, samples, result)
     if out is not None:

@@ -8,6 +8,7 @@ names = [applied.classes[row] for row in applied.logits(batch).argmax(1)]
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from hvfreeze.applying.preparation import Preparation
 from hvfreeze.chain.blocks import cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
-from hvfreeze.chain.weights import read_weights
+from hvfreeze.chain.origins.weights import read_weights
+from hvfreeze.config.named_code import code_sha256, is_named_code
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 
@@ -44,12 +46,13 @@ class Applied:
         return found.float()
 
 
-def load(run_dir: str | os.PathLike[str], *, name: str = "model") -> Applied:
-    """Return the model of a finished run; random state is untouched, and no code in the files is run.
+def load(run_dir: str | os.PathLike[str], *, name: str = "model", trust_code: bool = False) -> Applied:
+    """Return the model of a finished run; random state is untouched, and no code is run that the files bring or name.
 
     Args:
         run_dir: the run directory, or a copy of its model.pt and model.yaml.
         name: which of several models, as in `model-head0`.
+        trust_code: run the function that makes the model where the card names one of the user's own.
 
     Raises:
         RefusedError: it holds no finished model, a file is missing or damaged, or they do not fit each other.
@@ -58,6 +61,7 @@ def load(run_dir: str | os.PathLike[str], *, name: str = "model") -> Applied:
     weights, about = root / f"{name}.pt", root / f"{name}.yaml"
     check_finished(root, weights, about)
     card = read_card(about)
+    check_trusted(card, about, trust_code=trust_code)
     found = sha256_of(weights)
     if found != card.sha256:
         raise RefusedError(
@@ -76,6 +80,23 @@ def load(run_dir: str | os.PathLike[str], *, name: str = "model") -> Applied:
         )
     model.load_state_dict(state)
     return Applied(model.eval(), card.image, card.classes, card)
+
+
+def check_trusted(card: Card, about: Path, *, trust_code: bool) -> None:
+    """Refuse a model that code of the user's own makes, unless that is trusted; warn where its file has changed."""
+    if not is_named_code(card.model):
+        return
+    if not trust_code:
+        raise RefusedError(
+            f"{about}: the model is made by {card.model}, which is code of its own; where you trust it, pass "
+            "--trust-code, or trust_code=True"
+        )
+    try:
+        now = code_sha256("model", card.model)
+    except UsageError as error:
+        raise RefusedError(f"{about} cannot be followed: {error}") from error
+    if now != card.code_sha256:
+        warnings.warn(f"the file of {card.model} is not the one that the model was trained with", stacklevel=2)
 
 
 def check_finished(root: Path, weights: Path, about: Path) -> None:
@@ -107,11 +128,13 @@ def build(card: Card, path: Path) -> nn.Module:
     try:
         with torch.random.fork_rng(devices=[]):
             shape, classes, pool = card.image.shape, len(card.classes), pool_of(card)
-            model = build_model(card.model, num_classes=classes, image_size=max(shape[1:])).model
+            built = build_model(card.model, num_classes=classes, image_size=max(shape[1:]))
+            model = built.model
             set_memory_formats(model, shape)
             if pool is None:
                 return model
-            chain, example = cut_into_blocks(model, scheme=card.blocks), torch.zeros(2, *shape)
+            example = torch.zeros(2, *shape)
+            chain = built.chain or cut_into_blocks(model, scheme=card.blocks, example=example)
             return MultiLevelClassifier(chain, classes=classes, pool=pool, example=example)
     except UsageError as error:
         raise RefusedError(f"{path} cannot be followed: {error}") from error

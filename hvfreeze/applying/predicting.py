@@ -14,14 +14,22 @@ from torch import Tensor
 
 from hvfreeze.applying.answering import answers, printable, write_output
 from hvfreeze.applying.model import Applied, load
-from hvfreeze.data.folders import images_below
+from hvfreeze.data.on_disk.folders import images_below
 from hvfreeze.data.sources import SUFFIXES
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.units import plural
 
 
-def predict(run_dir: Path, images: Sequence[Path], *, out: Path | None, top: int, batch_size: int | None) -> int:
+def predict(
+    run_dir: Path,
+    images: Sequence[Path],
+    *,
+    out: Path | None,
+    top: int,
+    batch_size: int | None,
+    trust_code: bool = False,
+) -> int:
     """Print the classes of image files, and of all images in folders, or write them to `out`; return exit code 0.
 
     Args:
@@ -30,13 +38,14 @@ def predict(run_dir: Path, images: Sequence[Path], *, out: Path | None, top: int
         out: a CSV file; None prints.
         top: how many classes to tell for an image, the most probable first.
         batch_size: images at once; None is as many as in the run's evaluation.
+        trust_code: run code of the user's own that makes the model.
 
     Raises:
         UsageError: `top` or `batch_size` makes no sense.
         RefusedError: there is no finished model, no image, a damaged one, or `out` cannot be written.
     """
     check_numbers(batch_size=batch_size, top=top)
-    applied = load(run_dir)
+    applied = load(run_dir, trust_code=trust_code)
     if top > len(applied.classes):
         raise UsageError(f"--top ({top}) must be at most {len(applied.classes)}, the number of classes")
     if out is not None and out.is_dir():

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hvfreeze.data.sources import PixelArray, fitted, read_rgb, to_pixels, to_rgb
+from hvfreeze.data.sources import PixelArray, fitted, picture_of, read_rgb, to_pixels, to_rgb
 from hvfreeze.data.views.augment import Augment
 from hvfreeze.data.views.transform import Transform, Triple
 from hvfreeze.errors import UsageError
@@ -83,19 +83,3 @@ class Preparation:
             image_size=self.enlarged_to,
             cropped_to=self.cropped_to,
         )
-
-
-def picture_of(pixels: Tensor) -> Image.Image:
-    """Return a (H, W) or (C, H, W) uint8 tensor, C of 1 or 3, as a picture.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
-        found = pixels.dtype if isinstance(pixels, Tensor) else type(pixels).__name__
-        raise ValueError(f"a PIL image or a uint8 tensor is needed, not {found}")
-    if pixels.ndim == 3 and pixels.shape[0] == 3:
-        return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    if pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[0] == 1):
-        return Image.fromarray(pixels.reshape(pixels.shape[-2:]).contiguous().numpy())
-    raise ValueError(f"a tensor of shape {tuple(pixels.shape)} is no image; (H, W), (1, H, W) or (3, H, W) is")

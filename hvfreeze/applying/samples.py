@@ -10,12 +10,13 @@ from torch import Tensor
 
 from hvfreeze.applying.answering import Decode
 from hvfreeze.applying.model import Applied
+from hvfreeze.config.named_code import is_named_code
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import choose
-from hvfreeze.data.cifar import ARCHIVES
 from hvfreeze.data.datasets import ImageSet, open_data
 from hvfreeze.data.draws import Ids
-from hvfreeze.data.folders import is_folder, scan
+from hvfreeze.data.on_disk.cifar import ARCHIVES
+from hvfreeze.data.on_disk.folders import is_folder, scan
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import read_config
 
@@ -33,7 +34,7 @@ class Samples:
     """Whether the run was evaluated on these."""
 
 
-def own_samples(applied: Applied, run_dir: Path) -> Samples:
+def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) -> Samples:
     """Return the samples on which the run reported its accuracy.
 
     Raises:
@@ -45,6 +46,11 @@ def own_samples(applied: Applied, run_dir: Path) -> Samples:
     except UsageError as error:
         raise RefusedError(f"{path} is damaged or of another version: {error}") from error
     data = config.data
+    if is_named_code(data.data) and not trust_code:
+        raise RefusedError(
+            f"{path}: the data is made by {data.data}, which is code of its own; where you trust "
+            "it, pass --trust-code, or name other data with --data-dir"
+        )
     splits = open_data(data.data, data.data_dir, image_size=data.stored_size)
     _, image_set, ids = choose(splits, data, seed=config.data_seed)
     held_out = data.validation_fraction > 0

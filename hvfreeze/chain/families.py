@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +174,17 @@ def _vision_transformer(model: nn.Module) -> Layout:
     return classifier_layout(model, body, tail, stages=[layer.name for layer in layers.parts[::quarter]])
 
 
+def _timm_transformer(model: Any) -> Layout:
+    owns = [name for name, _ in model.named_parameters(recurse=False)]
+    owns += ["patch_embed", "pos_drop", "patch_drop", "norm_pre"]
+    calls = (model.patch_embed, model._pos_embed, model.patch_drop, model.norm_pre)
+    layers = split_step(model, "blocks")
+    body = [Step("patch_embed", calls, tuple(owns)), layers]
+    tail = [Step("norm", (model.norm, model.forward_head), ("norm", "fc_norm", "head_drop", "head"))]
+    quarter = max(1, len(layers.parts) // 4)
+    return classifier_layout(model, body, tail, stages=[layer.name for layer in layers.parts[::quarter]])
+
+
 def _swin(model: nn.Module) -> Layout:
     body = sequence(model, "features")
     tail = [make_step(model, "norm", "permute", "avgpool", "flatten"), make_step(model, "head")]
@@ -209,7 +221,8 @@ def _inception(model: nn.Module, tail: Sequence[Step], *, stages: Sequence[str])
     return classifier_layout(model, body, tail, stages=stages)
 
 
-FAMILIES: Mapping[str, Callable[[nn.Module], Layout]] = {
+FAMILIES: Mapping[str, Callable[[Any], Layout]] = {
+    "timm.models.vision_transformer.VisionTransformer": _timm_transformer,
     "torchvision.models.alexnet.AlexNet": _alexnet,
     "torchvision.models.convnext.ConvNeXt": _convnext,
     "torchvision.models.densenet.DenseNet": _densenet,

@@ -17,7 +17,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from hvfreeze.chain.weights import load_weights, pretrained_weights, read_weights
+from hvfreeze.chain.blocks import Chain
+from hvfreeze.chain.origins.makers import own_model, timm_model, timm_weights
+from hvfreeze.chain.origins.weights import load_weights, pretrained_weights, read_weights
+from hvfreeze.config.named_code import TIMM
 from hvfreeze.errors import UsageError
 from hvfreeze.torchvision_shim import torchvision
 
@@ -31,6 +34,8 @@ class BuiltModel:
 
     model: nn.Module
     notes: list[str]
+    chain: Chain | None = None
+    """Where the user's own function wrote it out."""
 
 
 def model_names() -> list[str]:
@@ -42,10 +47,10 @@ def model_names() -> list[str]:
 def build_model(
     name: str, *, num_classes: int, weights: str = "none", image_size: int, reset_head: bool = False
 ) -> BuiltModel:
-    """Return the torchvision classifier `name`, float32, in training mode, without auxiliary heads.
+    """Return the classifier `name`, float32, in training mode, without auxiliary heads.
 
     Args:
-        name: one of `model_names()`.
+        name: one of `model_names()`, timm:NAME, or package:function, whose code is run.
         num_classes: outputs of the head.
         weights: `none`, `DEFAULT` (torchvision's, downloaded) or the path of a state_dict. A head for another number of
             classes is left as initialised, and a note says so.
@@ -56,10 +61,12 @@ def build_model(
         UsageError: there is no such model, or it takes no images of this size.
         RefusedError: the weights cannot be read, or do not fit.
     """
+    if ":" in name:
+        return build_other(name, num_classes=num_classes, weights=weights, image_size=image_size, reset_head=reset_head)
     if name not in model_names():
         close = difflib.get_close_matches(name.lower(), model_names(), n=4)
         hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(model_names())}"
-        raise UsageError(f"model ({name}) is not a torchvision classification model; {hint}")
+        raise UsageError(f"model ({name}) is no torchvision classifier, timm:NAME or package:function; {hint}")
     model = _construct(name, num_classes=num_classes, image_size=image_size)
     if not _takes(model, image_size):
         smallest = smallest_image_size(model)
@@ -72,6 +79,21 @@ def build_model(
     default = weights == "DEFAULT"
     state = pretrained_weights(name, image_size=image_size) if default else read_weights(weights)
     return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head))
+
+
+def build_other(name: str, *, num_classes: int, weights: str, image_size: int, reset_head: bool) -> BuiltModel:
+    """Return a model of timm or of the user's own; see `build_model`."""
+    chain: Chain | None = None
+    if name.startswith(TIMM):
+        model = timm_model(name, num_classes=num_classes, image_size=image_size)
+    else:
+        model, chain = own_model(name, num_classes=num_classes, image_size=image_size)
+    if weights == "none":
+        return BuiltModel(model, [], chain)
+    if weights == "DEFAULT" and not name.startswith(TIMM):
+        raise UsageError(f"--weights (DEFAULT) must be none or a file: {name} is a model of your own")
+    state = timm_weights(name, image_size=image_size) if weights == "DEFAULT" else read_weights(weights)
+    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head), chain)
 
 
 def smallest_image_size(model: nn.Module) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hvfreeze.config.named_code import check_named_code, is_named_code
 from hvfreeze.config.rules import (
     number_list,
     one_of,
@@ -38,7 +39,7 @@ MOST_THREADS = 4096
 class DataConfig:
     """Which samples are trained on, who gets them and how they are augmented."""
 
-    data: str = setting("digits", "NAME", "digits, cifar10, cifar100 or imagefolder")
+    data: str = setting("digits", "NAME", "digits, cifar10, cifar100, imagefolder, or package:function")
     data_dir: str | None = setting(None, "DIR", "where the data lies; default $HVFREEZE_DATA or a cache directory")
     train_samples: int | None = setting(None, "N", "train on a stratified subset of N samples")
     validation_fraction: float = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
@@ -67,7 +68,10 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        one_of("data", self.data, DATA_SETS)
+        if is_named_code(self.data):
+            check_named_code("data", self.data)
+        else:
+            one_of("data", self.data, DATA_SETS)
         rule(self.data != "imagefolder" or bool(self.data_dir), "data", self.data, "given together with --data-dir DIR")
         rule(self.train_samples is None or self.train_samples > 0, "train-samples", self.train_samples, "at least 1")
         rule(0 <= self.validation_fraction < 1, "validation-fraction", self.validation_fraction, "in [0, 1)")
@@ -108,13 +112,16 @@ class DataConfig:
 class ModelConfig:
     """The network, where it may be cut, and what it starts from."""
 
-    model: str = setting("resnet18", "NAME", "a torchvision classification model")
+    model: str = setting("resnet18", "NAME", "a torchvision classifier, timm:NAME, or package:function for your own")
     blocks: str = setting("stage", "HOW", "where it may be cut: stage, residual, paper, or NAME,NAME,...")
     weights: str = setting("none", "FILE", "none, DEFAULT (torchvision's, downloaded), or a state_dict's file")
     reset_head: bool = setting(False, "", "start the head afresh, also where the weights have one of as many classes")
 
     def __post_init__(self) -> None:
         rule(bool(self.model), "model", repr(self.model), "the name of a torchvision classification model")
+        if is_named_code(self.model):
+            check_named_code("model", self.model)
+            rule(self.weights != "DEFAULT", "weights", "DEFAULT", "none or a file with a model of your own")
         rule(bool(self.blocks), "blocks", repr(self.blocks), "stage, residual, paper or NAME,NAME,...")
 
 

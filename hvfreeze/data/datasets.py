@@ -6,16 +6,17 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvfreeze.data.cifar import ARCHIVES, download, read_archive
-from hvfreeze.data.folders import Folders, is_folder, list_folders
+from hvfreeze.config.named_code import is_named_code
+from hvfreeze.data.on_disk.cifar import ARCHIVES, download, read_archive
+from hvfreeze.data.on_disk.digits import digits_table
+from hvfreeze.data.on_disk.folders import Folders, is_folder, list_folders
+from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.shards import split_validation
 from hvfreeze.data.sources import ArraySource, FileSource, PixelArray
 from hvfreeze.errors import RefusedError, UsageError
@@ -45,7 +46,7 @@ class ImageSet:
     std: _Triple
     flips: bool
     """Whether a mirrored image still shows its class."""
-    source: ArraySource | FileSource
+    source: ArraySource | FileSource | DatasetSource
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -153,7 +154,7 @@ def open_data(
     """Return the splits of a data set, without decoding image files.
 
     Args:
-        name: `digits`, `cifar10`, `cifar100` or `imagefolder`.
+        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, or package:function; see `data.own`.
         directory: Where the data lies; None is `default_directory()`. `digits` needs none.
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
@@ -168,6 +169,8 @@ def open_data(
         return _open_digits(image_size, tuple(range(10)) if classes is None else tuple(classes))
     if classes is not None:
         raise UsageError(f"a choice of classes is for digits only, not for {name}")
+    if is_named_code(name):
+        return _from_own(open_own(name, None if directory is None else os.fspath(directory), image_size=image_size))
     root = root_of(directory)
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
         names, splits = read_archive(root, ARCHIVES[name])
@@ -183,7 +186,7 @@ def open_data(
 def _open_digits(image_size: int | None, classes: tuple[int, ...]) -> DataSplits:
     if len(set(classes)) != len(classes) or not set(classes) <= set(range(10)) or len(classes) < 2:
         raise UsageError(f"classes {classes} of digits must be at least two different numbers in 0..9")
-    images, targets = _digits_table()
+    images, targets = digits_table()
     grey = np.round(images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)
     pixels = np.repeat(grey[:, None], 3, axis=1)
     everything = np.arange(len(pixels))
@@ -193,22 +196,6 @@ def _open_digits(image_size: int | None, classes: tuple[int, ...]) -> DataSplits
         labels = [classes.index(digit) for digit in targets[ids]]
         sets.append(_from_array("digits", pixels[ids], labels, tuple(str(digit) for digit in classes), image_size))
     return DataSplits(train=sets[0], validation=None, test=sets[1])
-
-
-def _digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Images (1797, 8, 8) with values 0..16, and digits (1797,), of scikit-learn's `load_digits`.
-
-    They are read from its file where that is found: to import scikit-learn takes longer than an epoch of them.
-    """
-    package = find_spec("sklearn")
-    file = Path(package.origin or "").parent / "datasets/data/digits.csv.gz" if package else Path()
-    if file.is_file():
-        table = np.loadtxt(file, delimiter=",")
-        return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(np.int64)
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return digits.images, digits.target
 
 
 def _from_array(
@@ -224,6 +211,35 @@ def _image_set(
     mean, std = _STATISTICS[name]
     known = torch.tensor(labels, dtype=torch.int64)
     return ImageSet(name=name, classes=classes, labels=known, mean=mean, std=std, flips=name != "digits", source=source)
+
+
+def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
+    """Return the splits of a data set of the user's own, whose classes are named by it, else numbered."""
+    train, test = splits["train"], splits["test"]
+    name = train.source.name
+    count = 1 + max(*train.labels, *test.labels)
+    classes = train.classes or tuple(map(str, range(count)))
+    if test.classes not in (train.classes, None) or count > len(classes) or len(set(classes)) < max(2, len(classes)):
+        raise RefusedError(
+            f"--data ({name}) must have at least two classes with names of their own, the same in train and test; "
+            f"labels go up to {count - 1}, and train names {len(classes)} classes"
+        )
+    if train.source.image_shape != test.source.image_shape:
+        raise UsageError(f"--data ({name}): images of train and test differ in size; give --image-size SIDE")
+    mean, std = _STATISTICS["imagefolder"]
+    sets = {
+        part: ImageSet(
+            name=name,
+            classes=classes,
+            labels=torch.tensor(split.labels, dtype=torch.int64),
+            mean=mean,
+            std=std,
+            flips=train.flips,
+            source=split.source,
+        )
+        for part, split in splits.items()
+    }
+    return DataSplits(train=sets["train"], validation=None, test=sets["test"])
 
 
 def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders) -> DataSplits:

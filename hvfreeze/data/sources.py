@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import PIL
+import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 
 from hvfreeze.errors import RefusedError, UsageError
 
@@ -144,6 +146,22 @@ def to_rgb(image: Image.Image) -> Image.Image:
         raise ValueError(f"pixels of mode {image.mode} have no known range; convert it to 8 bits")
     # Straight to RGB, Pillow warns of palettes with transparency.
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+
+
+def picture_of(pixels: Tensor) -> Image.Image:
+    """Return a (H, W) or (C, H, W) uint8 tensor, C of 1 or 3, as a picture.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
+        found = pixels.dtype if isinstance(pixels, Tensor) else type(pixels).__name__
+        raise ValueError(f"a PIL image or a uint8 tensor is needed, not {found}")
+    if pixels.ndim == 3 and pixels.shape[0] == 3:
+        return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    if pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[0] == 1):
+        return Image.fromarray(pixels.reshape(pixels.shape[-2:]).contiguous().numpy())
+    raise ValueError(f"a tensor of shape {tuple(pixels.shape)} is no image; (H, W), (1, H, W) or (3, H, W) is")
 
 
 def fitted(image: Image.Image, height: int, width: int) -> Image.Image:

@@ -12,8 +12,10 @@ from hvfreeze.applying.card import read_card, sha256_of
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
-from hvfreeze.chain.weights import pretrained_statistics
+from hvfreeze.chain.origins.makers import timm_statistics
+from hvfreeze.chain.origins.weights import pretrained_statistics
 from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.named_code import TIMM
 from hvfreeze.config.sections import ModelConfig
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.views.transform import Statistics, seen_shape
@@ -55,7 +57,13 @@ class Blueprint:
             image_size=max(self.image_shape[1:]),
         )
         set_memory_formats(built.model, self.image_shape)
-        return cut_into_blocks(built.model, scheme=settings.blocks), built.notes
+        # What torchvision does is known; any other model is compared with its own forward pass.
+        other = ":" in settings.model
+        example = torch.rand(2, *self.image_shape, generator=torch.Generator().manual_seed(0)) if other else None
+        chain = built.chain or cut_into_blocks(built.model, scheme=settings.blocks, example=example)
+        if built.chain is not None and example is not None:
+            built.chain.verify(example)
+        return chain, built.notes
 
     def solvable(self, chain: Chain, head: HeadConfig) -> Chain:
         """Return a chain that was built for the data set's classes as features and a head that can be solved.
@@ -79,7 +87,8 @@ def statistics_of(settings: ModelConfig) -> Statistics | None:
     if settings.weights == "none":
         return None
     if settings.weights == "DEFAULT":
-        return pretrained_statistics(settings.model)
+        timm = settings.model.startswith(TIMM)
+        return timm_statistics(settings.model) if timm else pretrained_statistics(settings.model)
     path = Path(settings.weights).expanduser()
     with suppress(RefusedError):
         card = read_card(path.with_suffix(".yaml"))

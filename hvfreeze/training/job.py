@@ -10,11 +10,12 @@ import torch
 
 from hvfreeze.applying.card import Card, describe, head_named
 from hvfreeze.chain.blocks import Chain
+from hvfreeze.config.named_code import code_sha256, is_named_code
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed, deal, grouped, open_feeds, padded_batches
 from hvfreeze.data.datasets import list_data, open_data, prepare_data, root_of
-from hvfreeze.data.folders import Folders
+from hvfreeze.data.on_disk.folders import Folders
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.heads.fit import HeadFit
 from hvfreeze.ranks.agreement import check_equal, look_once, together
@@ -158,6 +159,7 @@ def prepare(config: Config, world: World) -> Job:
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
     check_equal(world, "versions", versions())
+    check_equal(world, "code", together(world, lambda: own_code(config), name="code"))
     environment = describe_environment(world.allgather_object(facts_of_this_rank(), name="environment"))
     named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
     directory, settings = choose_directory(config.run.run_dir, named, world), to_dict(config)
@@ -205,6 +207,12 @@ def versions() -> dict[str, str | None]:
     """Return what every rank must run: the libraries' versions, and a digest of this package's own source."""
     found = {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")}
     return {**found, "source": source_digest()}
+
+
+def own_code(config: Config) -> dict[str, str]:
+    """Return a digest of each file of the user's own that takes part, by flag."""
+    named = {"model": config.model.model, "data": config.data.data}
+    return {flag: code_sha256(flag, text) for flag, text in named.items() if is_named_code(text)}
 
 
 def choose_directory(given: str | None, named: str, world: World) -> Path:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvfreeze import plain_load
-from hvfreeze.chain.weights import read_weights
+from hvfreeze.chain.origins.weights import read_weights
 from hvfreeze.doctor import checks
 from hvfreeze.errors import RefusedError
 from hvfreeze.training.checkpoints.file import packed, unpacked

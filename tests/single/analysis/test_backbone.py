@@ -10,7 +10,7 @@ import torch
 
 from analysis import backbone
 from analysis.sweeps.experiment import RESULTS
-from hvfreeze.chain.weights import read_weights
+from hvfreeze.chain.origins.weights import read_weights
 from hvfreeze.data.datasets import DataSplits, ImageSet, open_data
 from hvfreeze.data.sources import ArraySource
 

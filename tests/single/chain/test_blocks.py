@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.families import layout_of
 from hvfreeze.chain.models import build_model, model_names
-from hvfreeze.chain.weights import head_name
+from hvfreeze.chain.origins.weights import head_name
 from hvfreeze.errors import UsageError
 from hvfreeze.torchvision_shim import torchvision
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.chain.models import build_model, smallest_image_size
-from hvfreeze.chain.weights import pretrained_weights, read_weights
+from hvfreeze.chain.origins.weights import pretrained_weights, read_weights
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.torchvision_shim import torchvision
 

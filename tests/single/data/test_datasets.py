@@ -54,7 +54,7 @@ def test_digits_are_a_fixed_stratified_split_of_32_pixel_rgb_without_flips() -> 
 
 def test_digits_are_the_same_with_and_without_the_file_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     from_file = open_data("digits")
-    monkeypatch.setattr("hvfreeze.data.datasets.find_spec", lambda name: None)
+    monkeypatch.setattr("hvfreeze.data.on_disk.digits.find_spec", lambda name: None)
     loaded = open_data("digits")
     assert from_file.train.identity() == loaded.train.identity()
     assert from_file.test.identity() == loaded.test.identity()

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.named_code import TIMM
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.plain_load import load_plain
 from hvfreeze.torchvision_shim import torchvision
@@ -77,6 +78,8 @@ def weights_path(name: str, weights: str) -> Path | None:
         return None
     if weights != "DEFAULT":
         return Path(weights).expanduser()
+    if name.startswith(TIMM):
+        return None
     url = torchvision.models.get_model_weights(name).DEFAULT.url
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from PIL import Image
 
-from hvfreeze.data.folders import Listing, find_splits, is_folder, list_folders, scan
+from hvfreeze.data.on_disk.folders import Listing, find_splits, is_folder, list_folders, scan
 from hvfreeze.errors import RefusedError
 
 

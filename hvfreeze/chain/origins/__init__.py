@@ -1,0 +1,1 @@
+"""Where models come from that torchvision has not, and weights: a file, torchvision, timm, a function of one's own."""

@@ -4,7 +4,7 @@
 #   TORCH_INDEX_ARGS=...    passed to pip when it installs torch and torchvision: for PyTorch's public CPU wheels,
 #                           `--index-url` and the index URL that pytorch.org shows for CPU wheels
 #   ONLY=name               the one benchmark that `make bench` runs
-#   ARGS=...                more arguments for `make demo`, or for pytest in `make test` and `make torture`
+#   ARGS=...                more arguments for `make demo`, for pytest in `make test`, or for the rounds of `make torture`
 #   JOBS=n                  tests that run side by side (2); some start four ranks
 
 PYTHON ?=
@@ -43,5 +43,5 @@ bench: setup ## our time against reference loops, into build/bench.json
 figures: setup ## draw every figure from the recorded results
 	$(RUN) analysis.figures
 
-torture: setup ## the long tests
-	OMP_NUM_THREADS=1 $(RUN) pytest tests -m torture $(ARGS)
+torture: setup ## random kills, flips and full disks, hours on a slow machine; what is found goes to build/torture/
+	OMP_NUM_THREADS=1 $(RUN) tests.torture --out build/torture $(ARGS)

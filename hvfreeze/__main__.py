@@ -40,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return lost
     except KeyboardInterrupt as error:
-        print(f"hvfreeze: interrupted {error}".rstrip(), file=sys.stderr)
-        return INTERRUPTED
+        return interrupted(error)
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -72,10 +71,21 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
         if world.rank == 0:
             say(str(error))
         code = error.exit_code
+    except KeyboardInterrupt as error:
+        code = interrupted(error)
+        if world.size > 1:
+            # The signal may have come to this rank alone, and the others wait for it.
+            world.abort(code)
     world.close()
     # Lines that were lost are in the run's log; a summary that was lost has its own exit code.
     flush_output()
     return code
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """Tell who pressed Ctrl-C how to go on, and return the exit code."""
+    print(f"hvfreeze: interrupted {error}".rstrip(), file=sys.stderr, flush=True)
+    return INTERRUPTED
 
 
 def print_summary(summary: dict[str, Any]) -> int:

@@ -12,7 +12,8 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -73,7 +74,8 @@ class HorovodWorld:
 
     def start_allreduce_(self, tensor: Tensor, *, name: str) -> tuple[int, str]:
         """Start to sum `tensor` over ranks, in place."""
-        return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
+        with self._judged(name):
+            return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
 
     def poll(self, handle: tuple[int, str]) -> bool:
         """Tell whether `wait` would return at once."""
@@ -87,20 +89,15 @@ class HorovodWorld:
             StallError: a rank left.
         """
         number, name = handle
-        try:
-            with self.watch.waiting(name):
-                return self._hvd.synchronize(number)
-        except self._hvd.HorovodInternalError as error:
-            if "ismatched" in str(error):
-                raise DivergedError(f"ranks disagree in '{name}': {error}") from error
-            raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
+        with self._judged(name), self.watch.waiting(name):
+            return self._hvd.synchronize(number)
 
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value`."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = torch.tensor([len(mine)], dtype=torch.int64)
-        lengths = self.wait((self._hvd.allgather_async(length, f"{name}.lengths", self._set), name))
-        gathered = self.wait((self._hvd.allgather_async(mine, name, self._set), name))
+        lengths = self._collect(self._hvd.allgather_async, length, f"{name}.lengths", self._set)
+        gathered = self._collect(self._hvd.allgather_async, mine, name, self._set)
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(gathered, lengths.tolist())]
 
     def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
@@ -141,7 +138,7 @@ class HorovodWorld:
         """Make `tensor` equal to `root`'s."""
         for number, piece in enumerate(tensor.view(-1).split(PIECE_BYTES // tensor.element_size())):
             called = name if number == 0 else f"{name}.{number}"
-            self.wait((self._hvd.broadcast_async_(piece, self.ranks[root], called, self._set), called))
+            self._collect(self._hvd.broadcast_async_, piece, self.ranks[root], called, self._set)
 
     def barrier(self, *, name: str) -> None:
         """Return when every rank has called."""
@@ -184,6 +181,23 @@ class HorovodWorld:
             os._exit(code)
         self.mpi.COMM_WORLD.Abort(code)
 
+    def _collect(self, begin: Callable[..., int], *arguments: Any) -> Any:
+        """Begin an operation, whose name is the last argument but one, and return its result."""
+        name = arguments[-2]
+        with self._judged(name):
+            number = begin(*arguments)
+        return self.wait((number, name))
+
+    @contextmanager
+    def _judged(self, name: str) -> Iterator[None]:
+        """Say what Horovod's failure to begin or end an operation means; see `wait`."""
+        try:
+            yield
+        except self._hvd.HorovodInternalError as error:
+            if "ismatched" in str(error):
+                raise DivergedError(f"ranks disagree in '{name}': {error}") from error
+            raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
+
     def _new_set(self, members: tuple[int, ...]) -> Any:
         # Horovod can be told to settle every millisecond, on all ranks, whether there are new sets. It is told when the
         # first is asked for, and starts anew: a job without sets does not pay for them.
@@ -202,7 +216,7 @@ class HorovodWorld:
     def _deal(self, parts: Sequence[Tensor], *, name: str) -> tuple[Tensor, Tensor]:
         """Send to each rank its part, uint8; return what came from all, and how much from each."""
         splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
-        received, sizes = self.wait((self._hvd.alltoall_async(torch.cat(list(parts)), splits, name, self._set), name))
+        received, sizes = self._collect(self._hvd.alltoall_async, torch.cat(list(parts)), splits, name, self._set)
         return received, sizes
 
 

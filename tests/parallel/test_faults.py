@@ -209,7 +209,7 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_ranks_that_wait_or_com
     assert not messages(result), str(result)
 
 
-@pytest.mark.parametrize(("fault", "code"), [("exit", 3), ("segfault", 128 + signal.SIGSEGV)])
+@pytest.mark.parametrize(("fault", "code"), [("exit", 3), ("segfault", 128 + signal.SIGSEGV), ("interrupt", 130)])
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path, fault: str, code: int) -> None:
     result = train(2, f"0:6:{fault}", tmp_path / "run")
     assert result.returncode == code, str(result)

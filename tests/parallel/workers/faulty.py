@@ -110,6 +110,7 @@ FAULTS: dict[str, Callable[[Any], object]] = {
     "stop": lambda job: os.kill(os.getpid(), signal.SIGSTOP),
     "leave": lambda job: os.kill(os.getpid(), signal.SIGUSR1),
     "terminate": lambda job: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda job: os.kill(os.getpid(), signal.SIGINT),
     "exit": lambda job: os._exit(3),
     "raise": fail,
     "refuse": refuse,

@@ -31,7 +31,7 @@ from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
-from hvfreeze.training.blueprint import Blueprint, statistics_of
+from hvfreeze.training.making.blueprint import Blueprint, statistics_of
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 

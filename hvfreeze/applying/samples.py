@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from hvfreeze.config.named_code import is_named_code
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import choose
 from hvfreeze.data.datasets import ImageSet, open_data
+from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.on_disk.cifar import ARCHIVES
 from hvfreeze.data.on_disk.folders import is_folder, scan
@@ -52,6 +53,9 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
             "it, pass --trust-code, or name other data with --data-dir"
         )
     splits = open_data(data.data, data.data_dir, image_size=data.stored_size)
+    if data.skip_bad:
+        train, test = (replace(part, broken=find_broken(part)) for part in (splits.train, splits.test))
+        splits = replace(splits, train=train, test=test)
     _, image_set, ids = choose(splits, data, seed=config.data_seed)
     held_out = data.validation_fraction > 0
     return samples_of(applied, image_set, ids, name=f"{'held-out' if held_out else 'test'} samples of the run's data")

@@ -57,6 +57,9 @@ class DataConfig:
     )
     partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks")
     shard_sizes: str = setting("equal", "HOW", "equal, or one relative size per rank, as in 3,1,1,1")
+    skip_bad: bool = setting(
+        False, "", "leave out images that cannot be decoded, which are looked for before the start"
+    )
     augment: str = setting(
         "fresh", "HOW", "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)"
     )
@@ -106,23 +109,6 @@ class DataConfig:
     def cacheable(self) -> bool:
         """Tell whether a sample's view can come again, so that its activations are worth keeping."""
         return self.augment != "fresh"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The network, where it may be cut, and what it starts from."""
-
-    model: str = setting("resnet18", "NAME", "a torchvision classifier, timm:NAME, or package:function for your own")
-    blocks: str = setting("stage", "HOW", "where it may be cut: stage, residual, paper, or NAME,NAME,...")
-    weights: str = setting("none", "FILE", "none, DEFAULT (torchvision's, downloaded), or a state_dict's file")
-    reset_head: bool = setting(False, "", "start the head afresh, also where the weights have one of as many classes")
-
-    def __post_init__(self) -> None:
-        rule(bool(self.model), "model", repr(self.model), "the name of a torchvision classification model")
-        if is_named_code(self.model):
-            check_named_code("model", self.model)
-            rule(self.weights != "DEFAULT", "weights", "DEFAULT", "none or a file with a model of your own")
-        rule(bool(self.blocks), "blocks", repr(self.blocks), "stage, residual, paper or NAME,NAME,...")
 
 
 @dataclass(frozen=True, kw_only=True)

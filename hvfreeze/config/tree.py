@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.model import HeadConfig, ModelConfig
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.rules import rule
-from hvfreeze.config.sections import AUTO, CacheConfig, DataConfig, FreezeConfig, ModelConfig, RunConfig
+from hvfreeze.config.sections import AUTO, CacheConfig, DataConfig, FreezeConfig, RunConfig
 from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import UsageError
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.datasets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, load_pixels
 from hvfreeze.data.draws import Ids
+from hvfreeze.data.on_disk.broken import all_loaded, listed
 from hvfreeze.data.shards import ShardPlan, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.views.augment import MIRRORED, Augment, parse_augment
 from hvfreeze.data.views.transform import Statistics, transform_for
@@ -143,13 +145,19 @@ def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, Ima
         UsageError: there are fewer samples than the settings ask for.
     """
     train, labels = splits.train, splits.train.labels.numpy()
-    ids = np.arange(len(train), dtype=np.int64)
+    ids = train.ids
     if data.train_samples is not None:
-        ids = stratified_subset(labels, data.train_samples, seed=seed)
+        ids = ids[stratified_subset(labels[ids], data.train_samples, seed=seed)]
     if data.validation_fraction > 0:
         ids, held_out = split_validation(labels, ids, fraction=data.validation_fraction, seed=seed)
         return ids, train, held_out
-    return ids, splits.test, np.arange(len(splits.test), dtype=np.int64)
+    return ids, splits.test, splits.test.ids
+
+
+def notes_on_broken(splits: DataSplits) -> list[str]:
+    """Return a line about the images that are left out, where there are some."""
+    reasons = [reason for part in (splits.train, splits.test) for reason in part.broken.values()]
+    return [f"{len(reasons)} images cannot be decoded and are left out: {listed(reasons)}"] if reasons else []
 
 
 def deal(
@@ -173,7 +181,7 @@ def deal(
         partition=data.partition,
         shard_sizes=data.shard_sizes,
     )
-    notes = list(splits.notes)
+    notes = [*splits.notes, *notes_on_broken(splits)]
     if data.validation_fraction > 0:
         notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
     dropped = len(ids) - plan.batches_per_epoch * batch_size * replicas
@@ -222,8 +230,10 @@ def open_feeds(
         return Images(load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers), transform)
 
     augment = augment_of(data, mirrored=mirrored, flips=corpus.train.flips)
-    train = load(corpus.train, corpus.plan.shards[replica], augment)
-    evaluated = load(corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none"))
+    train, evaluated = all_loaded(
+        partial(load, corpus.train, corpus.plan.shards[replica], augment),
+        partial(load, corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none")),
+    )
     return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.config.named_code import is_named_code
@@ -47,9 +49,16 @@ class ImageSet:
     flips: bool
     """Whether a mirrored image still shows its class."""
     source: ArraySource | FileSource | DatasetSource
+    broken: Mapping[int, str] = field(default_factory=dict)
+    """Samples that are left out because they cannot be decoded, and why."""
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The samples that may be used, (N,) ascending."""
+        return np.array([row for row in range(len(self)) if row not in self.broken], dtype=np.int64)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -57,14 +66,13 @@ class ImageSet:
         return self.source.image_shape
 
     def sample_digest(self, count: int = 16) -> str:
-        """Return the SHA-256 over the pixels of `count` samples that lie evenly in the set, as hex.
-
-        Raises:
-            RefusedError: one of them is damaged or cannot be read; names the file.
-        """
+        """Return the SHA-256 over the pixels of `count` samples that lie evenly in the set, as hex."""
         digest = hashlib.sha256()
-        for sample_id in np.unique(np.linspace(0, len(self) - 1, count).astype(np.int64)):
-            digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
+        ids = self.ids
+        for sample_id in ids[np.unique(np.linspace(0, len(ids) - 1, count).astype(np.int64))]:
+            # Whoever loads the pixels tells of all broken images together.
+            with suppress(RefusedError):
+                digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
         return digest.hexdigest()
 
     def decode(self, sample_id: int) -> PixelArray:

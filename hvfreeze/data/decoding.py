@@ -15,13 +15,27 @@ from torch import Tensor
 
 from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Ids
+from hvfreeze.data.on_disk.broken import BrokenImagesError
 from hvfreeze.data.sources import PixelArray
 from hvfreeze.data.views.transform import Transform
+from hvfreeze.errors import RefusedError
 
 _log = logging.getLogger(__name__)
 
 _CHUNK = 64
 _BATCHES_AHEAD = 4
+
+
+def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[int, str]:
+    """Return the samples of a share of an image set that cannot be decoded, and why; every image is decoded."""
+
+    def look(some: Ids) -> dict[int, str]:
+        return _decode_into(image_set, some, np.empty((len(some), *image_set.image_shape), dtype=np.uint8))
+
+    ids = np.arange(share, len(image_set), shares, dtype=np.int64)
+    with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
+        found = pool.map(look, [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)])
+        return {row: reason for part in found for row, reason in part.items()}
 
 
 class Pixels(Protocol):
@@ -61,7 +75,7 @@ class MemoryPixels:
             progress: Called with the number of decoded samples and their total, about every 64 samples.
 
         Raises:
-            RefusedError: An image is damaged or cannot be read; names the first such file.
+            BrokenImagesError: Images are damaged or cannot be read; names them.
         """
         self._pixels = torch.empty((len(ids), *image_set.image_shape), dtype=torch.uint8)
         self._row_of = np.full(len(image_set), -1, dtype=np.int64)
@@ -70,9 +84,12 @@ class MemoryPixels:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         try:
             futures = [_submit(pool, image_set, ids[i : i + _CHUNK], self._pixels[i : i + _CHUNK]) for i in starts]
+            broken: list[str] = []
             for start, future in zip(starts, futures, strict=True):
-                future.result()
+                broken += future.result().values()
                 progress(min(start + _CHUNK, len(ids)), len(ids))
+            if broken:
+                raise BrokenImagesError(broken)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -99,7 +116,7 @@ class StreamedPixels:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         self._plan: list[Ids] = []
         self._position_of: dict[bytes, int] = {}
-        self._started: dict[int, tuple[Tensor, list[Future[None]]]] = {}
+        self._started: dict[int, tuple[Tensor, list[Future[dict[int, str]]]]] = {}
         self._next = 0
 
     def fetch(self, ids: Ids) -> Tensor:
@@ -112,7 +129,9 @@ class StreamedPixels:
             self._next = max(self._next, position + 1)
             self._look_ahead()
         for future in futures:
-            future.result()
+            broken = list(future.result().values())
+            if broken:
+                raise BrokenImagesError(broken)
         return pixels
 
     def prefetch(self, batches: Iterable[Ids]) -> None:
@@ -127,7 +146,7 @@ class StreamedPixels:
         """End the threads; batches that were started are dropped."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _start(self, ids: Ids) -> tuple[Tensor, list[Future[None]]]:
+    def _start(self, ids: Ids) -> tuple[Tensor, list[Future[dict[int, str]]]]:
         pixels = torch.empty((len(ids), *self._image_set.image_shape), dtype=torch.uint8)
         chunk = max(1, -(-len(ids) // self._workers))
         starts = range(0, len(ids), chunk)
@@ -191,10 +210,15 @@ class Images:
         return images.contiguous(memory_format=torch.channels_last)
 
 
-def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[None]:
+def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[dict[int, str]]:
     return pool.submit(_decode_into, image_set, ids, pixels.numpy())
 
 
-def _decode_into(image_set: ImageSet, ids: Ids, rows: PixelArray) -> None:
+def _decode_into(image_set: ImageSet, ids: Ids, rows: PixelArray) -> dict[int, str]:
+    broken = {}
     for row, sample_id in zip(rows, ids, strict=True):
-        row[:] = image_set.decode(int(sample_id))
+        try:
+            row[:] = image_set.decode(int(sample_id))
+        except RefusedError as error:
+            broken[int(sample_id)] = str(error)
+    return broken

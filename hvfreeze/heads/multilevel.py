@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.chain.blocks import Block, Chain
-from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.model import HeadConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.heads.features import EveryBlock, before_last_layer
 from hvfreeze.heads.fit import HeadFit

@@ -11,14 +11,11 @@ import torch
 from hvfreeze.applying.card import Card, describe, head_named
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.named_code import code_sha256, is_named_code
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import Batch, Corpus, TrainFeed, deal, grouped, open_feeds, padded_batches
-from hvfreeze.data.datasets import list_data, open_data, prepare_data, root_of
-from hvfreeze.data.on_disk.folders import Folders
+from hvfreeze.data.batches import Batch, Corpus, TrainFeed, grouped, open_feeds, padded_batches
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.heads.fit import HeadFit
-from hvfreeze.ranks.agreement import check_equal, look_once, together
+from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
@@ -27,10 +24,11 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.strategy import Materials, Strategy
-from hvfreeze.training.blueprint import Blueprint, statistics_of
 from hvfreeze.training.checkpoints.file import Saving
 from hvfreeze.training.choice import place_of, reads_images
 from hvfreeze.training.evaluation import Best, Scores, Totals
+from hvfreeze.training.making.blueprint import Blueprint, statistics_of
+from hvfreeze.training.making.samples import load_feeds, open_corpus
 from hvfreeze.training.progress import Speaker
 from hvfreeze.training.stages.course import Course
 from hvfreeze.training.stages.guard import Guard
@@ -248,32 +246,6 @@ def notes_on_stages(job: Job) -> list[str]:
     return ["the head is solved on a network with random weights; --freeze auto is for trained --weights"]
 
 
-def open_corpus(
-    data: DataConfig, world: World, *, seed: int, batch_size: int, replicas: int, whole_batches: bool
-) -> Corpus:
-    """Find the data and deal it out; nothing is decoded yet.
-
-    Collective: every rank of `world` must call this.
-    """
-    together(world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download")
-    root = root_of(data.data_dir).resolve()
-
-    def look() -> tuple[Folders | None, str, dict[str, str]]:
-        found = list_data(data.data, data.data_dir)
-        return (found.to_send(), found.digest(), found.local) if found else (None, "", {})
-
-    folders, local = look_once(world, look, place=str(root), what="data")
-    listed = folders and folders.here(root, local)
-    splits = together(
-        world, lambda: open_data(data.data, data.data_dir, image_size=data.stored_size, listed=listed), name="data"
-    )
-    return together(
-        world,
-        lambda: deal(splits, data, seed=seed, batch_size=batch_size, replicas=replicas, whole_batches=whole_batches),
-        name="shards",
-    )
-
-
 def assemble(
     config: Config,
     world: World,
@@ -287,7 +259,7 @@ def assemble(
     Collective: every rank of `world` must call this.
     """
     replica, replicas = place_of(world, config.strategy)
-    feed, evaluated = together(
+    feed, evaluated = load_feeds(
         world,
         lambda: open_feeds(
             corpus,
@@ -299,7 +271,6 @@ def assemble(
             statistics=statistics_of(config.model),
             mirrored=config.head.exact,
         ),
-        name="pixels",
     )
     card = together(
         world,

@@ -53,14 +53,22 @@ class Listing:
     def sizes(self) -> dict[tuple[int, int], Path]:
         """Return the distinct (height, width) of at most 64 evenly spaced images, each with one of its files.
 
+        One that cannot be read says nothing here: whoever loads the pixels tells of all of them.
+
         Raises:
-            RefusedError: One of them is not an image.
+            RefusedError: None of them is an image.
         """
         found: dict[tuple[int, int], Path] = {}
+        refusal: RefusedError | None = None
         for row in np.unique(np.linspace(0, len(self.paths) - 1, _PROBES).astype(int)):
             path = self.root / self.paths[row]
-            with open_image(path) as image:
-                found.setdefault((image.height, image.width), path)
+            try:
+                with open_image(path) as image:
+                    found.setdefault((image.height, image.width), path)
+            except RefusedError as error:
+                refusal = refusal or error
+        if refusal is not None and not found:
+            raise refusal
         return found
 
 

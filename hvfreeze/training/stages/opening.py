@@ -14,8 +14,8 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.frozen import release_model
 from hvfreeze.ranks.agreement import together
 from hvfreeze.strategies.strategy import Materials
-from hvfreeze.training.blueprint import Blueprint
 from hvfreeze.training.choice import open_strategy
+from hvfreeze.training.making.blueprint import Blueprint
 from hvfreeze.training.stages.course import Opened
 from hvfreeze.training.stages.stage import Costs, Stage, stages_of, tuning_cut
 

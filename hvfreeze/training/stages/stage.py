@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.model import HeadConfig
 from hvfreeze.config.tree import SOLVED, Config
 
 SOLVE, TUNE, TRAIN = "solve", "tune", "train"

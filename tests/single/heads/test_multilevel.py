@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.model import HeadConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.heads.fit import fit_softmax
 from hvfreeze.heads.multilevel import MultiLevelClassifier, export, head_of, solvable_chain, take

@@ -14,9 +14,8 @@ from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
 from hvfreeze.chain.origins.makers import timm_statistics
 from hvfreeze.chain.origins.weights import pretrained_statistics
-from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.model import HeadConfig, ModelConfig
 from hvfreeze.config.named_code import TIMM
-from hvfreeze.config.sections import ModelConfig
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.views.transform import Statistics, seen_shape
 from hvfreeze.errors import RefusedError

@@ -1,0 +1,1 @@
+"""What a run is made of: its model, and its samples."""

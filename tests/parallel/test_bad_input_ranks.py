@@ -120,15 +120,18 @@ def test_fewer_samples_than_ranks_are_refused(run_dir: Path, tmp_path: Path) -> 
     refused(result, 2, "2 training samples are fewer than 3 ranks")
 
 
-def test_a_damaged_image_in_one_shard_is_named_on_all_ranks(run_dir: Path, tmp_path: Path) -> None:
+def test_damaged_images_of_all_shards_are_named_in_one_message(run_dir: Path, tmp_path: Path) -> None:
     photos = save_photos(tmp_path / "photos")
-    image = photos / "train" / "b" / "17.png"
-    whole = image.read_bytes()
-    # The header stays whole: only the rank that decodes the image can notice.
-    image.write_bytes(whole[: len(whole) // 2])
-    arguments = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos)]
+    # The headers stay whole: only the ranks that decode the images can notice, and there are more than one shard holds.
+    images = sorted((photos / "train" / "b").iterdir())[:8]
+    for image in images:
+        whole = image.read_bytes()
+        image.write_bytes(whole[: len(whole) // 2])
+    arguments = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos), "--epochs", "1"]
     result = hvfreeze(2, "train", *arguments, "--batch-size", "8", "--run-dir", str(run_dir))
-    refused(result, 3, "error: rank ", str(image), "not an intact image")
+    refused(result, 3, "8 images cannot be used", "not an intact image", "--skip-bad", *map(str, images))
+    result = hvfreeze(2, "train", *arguments, "--batch-size", "8", "--skip-bad", "--run-dir", str(tmp_path / "other"))
+    assert result.returncode == 0 and "8 images cannot be decoded and are left out" in result.stdout, str(result)
 
 
 def test_a_run_directory_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:

@@ -9,7 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from analysis import adaptive, baseline, caching, communication, peers, peers64, pixels64, scaling, static_sweep, votes
+from analysis import (
+    adaptive,
+    baseline,
+    caching,
+    communication,
+    exact_head,
+    peers,
+    peers64,
+    pixels64,
+    scaling,
+    static_sweep,
+    votes,
+)
 from analysis.sweeps.experiment import main as main_of
 
 EXPERIMENTS = (
@@ -22,9 +34,9 @@ EXPERIMENTS = (
     scaling.EXPERIMENT,
     pixels64.EXPERIMENT,
 )
-PEERS = (peers.EXPERIMENT, peers64.EXPERIMENT)
-"""What else a user could do, as long again as all of the others: each a command of its own."""
-EVERY = (*EXPERIMENTS, *PEERS)
+LONGER = (exact_head.EXPERIMENT, peers.EXPERIMENT, peers64.EXPERIMENT)
+"""What heads that are solved give, and what else a user could do: each a command of its own, and peers take hours."""
+EVERY = (*EXPERIMENTS, *LONGER)
 INTERRUPTED = 130
 
 

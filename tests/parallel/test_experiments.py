@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.experiments import EXPERIMENTS, PEERS
+from analysis.experiments import EVERY, EXPERIMENTS, LONGER
 from analysis.sweeps.experiment import plan
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import SMOKE
@@ -44,14 +44,14 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in known.items() if name == STANDING or not name.startswith(of_tests)}
 
 
-@pytest.mark.parametrize("name", [experiment.name for experiment in (*EXPERIMENTS, PEERS[0])])
+@pytest.mark.parametrize("name", [experiment.name for experiment in (*EXPERIMENTS, *LONGER[:2])])
 def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path) -> None:
     if name in ON_NODES and launch([str(ROOT / "launch/cluster"), "check"]).returncode != 0:
         pytest.skip("no local cluster on this machine; launch/cluster check says why")
     ended = subprocess.run(sweep(name, folder), cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     results = open_results(folder / "results", name)
-    experiment = next(each for each in (*EXPERIMENTS, *PEERS) if each.name == name)
+    experiment = next(each for each in EVERY if each.name == name)
     assert [row["run"] for row in results.rows] == [run.name for run in plan(experiment, SMOKE, results)]
     for row in results.rows:
         assert row["train_seconds"] > 0

@@ -54,6 +54,7 @@ def train(arguments: Sequence[str]) -> int:
 
 def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     """Train; `asked` grows by each signal that asks this rank to leave."""
+    started = time.monotonic()
     from hvfreeze.ranks.agreement import together
     from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 
@@ -63,7 +64,7 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
         from hvfreeze.training.run import run
 
         config = together(world, lambda: configuration(parse(arguments)), name="configuration")
-        summary = run(config, world, asked=asked)
+        summary = run(config, world, asked=asked, started=started)
         code = print_summary(summary) if config.run.json and world.rank == 0 else 0
     except HvfreezeError as error:
         if not error.everywhere and world.size > 1:

@@ -154,6 +154,21 @@ def parse_cadence(flag: str, text: str) -> tuple[int, str]:
     return int(found.group(1)), "steps" if found.group(2) else "epochs"
 
 
+def parse_duration(flag: str, text: str) -> float | None:
+    """Return the seconds in a time such as `90s`, `10m` or `1h30m`, None for `none`.
+
+    Raises:
+        UsageError: it is no such time, or 0.
+    """
+    if text == "none":
+        return None
+    found = re.fullmatch(r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?(?:([0-9]{1,9})s)?", text)
+    hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    total = 3600 * hours + 60 * minutes + seconds
+    rule(total > 0, flag, text, "none or a time above 0 such as 90s, 10m or 1h30m")
+    return float(total)
+
+
 def parse_compression(text: str) -> tuple[str, int]:
     """Return the kind of a --compression value (none, fp16, powersgd or auto), and powersgd's rank, 0 for the others.
 

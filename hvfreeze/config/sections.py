@@ -17,6 +17,7 @@ from hvfreeze.config.rules import (
     parse_cadence,
     parse_channels,
     parse_dirichlet,
+    parse_duration,
     parse_parts,
     parse_recipe,
     parse_views,
@@ -230,6 +231,11 @@ class RunConfig:
     early_stop: int | None = setting(
         None, "N", "stop when N evaluations in a row find no better model on held-out samples (--validation-fraction)"
     )
+    time_budget: str = setting(
+        "none",
+        "TIME",
+        "how long the run may take, as in 90s, 10m or 1h30m: steps are chosen for it, and --epochs does not count",
+    )
     resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
     resume_inexact: bool = setting(
         False,
@@ -249,7 +255,12 @@ class RunConfig:
             parse_cadence("checkpoint-every", self.checkpoint_every)
         one_of("keep", self.keep, ("last", "best"))
         rule(self.early_stop is None or self.early_stop >= 1, "early-stop", self.early_stop, "at least 1 evaluation")
+        self.budget_seconds()
         rule(self.evaluate_every >= 1, "evaluate-every", self.evaluate_every, "at least 1 epoch")
+
+    def budget_seconds(self) -> float | None:
+        """Return the seconds that the run may take, None for as long as --epochs makes it."""
+        return parse_duration("time-budget", self.time_budget)
 
     def checkpoint_steps(self, steps_per_epoch: int) -> int | None:
         """Return the optimizer steps between two checkpoints, 0 for none; None where their cost decides."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.making.blueprint import Blueprint, statistics_of
 from hvfreeze.training.making.samples import load_feeds, open_corpus
 from hvfreeze.training.progress import Speaker
+from hvfreeze.training.stages.budget import Budget
 from hvfreeze.training.stages.course import Course
 from hvfreeze.training.stages.guard import Guard
 from hvfreeze.training.stages.opening import Opener
@@ -46,6 +48,8 @@ class Job:
     block_names: tuple[str, ...]
     course: Course
     """The stages of the run, and what is open for the one under way."""
+    budget: Budget
+    """Chooses how many steps the stages have, where --time-budget is given."""
     guard: Guard | None
     """Of solutions that are followed by others; None where there is none, or it was switched off."""
     card: Card
@@ -143,15 +147,15 @@ class Job:
         return told
 
 
-def prepare(config: Config, world: World) -> Job:
-    """Build a run from its configuration.
+def prepare(config: Config, world: World, *, started: float | None = None) -> Job:
+    """Build a run from its configuration. For `started` see `run`; None is now.
 
     Collective: every rank of `world` must call this.
 
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
     """
-    config = config.resolved()
+    started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
@@ -188,7 +192,7 @@ def prepare(config: Config, world: World) -> Job:
     # run of one rank is plain PyTorch's.
     if world.rank > 0:
         torch.manual_seed(config.run.seed + world.rank)
-    job = assemble(config, world, directory, blueprint, chain, corpus)
+    job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
     job.data_identities = identities
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = together(
@@ -253,8 +257,10 @@ def assemble(
     blueprint: Blueprint,
     chain: Chain,
     corpus: Corpus,
+    *,
+    started: float = 0.0,
 ) -> Job:
-    """Put the parts together; loads this rank's pixels.
+    """Put the parts together; loads this rank's pixels. For `started` see `run`.
 
     Collective: every rank of `world` must call this.
     """
@@ -301,19 +307,23 @@ def assemble(
         say=speaker.say,
     )
     opener = Opener(materials, config, blueprint)
-    course = Course(together(world, opener.stages, name="stages"), opener)
+    share = corpus.share(replica=replica, replicas=replicas)
+    evaluation_batches = padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size)
+    stages = together(world, opener.stages, name="stages")
+    budget = opener.budget(stages, evaluated=len(evaluation_batches), started=started)
+    course = Course(budget.plan(stages), opener)
     # The model that is kept has the last stage's head.
     card = replace(card, head=head_named(course.stages[-1].config.head))
-    share = corpus.share(replica=replica, replicas=replicas)
     return Job(
         config=config,
         world=world,
         directory=directory,
         block_names=tuple(block.name for block in chain.blocks) if config.freeze.auto else course.opened.block_names,
         course=course,
+        budget=budget,
         guard=Guard() if config.freeze.auto and config.freeze.has("guard") else None,
         card=card,
-        evaluation_batches=padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size),
+        evaluation_batches=evaluation_batches,
         replicas=replicas,
         clock=clock,
         speaker=speaker,

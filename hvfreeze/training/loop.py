@@ -6,6 +6,7 @@ What a step is, the strategy knows: which blocks run on which rank, and what cro
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -63,13 +64,16 @@ def train(job: Job, progress: Progress, *, asked: Sequence[int] = ()) -> None:
 
 def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
     """Make the steps of the stage's epoch `epoch` that are not made yet. Collective."""
-    before = epoch * job.steps_per_epoch
-    steps = job.steps_of(epoch)[job.stage_step - before : job.stage.steps - before]
+    steps = job.steps_of(epoch)[job.stage_step - epoch * job.steps_per_epoch :]
     if steps:
         job.strategy.begin_epoch([batch for batches in steps for batch in batches])
     for batches in steps:
+        if job.stage_step >= job.stage.steps:
+            break
         loss = train_step(job, batches)
-        progress.step(job.step, f"epoch {job.epochs_done} loss {loss:.3f} cut {job.course.cut}")
+        job.budget.after_step(job.course, job.stage_step)
+        progress.expect(job.total_steps)
+        progress.step(job.step, f"epoch {job.epochs_done} loss {loss:.3f} cut {job.course.cut}{job.budget.note()}")
         if not job.at_epoch_end:
             checkpoint_when_due(job)
 
@@ -137,7 +141,9 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         # Also where nothing is evaluated: how often that is done must not change one bit of the training.
         job.strategy.settle()
         if is_last or job.config.run.evaluates(epoch):
+            began = time.monotonic()
             tested = evaluate(job.strategy, job.evaluation_batches, job.world)
+            job.budget.after_evaluation(time.monotonic() - began)
             job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
             job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
             follow_best(job, epoch)
@@ -174,7 +180,14 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
 
 
 def end_stage(job: Job, progress: Progress) -> None:
-    """Let the guard judge what the stage has solved; the job's state is then the best so far. Not a collective."""
+    """Let the guard judge what the stage has solved, and the budget plan what comes. Collective."""
+    judge(job, progress)
+    for line in job.budget.after_stage(job.course):
+        progress.line(line)
+
+
+def judge(job: Job, progress: Progress) -> None:
+    """Make the job's state the best so far, where a stage has solved a head and there is a guard. Not a collective."""
     fit, job.solved = job.solved, None
     if job.guard is None or fit is None:
         return

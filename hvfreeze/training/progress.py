@@ -44,6 +44,9 @@ class Speaker:
 class Silence:
     """What every rank but 0 shows: nothing."""
 
+    def expect(self, total: int) -> None:
+        """Show nothing."""
+
     def step(self, done: int, note: str) -> None:
         """Show nothing."""
 
@@ -60,6 +63,10 @@ class Lines:
     def __init__(self, speaker: Speaker, total: int, *, done: int = 0) -> None:
         self._speaker, self._total, self._first = speaker, total, done
         self._start = self._last = time.monotonic()
+
+    def expect(self, total: int) -> None:
+        """Expect so many steps in all."""
+        self._total = total
 
     def step(self, done: int, note: str) -> None:
         """Say how far training is, when the last line is old enough."""
@@ -83,6 +90,10 @@ class Bar:
     def __init__(self, speaker: Speaker, total: int, *, done: int = 0) -> None:
         self._speaker = speaker
         self._bar: Any = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, mininterval=0.5)
+
+    def expect(self, total: int) -> None:
+        """Expect so many steps in all."""
+        self._bar.total = total
 
     def step(self, done: int, note: str) -> None:
         """Move the bar."""

@@ -32,7 +32,7 @@ from hvfreeze.training.loop import own_part, train
 from hvfreeze.training.progress import Progress, open_progress
 
 
-def run(config: Config, world: World, *, asked: Sequence[int] = ()) -> dict[str, Any]:
+def run(config: Config, world: World, *, asked: Sequence[int] = (), started: float | None = None) -> dict[str, Any]:
     """Train as `config` says and return summary.json's object, on every rank.
 
     Collective: every rank of `world` must call this.
@@ -41,13 +41,14 @@ def run(config: Config, world: World, *, asked: Sequence[int] = ()) -> dict[str,
         config: the run.
         world: all ranks of the job.
         asked: signals that asked this rank to leave before this call.
+        started: `time.monotonic()` from which --time-budget counts; None is now.
 
     Raises:
         HvfreezeError: see its subclasses; raised on all ranks.
     """
     with noticing(signal.SIGUSR1) as came:
         came.extend(asked)
-        job = prepare(config, world)
+        job = prepare(config, world) if started is None else prepare(config, world, started=started)
         with told_at_its_end(job):
             return train_and_conclude(job, came)
 
@@ -108,6 +109,8 @@ def introduce(job: Job, progress: Progress, *, resumed: bool) -> None:
     )
     for note in job.notes:
         progress.line(f"note: {note}")
+    for line in [] if resumed else job.budget.told():
+        progress.line(line)
     if resumed:
         progress.line(f"resumed after step {job.step} of {job.total_steps}, cut {job.course.cut}")
 
@@ -161,6 +164,7 @@ def conclude(job: Job) -> dict[str, Any]:
     }
     if job.config.freeze.auto:
         summary["stages"] = job.stages_told()
+    summary |= job.budget.report()
     if job.config.run.keep == "best":
         summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
     summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)

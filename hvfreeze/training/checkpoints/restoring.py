@@ -50,11 +50,12 @@ def restore(job: Job) -> int | None:
     name, wrote = described
     data = read_by_all(world, lambda: found.section(0) if found else None)
     shared = together(world, lambda: own_run(job, unpacked(data, name=name), name=name), name="checkpoint.run")
-    job.course.load_state_dict(shared["course"], keeps_plan=False)
+    timed = job.config.run.budget_seconds() is not None
+    job.course.load_state_dict(shared["course"], keeps_plan=timed)
     if wrote == world.size:
         own = dealt(world, lambda rank: found.section(1 + rank) if found else None)
     else:
-        if job.config.freeze.auto:
+        if job.config.freeze.auto or timed:
             raise other_size(wrote, world.size)
         redealing = together(world, lambda: Redealing(job, shared, found), name="checkpoint.redealing")
         own = dealt(world, redealing.state_of)
@@ -112,8 +113,8 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
 def other_size(wrote: int, size: int) -> RefusedError:
     """Return the refusal of stages that were planned for another number of ranks."""
     error = RefusedError(
-        f"--freeze auto: the checkpoint was written by {wrote} ranks, whose stages have other steps than those of "
-        f"{size}; resume on {wrote}, or start anew in another --run-dir"
+        f"the checkpoint was written by {wrote} ranks, for which --freeze auto or --time-budget planned other steps "
+        f"than for {size}; resume on {wrote}, or start anew in another --run-dir"
     )
     error.everywhere = True
     return error
@@ -134,6 +135,7 @@ def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> Non
 def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     """Set every part of the job from what all ranks share and from what is this rank's."""
     job.strategy.load_state_dict(State(shared, mine))
+    job.budget.load_state_dict(shared["budget"])
     if job.guard is not None:
         job.guard.load_state_dict(shared["guard"])
     job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}

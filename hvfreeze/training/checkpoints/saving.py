@@ -108,6 +108,7 @@ def shared_state(job: Job) -> dict[str, Any]:
     return {
         "run": identity(job.config),
         "course": job.course.state_dict(),
+        "budget": job.budget.state_dict(),
         "guard": None if job.guard is None else job.guard.state_dict(),
         "step": job.step,
         "steps_per_epoch": job.steps_per_epoch,

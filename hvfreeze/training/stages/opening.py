@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,12 +13,15 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, augment_of
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.frozen import release_model
+from hvfreeze.heads.multilevel import head_of
 from hvfreeze.ranks.agreement import together
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.training.choice import open_strategy
 from hvfreeze.training.making.blueprint import Blueprint
+from hvfreeze.training.stages.budget import Budget, Expected, NoBudget, TimeBudget
 from hvfreeze.training.stages.course import Opened
 from hvfreeze.training.stages.stage import Costs, Stage, stages_of, tuning_cut
+from hvfreeze.training.stages.timing import time_batch, time_solving
 
 HELD_OUT = 0.1
 """Part of the training samples that choose a solution's penalty, and that the guard judges by, before they are
@@ -55,32 +59,66 @@ class Opener:
         return Opened(strategy, feed, chain.model, tuple(block.name for block in chain.blocks))
 
     def stages(self) -> tuple[Stage, ...]:
-        """Return the run's stages.
+        """Return the run's stages, with the steps that --epochs gives them, or as yet one epoch's under a time budget.
 
         Raises:
             UsageError: --cut is deeper than the model.
         """
-        chain, plan = self.materials.chain, self.materials.feed.plan
-        deepest = len(chain.blocks) - 1
-        if not self.config.freeze.auto:
-            costs = Costs(views=1, frozen=0.0)
-            batches = plan.batches_per_epoch
-            return stages_of(
-                self.config, batches_per_epoch=batches, guarded_batches=0, cut=0, deepest=deepest, costs=costs
-            )
-        cut = tuning_cut(chain, self.config.freeze.cut)
-        if cut > deepest:
-            raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
-        work = work_of(chain, torch.zeros(1, *self.blueprint.image_shape))
-        augment = augment_of(self.config.data, mirrored=True, flips=self.materials.corpus.train.flips)
+        config, chain = self.config, self.materials.chain
+        deepest, timed = len(chain.blocks) - 1, config.run.budget_seconds() is not None
+        cut, costs = 0, Costs(views=1, frozen=0.0)
+        if config.freeze.auto:
+            cut = tuning_cut(chain, config.freeze.cut)
+            if cut > deepest:
+                raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
+            work = work_of(chain, torch.zeros(1, *self.blueprint.image_shape))
+            augment = augment_of(config.data, mirrored=True, flips=self.materials.corpus.train.flips)
+            costs = Costs(views=max(1, augment.num_views), frozen=sum(work[:cut]) / sum(work))
         return stages_of(
-            self.config,
-            batches_per_epoch=plan.batches_per_epoch,
-            guarded_batches=self._guarded_batches(),
+            config,
+            batches_per_epoch=self.materials.feed.plan.batches_per_epoch,
+            guarded_batches=self._guarded_batches() if config.freeze.auto else 0,
             cut=cut,
             deepest=deepest,
-            costs=Costs(views=max(1, augment.num_views), frozen=sum(work[:cut]) / sum(work)),
+            costs=None if timed else costs,
         )
+
+    def budget(self, stages: Sequence[Stage], *, evaluated: int, started: float) -> Budget:
+        """Return what chooses the steps of the stages.
+
+        Collective: every rank of the world must call this.
+
+        Args:
+            stages: what `stages` returned.
+            evaluated: batches of this rank's share of the evaluation samples.
+            started: `time.monotonic()` when this process began to work on the run.
+        """
+        seconds, given = self.config.run.budget_seconds(), self.materials
+        if seconds is None:
+            return NoBudget()
+        trained = next((stage for stage in stages if not stage.solves), stages[0])
+        cut = 0 if trained.solves else trained.config.freeze.cut or 0
+        precision = self.config.optimizer.precision
+        timing = time_batch(given.chain, self._feed(trained), cut=cut, precision=precision, world=given.world)
+        solve = self._expect_solution(stages[0], timing.forward) if stages[0].solves else 0.0
+        expected = Expected(
+            solve=max(given.world.allgather_object(solve, name="budget.solve")),
+            step=timing.step * self.config.optimizer.accumulate,
+            evaluation=timing.forward * evaluated,
+            source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
+        )
+        return TimeBudget(
+            seconds=seconds,
+            world=given.world,
+            started=started,
+            expected=expected,
+            evaluate_every=self.config.run.evaluate_every,
+        )
+
+    def _expect_solution(self, stage: Stage, forward: float) -> float:
+        batches, width = self._feed(stage).every_view(), head_of(self._chain(stage)).in_features
+        rows, classes = sum(batch.counted for batch in batches), self.blueprint.classes
+        return forward * len(batches) + time_solving(rows=rows, width=width, classes=classes)
 
     def _chain(self, stage: Stage) -> Chain:
         chain, head = self.materials.chain, stage.config.head

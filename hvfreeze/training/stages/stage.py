@@ -6,7 +6,6 @@ Out-of-Distribution" (ICLR 2022). A head on every block's features: Evci et al.,
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +37,8 @@ class Stage:
     """Of every replica."""
     guarded: bool = False
     """Whether samples are held out of it, by which the guard judges; a solution holds them out by itself."""
+    is_followed: bool = False
+    """Whether another stage judges what comes of it, so that it ends without an evaluation of its own."""
     shown_cut: int | None = None
     """How the run calls the cut of a stage that freezes all blocks but the head; None where it is the stage's own."""
 
@@ -50,6 +51,11 @@ class Stage:
             else f"{self.steps} steps, freeze {self.config.freeze.freeze}"
         )
         return f"stage {self.name}: {what}"
+
+    @property
+    def solves(self) -> bool:
+        """Whether an epoch is a solution of the head."""
+        return self.config.head.exact
 
     @property
     def steps_per_epoch(self) -> int:
@@ -101,7 +107,7 @@ def tuning_cut(chain: Chain, asked: int | None) -> int:
 
 
 def stages_of(
-    config: Config, *, batches_per_epoch: int, guarded_batches: int, cut: int, deepest: int, costs: Costs
+    config: Config, *, batches_per_epoch: int, guarded_batches: int, cut: int, deepest: int, costs: Costs | None
 ) -> tuple[Stage, ...]:
     """Return a run's stages, in order.
 
@@ -111,14 +117,13 @@ def stages_of(
         guarded_batches: of an epoch without the samples that are held out; 0 where they fill no batch.
         cut: at which tuning begins.
         deepest: the cut of a network that is frozen but for its head.
-        costs: what --epochs is counted in.
+        costs: what --epochs is counted in; None where a time budget chooses the steps, all stages are then there.
     """
     settings = config.optimizer
     per_epoch = settings.steps_per_epoch(batches_per_epoch)
     if not config.freeze.auto:
-        return (
-            Stage(name=TRAIN, config=config, steps=per_epoch * settings.epochs, batches_per_epoch=batches_per_epoch),
-        )
+        epochs = settings.epochs if costs or config.head.exact else 1
+        return (Stage(name=TRAIN, config=config, steps=per_epoch * epochs, batches_per_epoch=batches_per_epoch),)
     solve = Stage(
         name=SOLVE, config=solving(config), steps=per_epoch, batches_per_epoch=batches_per_epoch, shown_cut=deepest
     )
@@ -126,8 +131,10 @@ def stages_of(
     # Without a solution behind it, tuning has nothing that the guard could compare.
     guarded = last_solve and config.freeze.has("guard")
     batches = guarded_batches if guarded else batches_per_epoch
-    room = settings.epochs * costs.full_step - (1 + last_solve) * costs.solution
-    steps = settings.steps_per_epoch(max(0, int(room * batches_per_epoch / costs.tuning_step)))
+    steps = settings.steps_per_epoch(batches)
+    if costs is not None:
+        room = settings.epochs * costs.full_step - (1 + last_solve) * costs.solution
+        steps = settings.steps_per_epoch(max(0, int(room * batches_per_epoch / costs.tuning_step)))
     if batches == 0 or steps < settings.steps_per_epoch(batches):
         return (solve,)
     epochs = -(-steps // settings.steps_per_epoch(batches))
@@ -137,6 +144,7 @@ def stages_of(
         steps=steps,
         batches_per_epoch=batches,
         guarded=guarded,
+        is_followed=last_solve,
     )
     return (solve, tune, solve) if last_solve else (solve, tune)
 
@@ -178,4 +186,15 @@ def first_epoch(stages: Sequence[Stage], number: int) -> int:
 
 def with_steps(stages: Sequence[Stage], steps: Sequence[int]) -> tuple[Stage, ...]:
     """Return the stages with other numbers of steps, one for each; 0 leaves a stage out."""
-    return tuple(dataclasses.replace(stage, steps=count) for stage, count in zip(stages, steps, strict=True))
+    return tuple(
+        stage if stage.steps == count else lasting(stage, count) for stage, count in zip(stages, steps, strict=True)
+    )
+
+
+def lasting(stage: Stage, steps: int) -> Stage:
+    """Return the stage with another number of steps; its settings tell the epochs that these take."""
+    changed = replace(stage, steps=steps)
+    if stage.solves:
+        return changed
+    optimizer = replace(stage.config.optimizer, epochs=max(1, changed.epochs))
+    return replace(changed, config=replace(stage.config, optimizer=optimizer))

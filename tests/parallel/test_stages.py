@@ -37,3 +37,12 @@ def test_runs_of_stages_are_equal_cached_or_not_and_stopped_in_any_stage_or_not(
     assert [cut for _, _, cut in without["no-votes"]["cut_history"]] == [5, 2, 5]
     assert [stage["stage"] for stage in without["no-last-solve"]["stages"]] == ["solve", "tune"]
     assert all("kept" not in stage for stage in first["unguarded"]["stages"])
+
+    timed, resumed, trained = first["timed"], first["resumed"], first["trained"]
+    for name, found in (("timed", timed), ("resumed", resumed), ("trained", trained)):
+        assert 3.0 < found["time_budget"]["spent"] < 4.2, f"{name}: {found['time_budget']}"
+    assert [stage["stage"] for stage in timed["stages"]] == ["solve", "tune", "solve"]
+    assert timed["stages"][1]["steps"] != timed["time_budget"]["planned"][1]["steps"], "clocks have changed nothing"
+    assert resumed["time_budget"]["planned"] == timed["time_budget"]["planned"], "a resumed run has its own plan"
+    assert trained["steps"] != trained["time_budget"]["planned"][0]["steps"]
+    assert trained["cut_history"][-1][2] > 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from hvfreeze.training import loop
 from hvfreeze.training.job import Job
 from hvfreeze.training.progress import Progress
 from hvfreeze.training.run import run
+from hvfreeze.training.stages import budget, opening
 from hvfreeze.training.stages.course import Course
+from hvfreeze.training.stages.timing import Timing
 from tests.parallel.mpirun import report
 
 MODEL = "shufflenet_v2_x0_5"
@@ -55,7 +59,7 @@ class Runs:
             "checkpoint_every": "5s",
             "run_dir": str(self.root / name),
         }
-        return run(from_dict({**base, **changes}), self.world)
+        return run(from_dict({**base, **changes}), self.world, started=0.0)
 
 
 def numbers(root: Path, name: str) -> list[dict[str, Any]]:
@@ -126,6 +130,21 @@ def spoiling() -> Iterator[None]:
         Course.turn = turn  # type: ignore[method-assign]
 
 
+@contextmanager
+def clocked(world: World) -> Iterator[None]:
+    """Let time pass by a twentieth of a second whenever the clock is read, on other ranks faster than on rank 0."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks) * 0.05 * (world.rank + 1))
+    before = budget.time, loop.time, opening.time_batch, opening.time_solving  # type: ignore[attr-defined]
+    budget.time = loop.time = clock  # type: ignore[assignment,attr-defined]
+    opening.time_batch = lambda *args, **rest: Timing(0.01, 0.1)  # type: ignore[attr-defined]
+    opening.time_solving = lambda **rest: 0.1  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        budget.time, loop.time, opening.time_batch, opening.time_solving = before  # type: ignore[attr-defined]
+
+
 def counted(number: int, what: str, *, stage: int) -> Ask:
     """Ask at the `number`-th point of a kind in a stage."""
     left = [number]
@@ -190,7 +209,25 @@ def main() -> None:
         kept, first = (torch.load(root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
         assert kept.keys() == first.keys()
         assert [key for key in kept if not torch.equal(kept[key], first[key])] == []
-    report(world.rank, straight=straight, without=without, solved=solved, spoilt=spoilt, unguarded=unguarded)
+    with clocked(world):
+        timed = runs("timed", time_budget="4s")
+    with clocked(world):
+        stopped(runs, "timed-stopped", counted(4, "step", stage=1), time_budget="4s")
+    with clocked(world):
+        resumed = runs("timed-stopped", resume=True, time_budget="4s")
+    with clocked(world):
+        trained = runs("timed-plain", time_budget="4s", freeze="linear", head="last", head_fit="sgd")
+    report(
+        world.rank,
+        timed=timed,
+        resumed=resumed,
+        trained=trained,
+        straight=straight,
+        without=without,
+        solved=solved,
+        spoilt=spoilt,
+        unguarded=unguarded,
+    )
     world.close()
 
 

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hvfreeze.chain.blocks import cut_into_blocks
+from hvfreeze.chain.models import build_model
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import UsageError
+from hvfreeze.ranks.equal_models import parameter_digest
+from hvfreeze.ranks.world import SoloWorld
+from hvfreeze.training.stages import budget as module
+from hvfreeze.training.stages.budget import Expected, TimeBudget
+from hvfreeze.training.stages.course import Course
+from hvfreeze.training.stages.stage import Stage, stages_of
+from hvfreeze.training.stages.timing import untouched
+
+SOLVE, STEP, EVALUATION = 4.0, 0.1, 1.0
+
+
+class Clock:
+    """What `time` is to the budget: it stands still but where a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def stages(**settings: Any) -> tuple[Stage, ...]:
+    return stages_of(from_dict(settings), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=None)
+
+
+def budget_of(clock: Clock, seconds: float, **expected: float) -> TimeBudget:
+    read = Expected(**{"solve": SOLVE, "step": STEP, "evaluation": EVALUATION, **expected}, source="a guess")
+    return TimeBudget(seconds=seconds, world=SoloWorld(), started=clock.now, expected=read, evaluate_every=1000)
+
+
+def follow(
+    budget: TimeBudget, clock: Clock, given: tuple[Stage, ...], *, solve: float, step: Callable[[int], float]
+) -> Course:
+    """Go through all stages as the loop does; solutions and steps take what is said here."""
+    course = cast(Course, Course.__new__(Course))
+    course.stages, course.number = given, 0
+    while True:
+        if course.stage.solves:
+            clock.now += solve
+        done = 0
+        while not course.stage.solves and done < course.stage.steps:
+            clock.now += step(done)
+            done += 1
+            budget.after_step(course, done)
+        if course.stage.solves or course.is_last:
+            clock.now += EVALUATION
+            budget.after_evaluation(EVALUATION)
+        budget.after_stage(course)
+        if course.is_last:
+            return course
+        course.number = next(n for n in range(course.number + 1, len(course.stages)) if course.stages[n].steps)
+
+
+@pytest.mark.parametrize("seconds", [60.0, 600.0])
+@pytest.mark.parametrize(
+    ("solve", "step"),
+    [
+        (SOLVE, lambda done: STEP),
+        (2 * SOLVE, lambda done: 3 * STEP),
+        (SOLVE / 2, lambda done: STEP / 3),
+        (SOLVE, lambda done: STEP if done < 100 else STEP / 5),
+        (SOLVE, lambda done: STEP * (1 + done % 7) / 3),
+    ],
+    ids=["as expected", "slower", "faster", "faster from some step on", "uneven"],
+)
+@pytest.mark.parametrize("freeze", ["auto", "none"])
+def test_a_run_ends_within_a_twentieth_of_its_budget(
+    clock: Clock, freeze: str, solve: float, step: Callable[[int], float], seconds: float
+) -> None:
+    began, budget = clock.now, budget_of(clock, seconds)
+    clock.now += 5.0
+    planned = budget.plan(stages(freeze=freeze))
+    course = follow(budget, clock, planned, solve=solve, step=step)
+    spent = clock.now - began
+    assert 0.95 * seconds <= spent + budget._reserve() <= 1.02 * seconds
+    assert course.stages[-1].steps > 0
+    assert budget.report()["time_budget"]["spent"] == spent
+    assert sum(budget._spent) == pytest.approx(spent - 5.0)
+
+
+def test_the_plan_is_told_before_it_starts_and_adds_up(clock: Clock) -> None:
+    budget = budget_of(clock, 60.0)
+    clock.now += 5.0
+    budget.plan(stages(freeze="auto"))
+    first, *rows, last = budget.told()
+    assert first == "plan for 60 s, from a guess:"
+    assert [row.split()[0] for row in rows] == ["set-up", "solve", "tune", "solve", "finish"]
+    assert sum(float(row.split()[1]) for row in rows) == pytest.approx(60.0, abs=0.3)
+    assert float(last.split()[1]) == pytest.approx(60.0, abs=0.2)
+
+
+def test_where_there_is_no_time_for_an_epoch_nothing_is_tuned(clock: Clock) -> None:
+    budget = budget_of(clock, 12.0)
+    course = follow(budget, clock, budget.plan(stages(freeze="auto")), solve=SOLVE, step=lambda done: STEP)
+    assert [stage.steps for stage in course.stages] == [20, 0, 0]
+    assert "no time" in "\n".join(budget.told())
+    slow = budget_of(clock, 20.0)
+    course = follow(slow, clock, slow.plan(stages(freeze="auto")), solve=3 * SOLVE, step=lambda done: STEP)
+    assert [stage.steps for stage in course.stages] == [20, 0, 0], (
+        "a solution took longer, and what it left is no epoch"
+    )
+
+
+@pytest.mark.parametrize(("freeze", "what"), [("auto", "solving the head"), ("none", "a step")])
+def test_a_budget_that_is_too_short_is_refused_with_the_seconds_that_are_needed(
+    clock: Clock, freeze: str, what: str
+) -> None:
+    budget = budget_of(clock, 5.0, step=4.0)
+    clock.now += 2.0
+    with pytest.raises(UsageError, match=rf"--time-budget \(5s\) must be at least about 8s here, for set-up, {what}"):
+        budget.plan(stages(freeze=freeze))
+
+
+def test_a_budget_that_goes_on_counts_what_was_spent(clock: Clock) -> None:
+    budget = budget_of(clock, 60.0)
+    budget.plan(stages(freeze="auto"))
+    clock.now += 20.0
+    state = budget.state_dict()
+    clock.now += 1000.0
+    later = budget_of(clock, 60.0)
+    clock.now += 3.0
+    later.plan(stages(freeze="auto"))
+    later.load_state_dict(state)
+    assert later.elapsed() == 23.0
+    assert later._planned == budget._planned
+
+
+def test_trying_a_batch_leaves_the_model_as_it_was() -> None:
+    chain = cut_into_blocks(build_model("shufflenet_v2_x0_5", num_classes=10, image_size=32).model)
+    before, random = parameter_digest(chain.model), torch.get_rng_state()
+    with untouched(chain.model):
+        chain.model.train()
+        chain(torch.randn(4, 3, 32, 32)).sum().backward()
+        assert parameter_digest(chain.model) != before, "running statistics were not touched: this says nothing"
+    assert parameter_digest(chain.model) == before and torch.equal(torch.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in chain.model.parameters())

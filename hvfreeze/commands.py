@@ -36,7 +36,10 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def add_how(parser: argparse.ArgumentParser) -> None:
-    """Add how many images are computed at once, and whether code of one's own may make the model."""
+    """Add which model is applied, to how many images at once, and whether code of one's own may make it."""
+    parser.add_argument(
+        "--model-name", metavar="NAME", default="model", help="which of a run's several models, as in model-head0"
+    )
     parser.add_argument("--trust-code", action="store_true", help="run the function that the run's model is made by")
     parser.add_argument(
         "--batch-size", metavar="N", type=int, help="images at once; default: as in the run's evaluation"
@@ -50,6 +53,7 @@ def predict(options: argparse.Namespace) -> int:
     return predicting.predict(
         options.run_dir,
         options.images,
+        name=options.model_name,
         out=options.out,
         top=options.top,
         batch_size=options.batch_size,
@@ -76,6 +80,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
     return evaluating.evaluate(
         options.run_dir,
+        name=options.model_name,
         data_dir=options.data_dir,
         out=options.out,
         batch_size=options.batch_size,

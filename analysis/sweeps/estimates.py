@@ -52,7 +52,7 @@ def seconds_of(planned: PlannedRun, preset: Preset) -> float:
 def trainable(config: Config) -> float:
     """Return the part of the backward pass that a statically frozen run makes, 1 for others."""
     cut = config.freeze.cut
-    blocks = {"paper": 6, "stage": 5, "residual": 9}.get(config.model.blocks, 6)
+    blocks = {"paper": 6, "stage": 5, "residual": 9}.get(config.resolved().model.blocks, 6)
     return 1.0 if cut is None else max(0.0, 1 - cut / blocks)
 
 

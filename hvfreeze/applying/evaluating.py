@@ -62,6 +62,7 @@ class Result:
 def evaluate(
     run_dir: Path,
     *,
+    name: str,
     data_dir: Path | None,
     out: Path | None,
     batch_size: int | None,
@@ -71,6 +72,7 @@ def evaluate(
 
     Args:
         run_dir: the run's.
+        name: of the model, where the run has several.
         data_dir: a folder of class folders, with test/ or val/ above them or not; None is the run's own samples.
         out: a folder, or None.
         batch_size: images at once; None is as many as in the run's evaluation.
@@ -82,7 +84,7 @@ def evaluate(
             written.
     """
     check_numbers(batch_size=batch_size)
-    applied = load(run_dir, trust_code=trust_code)
+    applied = load(run_dir, name=name, trust_code=trust_code)
     samples = (
         own_samples(applied, run_dir, trust_code=trust_code) if data_dir is None else samples_in(applied, data_dir)
     )

@@ -106,8 +106,8 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
     config = root / "config.yaml"
     if not weights.exists() and (several := sorted(path.stem for path in root.glob("model-*.pt"))):
         raise RefusedError(
-            f"{root} holds several models and no {weights.name}; name one of {', '.join(several)}, as in "
-            f"hvfreeze.load(run, name={several[0]!r})"
+            f"{root} holds several models and no {weights.name}; name one of {', '.join(several)}: "
+            f"--model-name {several[0]}, or hvfreeze.load(run, name={several[0]!r})"
         )
     if not weights.exists():
         way = f"go on with: hvfreeze train --config {config} --run-dir {root} --resume"

@@ -25,6 +25,7 @@ def predict(
     run_dir: Path,
     images: Sequence[Path],
     *,
+    name: str,
     out: Path | None,
     top: int,
     batch_size: int | None,
@@ -35,6 +36,7 @@ def predict(
     Args:
         run_dir: a finished run's.
         images: files and folders.
+        name: of the model, where the run has several.
         out: a CSV file; None prints.
         top: how many classes to tell for an image, the most probable first.
         batch_size: images at once; None is as many as in the run's evaluation.
@@ -45,7 +47,7 @@ def predict(
         RefusedError: there is no finished model, no image, a damaged one, or `out` cannot be written.
     """
     check_numbers(batch_size=batch_size, top=top)
-    applied = load(run_dir, trust_code=trust_code)
+    applied = load(run_dir, name=name, trust_code=trust_code)
     if top > len(applied.classes):
         raise UsageError(f"--top ({top}) must be at most {len(applied.classes)}, the number of classes")
     if out is not None and out.is_dir():

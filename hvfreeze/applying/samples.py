@@ -46,6 +46,11 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
         config = from_dict(read_config(path), source=str(path))
     except UsageError as error:
         raise RefusedError(f"{path} is damaged or of another version: {error}") from error
+    if config.strategy.tasks is not None:
+        raise RefusedError(
+            f"the run's models have their labels from a table ({config.strategy.tasks}), which is not read here; give "
+            f"--data-dir DIR, a folder with a folder for each class: {', '.join(applied.classes)}"
+        )
     data = config.data
     if is_named_code(data.data) and not trust_code:
         raise RefusedError(

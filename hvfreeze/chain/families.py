@@ -1,4 +1,4 @@
-"""Each torchvision classification family's forward pass as steps, written by hand after that family's own `forward`.
+"""Each classification family's forward pass as steps, written by hand after that family's own `forward`.
 
 Names of steps are names of modules. The stages of each family are where its resolution changes, or its own stages.
 """
@@ -88,6 +88,13 @@ def _resnet(model: nn.Module) -> Layout:
     layout = classifier_layout(model, body, tail, stages=stages, joined=["bn1"])
     after_stem = {name: start for name, start in layout.schemes["stage"].items() if name != "stem"}
     return replace(layout, schemes={**layout.schemes, "paper": {"conv1": "conv1", "bn1": "bn1", **after_stem}})
+
+
+def _narrow_resnet(model: nn.Module) -> Layout:
+    stages = ["layer1", "layer2", "layer3"]
+    body = [make_step(model, "conv1"), make_step(model, "bn1", "relu"), *[split_step(model, name) for name in stages]]
+    tail = [make_step(model, "avgpool", _flatten), make_step(model, "fc")]
+    return classifier_layout(model, body, tail, stages=stages, joined=["bn1"])
 
 
 def _densenet(model: nn.Module) -> Layout:
@@ -222,6 +229,7 @@ def _inception(model: nn.Module, tail: Sequence[Step], *, stages: Sequence[str])
 
 
 FAMILIES: Mapping[str, Callable[[Any], Layout]] = {
+    "hvfreeze.chain.origins.narrow_resnets.NarrowResNet": _narrow_resnet,
     "timm.models.vision_transformer.VisionTransformer": _timm_transformer,
     "torchvision.models.alexnet.AlexNet": _alexnet,
     "torchvision.models.convnext.ConvNeXt": _convnext,

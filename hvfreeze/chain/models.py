@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.chain.origins.makers import own_model, timm_model, timm_weights
+from hvfreeze.chain.origins.narrow_resnets import NARROW_RESNETS, narrow_resnet
 from hvfreeze.chain.origins.weights import load_weights, pretrained_weights, read_weights
 from hvfreeze.config.named_code import TIMM
 from hvfreeze.errors import UsageError
@@ -39,9 +40,8 @@ class BuiltModel:
 
 
 def model_names() -> list[str]:
-    """Return the names of torchvision's classification models, sorted."""
-    names: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return names
+    """Return the names of torchvision's classification models and of the narrow ResNets, sorted."""
+    return sorted([*torchvision.models.list_models(module=torchvision.models), *NARROW_RESNETS])
 
 
 def build_model(
@@ -66,7 +66,7 @@ def build_model(
     if name not in model_names():
         close = difflib.get_close_matches(name.lower(), model_names(), n=4)
         hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(model_names())}"
-        raise UsageError(f"model ({name}) is no torchvision classifier, timm:NAME or package:function; {hint}")
+        raise UsageError(f"model ({name}) is no torchvision classifier, resnet20, resnet110, timm:NAME or package:function; {hint}")
     model = _construct(name, num_classes=num_classes, image_size=image_size)
     if not _takes(model, image_size):
         smallest = smallest_image_size(model)
@@ -77,6 +77,8 @@ def build_model(
     if weights == "none":
         return BuiltModel(model, [])
     default = weights == "DEFAULT"
+    if default and name in NARROW_RESNETS:
+        raise UsageError(f"weights (DEFAULT): torchvision has none for {name}; give a file, or pass --weights none")
     state = pretrained_weights(name, image_size=image_size) if default else read_weights(weights)
     return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head))
 
@@ -133,6 +135,8 @@ def _takes(model: nn.Module, image_size: int) -> bool:
 
 
 def _construct(name: str, *, num_classes: int, image_size: int) -> nn.Module:
+    if name in NARROW_RESNETS:
+        return narrow_resnet(name, num_classes=num_classes)
     extra: dict[str, Any] = {}
     if name.startswith("vit_"):
         _check_multiple(name, image_size, of=int(name.rpartition("_")[2]))

@@ -14,17 +14,25 @@ MOST_CELLS = 64
 class ModelConfig:
     """The network, where it may be cut, and what it starts from."""
 
-    model: str = setting("resnet18", "NAME", "a torchvision classifier, timm:NAME, or package:function for your own")
-    blocks: str = setting("stage", "HOW", "where it may be cut: stage, residual, paper, or NAME,NAME,...")
+    model: str = setting(
+        "resnet18",
+        "NAME",
+        "a torchvision classifier, resnet20, resnet110, timm:NAME, or package:function for your own",
+    )
+    blocks: str = setting(
+        "auto",
+        "HOW",
+        "where it may be cut: stage, residual, paper or NAME,NAME,...; auto: residual for --strategy grid, else stage",
+    )
     weights: str = setting("none", "FILE", "none, DEFAULT (torchvision's, downloaded), or a state_dict's file")
     reset_head: bool = setting(False, "", "start the head afresh, also where the weights have one of as many classes")
 
     def __post_init__(self) -> None:
-        rule(bool(self.model), "model", repr(self.model), "the name of a torchvision classification model")
+        rule(bool(self.model), "model", repr(self.model), "the name of a classification model")
         if is_named_code(self.model):
             check_named_code("model", self.model)
             rule(self.weights != "DEFAULT", "weights", "DEFAULT", "none or a file with a model of your own")
-        rule(bool(self.blocks), "blocks", repr(self.blocks), "stage, residual, paper or NAME,NAME,...")
+        rule(bool(self.blocks), "blocks", repr(self.blocks), "auto, stage, residual, paper or NAME,NAME,...")
 
 
 @dataclass(frozen=True, kw_only=True)

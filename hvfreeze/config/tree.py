@@ -79,10 +79,15 @@ class Config:
         rule(stop is None, "early-stop", stop, "left out with --freeze auto, whose stages last as long as was planned")
 
     def resolved(self) -> Config:
-        """Return this configuration with what follows from --head-fit exact: one epoch, and the head alone free.
+        """Return this configuration with what follows from others of its settings.
 
-        With --freeze auto that holds for some of the run's stages, not for the run.
+        --blocks auto is residual for the grid, which shares blocks out evenly, else stage. --head-fit exact is one
+        epoch, and the head alone free; with --freeze auto that holds for some of the run's stages, not for the run.
         """
+        if self.model.blocks == "auto":
+            fine = self.strategy.strategy == "grid"
+            model = dataclasses.replace(self.model, blocks="residual" if fine else "stage")
+            return dataclasses.replace(self, model=model).resolved()
         if not self.head.exact or self.freeze.auto:
             return self
         freeze, cut = SOLVED

@@ -118,3 +118,27 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
         changed = {**config, section: {**config[section], **entry}}
         (copy / "config.yaml").write_text(yaml.safe_dump(changed))
         refused(call("evaluate", str(copy)), 3, message)
+
+
+def test_each_of_several_models_is_applied_by_its_name(finished: Finished, tmp_path: Path) -> None:
+    run, image = tmp_path / "several", str(finished.images / "test" / "red" / "00.png")
+    flags = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(finished.images)]
+    flags += ["--image-size", "48", "--batch-size", "8", "--epochs", "1", "--threads", "1", "--quiet"]
+    flags += ["--strategy", "shared-trunk"]
+    assert call("train", *flags, "--heads", "2", "--run-dir", str(run)).returncode == 0
+    summary = json.loads((run / "summary.json").read_text())
+    answers = set()
+    for name in ("model-head0", "model-head1"):
+        outcome = call("evaluate", str(run), "--model-name", name)
+        accuracy = summary["models"][name]["test_accuracy"]
+        assert f"top-1 {100 * accuracy:.2f} %" in outcome.stdout and "as the run reported" in outcome.stdout
+        answers.add(call("predict", str(run), image, "--model-name", name).stdout)
+    assert len(answers) == 2 and all(text.startswith("path,class,probability") for text in answers)
+    for command in (["evaluate", str(run)], ["predict", str(run), image, "--model-name", "model-none"]):
+        outcome = call(*command)
+        assert outcome.returncode == 3 and "--model-name model-head0" in outcome.stderr, str(outcome)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["strategy"] |= {"heads": None, "tasks": "labels.csv"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    outcome = call("evaluate", str(run), "--model-name", "model-head0")
+    assert outcome.returncode == 3 and "labels from a table (labels.csv)" in outcome.stderr, str(outcome)

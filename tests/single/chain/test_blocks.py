@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.families import layout_of
 from hvfreeze.chain.models import build_model, model_names
+from hvfreeze.chain.origins.narrow_resnets import NARROW_RESNETS, narrow_resnet
 from hvfreeze.chain.origins.weights import head_name
 from hvfreeze.errors import UsageError
 from hvfreeze.torchvision_shim import torchvision
@@ -34,6 +35,7 @@ MEMBERS = {
     "mobilenet_v2": 32,
     "mobilenet_v3_small": 32,
     "regnet_y_400mf": 32,
+    "resnet20": 32,
     "resnet18": 32,
     "resnext*": 32,
     "shufflenet_v2_x0_5": 32,
@@ -182,7 +184,8 @@ class ParametersWithoutMemory(TorchFunctionMode):
 def test_every_parameter_buffer_and_layer_is_in_exactly_one_block(name: str) -> None:
     extra = {"aux_logits": False, "init_weights": False} if name in {"googlenet", "inception_v3"} else {}
     with ParametersWithoutMemory():
-        model = torchvision.models.get_model(name, num_classes=7, **extra)
+        own = name in NARROW_RESNETS
+        model = narrow_resnet(name, num_classes=7) if own else torchvision.models.get_model(name, num_classes=7, **extra)
     for scheme in ["stage", "residual"] + ["paper"] * (type(model).__name__ == "ResNet"):
         chain = cut_into_blocks(model, scheme=scheme)
         assert len({block.name for block in chain.blocks}) == len(chain.blocks) >= 5

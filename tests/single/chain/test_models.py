@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.chain.blocks import cut_into_blocks
 from hvfreeze.chain.models import build_model, smallest_image_size
 from hvfreeze.chain.origins.weights import pretrained_weights, read_weights
 from hvfreeze.errors import RefusedError, UsageError
@@ -35,7 +36,7 @@ def squeezenet(num_classes: int = 10, *, seed: int = 1) -> nn.Module:
     return build_model("squeezenet1_1", num_classes=num_classes, image_size=32).model
 
 
-@pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "maxvit_t"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet20", "googlenet", "inception_v3", "maxvit_t"])
 def test_initialisation_depends_on_torchs_seed_alone(name: str) -> None:
     torch.manual_seed(5)
     first = build_model(name, num_classes=10, image_size=96)
@@ -72,7 +73,7 @@ def test_maxvit_is_torchvisions_own_at_224_pixels() -> None:
         ("resnet19", r"model \(resnet19\) is not .*; did you mean resnet18"),
         ("ResNet50", r"did you mean resnet50"),
         ("qqqqqq", r"known are alexnet, convnext_base"),
-        ("deeplabv3_resnet50", r"is not a torchvision classification model"),
+        ("deeplabv3_resnet50", r"is not a classification model"),
     ],
 )
 def test_an_unknown_model_is_refused_with_names_to_choose_from(name: str, message: str) -> None:
@@ -369,3 +370,15 @@ def test_the_pretrained_resnet18_loads_in_float32_with_or_without_its_head() -> 
     assert torch.equal(part.model.get_parameter("conv1.weight"), whole.model.get_parameter("conv1.weight"))
     with pytest.raises(RefusedError, match=r"do not fit ResNet: missing: layer1\.2"):
         build_model("resnet34", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)
+
+
+@pytest.mark.parametrize(("name", "layers", "parameters"), [("resnet20", 20, 269_722), ("resnet110", 110, 1_727_962)])
+def test_the_narrow_resnets_have_the_papers_layers_and_parameters(name: str, layers: int, parameters: int) -> None:
+    """He et al. 2016, table 6: 0.27 and 1.7 million; skips have none."""
+    model = build_model(name, num_classes=10, image_size=32).model
+    counted = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert len(counted) == layers
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert len(cut_into_blocks(model, scheme="residual").blocks) == 2 + (layers - 2) // 2
+    with pytest.raises(UsageError, match="torchvision has none"):
+        build_model(name, num_classes=10, image_size=32, weights="DEFAULT")

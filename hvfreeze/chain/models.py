@@ -66,7 +66,9 @@ def build_model(
     if name not in model_names():
         close = difflib.get_close_matches(name.lower(), model_names(), n=4)
         hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(model_names())}"
-        raise UsageError(f"model ({name}) is no torchvision classifier, resnet20, resnet110, timm:NAME or package:function; {hint}")
+        raise UsageError(
+            f"model ({name}) is no torchvision classifier, resnet20, resnet110, timm:NAME or package:function; {hint}"
+        )
     model = _construct(name, num_classes=num_classes, image_size=image_size)
     if not _takes(model, image_size):
         smallest = smallest_image_size(model)

@@ -112,10 +112,20 @@ def work_of(chain: Chain, images: Tensor) -> list[int]:
     return work
 
 
+def tensors_of(chain: Chain, segment: Segment) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a segment's blocks."""
+    return [*chain.named_parameters(*segment), *chain.named_buffers(*segment)]
+
+
 def segment_bytes(chain: Chain, segment: Segment) -> int:
     """Return the bytes of a segment's parameters and buffers."""
-    tensors = [*chain.named_parameters(*segment), *chain.named_buffers(*segment)]
-    return sum(tensor.nbytes for _, tensor in tensors)
+    return sum(tensor.nbytes for _, tensor in tensors_of(chain, segment))
+
+
+def drop_tensors(chain: Chain, start: int, stop: int) -> None:
+    """Free the memory of blocks start..stop-1, which run elsewhere; their tensors stay, empty."""
+    for _, tensor in tensors_of(chain, (start, stop)):
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
 
 
 def cut_evenly(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
@@ -152,6 +162,6 @@ def cut_at(starts: Sequence[int], *, depth: int, parts: int) -> tuple[Segment, .
         shown = ",".join(map(str, starts))
         raise UsageError(
             f"--cut-at ({shown}) must be at most {parts - 1} ascending numbers in 1..{depth - 1}: segments of "
-            f"the {depth} frozen blocks begin there, one for each of {parts} ranks"
+            f"the {depth} blocks that are shared out begin there, one for each of {parts} ranks"
         )
     return tuple(pairwise(bounds))

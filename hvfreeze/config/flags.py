@@ -25,6 +25,8 @@ EXAMPLES = """examples:
       your own images in photos/train/<class>/ and photos/test/<class>/, the first three blocks frozen
   mpirun -np 3 hvfreeze train --strategy shared-trunk --weights DEFAULT --tasks labels.csv --augment none --cache on
       a model for each column of labels.csv, on one frozen trunk; from the second epoch on ranks send each other nothing
+  mpirun -np 4 hvfreeze train --strategy grid --model resnet110 --parts 2 --micro-batches 8
+      one model cut into two parts, in two replicas
   hvfreeze train --config runs/good/config.yaml --lr 0.01 --run-dir runs/better
       another run's configuration with one change
   hvfreeze train --run-dir runs/good --config runs/good/config.yaml --resume

@@ -23,7 +23,7 @@ from hvfreeze.freezing.ballots import hold_vote
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
 from hvfreeze.freezing.criteria import Evidence
 from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, release
-from hvfreeze.freezing.gradients import GradientSums, Observations, nothing_observed
+from hvfreeze.freezing.gradients import GradientSums, Join, Observations, nothing_observed
 from hvfreeze.freezing.proposer import Proposer
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.freezing.vote_weights import Voter, voting_weight
@@ -45,6 +45,8 @@ class Freezer:
         settings: criterion, guards, weights and quorum.
         cadence: when votes are held.
         voter: this rank's shard, for weights that depend on it.
+        held: the blocks lo..hi-1 that this rank has, where the chain is cut over ranks; None is all.
+        join: adds up what this rank and those that hold the other blocks have observed; a collective among them.
     """
 
     def __init__(
@@ -57,20 +59,25 @@ class Freezer:
         settings: FreezeConfig,
         cadence: Cadence,
         voter: Voter = Voter(),  # noqa: B008  (frozen)
+        held: tuple[int, int] | None = None,
+        join: Join = list,
     ) -> None:
         self.chain, self.optimizer, self.reducer, self.world = chain, optimizer, reducer, world
         self.settings, self.cadence, self.voter = settings, cadence, voter
         self.step = 0
         self.cut = 0
         self.cut_history: list[Move] = []
+        self._held = held or (0, len(chain.blocks))
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         given = {parameter for group in self._groups for parameter in group}
-        self._left_out = {p for _, p in chain.named_parameters() if not p.requires_grad or p not in given}
+        own = {parameter for _, parameter in chain.named_parameters(*self._held)}
+        self._left_out = {p for _, p in chain.named_parameters() if not p.requires_grad or p in own - given}
         deciding = [settings.freeze] if settings.votes else []
         self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
         watching = any(proposer.criterion.watches_gradients for proposer in self._proposers.values())
         self._observes = watching or settings.vote_weight == "snr"
-        self._seen = Observations(GradientSums(chain, step_norms=settings.vote_weight == "snr"))
+        sums = GradientSums(chain, step_norms=settings.vote_weight == "snr", held=held, join=join)
+        self._seen = Observations(sums)
         self._seal: Seal | None = None
         self._check_settings()
         self._move(settings.cut if settings.cut is not None else 0)
@@ -192,7 +199,9 @@ class Freezer:
 
     def seal(self) -> None:
         """Take frozen parameters and buffers as they are now for what must not change any more."""
-        frozen = [*self.chain.named_parameters(0, self.cut), *self.chain.named_buffers(0, self.cut)]
+        start, stop = self._held
+        held = (start, max(start, min(stop, self.cut)))
+        frozen = [*self.chain.named_parameters(*held), *self.chain.named_buffers(*held)]
         self._seal = Seal(frozen)
 
     def _check_settings(self) -> None:
@@ -226,7 +235,7 @@ class Freezer:
         for proposer in self._proposers.values():
             if self.step > 0 or cut > 0:
                 proposer.moved(max(proposer.cut, cut) if proposer.name != self.settings.freeze else cut)
-        self.reducer.carry(self._trained(cut))
+        self.reducer.carry(self._carried())
         self._seen.forget(cut)
         local = self._observes and self.settings.signal == "local"
         self.reducer.observer = self._seen.sums.add if local else None
@@ -236,8 +245,13 @@ class Freezer:
         named = self.chain.named_parameters(start, stop)
         return [(name, parameter) for name, parameter in named if parameter not in self._left_out]
 
+    def _carried(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that this rank holds and still trains."""
+        start, stop = self._held
+        return self._trained(max(self.cut, start), stop) if self.cut < stop else []
+
     def _observe_averaged(self) -> None:
-        for slot, (_, parameter) in enumerate(self._trained(self.cut)):
+        for slot, (_, parameter) in enumerate(self._carried()):
             if parameter.grad is not None:
                 self._seen.sums.add(slot, parameter.grad)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
+
+Join = Callable[[Sequence[float]], list[float]]
+"""Adds up what ranks that hold different blocks have observed."""
 
 
 @dataclass
@@ -22,6 +26,10 @@ class GradientSums:
 
     chain: Chain
     step_norms: bool = False
+    held: tuple[int, int] | None = None
+    """The blocks lo..hi-1 whose gradients this rank has; None is all."""
+    join: Join = list
+    """With the ranks that hold the others; a collective among them."""
     cut: int = 0
     steps: int = 0
     squared_steps: float = 0.0
@@ -32,7 +40,8 @@ class GradientSums:
         """Begin an empty interval at `cut`."""
         if cut != self.cut or not self._block_of:
             self.cut = cut
-            blocks = range(cut, len(self.chain.blocks) - 1)
+            start, stop = self.held or (0, len(self.chain.blocks))
+            blocks = range(max(cut, start), min(stop, len(self.chain.blocks) - 1))
             named = [(block, p) for block in blocks for _, p in self.chain.named_parameters(block, block + 1)]
             # What the user took out of training has no gradient, and no slot.
             owners = [(block, p) for block, p in named if p.requires_grad]
@@ -57,19 +66,18 @@ class GradientSums:
         self.steps += 1
 
     def norms(self) -> tuple[float, ...]:
-        """Return per block of the whole chain the norm of its summed gradient, 0 for blocks not observed."""
+        """Return per block of the whole chain the norm of its summed gradient, 0 for blocks that nobody observed."""
         squares = [0.0] * len(self.chain.blocks)
         if self.steps:
             for block, total in zip(self._block_of, self._sums, strict=True):
                 squares[block] += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
-        return tuple(math.sqrt(square) for square in squares)
+        return tuple(math.sqrt(square) for square in self.join(squares))
 
     def signal_to_noise(self) -> float:
         """Return |mean gradient|^2 / mean |gradient|^2 over the interval: 1 when steps agree, 1/steps when random."""
-        if self.steps == 0 or self.squared_steps == 0:
-            return 0.0
         total = sum(norm**2 for norm in self.norms())
-        return total / self.steps / self.squared_steps
+        (squared_steps,) = self.join([self.squared_steps])
+        return total / self.steps / squared_steps if self.steps and squared_steps else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's accumulators; the sums only where an interval has begun."""
@@ -98,7 +106,8 @@ class Observations:
     @property
     def mean_loss(self) -> float:
         """The mean over the steps of the interval."""
-        return self.loss_sum / max(self.loss_steps, 1)
+        (loss_sum,) = self.sums.join([self.loss_sum])
+        return loss_sum / max(self.loss_steps, 1)
 
     @property
     def broken(self) -> bool:

@@ -33,8 +33,12 @@ class Halves:
 
     def suffix(self, features: Tensor, cut: int) -> Tensor:
         """Return the logits, (B, classes), of the blocks from `cut` on, with gradient where that is on."""
+        return self.part(features, cut, len(self.chain.blocks))
+
+    def part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return the output of blocks start..stop-1 for `x`, with gradient where that is on."""
         with self._autocast():
-            return self.chain.run(features, cut, len(self.chain.blocks))
+            return self.chain.run(x, start, stop)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")

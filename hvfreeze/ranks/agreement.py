@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.plain_load import load_plain
 from hvfreeze.ranks.world import World
 
 T = TypeVar("T")
@@ -90,6 +95,19 @@ def check_equal(world: World, what: str, mine: dict[str, Any], *, apart: Sequenc
                 )
                 error.everywhere = True
                 raise error
+
+
+def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
+    """Return on rank 0 the tensors of all ranks together, by their names; on the others an empty dict.
+
+    Collective: every rank of `world` must call this.
+    """
+    buffer = io.BytesIO()
+    torch.save({key: tensor.detach() for key, tensor in named}, buffer)
+    found: dict[str, Tensor] = {}
+    for part in world.gather_bytes(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), name=name):
+        found |= load_plain(io.BytesIO(part.numpy().tobytes()))
+    return found
 
 
 def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
 class Operation(NamedTuple):
-    """One thing that a rank does with one batch."""
+    """One thing that a rank does with one batch, or micro-batch."""
 
     kind: str
-    """`forward`: its segment of the chain. `train`: what it trains, on the output of the last segment."""
+    """`forward`: its segment of the chain. `backward`: the same the other way. `train`: what it trains, on the output
+    of the last segment."""
     batch: int
 
 
@@ -42,3 +44,31 @@ def tick_schedule(place: int | None, *, places: int, batches: int) -> list[Opera
 def batches_begun(trained: int, *, places: int, batches: int) -> int:
     """Return how many batches have entered a line when every rank has trained on `trained` of them."""
     return min(batches, trained + places - 1) if trained else 0
+
+
+def fill_drain(place: int, *, places: int, parts: Sequence[int]) -> list[Operation]:
+    """Return the operations of the rank at `place` of `places` for the micro-batches `parts` of one step.
+
+    All forwards, then all backwards: every micro-batch is kept until its backward pass.
+
+    Source: Huang et al., "GPipe", 2019, but with backwards in ascending order, so that sums of gradients have one order
+    in all schedules; HyPar-Flow's is of this kind.
+    """
+    return [*[Operation("forward", part) for part in parts], *[Operation("backward", part) for part in parts]]
+
+
+def one_forward_one_backward(place: int, *, places: int, parts: Sequence[int]) -> list[Operation]:
+    """Return the same operations, each backward as soon as it can be: at most places - place micro-batches are kept.
+
+    Source: Narayanan et al., "PipeDream", 2019, with a flush at each step's end, so that no weights are stale.
+    """
+    ahead = min(places - 1 - place, len(parts))
+    operations = [Operation("forward", part) for part in parts[:ahead]]
+    for forward, backward in zip(parts[ahead:], parts):
+        operations += [Operation("forward", forward), Operation("backward", backward)]
+    return [*operations, *[Operation("backward", part) for part in parts[len(parts) - ahead :]]]
+
+
+Schedule = Callable[..., list[Operation]]
+SCHEDULES: dict[str, Schedule] = {"fill-drain": fill_drain, "1f1b": one_forward_one_backward}
+"""By the name that --pipeline gives them."""

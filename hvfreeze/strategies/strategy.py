@@ -91,9 +91,9 @@ class StepResult:
     """What a step leaves for the loop."""
 
     losses: Mapping[str, float]
-    """By model, its mean over the batches; of those models alone that this rank answers for."""
+    """By model, its mean over the batches; where this rank does not answer for the model, what others found."""
     answers: Mapping[str, Answers]
-    """Of the same models, from before the update."""
+    """Of the models that this rank answers for, from before the update."""
     leave: bool
     """Some rank was asked to leave; equal on all ranks."""
     decision: Decision | None = None

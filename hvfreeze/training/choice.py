@@ -32,6 +32,11 @@ CHOICES = {
         lambda settings, world: world.size,
         lambda settings, place: place == 0 or settings.trunk == "whole",
     ),
+    "grid": Choice(
+        "hvfreeze.strategies.grid.opening:open_grid",
+        lambda settings, world: settings.grid_parts(world.size),
+        lambda settings, place: place == 0,
+    ),
 }
 
 

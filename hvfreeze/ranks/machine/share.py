@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -52,3 +53,8 @@ def memory_budget(local_size: int) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 // 3 // local_size
     return 2**30 // local_size
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has had resident so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

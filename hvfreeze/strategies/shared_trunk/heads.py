@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
+from hvfreeze.chain.segments import drop_tensors
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.freezing.frozen import hold_in_eval
 from hvfreeze.prefix.features import Halves
@@ -98,12 +99,6 @@ class Head:
     def _be_in_mode(self, *, training: bool) -> None:
         if self.chain.model.training != training:
             self.chain.model.train(training)
-
-
-def drop_tensors(chain: Chain, start: int, stop: int) -> None:
-    """Free the memory of blocks start..stop-1, which run elsewhere; their tensors stay, empty."""
-    for _, tensor in [*chain.named_parameters(start, stop), *chain.named_buffers(start, stop)]:
-        tensor.data = torch.empty(0, dtype=tensor.dtype)
 
 
 def hold_still(chain: Chain, segment: tuple[int, int]) -> None:

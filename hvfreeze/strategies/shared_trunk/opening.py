@@ -10,31 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.chain.segments import (
-    Boundary,
-    RunBlocks,
-    Segment,
-    block_seconds,
-    cut_at,
-    cut_evenly,
-    dry_run,
-    segment_bytes,
-)
+from hvfreeze.chain.segments import Boundary, RunBlocks, Segment, block_seconds, drop_tensors, dry_run
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
-from hvfreeze.data.views.transform import seen_shape
 from hvfreeze.prefix.features import Halves
 from hvfreeze.prefix.measuring import open_budget, try_prefix
 from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.wire import LoopWire, Wire, open_wire
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.cutting import example_images, open_segments
 from hvfreeze.strategies.shared_trunk.account import Facts
 from hvfreeze.strategies.shared_trunk.features import Handed, TrunkFeatures, caches, open_stores
-from hvfreeze.strategies.shared_trunk.heads import Head, drop_tensors, hold_still
+from hvfreeze.strategies.shared_trunk.heads import Head, hold_still
 from hvfreeze.strategies.shared_trunk.labels import Labels, identity_of, read_labels
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, Plan
 from hvfreeze.strategies.shared_trunk.strategy import SharedTrunk
@@ -162,34 +153,10 @@ def open_plan(
     if settings.trunk == "whole":
         rank = world.rank
         return Plan(((0, depth),), depths[rank : rank + 1], (tuple(shares[rank]),))
-    segments = open_segments(materials, settings, run, images, depth=depth)
+    segments = open_segments(
+        materials, settings, lambda: block_seconds(run, images, depth=depth), depth=depth, parts=world.size
+    )
     return Plan(segments, depths, tuple(map(tuple, shares)), settings.labels or "replay")
-
-
-def example_images(materials: Materials, *, rows: int) -> Tensor:
-    """Return black images of a training batch's shape and memory format, (rows, C, H, W)."""
-    shape = seen_shape(materials.corpus.train.image_shape, materials.feed.images.transform.image_size)
-    return torch.zeros(rows, *shape).contiguous(memory_format=torch.channels_last)
-
-
-def open_segments(
-    materials: Materials, settings: StrategyConfig, run: RunBlocks, images: Tensor, *, depth: int
-) -> tuple[Segment, ...]:
-    """Return the trunk's segments, the same on all ranks, of which at most each has one. Collective."""
-    world, chain = materials.world, materials.chain
-    by, starts = settings.cut_by or "compute", settings.starts()
-    if by == "given":
-        return together(world, lambda: cut_at(starts, depth=depth, parts=world.size), name="trunk.cut")
-    if by == "params":
-        costs = [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)]
-    elif by == "count":
-        costs = [1.0] * depth
-    else:
-        # Times differ between ranks and runs; where the cut is changes no bit.
-        costs = world.broadcast_object(
-            block_seconds(run, images, depth=depth) if world.rank == 0 else [], name="trunk.costs"
-        )
-    return cut_evenly(costs, parts=world.size)
 
 
 def is_exact(halves: Halves, materials: Materials, depth: int) -> bool:

@@ -9,7 +9,6 @@ Source: McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pi
 from __future__ import annotations
 
 import hashlib
-import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,11 +19,11 @@ from torch import Tensor
 
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.chain.segments import Segment, segment_bytes
+from hvfreeze.chain.segments import Segment, segment_bytes, tensors_of
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import DivergedError, NumericsError, RefusedError
 from hvfreeze.freezing.frozen import Seal
-from hvfreeze.plain_load import load_plain
+from hvfreeze.ranks.agreement import gather_tensors
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.moves import Move
@@ -151,11 +150,11 @@ class SharedTrunk:
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield each model; on rank 0 with the trunk, of which it keeps one copy, and one head at a time."""
         mine = self.segment if self.world.rank == 0 or not self.facts.whole else (0, 0)
-        trunk = self._gathered(tensors_of(self.chain, mine), name="trunk.model")
+        trunk = gather_tensors(self.world, tensors_of(self.chain, mine), name="trunk.model")
         heads = {head.task.name: head for head in self.heads}
         for name, classes in zip(self.facts.names, self.facts.classes, strict=True):
             own = heads[name].tensors() if name in heads else []
-            head = self._gathered(own, name="trunk.head")
+            head = gather_tensors(self.world, own, name="trunk.head")
             order = self.chain.model.state_dict() if self.world.rank == 0 else {}
             state = {key: head[key] if key in head else trunk[key] for key in order}
             yield WholeModel(f"model-{name}", state, classes)
@@ -228,18 +227,3 @@ class SharedTrunk:
             f"step {self._steps}: the loss or the gradients of {', '.join(names)} are not finite; no update was made; "
             "lower --lr or add --lr-warmup, and go on from the last checkpoint"
         )
-
-    def _gathered(self, named: list[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
-        """Return on rank 0 the tensors of all ranks together. Collective."""
-        buffer = io.BytesIO()
-        torch.save({key: tensor.detach() for key, tensor in named}, buffer)
-        parts = self.world.gather_bytes(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), name=name)
-        found: dict[str, Tensor] = {}
-        for part in parts:
-            found |= load_plain(io.BytesIO(part.numpy().tobytes()))
-        return found
-
-
-def tensors_of(chain: Chain, segment: Segment) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers of a segment's blocks."""
-    return [*chain.named_parameters(*segment), *chain.named_buffers(*segment)]

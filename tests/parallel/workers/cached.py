@@ -12,7 +12,7 @@ from torch import nn
 from hvfreeze.chain.models import BuiltModel
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training import building
+from hvfreeze.training import blueprint
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
@@ -41,7 +41,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     # What a family adds does not depend on the number of ranks: all three take part at one size.
     for build in (resnet, mobilenet, vit) if world.size == 3 else (resnet,):
-        building.build_model = lambda *args, build=build, **kwargs: BuiltModel(build(), [])  # type: ignore[assignment]
+        blueprint.build_model = lambda *args, build=build, **kwargs: BuiltModel(build(), [])  # type: ignore[assignment]
 
         def settings(name: str, build: Any = build, **changes: Any) -> Any:
             common = {**SCHEDULED, "interval": 6, "augment": "views:1", "epochs": 5, "checkpoint_every": "3s"}

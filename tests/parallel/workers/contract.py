@@ -23,8 +23,11 @@ BATCH, STEPS, RATE = 6, 4, 0.05
 SETTINGS: dict[str, dict[str, Any]] = {
     "replicas": {"freeze": "linear", "interval": 2, "freeze_warmup": 2, "augment": "views:2", "cache": "on"},
     "shared-trunk": {"heads": 3, "head_blocks": 2, "labels": "ride", "augment": "views:2", "cache": "on"},
+    "grid": {"freeze": "linear", "interval": 2, "freeze_warmup": 2, "micro_batches": 2},
 }
 """What a strategy is tried with; it should move, keep and exchange all that it can."""
+MODELS = {"grid": "resnet20"}
+"""What is trained, where it is not a ShuffleNet: its last maps are single pixels, of which micro-batches have few."""
 UNFIT: dict[str, list[dict[str, Any]]] = {
     "replicas": [{"freeze": "static", "cut": 99}, {"vote_weight": "1,1,1,1,1,1,1", "freeze": "linear"}],
     "shared-trunk": [
@@ -36,6 +39,17 @@ UNFIT: dict[str, list[dict[str, Any]]] = {
         {"heads": None, "tasks": "/nowhere/tasks.csv"},
         {"cut_by": "given", "cut_at": "3,2"},
     ],
+    "grid": [
+        {"parts": 99},
+        {"replicas": 7},
+        {"micro_batches": 7},
+        {"micro_batches": 6, "model": "shufflenet_v2_x0_5"},
+        {"mixup": 0.2},
+        {"compression": "powersgd:2"},
+        {"cut_by": "given", "cut_at": "3,2,1"},
+        {"freeze": "static", "cut": 99},
+        {"cache": "on", "augment": "none"},
+    ],
 }
 """What a strategy must refuse, on all ranks."""
 REPORTED = {"cut_history", "allreduce_bytes", "other_collective_bytes", "cache"}
@@ -46,11 +60,12 @@ class Trial:
 
     def __init__(self, world: World, root: Path, name: str) -> None:
         self.world, self.root, self.name, self.count = world, root, name, 0
+        self.model = MODELS.get(name, "shufflenet_v2_x0_5")
 
     def job(self, **changes: Any) -> Job:
         self.count += 1
         base = {
-            "model": "shufflenet_v2_x0_5",
+            "model": self.model,
             "train_samples": STEPS * BATCH * self.world.size * 5 // 4 + 10,
             "validation_fraction": 0.2,
             "batch_size": BATCH,
@@ -59,6 +74,8 @@ class Trial:
             "strategy": self.name,
             "run_dir": str(self.root / f"{self.name}-{self.count}"),
         }
+        if self.name == "grid" and self.world.size == 4:
+            base["parts"] = 2
         return prepare(from_dict({**base, **SETTINGS[self.name], **changes}), self.world)
 
     def train(self, job: Job, *, first: int, last: int, disturbed: bool = False) -> str:
@@ -140,7 +157,7 @@ def check_settling_twice_changes_nothing(trial: Trial) -> None:
 def check_whole_models_fit_the_model_that_was_given(trial: Trial) -> None:
     job = trial.job()
     trial.train(job, first=0, last=3)
-    given = build_model("shufflenet_v2_x0_5", num_classes=10, image_size=32).model.state_dict()
+    given = build_model(trial.model, num_classes=10, image_size=32).model.state_dict()
     found = list(job.strategy.whole_models())
     assert [name for name, *_ in found] == list(job.strategy.models)
     for _, state, _ in found if trial.world.rank == 0 else []:

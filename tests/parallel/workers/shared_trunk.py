@@ -18,7 +18,7 @@ from hvfreeze.errors import NumericsError
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training import building, job
+from hvfreeze.training import blueprint, job
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.twins.shared_trunk import Alone, seeded
@@ -48,7 +48,7 @@ class Trial:
     def __init__(self, world: World, root: Path) -> None:
         self.world, self.root = world, root
         self.shown: dict[str, Any] = {}
-        building.build_model = lambda *args, num_classes, **kwargs: BuiltModel(resnet(num_classes), [])  # type: ignore[assignment]
+        blueprint.build_model = lambda *args, num_classes, **kwargs: BuiltModel(resnet(num_classes), [])  # type: ignore[assignment]
 
     def config(self, name: str, **changes: Any) -> Config:
         base = {

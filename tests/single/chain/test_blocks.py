@@ -185,7 +185,9 @@ def test_every_parameter_buffer_and_layer_is_in_exactly_one_block(name: str) -> 
     extra = {"aux_logits": False, "init_weights": False} if name in {"googlenet", "inception_v3"} else {}
     with ParametersWithoutMemory():
         own = name in NARROW_RESNETS
-        model = narrow_resnet(name, num_classes=7) if own else torchvision.models.get_model(name, num_classes=7, **extra)
+        model = (
+            narrow_resnet(name, num_classes=7) if own else torchvision.models.get_model(name, num_classes=7, **extra)
+        )
     for scheme in ["stage", "residual"] + ["paper"] * (type(model).__name__ == "ResNet"):
         chain = cut_into_blocks(model, scheme=scheme)
         assert len({block.name for block in chain.blocks}) == len(chain.blocks) >= 5

@@ -70,10 +70,10 @@ def test_maxvit_is_torchvisions_own_at_224_pixels() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet19", r"model \(resnet19\) is not .*; did you mean resnet18"),
+        ("resnet19", r"model \(resnet19\) is no .*; did you mean resnet18"),
         ("ResNet50", r"did you mean resnet50"),
         ("qqqqqq", r"known are alexnet, convnext_base"),
-        ("deeplabv3_resnet50", r"is not a classification model"),
+        ("deeplabv3_resnet50", r"is no torchvision classifier"),
     ],
 )
 def test_an_unknown_model_is_refused_with_names_to_choose_from(name: str, message: str) -> None:

@@ -41,6 +41,11 @@ def test_strategies_are_known_by_name() -> None:
         ({"strategy": "shared-trunk", "labels": "carry"}, r"--labels \(carry\) must be one of ride"),
         ({"strategy": "shared-trunk", "cut_by": "given"}, "--cut-at"),
         ({"strategy": "shared-trunk", "cut_at": "2"}, "--cut-at"),
+        ({"strategy": "shared-trunk", "parts": 2}, r"--parts \(2\) must be used with --strategy grid only"),
+        ({"strategy": "grid", "heads": 2}, r"--heads \(2\) must be used with --strategy shared-trunk only"),
+        ({"pipeline": "1f1b"}, r"--pipeline \(1f1b\) must be used with --strategy grid only"),
+        ({"strategy": "grid", "pipeline": "2f2b"}, r"--pipeline \(2f2b\) must be one of fill-drain, 1f1b"),
+        ({"strategy": "grid", "micro_batches": 0}, r"--micro-batches \(0\) must be in"),
         ({"strategy": "shared-trunk", "cut_by": "given", "cut_at": "1.5"}, "whole numbers"),
         ({"strategy": "shared-trunk", "cut_by": "given", "cut_at": "inf"}, "whole numbers"),
     ],
@@ -54,6 +59,23 @@ def test_a_strategys_flags_are_taken() -> None:
     given = {"strategy": "shared-trunk", "heads": 2, "head_lr": "0.1,0.2", "cut_by": "given", "cut_at": 2}
     config = from_dict(given)
     assert config.optimizer.head_rates() == [0.1, 0.2] and config.strategy.starts() == [2]
+
+
+def test_a_grid_is_as_large_as_its_ranks() -> None:
+    def parts(ranks: int, **given: int) -> int:
+        return from_dict({"strategy": "grid", **given}).strategy.grid_parts(ranks)
+
+    assert (parts(1), parts(3), parts(4, replicas=2), parts(4, parts=1), parts(6, parts=3, replicas=2)) == (
+        1,
+        3,
+        2,
+        1,
+        3,
+    )
+    for given in ({"parts": 3}, {"replicas": 3}, {"parts": 2, "replicas": 1}, {"parts": 8}):
+        with pytest.raises(UsageError, match=r"--parts x --replicas .* is the number of ranks \(4\)"):
+            parts(4, **given)
+    assert from_dict({"strategy": "grid"}).resolved().model.blocks == "residual"
 
 
 def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_file() -> None:
@@ -92,7 +114,7 @@ def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
         0.1,
     )
     assert from_dict({"freeze": "auto", "optimizer": "adamw"}).optimizer.lr == 1e-3, "a rate of SGD is not AdamW's"
-    assert from_dict(to_dict(given)).resolved() == given
+    assert from_dict(to_dict(given)).resolved() == given.resolved()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from hvfreeze.strategies.schedules import Operation, batches_begun, tick_schedule
+from hvfreeze.strategies.schedules import SCHEDULES, Operation, batches_begun, tick_schedule
 
 LINES = [(p, ranks, batches) for p in (1, 2, 3, 4) for ranks in (p, p + 1) for batches in (0, 1, 2, 7)]
 
@@ -54,3 +54,45 @@ def test_what_has_entered_the_line_is_what_the_first_rank_has_forwarded(trained:
     until = [i for i, op in enumerate(operations) if op.kind == "train"][:trained]
     done = operations[: until[-1] + 1] if until else []
     assert batches_begun(trained, places=3, batches=7) == sum(op.kind == "forward" for op in done)
+
+
+PIPELINES = [(name, places, parts) for name in SCHEDULES for places in (1, 2, 3, 5) for parts in (1, 2, 4, 9)]
+
+
+def pipeline(name: str, places: int, parts: int) -> list[list[Operation]]:
+    return [SCHEDULES[name](place, places=places, parts=range(parts)) for place in range(places)]
+
+
+@pytest.mark.parametrize(("name", "places", "parts"), PIPELINES)
+def test_every_micro_batch_goes_forward_and_back_once_and_in_order(name: str, places: int, parts: int) -> None:
+    """Ascending backwards add up gradients in one order, so that schedules give the same bits."""
+    for operations in pipeline(name, places, parts):
+        for kind in ("forward", "backward"):
+            assert [op.batch for op in operations if op.kind == kind] == list(range(parts))
+
+
+@pytest.mark.parametrize(("name", "places", "parts"), PIPELINES)
+def test_every_receive_has_its_send_and_few_micro_batches_are_kept(name: str, places: int, parts: int) -> None:
+    left = [list(operations) for operations in pipeline(name, places, parts)]
+    done: set[tuple[str, int, int]] = set()
+    kept: Counter[int] = Counter()
+    while any(left):
+        ready = [place for place in range(places) if left[place] and has_come(left[place][0], place, places, done)]
+        assert ready, "a deadlock"
+        for place in ready:
+            operation = left[place].pop(0)
+            done.add((operation.kind, place, operation.batch))
+            kept[place] += 1 if operation.kind == "forward" else -1
+            assert kept[place] <= (parts if name == "fill-drain" else min(parts, places - place))
+    assert not any(kept.values())
+
+
+def has_come(operation: Operation, place: int, places: int, done: set[tuple[str, int, int]]) -> bool:
+    if operation.kind == "forward":
+        return place == 0 or ("forward", place - 1, operation.batch) in done
+    return ("forward" if place == places - 1 else "backward", min(place + 1, places - 1), operation.batch) in done
+
+
+def test_one_forward_and_one_backward_take_turns() -> None:
+    kinds = [op.kind for op in SCHEDULES["1f1b"](0, places=3, parts=range(4))]
+    assert kinds == ["forward"] * 3 + ["backward", "forward"] + ["backward"] * 3

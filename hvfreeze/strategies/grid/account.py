@@ -1,0 +1,98 @@
+"""What the grid adds to a run's record: what travelled, and what each rank had and did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hvfreeze.chain.segments import Segment
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.ranks.machine.share import peak_memory_bytes
+from hvfreeze.ranks.wire import LaneCounts
+from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What all ranks know of the run."""
+
+    parts: int
+    replicas: int
+    micro_batches: int
+    schedule: str
+
+    def plan_of(self, segments: tuple[Segment, ...]) -> Plan:
+        """Return how batches go through a line that is cut into `segments`."""
+        return Plan(segments, self.micro_batches, self.schedule)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must have been made with."""
+        return {"parts": self.parts, "replicas": self.replicas, "micro_batches": self.micro_batches}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank had and did."""
+
+    allreduce_bytes: int
+    """Gradients that it handed over."""
+    other_bytes: int
+    sent: dict[str, int]
+    """Bytes by lane."""
+    parameter_bytes: int
+    """Of its blocks, buffers included."""
+    optimizer_bytes: int
+    peak_memory_bytes: int
+    """Resident, of the whole process, the program itself included."""
+    cpu_seconds: float
+    wait_seconds: float
+    """For what its neighbours sent, in training."""
+
+
+def share_of(
+    freezer: Freezer,
+    tensors: Sequence[tuple[str, Tensor]],
+    *,
+    sent: Mapping[str, int],
+    counts: Mapping[str, LaneCounts],
+    cpu_seconds: float,
+    signal_bytes: int,
+) -> Share:
+    """Return this rank's."""
+    states = [value for state in freezer.optimizer.state.values() for value in state.values()]
+    return Share(
+        allreduce_bytes=freezer.reducer.payload_bytes,
+        other_bytes=freezer.reducer.other_bytes + signal_bytes,
+        sent=dict(sent),
+        parameter_bytes=sum(tensor.nbytes for _, tensor in tensors),
+        optimizer_bytes=sum(value.nbytes for value in states if isinstance(value, Tensor)),
+        peak_memory_bytes=peak_memory_bytes(),
+        cpu_seconds=cpu_seconds,
+        wait_seconds=sum(counts[lane].wait_seconds for lane in LANES),
+    )
+
+
+def together_of(facts: Facts, segments: tuple[Segment, ...], shares: Sequence[Share]) -> dict[str, Any]:
+    """Return the entries of a report, of what all ranks had and did, in rank order."""
+    return {
+        # Partitions differ in size: what the rank that hands over most does.
+        "allreduce_bytes": max(share.allreduce_bytes for share in shares),
+        "other_collective_bytes": max(share.other_bytes for share in shares),
+        "cache": {"mode": "off", "exact": True, "bytes": 0, "rows_written": 0, "rows_read": 0},
+        "grid": {
+            **facts.identity(),
+            "pipeline": facts.schedule,
+            "segments": [list(segment) for segment in segments],
+            "wire_bytes": {lane: sum(share.sent[lane] for share in shares) for lane in LANES},
+            "evaluation_wire_bytes": sum(share.sent[EVALUATION] for share in shares),
+            "allreduce_bytes": [share.allreduce_bytes for share in shares],
+            "parameter_bytes": [share.parameter_bytes for share in shares],
+            "optimizer_bytes": [share.optimizer_bytes for share in shares],
+            "peak_memory_bytes": [share.peak_memory_bytes for share in shares],
+            "cpu_seconds": [share.cpu_seconds for share in shares],
+            "wait_seconds": [share.wait_seconds for share in shares],
+        },
+    }

@@ -1,0 +1,84 @@
+"""Model, data and hybrid parallelism as one process does it: what a grid of ranks must equal.
+
+HyPar-Flow's rule (Awan et al., ISC 2020, arXiv 1911.05146), written with PyTorch and nothing of the strategy. A model
+is cut into partitions. Each replica takes its own batch and splits it into micro-batches. A micro-batch goes forward
+from partition to partition; the loss, weighted by its share of the batch, goes back the same way: a partition is given
+the error of its output, and hands on the error of its input. Gradients add up over micro-batches and are averaged over
+replicas, partition by partition. BatchNorm normalises each micro-batch by itself, and each replica keeps its own
+running statistics, which are pooled when the model is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+"""Images and labels."""
+Ranges = Callable[[nn.Module], Sequence[Callable[[Tensor], Tensor]]]
+"""A model -> its partitions, in forward order."""
+
+
+class Grid:
+    """R replicas of one model in one process.
+
+    Args:
+        model: at its start; every replica begins as a copy.
+        replicas: how many.
+        ranges: how a model is cut.
+        micro_batches: how many parts a batch has; the first ones are larger by a sample where it does not divide.
+        options: of the optimizer, SGD.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, replicas: int, ranges: Ranges, micro_batches: int, **options: float
+    ) -> None:
+        self.models = [deepcopy(model) for _ in range(replicas)]
+        self.partitions = [ranges(each) for each in self.models]
+        self.micro_batches = micro_batches
+        self.optimizers = [torch.optim.SGD(each.parameters(), **options) for each in self.models]  # type: ignore[arg-type]
+
+    def step(self, batches: Sequence[Batch]) -> list[float]:
+        """Make a step, a batch a replica; return the replicas' losses."""
+        losses = []
+        for model, partitions, (images, labels) in zip(self.models, self.partitions, batches, strict=True):
+            model.train().zero_grad()
+            parts = zip(images.tensor_split(self.micro_batches), labels.tensor_split(self.micro_batches))
+            losses.append(sum(one_way_and_back(partitions, x, y, len(y) / len(labels)) for x, y in parts))
+        for together in zip(*[model.parameters() for model in self.models], strict=True):
+            gradients = [parameter.grad / len(together) for parameter in together]  # type: ignore[operator]
+            for parameter in together:
+                parameter.grad = sum(gradients[1:], gradients[0])
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return losses
+
+    @torch.no_grad()
+    def pool(self) -> None:
+        """Give every replica the statistics of all: mean of means, and the law of total variance."""
+        for norms in zip(*[[m for m in each.modules() if hasattr(m, "running_mean")] for each in self.models]):
+            means = [norm.running_mean.double() for norm in norms]
+            mean = sum(means[1:], means[0]) / len(norms)
+            spreads = [norm.running_var.double() + (own - mean) ** 2 for norm, own in zip(norms, means)]
+            variance = sum(spreads[1:], spreads[0]) / len(norms)
+            for norm in norms:
+                norm.running_mean.copy_(mean)
+                norm.running_var.copy_(variance)
+
+
+def one_way_and_back(
+    partitions: Sequence[Callable[[Tensor], Tensor]], images: Tensor, labels: Tensor, share: float
+) -> float:
+    """Add up the gradients of a micro-batch; return its part of the loss."""
+    inputs, outputs = [images], []
+    for partition in partitions:
+        outputs.append(partition(inputs[-1]))
+        inputs.append(outputs[-1].detach().requires_grad_())
+    loss = nn.functional.cross_entropy(outputs.pop(), labels) * share
+    loss.backward()  # type: ignore[no-untyped-call]
+    for output, received in zip(reversed(outputs), reversed(inputs[1:-1]), strict=True):
+        output.backward(received.grad)  # type: ignore[no-untyped-call]
+    return loss.item()

@@ -1,0 +1,253 @@
+"""Every rank is part of a grid; the model must be the twin's, and where nothing is split that of plain replicas."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hvfreeze.strategies.grid.opening as opening
+from hvfreeze.chain.memory_formats import set_memory_formats
+from hvfreeze.chain.models import BuiltModel
+from hvfreeze.chain.origins.narrow_resnets import NarrowResNet
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.data.batches import open_feeds
+from hvfreeze.errors import NumericsError
+from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.world import SoloWorld, World
+from hvfreeze.strategies.grid.trial import Trial as Tried
+from hvfreeze.training import blueprint, job
+from hvfreeze.training.run import run
+from tests.parallel.mpirun import report
+from tests.parallel.twins.grid import Grid
+from tests.parallel.workers.runs import interrupted, lines
+
+BATCH, STEPS, EPOCHS, LR = 16, 3, 2, 0.03
+BOUNDARIES = {1: 16 * 32 * 32, 2: 16 * 32 * 32, 3: 32 * 16 * 16, 4: 64 * 8 * 8}
+"""Numbers of a sample behind the stem and the three residual blocks."""
+FROZEN = 2
+SHAPES = {
+    1: [(1, 1, 1), (1, 1, 5)],
+    2: [(2, 1, 1), (2, 1, 4), (2, 1, 8), (1, 2, 3)],
+    3: [(3, 1, 5), (1, 3, 2)],
+    4: [(2, 2, 4), (4, 1, 8), (4, 1, 1)],
+}
+"""By the number of ranks: partitions, replicas and micro-batches; a batch of 16 divided by 3 and 5 leaves a rest."""
+SMALL_LR = 1e-3
+"""Where three replicas' gradients are summed in another order: training doubles a difference in the last bit in a few
+steps, the faster the larger the learning rate."""
+VOTED = {"freeze": "percentile", "eta_max": float("inf"), "interval": 2, "freeze_warmup": 1, "quorum": 0.25}
+
+
+def narrow(classes: int) -> nn.Module:
+    return NarrowResNet(1, num_classes=classes)
+
+
+def laid_out(classes: int) -> nn.Module:
+    model = narrow(classes)
+    set_memory_formats(model, (3, 32, 32))
+    return model
+
+
+class Trial:
+    """Runs with equal settings but for what is said, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path) -> None:
+        self.world, self.root = world, root
+        blueprint.build_model = lambda *args, num_classes, **kwargs: BuiltModel(narrow(num_classes), [])  # type: ignore[assignment]
+
+    def config(self, name: str, *, shares: int, **changes: Any) -> Config:
+        base = {
+            "train_samples": STEPS * BATCH * shares * 5 // 4 + 2,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "epochs": EPOCHS,
+            "lr": LR,
+            "weight_decay": 1e-2,
+            "threads": 1,
+            "run_dir": str(self.root / name),
+        }
+        return from_dict({**base, **changes})
+
+    def grid(self, name: str, shape: tuple[int, int, int], **changes: Any) -> Config:
+        parts, replicas, number = shape
+        changes.setdefault("lr", rate_of(shape))
+        given = {"strategy": "grid", "parts": parts, "replicas": replicas, "micro_batches": number, "cut_by": "count"}
+        return self.config(name, shares=replicas, **{**given, **changes})
+
+    def model(self, name: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
+        return found
+
+    def twin(self, shape: tuple[int, int, int], segments: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """The same training in this process."""
+        _, replicas, number = shape
+        config = self.config("data", shares=replicas)
+        shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": replicas}
+        corpus = job.open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
+        given = {"seed": config.data_seed, "replicas": replicas, "budget_bytes": 2**30}
+        feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
+        torch.manual_seed(0)
+        options = {"lr": rate_of(shape), "momentum": 0.9, "weight_decay": 1e-2}
+        twin = Grid(laid_out(10), replicas=replicas, ranges=ranges(segments), micro_batches=number, **options)
+        for epoch in range(EPOCHS):
+            steps = zip(*[feed.epoch(epoch) for feed in feeds], strict=True)
+            for step in steps:
+                twin.step([(feed.images.load(b.ids, b.views), b.labels) for feed, b in zip(feeds, step)])
+            twin.pool()
+        return twin.models[0].state_dict()
+
+
+def rate_of(shape: tuple[int, int, int]) -> float:
+    return LR if shape[1] < 3 else SMALL_LR
+
+
+def ranges(segments: Sequence[Sequence[int]]) -> Callable[[nn.Module], list[Callable[[Tensor], Tensor]]]:
+    """How a network's children are dealt out to partitions."""
+
+    def cut(model: Any) -> list[Callable[[Tensor], Tensor]]:
+        head = nn.Sequential(model.avgpool, nn.Flatten(), model.fc)
+        stem = nn.Sequential(model.conv1, model.bn1, model.relu)
+        blocks = [stem, model.layer1, model.layer2, model.layer3, head]
+        return [nn.Sequential(*blocks[start:stop]) for start, stop in segments]
+
+    return cut
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert list(found) == list(expected)
+    return [key for key in expected if not torch.equal(found[key], expected[key])]
+
+
+def check_every_shape_is_the_twin(trial: Trial) -> None:
+    for shape in SHAPES[trial.world.size]:
+        name = "-".join(map(str, shape))
+        summary = run(trial.grid(name, shape), trial.world)
+        if shape[0] > 1 < shape[2]:
+            drained = run(trial.grid(f"{name}-drained", shape, pipeline="fill-drain"), trial.world)
+            assert summary["parameter_digest"] == drained["parameter_digest"], f"{name}: schedules differ"
+        see_what_travelled(shape, summary)
+        if trial.world.rank == 0:
+            found, expected = trial.model(name), trial.twin(shape, summary["grid"]["segments"])
+            if shape[1] < 3:
+                assert differing(found, expected) == [], f"{name}: not the twin"
+            for key in expected:
+                torch.testing.assert_close(found[key], expected[key], rtol=1e-6, atol=1e-6)
+        trial.world.barrier(name="test.shape")
+
+
+def see_what_travelled(shape: tuple[int, int, int], summary: dict[str, Any]) -> None:
+    parts, replicas, _ = shape
+    grid, steps = summary["grid"], STEPS * EPOCHS
+    inner = [start for start, _ in grid["segments"][1:]]
+    assert len(inner) == parts - 1
+    crossing = steps * replicas * sum(4 * BATCH * BOUNDARIES[depth] for depth in inner)
+    assert grid["wire_bytes"] == {"activations": crossing, "errors": crossing}
+    whole = laid_out(10)
+    parameters = sum(p.nbytes for p in whole.parameters())
+    assert sum(grid["optimizer_bytes"][:parts]) == parameters
+    assert sum(grid["parameter_bytes"][:parts]) == parameters + sum(b.nbytes for b in whole.buffers())
+    handed_over = steps * parameters if replicas > 1 else 0
+    assert sum(grid["allreduce_bytes"][:parts]) == handed_over
+    assert grid["parameter_bytes"][:parts] * replicas == grid["parameter_bytes"]
+
+
+def check_a_grid_that_splits_no_batch_is_replicas_with_their_votes(trial: Trial) -> None:
+    size = trial.world.size
+    parts = max(parts for parts in range(1, size + 1) if size % parts == 0 and (parts < size or size != 4))
+    replicas = size // parts
+    some = trial.world.among(range(replicas))
+    for kind in ({"freeze": "static", "cut": FROZEN}, {**VOTED, "vote_weight": "loss"}):
+        name = kind["freeze"]
+        summary = run(trial.grid(name, (parts, replicas, 1), **kind), trial.world)
+        if some is not None:
+            expected = run(trial.config(f"{name}-plain", shares=replicas, blocks="residual", **kind), some)
+            assert summary["cut_history"] == expected["cut_history"], name
+            assert summary["final_cut"] > 0, "nothing was frozen"
+        if trial.world.rank == 0:
+            assert differing(trial.model(name), trial.model(f"{name}-plain")) == []
+            decisions, theirs = (lines(trial.root / run, "decisions") for run in (name, f"{name}-plain"))
+            assert decisions == theirs, name
+            scores, theirs = (
+                [{key: line[key] for key in line if "loss" in key or "accuracy" in key} for line in metrics]
+                for metrics in (lines(trial.root / run, "metrics") for run in (name, f"{name}-plain"))
+            )
+            assert scores == theirs, name
+        if name == "static":
+            see_that_frozen_ranges_are_silent(summary)
+        trial.world.barrier(name="test.votes")
+
+
+def see_that_frozen_ranges_are_silent(summary: dict[str, Any]) -> None:
+    grid, steps = summary["grid"], STEPS * EPOCHS
+    inner = [start for start, _ in grid["segments"][1:]]
+    errors = sum(4 * BATCH * BOUNDARIES[depth] for depth in inner if depth > FROZEN)
+    assert grid["wire_bytes"]["errors"] == steps * grid["replicas"] * errors
+    frozen = [stop <= FROZEN for _, stop in grid["segments"]] * grid["replicas"]
+    assert [bytes_held == 0 for bytes_held in grid["optimizer_bytes"]] == frozen
+    if grid["replicas"] > 1:
+        assert [sent == 0 for sent in grid["allreduce_bytes"]] == frozen
+
+
+def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
+    """Also where the blocks would be dealt out otherwise when it goes on."""
+    size = trial.world.size
+    shape = (max(1, size // 2), 2 if size in (2, 4) else 1, 2) if size != 3 else (3, 1, 2)
+    given = {**VOTED, "cut_by": "compute", "checkpoint_every": "2s", "schedule": "cosine"}
+    straight = run(trial.grid("straight", shape, **given), trial.world)
+    measure = opening.try_blocks
+    for stop in (STEPS + 1,):
+        interrupted(trial.grid(f"stop-{stop}", shape, **given), trial.world, after=stop)
+
+        def skewed(*args: Any, **options: Any) -> Tried:
+            found = measure(*args, **options)
+            return Tried(found.boundaries, tuple(1.0 + 100 * (block == 0) for block in range(5)))
+
+        opening.try_blocks = skewed
+        try:
+            resumed = run(trial.grid(f"stop-{stop}", shape, resume=True, **given), trial.world)
+        finally:
+            opening.try_blocks = measure
+        for key in ("parameter_digest", "cut_history"):
+            assert resumed[key] == straight[key], f"{key} differs when stopped after {stop}"
+        if trial.world.rank == 0:
+            for kind in ("metrics", "decisions"):
+                mine, theirs = (without_places(trial.root / name, kind) for name in (f"stop-{stop}", "straight"))
+                assert mine == theirs, f"{kind} differ after {stop}"
+
+
+def without_places(directory: Path, kind: str) -> list[str]:
+    """Lines of a record, but for what depends on where the chain is cut."""
+    moved = ("grid", "allreduce_bytes", "other_collective_bytes")
+    return [json.dumps({k: v for k, v in line.items() if k not in moved}) for line in lines(directory, kind)]
+
+
+def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
+    shape = SHAPES[trial.world.size][0]
+    try:
+        run(trial.grid("broken", shape, lr=1e30, weight_decay=0.0), trial.world)
+    except NumericsError as error:
+        assert "not finite" in str(error) and error.everywhere
+    else:
+        raise AssertionError("nobody noticed")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = open_world()
+    end_job_on_exception(world)
+    trial = Trial(world, Path(sys.argv[1]))
+    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_")]
+    for check in checks:
+        check(trial)
+    report(world.rank, checks=[check.__name__ for check in checks])
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -78,6 +78,7 @@ class Setting:
         augment: str = "none",
         cache: CacheConfig = CacheConfig(),  # noqa: B008  (frozen)
         freeze: FreezeConfig | None = None,
+        compression: str = "none",
     ) -> Job:
         """Return a job as the program makes it, its model in training mode; all jobs start with equal weights.
 
@@ -89,6 +90,7 @@ class Setting:
             optimizer=OptimizerConfig(
                 epochs=self.epochs,
                 batch_size=self.batch_rows,
+                compression=compression,
                 lr=LEARNING_RATE,
                 momentum=MOMENTUM,
                 weight_decay=WEIGHT_DECAY,

@@ -81,6 +81,22 @@ def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
     assert json.loads((folder / "found").read_text()) == pytest.approx([2 * (size - 1) / size] * size, rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nodes, folder: Path, size: int) -> None:
+    worker = [sys.executable, str(WORKERS / "sent_gradients.py"), str(folder / "found")]
+    done = nodes.run(HOROVODRUN, "-np", str(size), *worker)
+    assert done.returncode == 0, done.stderr
+    for rank in json.loads((folder / "found").read_text()):
+        for compression, bytes_of in rank.items():
+            # Each rank's largest exponent travels behind each of the four buckets of halves, and is no gradient.
+            tail = 2 * size * 4 if compression == "fp16" else 0
+            assert 0 <= bytes_of["formula"] - bytes_of["handed"] <= tail, compression
+            ring = 2 * (size - 1) / size * bytes_of["formula"]
+            # Headers are 5 % of a full packet; agreeing on a message takes the same few bytes for each of them.
+            assert bytes_of["wire"] == pytest.approx(ring, rel=0.1, abs=60_000), compression
+
+
 def test_everything_that_is_wrong_with_a_node_is_one_line_before_anything_starts(nodes: Nodes) -> None:
     packages, key = sysconfig.get_path("purelib"), f"/run/hvfreeze-cluster.{nodes.name}/user_key.pub"
     broken = {

@@ -1,0 +1,177 @@
+"""N nodes, how many times faster? Ours, Horovod with fp16 and DDP with PowerSGD on networks of 200 Mbit/s to 10 Gbit/s.
+
+    python -m analysis.network [--out DIR] [--quick]
+    python -m analysis.network --all --data-dir DIR --weights FILE    and communication, scaling and exchange after it
+
+On the local cluster of launch/, one rank a node, all ways in turn on the same nodes; a network whose rows are in DIR is
+not measured again, so the same command goes on where it was stopped. A step is that of ResNet-18 at 32 pixels on images
+in memory, 64 a rank, on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.benchmarks.launching import environment
+from analysis.parts.network_sides import BATCH_ROWS, LOW_RANK, ROUNDS, measure
+from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.experiment import main as main_of
+from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
+from analysis.sweeps.presets import REDUCED
+from analysis.sweeps.provenance import commit
+from analysis.sweeps.rows import publish
+from hvfreeze.report.csv_files import to_csv
+from hvfreeze.runs.environment import facts_of_this_rank
+
+NETWORKS = [(1, "")] + [(nodes, limit) for limit in ("200mbit", "1gbit", "10gbit", "") for nodes in (2, 4)]
+WAYS = ("auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
+SECONDS = 240.0
+"""After which a network's job hangs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, or with --worker be one rank of it; return 0."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS / "network", help="folder for rows.csv and README.md")
+    parser.add_argument("--quick", action="store_true", help="two networks, next to no steps: only to see that it runs")
+    parser.add_argument(
+        "--all", action="store_true", help="also communication, scaling and exchange, with what follows"
+    )
+    parser.add_argument("--worker", nargs=2, type=Path, metavar=("FILE", "FOLDER"), help=argparse.SUPPRESS)
+    options, rest = parser.parse_known_args(arguments)
+    if options.worker is not None:
+        measure(*options.worker, quick=options.quick)
+        return 0
+    if rest and not options.all:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    require_cluster()
+    rows = kept(options.out / "rows.csv")
+    for nodes, bandwidth in NETWORKS[:2] if options.quick else NETWORKS:
+        if not any((row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth) for row in rows):
+            rows += [
+                {key: str(value) for key, value in row.items()} for row in rows_of(nodes, bandwidth, options.quick)
+            ]
+            publish(options.out / "rows.csv", to_csv(rows))
+            publish(options.out / "README.md", readme(rows))
+            print("\n".join(line(row) for row in rows if (row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth)))
+    return others(rest) if options.all else 0
+
+
+def others(arguments: Sequence[str]) -> int:
+    """Run the other experiments about networks; return the worst exit code."""
+    from analysis import communication, exchange, scaling
+
+    codes = [main_of(experiment, arguments) for experiment in (communication.EXPERIMENT, scaling.EXPERIMENT)]
+    return max(*codes, exchange.main([]))
+
+
+def kept(path: Path) -> list[dict[str, str]]:
+    """Return the rows that are there."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_of(nodes: int, bandwidth: str, quick: bool) -> list[dict[str, Any]]:
+    """Return a row for each way of training on a network."""
+    cluster = REDUCED.run("network", 0, ranks=nodes, nodes=nodes, bandwidth=bandwidth)
+    with nodes_up(cluster) as (name, _), tempfile.TemporaryDirectory() as folder:
+        found, scratch = Path(folder) / "found.json", Path(folder) / "scratch"
+        scratch.mkdir()
+        job = [str(ROOT / "launch/mpirun.sh"), "-np", str(nodes), sys.executable, "-m", "analysis.network"]
+        job += ["--worker", str(found), str(scratch), *(["--quick"] if quick else [])]
+        command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
+        variables = {**environment(os.environ), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=SECONDS)
+        told = json.loads(found.read_text(encoding="utf-8"))
+    return [row_of(nodes, bandwidth, way, told["seconds"][way], told["told"][way]) for way in WAYS]
+
+
+def row_of(nodes: int, bandwidth: str, way: str, seconds: Sequence[float], told: dict[str, Any]) -> dict[str, Any]:
+    """Return what a way's steps came to, with what was forecast for it."""
+    plan = told.get("exchange", {})
+    chosen = plan.get("compression", "")
+    return {
+        "nodes": nodes,
+        "bandwidth": bandwidth,
+        "way": way,
+        "steps": len(seconds),
+        "step_seconds": statistics.median(seconds),
+        "images_per_second": nodes * BATCH_ROWS / statistics.median(seconds),
+        "fastest_seconds": min(seconds),
+        "compression": chosen,
+        "forecast_seconds": plan["forecast"][chosen]["step"] if chosen else "",
+        "measured_bits_per_second": plan.get("bits_per_second", ""),
+        "latency_seconds": plan.get("latency_seconds", ""),
+    }
+
+
+def line(row: dict[str, str]) -> str:
+    """Return a row for a person who waits."""
+    step, pace = 1e3 * float(row["step_seconds"]), float(row["images_per_second"])
+    forecast = f", forecast {1e3 * float(row['forecast_seconds']):.0f} ms" if row["forecast_seconds"] else ""
+    network = f"{row['nodes']} x {row['bandwidth'] or 'unlimited'}"
+    return f"{network:14} {row['way']:15} {pace:6.0f} images/s, {step:6.0f} ms a step {row['compression']}{forecast}"
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Return images/s by network and way, and the part of as many single nodes that ours, uncompressed, make."""
+    paces = {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
+    alone = paces.get(("1", "", "uncompressed"), float("nan"))
+    lines = [f"| nodes | link | {' | '.join(WAYS)} |", "|---:|---|" + "---:|" * len(WAYS)]
+    for nodes, bandwidth in NETWORKS:
+        found = [paces.get((str(nodes), bandwidth, way)) for way in WAYS]
+        if None not in found:
+            cells = [f"{pace:.0f} ({pace / nodes / alone:.2f})" for pace in found if pace is not None]
+            lines.append(f"| {nodes} | {bandwidth or 'unlimited'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def forecasts(rows: Sequence[dict[str, str]]) -> str:
+    """Return what was forecast for each choice of ours, beside what was measured."""
+    lines = ["| nodes | link | asked | taken | forecast | measured | off |", "|---:|---|---|---|---:|---:|---:|"]
+    for row in rows:
+        if row["forecast_seconds"]:
+            said, took = float(row["forecast_seconds"]), float(row["step_seconds"])
+            lines.append(
+                f"| {row['nodes']} | {row['bandwidth'] or 'unlimited'} | {row['way']} | {row['compression']} | "
+                f"{1e3 * said:.0f} ms | {1e3 * took:.0f} ms | {100 * (said / took - 1):+.0f} % |"
+            )
+    return "\n".join(lines)
+
+
+def readme(rows: Sequence[dict[str, str]]) -> str:
+    """Return README.md."""
+    known = facts_of_this_rank()
+    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    return (
+        "# Training on 1, 2 and 4 nodes, by network and by way of exchanging gradients\n\n"
+        "Images a second, and in brackets the part of as many times one node's, uncompressed. ResNet-18 at 32 pixels, "
+        f"{BATCH_ROWS} images a rank and step, nothing frozen, one rank a node, one thread a rank. PowerSGD has rank "
+        f"{LOW_RANK} everywhere.\n\n{table(rows)}\n\n"
+        f"What a step was forecast to take after the first few, and took:\n\n{forecasts(rows)}\n\n"
+        "## Limits\n\n"
+        "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"
+        "- The kernel adds no latency to the links.\n"
+        "- torch's PowerSGD hook ends the process over gloo as it stands; its sums are made one after the other here.\n"
+        "- Images are random and in memory; one job a network, its ways in turn.\n\n"
+        "## How it was made\n\n"
+        f"- `python -m analysis.network`: medians over {ROUNDS} rounds of steps, each on its slowest rank\n"
+        f"- {known['processor']}, {known['cores']} cores; {versions}; source {commit()}\n"
+        "- numbers: [rows.csv](rows.csv)\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

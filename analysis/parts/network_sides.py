@@ -1,0 +1,138 @@
+"""One rank of a network's measurement: ways of training a ResNet-18 that take turns on the same nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED, rotated
+from analysis.benchmarks.material import HeldBatch, HeldSteps, Setting, held_batches, replicas_of
+from analysis.benchmarks.ranks import Ranks
+from analysis.benchmarks.references import PlainLoop, resnet, sgd
+
+BATCH_ROWS, SIDE_PIXELS = 64, 32
+LOW_RANK = 4
+FIRST_STEPS, WARM_STEPS, WARM_AGAIN = 5, 8, 1
+"""Steps of ours before it compresses; untimed steps of each way at first, and when Horovod was started anew."""
+ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 3, 2.0, 2, 10
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of training: how a step is made, and how Horovod is set up meanwhile."""
+
+    step: Callable[[], float]
+    mode: str
+    tell: Callable[[], dict[str, Any]] = dict
+
+
+def measure(out: Path, scratch: Path, *, quick: bool) -> None:
+    """Write what each side's steps took, on the slowest rank, to `out`. Collective."""
+    torch.set_num_threads(1)
+    ranks = Ranks()
+    with contextlib.redirect_stdout(io.StringIO()):
+        ways = ways_of(ranks, scratch, batch_rows=8 if quick else BATCH_ROWS)
+        seconds = {name: [] for name in ways}  # type: dict[str, list[float]]
+        for number in range(1 if quick else ROUNDS):
+            for mode in rotated([UNFUSED, FUSED, ABSENT], number):
+                ranks.use(mode)
+                for name, way in ways.items():
+                    if way.mode == mode:
+                        warm = WARM_AGAIN if number else WARM_STEPS
+                        seconds[name] += timed(ranks, way, warm=warm, quick=quick)
+        ranks.use(UNFUSED)
+        told = {name: way.tell() for name, way in ways.items()}
+    if ranks.rank == 0:
+        out.write_text(json.dumps({"seconds": seconds, "told": told}), encoding="utf-8")
+    ranks.world.close()
+
+
+def timed(ranks: Ranks, way: Way, *, warm: int, quick: bool) -> list[float]:
+    """Return the seconds of a round's steps, on the slowest rank. Collective."""
+    for _ in range(warm):
+        way.step()
+    mine: list[float] = []
+    while len(mine) < LEAST_STEPS or not ranks.agree(float(quick or sum(mine) > ROUND_SECONDS)):
+        ranks.barrier()
+        start = time.perf_counter()
+        way.step()
+        mine.append(time.perf_counter() - start)
+        if len(mine) == MOST_STEPS:
+            break
+    return [max(step) for step in zip(*ranks.gather(mine), strict=True)]
+
+
+def ways_of(ranks: Ranks, scratch: Path, *, batch_rows: int) -> dict[str, Way]:
+    """Return the sides. Collective."""
+    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=batch_rows, side=SIDE_PIXELS)
+    batches = held_batches(setting.job("batches"))
+
+    def ours(name: str, compression: str) -> Way:
+        job = setting.job(name, compression=compression)
+        replicas_of(job).reducer.uncompressed_steps = FIRST_STEPS
+        return Way(HeldSteps(job).step, UNFUSED, replicas_of(job).plan.report)
+
+    return {
+        "auto": ours("auto", "auto"),
+        "uncompressed": ours("uncompressed", "none"),
+        "fp16": ours("fp16", "fp16"),
+        "powersgd": ours("powersgd", f"powersgd:{LOW_RANK}"),
+        "Horovod fp16": Way(horovod(batches).step, FUSED),
+        "DDP + PowerSGD": Way(data_parallel(ranks, batches, scratch).step, ABSENT),
+    }
+
+
+def horovod(batches: list[HeldBatch]) -> PlainLoop:
+    """Return the loop of a Horovod user with its own halves; the weights' layout is what it takes."""
+    import horovod.torch as hvd
+
+    model = resnet()
+    model.train()
+    half = hvd.Compression.fp16
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), compression=half)
+    return PlainLoop(model, [optimizer], batches)
+
+
+class InTurn:
+    """torch.distributed for torch's hook, whose callbacks wait in gloo's own threads and end the process: each of its
+    sums is complete before the next begins.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what torch.distributed has."""
+        return getattr(distributed, name)
+
+    def all_reduce(self, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        """Sum `tensor`, and return what has ended already."""
+        distributed.all_reduce(tensor, group=group)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: future)
+
+
+def data_parallel(ranks: Ranks, batches: list[HeldBatch], scratch: Path) -> PlainLoop:
+    """Return the loop of a DistributedDataParallel user over gloo, with torch's PowerSGD from the third step on."""
+    interface = "eth0" if Path("/sys/class/net/eth0").exists() else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store = distributed.FileStore(str(scratch / "gloo"), ranks.size)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size)
+    model = resnet()
+    model.train()
+    wrapped = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    vars(powerSGD_hook)["dist"] = InTurn()
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=LOW_RANK, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return PlainLoop(wrapped, [sgd(model)], batches)

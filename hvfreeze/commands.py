@@ -119,12 +119,22 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze report` takes."""
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the page and figures go")
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=int,
+        nargs="?",
+        const=30,
+        help="write it anew after every epoch while jobs run, and let the page reload itself; default: every 30 s",
+    )
 
 
 def report(options: argparse.Namespace) -> int:
     """Write a report on run directories."""
-    from hvfreeze.report.report import write_report
+    from hvfreeze.report.report import watch_report, write_report
 
+    if options.watch is not None:
+        return watch_report(options.run_dirs, out=options.out, seconds=options.watch)
     return write_report(options.run_dirs, out=options.out)
 
 

@@ -17,12 +17,12 @@ from hvfreeze import __version__
 from hvfreeze.applying.preparation import Preparation
 from hvfreeze.chain.origins.weights import weights_path
 from hvfreeze.config.model import HeadConfig, ModelConfig
-from hvfreeze.config.named_code import TIMM, code_sha256, is_named_code
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.views.transform import Transform
 from hvfreeze.errors import RefusedError
+from hvfreeze.named_code import TIMM, code_sha256, is_named_code
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.publishing import publish
 from hvfreeze.runs.reading import read_bytes

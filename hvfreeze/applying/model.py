@@ -21,9 +21,9 @@ from hvfreeze.chain.blocks import cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model
 from hvfreeze.chain.origins.weights import read_weights
-from hvfreeze.config.named_code import code_sha256, is_named_code
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
+from hvfreeze.named_code import code_sha256, is_named_code
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hvfreeze.applying.answering import Decode
 from hvfreeze.applying.model import Applied
-from hvfreeze.config.named_code import is_named_code
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import choose
 from hvfreeze.data.datasets import ImageSet, open_data
@@ -19,6 +18,7 @@ from hvfreeze.data.draws import Ids
 from hvfreeze.data.on_disk.cifar import ARCHIVES
 from hvfreeze.data.on_disk.folders import is_folder, scan
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.named_code import is_named_code
 from hvfreeze.runs.reading import read_config
 
 

@@ -21,8 +21,8 @@ from hvfreeze.chain.blocks import Chain
 from hvfreeze.chain.origins.makers import own_model, timm_model, timm_weights
 from hvfreeze.chain.origins.narrow_resnets import NARROW_RESNETS, narrow_resnet
 from hvfreeze.chain.origins.weights import load_weights, pretrained_weights, read_weights
-from hvfreeze.config.named_code import TIMM
 from hvfreeze.errors import UsageError
+from hvfreeze.named_code import TIMM
 from hvfreeze.torchvision_shim import torchvision
 
 MAXVIT_WINDOW = 7

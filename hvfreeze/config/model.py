@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvfreeze.config.named_code import check_named_code, is_named_code
 from hvfreeze.config.rules import one_of, rule, setting
+from hvfreeze.named_code import check_named_code, is_named_code
 
 MOST_CELLS = 64
 

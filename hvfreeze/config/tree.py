@@ -18,7 +18,8 @@ from hvfreeze.config.model import HeadConfig, ModelConfig
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.rules import rule
-from hvfreeze.config.sections import AUTO, CacheConfig, DataConfig, FreezeConfig, RunConfig
+from hvfreeze.config.run import RunConfig
+from hvfreeze.config.sections import AUTO, CacheConfig, DataConfig, FreezeConfig
 from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import UsageError
 

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.config.named_code import is_named_code
 from hvfreeze.data.on_disk.cifar import ARCHIVES, download, read_archive
 from hvfreeze.data.on_disk.digits import digits_table
 from hvfreeze.data.on_disk.folders import Folders, is_folder, list_folders
@@ -22,6 +21,7 @@ from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.shards import split_validation
 from hvfreeze.data.sources import ArraySource, FileSource, PixelArray
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.named_code import is_named_code
 
 _Triple = tuple[float, float, float]
 

@@ -20,9 +20,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hvfreeze.config.named_code import call, code_sha256, told
 from hvfreeze.data.sources import PixelArray, fitted, picture_of, to_pixels, to_rgb
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.named_code import call, code_sha256, told
 
 PROBES = 64
 

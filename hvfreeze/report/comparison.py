@@ -12,7 +12,7 @@ from typing import Any
 from hvfreeze.runs.reading import Run
 
 SEEDS = frozenset({"seed", "data_seed"})
-WITHOUT_EFFECT = frozenset({"run_dir", "resume", "resume_inexact", "quiet", "json"})
+WITHOUT_EFFECT = frozenset({"run_dir", "resume", "resume_inexact", "quiet", "tensorboard", "json"})
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,17 @@ def is_run(place: Path) -> bool:
     return (place / "config.yaml").is_file()
 
 
+def has_epoch(place: Path) -> bool:
+    """Tell whether a run has made an epoch."""
+    return is_run(place) and progress_of(place)[0] > 0
+
+
+def progress_of(place: Path) -> tuple[int, ...]:
+    """Return the sizes of the files of a run that grow, metrics.jsonl first."""
+    files = (place / name for name in ("metrics.jsonl", "decisions.jsonl", "summary.json"))
+    return tuple(file.stat().st_size if file.is_file() else 0 for file in files)
+
+
 def row_of(place: Path) -> tuple[str, ...]:
     """Return a run's line; one that cannot be read says why in place of numbers."""
     name = place.resolve().name
@@ -54,7 +65,7 @@ def row_of(place: Path) -> tuple[str, ...]:
         settings = {
             leaf: value for leaves in read_config(place / "config.yaml").values() for leaf, value in leaves.items()
         }
-        if not (place / "metrics.jsonl").is_file() or not (place / "metrics.jsonl").stat().st_size:
+        if not has_epoch(place):
             known = (str(settings["model"]), str(settings["data"]))
             return (name, f"{doing(place)}, no epoch yet", *known, "", str(settings["freeze"]), "", "", "", "")
         run = load_run(place)

@@ -58,8 +58,12 @@ def data_uri(svg: Path) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.read_bytes()).decode()
 
 
-def write_page(title: str, sections: Sequence[Section], *, out: str | os.PathLike[str]) -> Path:
+def write_page(
+    title: str, sections: Sequence[Section], *, out: str | os.PathLike[str], refresh_seconds: int = 0
+) -> Path:
     """Write `out`/index.html and return its path. All text is escaped.
+
+    With `refresh_seconds` a browser that shows the page loads it again as often.
 
     Raises:
         RefusedError: the page cannot be written.
@@ -68,7 +72,7 @@ def write_page(title: str, sections: Sequence[Section], *, out: str | os.PathLik
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    text = environment.get_template("report.html").render(title=title, sections=sections)
+    text = environment.get_template("report.html").render(title=title, sections=sections, refresh=refresh_seconds)
     path = Path(out) / "index.html"
     write_text(path, text)
     return path

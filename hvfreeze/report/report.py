@@ -8,6 +8,7 @@ OUT/data/*.csv          runs, epochs and votes as plain numbers
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,11 @@ from typing import Protocol
 
 from matplotlib.figure import Figure
 
-from hvfreeze.errors import RefusedError
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.report.comparison import Comparison, Group, compare, group_by_seed
 from hvfreeze.report.csv_files import epoch_rows, run_rows, to_csv, vote_rows
 from hvfreeze.report.figures import MOST_PANELS, plot_accuracy_against_time, plot_cuts, plot_phases
-from hvfreeze.report.listing import readable_runs
+from hvfreeze.report.listing import doing, has_epoch, is_run, progress_of, readable_runs
 from hvfreeze.report.page import Picture, Section, write_page, write_text
 from hvfreeze.report.style import NARROW, WIDE, save_figure
 from hvfreeze.report.tables import (
@@ -58,7 +59,33 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.Pa
     return 0
 
 
-def write_report_page(runs: Sequence[Run], *, out: Path) -> Path:
+def watch_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str], seconds: int) -> int:
+    """Write the report anew whenever a run has made an epoch, until no job is at work on any; return exit code 0.
+
+    The page reloads itself in the browser meanwhile. Runs may be without an epoch yet.
+
+    Raises:
+        UsageError: `seconds` makes no sense.
+        RefusedError: no job is at work and no run can be read, or `out` cannot be written; names it.
+    """
+    if seconds < 1:
+        raise UsageError(f"--watch ({seconds}) must be at least 1 second")
+    places, written = [Path(place) for place in run_dirs], None
+    while True:
+        running = any(doing(place) == "running" for place in places)
+        now = (running, [is_run(place) and progress_of(place) for place in places])
+        ready = [place for place in places if has_epoch(place)]
+        if now != written and (ready or not running):
+            runs = load_runs(readable_runs(ready if running else places))
+            path = write_report_page(runs, out=Path(out), refresh_seconds=seconds if running else 0)
+            print(f"{time.strftime('%H:%M:%S')} report on {plural(len(runs), 'run')}: {path}", flush=True)
+            written = now
+        if not running:
+            return 0
+        time.sleep(seconds)
+
+
+def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 0) -> Path:
     """Write figures, CSV files and the page to the folder `out`; return the page's path.
 
     Raises:
@@ -75,7 +102,8 @@ def write_report_page(runs: Sequence[Run], *, out: Path) -> Path:
         *cut_sections(runs, out=out),
         Section(heading="Commands and environment", tables=(command_table(groups), environment_table(groups))),
     ]
-    return write_page(f"hvfreeze: report on {plural(len(runs), 'run')}", sections, out=out)
+    title = f"hvfreeze: report on {plural(len(runs), 'run')}"
+    return write_page(title, sections, out=out, refresh_seconds=refresh_seconds)
 
 
 def summary_section(groups: Sequence[Group]) -> Section:

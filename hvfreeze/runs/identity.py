@@ -16,6 +16,7 @@ HARMLESS = (
     "resume_inexact",
     "json",
     "quiet",
+    "tensorboard",
     "data_dir",
     "cache_dir",
     "cache_limit",

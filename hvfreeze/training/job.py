@@ -11,11 +11,11 @@ import torch
 
 from hvfreeze.applying.card import Card, describe, head_named
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.named_code import code_sha256, is_named_code
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed, grouped, open_feeds, padded_batches
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.heads.fit import HeadFit
+from hvfreeze.named_code import code_sha256, is_named_code
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
 from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
@@ -30,7 +30,7 @@ from hvfreeze.training.choice import place_of, reads_images
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.making.blueprint import Blueprint, statistics_of
 from hvfreeze.training.making.samples import load_feeds, open_corpus
-from hvfreeze.training.progress import Speaker
+from hvfreeze.training.progress import Curves, NoCurves, Speaker, check_curves
 from hvfreeze.training.stages.budget import Budget
 from hvfreeze.training.stages.course import Course
 from hvfreeze.training.stages.guard import Guard
@@ -61,6 +61,7 @@ class Job:
     speaker: Speaker
     notes: list[str]
     record: Record | NullRecord = field(default_factory=NullRecord)
+    curves: NoCurves | Curves = field(default_factory=NoCurves)
     data_identities: dict[str, str] = field(default_factory=dict)
     step: int = 0
     epochs_done: int = 0
@@ -170,6 +171,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         lambda: check_directory(directory, settings, environment) if world.rank == 0 else None,
         name="directory",
     )
+    together(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
     _, replicas = together(world, lambda: place_of(world, config.strategy), name="replicas")
     corpus = open_corpus(
         config.data,

@@ -169,7 +169,9 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         "allreduce_bytes": report["allreduce_bytes"],
         "cache": report["cache"],
     }
-    job.record.metrics(line | own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested))
+    line |= own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
+    job.record.metrics(line)
+    job.curves.epoch(line, rate=rate(job))
     job.totals = {}
     job.epochs_done = epoch + 1
     shown = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"

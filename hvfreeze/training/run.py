@@ -29,7 +29,7 @@ from hvfreeze.training.checkpoints.saving import directory_of, save
 from hvfreeze.training.evaluation import by_model
 from hvfreeze.training.job import Job, prepare
 from hvfreeze.training.loop import own_part, train
-from hvfreeze.training.progress import Progress, open_progress
+from hvfreeze.training.progress import Curves, NoCurves, Progress, open_progress
 
 
 def run(config: Config, world: World, *, asked: Sequence[int] = (), started: float | None = None) -> dict[str, Any]:
@@ -63,6 +63,7 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
             progress.line(f"{job.directory} is complete; nothing to do")
             return done
         together(job.world, job.record.begin, name="record.begin")
+        job.curves = together(job.world, lambda: open_curves(job), name="curves")
         introduce(job, progress, resumed=wrote is not None)
         if wrote not in (None, job.world.size):
             # At once, in place of those that count other steps: the newest is found by its number of steps.
@@ -70,10 +71,18 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
         train(job, progress, asked=asked)
     finally:
         progress.close()
+        job.curves.close()
         job.strategy.close()
         if job.saving is not None:
             job.saving.let_go()
     return conclude(job)
+
+
+def open_curves(job: Job) -> NoCurves | Curves:
+    """Return what draws the run's curves: rank 0 with --tensorboard."""
+    if not job.config.run.tensorboard or job.world.rank > 0:
+        return NoCurves()
+    return Curves(job.directory / "tensorboard", step=job.step)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "torchvision_shim", "plain_load"),
+    ("errors", "named_code", "torchvision_shim", "plain_load"),
     ("config",),
     ("chain", "ranks", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "updates"),
@@ -21,10 +21,11 @@ LEVELS = (
     ("__main__",),
 )
 ALLOWED = {
-    "applying": {"__init__", "errors", "config", "chain", "data", "heads", "runs", "report"},
+    "applying": {"__init__", "errors", "named_code", "config", "chain", "data", "heads", "runs", "report"},
     "report": {"errors", "config", "runs"},
     "doctor": {"errors", "torchvision_shim"},
     "cache": {"errors"},
+    "named_code": {"errors"},
     "plain_load": {"errors"},
     "runs": {"errors", "config"},
     "updates": {"errors", "config"},

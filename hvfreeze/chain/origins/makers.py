@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.named_code import TIMM, call
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.named_code import TIMM, call
 
 Triple = tuple[float, float, float]
 

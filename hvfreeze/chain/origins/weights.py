@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.config.named_code import TIMM
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.named_code import TIMM
 from hvfreeze.plain_load import load_plain
 from hvfreeze.torchvision_shim import torchvision
 

@@ -7,7 +7,8 @@ import pytest
 
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.rules import parse_bytes, parse_cadence, parse_compression, parse_dirichlet, parse_views
-from hvfreeze.config.sections import CacheConfig, DataConfig, RunConfig
+from hvfreeze.config.run import RunConfig
+from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.views.augment import parse_augment
 from hvfreeze.errors import UsageError

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.chain.models import build_model
 from hvfreeze.chain.origins.makers import timm_statistics
-from hvfreeze.config.named_code import code_sha256
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.named_code import code_sha256
 
 CODE = """
 import torch

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from analysis.parts.peers_labels import PROBE_EPOCHS
+from analysis.parts.peers_labels import PROBE_EPOCHS, PROBE_VIEWS
 from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
@@ -66,7 +66,7 @@ def parts(config: Config) -> tuple[Config, Config]:
     plain = Config()
     probing = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, augment="views:2"),
+        data=dataclasses.replace(config.data, augment=f"views:{PROBE_VIEWS}"),
         optimizer=dataclasses.replace(config.optimizer, epochs=PROBE_EPOCHS, lr=PROBE_LR),
         cache=dataclasses.replace(config.cache, cache="on"),
         run=dataclasses.replace(

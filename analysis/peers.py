@@ -3,10 +3,11 @@
     python -m analysis.peers --preset reduced --data-dir DIR --weights FILE        32 pixels; analysis.peers64: 64
 
 Full fine-tuning, the last stage alone, the same from a cache, the head alone from a cache, linear probing before full
-fine-tuning, blocks frozen by vote, DistributedDataParallel over gloo, and the head solved exactly on every block's
-features: for several numbers of samples, each for several budgets of epochs, each budget with the learning rate that
-was best for it on held-out training samples. Accuracies repeat exactly, whatever else the machine does; training time
-is what the steps of a run cost on an idle one (analysis.step_costs).
+fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both with rows stored) or
+Composer's, DistributedDataParallel over gloo, and the head solved exactly on every block's features: for several
+numbers of samples, each for several budgets of epochs, each budget with the learning rate that was best for it on
+held-out training samples. Accuracies repeat exactly, whatever else the machine does; training time is what the steps of
+a run cost on an idle one (analysis.step_costs).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SEEDS = {1_000: 5, 5_000: 5, 20_000: 3}
 SMOKE_SAMPLES, SMOKE_EPOCHS = 64, 1
 SMOKE_PEERS = ("full", "lp-ft", "exact")
 """The others' code paths are seen to run by other experiments."""
-MANY = 99
+MANY, MANY_SAMPLES = 99, 10**9
 NORMALISED: dict[str, Value] = {"mean": "0.5071,0.4865,0.4409", "std": "0.2673,0.2564,0.2762"}
 """As the weights were trained, on CIFAR-100."""
 CACHED: dict[str, Value] = {"augment": "views:2", "cache": "on"}
@@ -55,6 +56,8 @@ class Peer:
     """It is given so many of the budgets, the longest ones."""
     once: bool = False
     """Whether it has no epochs to choose."""
+    most_samples: int = MANY_SAMPLES
+    """It is not run on more."""
     longer: int = 1
     """Times as many epochs as the budget says, for those whose epochs cost next to nothing."""
     needs: str = ""
@@ -63,12 +66,19 @@ class Peer:
 
 PEERS = {
     "full": Peer(),
-    "ddp": Peer(program="analysis.ddp", rate_of="full", last=1),
+    "ddp": Peer(program="analysis.ddp", rate_of="full", last=1, most_samples=5_000),
     "last-stage": Peer(flags=MappingProxyType(LAST_STAGE)),
     "last-stage-cached": Peer(flags=MappingProxyType({**LAST_STAGE, **CACHED}), rate_of="last-stage"),
     "head-cached": Peer(flags=MappingProxyType({**HEAD_ALONE, **CACHED}), last=1, longer=4),
     "lp-ft": Peer(flags=MappingProxyType(HEAD_ALONE), program="analysis.lp_ft"),
-    "voted": Peer(flags=MappingProxyType({"freeze": "gradient-norm"}), rate_of="full", last=2),
+    "voted": Peer(flags=MappingProxyType({"freeze": "gradient-norm"}), rate_of="full", last=2, most_samples=5_000),
+    "autofreeze": Peer(
+        flags=MappingProxyType({"freeze": "percentile", **CACHED}), rate_of="full", last=1, most_samples=5_000
+    ),
+    "pipetransformer": Peer(
+        flags=MappingProxyType({"freeze": "geometric", **CACHED}), rate_of="full", last=1, most_samples=5_000
+    ),
+    "composer": Peer(flags=MappingProxyType({"freeze": "linear"}), rate_of="full", last=1, most_samples=5_000),
     "exact": Peer(
         flags=MappingProxyType({"head": "multi-level", "head_fit": "exact", "augment": "views:2"}),
         rate_of="full",
@@ -88,7 +98,7 @@ def cells(preset: Preset) -> Iterator[tuple[Cell, Peer]]:
     budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else BUDGETS
     for samples, epochs in budgets.items():
         for name, peer in known_peers().items():
-            if preset.is_smoke and name not in SMOKE_PEERS:
+            if samples > peer.most_samples or (preset.is_smoke and name not in SMOKE_PEERS):
                 continue
             for budget in (1,) if peer.once else epochs[-peer.last :]:
                 yield Cell(samples=samples, peer=name, epochs=budget), peer

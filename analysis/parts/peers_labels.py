@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from analysis.sweeps.rows import Row
 
-PROBE_EPOCHS = 10
-"""Of linear probing; all but the first two read the cache, and cost next to nothing."""
+PROBE_EPOCHS, PROBE_VIEWS = 10, 2
+"""Of linear probing; all epochs but the first two read the cache, and cost next to nothing."""
 LABEL = re.compile(r"(?:lr(?P<lr>[^-]+)-)?n(?P<samples>\d+)-(?P<peer>.+)-e(?P<epochs>\d+)")
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from analysis.parts.peers_labels import PROBE_EPOCHS, cell_of
+from analysis.parts.peers_labels import PROBE_EPOCHS, PROBE_VIEWS, cell_of
 from analysis.sweeps.results import Results
 from analysis.sweeps.rows import Row
 
@@ -54,32 +54,39 @@ def timed(results: Results) -> Results:
 
 def seconds_of(row: Row, costs: Costs) -> float | None:
     """Return a run's training time, None where its steps have no known costs."""
-    of_ranks = costs.get(f"{row['ranks']} ranks, batches of {row['batch_size']}") if costs else None
-    if of_ranks is None or cell_of(row["label"]).peer in SOLVED:
+    kinds = costs.get(f"{row['ranks']} ranks, batches of {row['batch_size']}") if costs else None
+    if kinds is None or cell_of(row["label"]).peer in SOLVED:
         return None
-    return sum(steps * of_ranks[kind] for kind, steps in steps_of(row))
-
-
-def steps_of(row: Row) -> Iterator[tuple[str, float]]:
-    """Yield kinds of steps and how many of each a run has made."""
-    steps, epoch = row["steps"], row["steps"] / row["epochs"]
-    cut = row["final_cut"]
+    steps, epoch = int(row["steps"]), int(row["steps"]) // int(row["epochs"])
     if row["program"] == "analysis.ddp":
-        yield "ddp", steps
-    elif row["program"] == "analysis.lp_ft":
+        return steps * kinds["ddp"]
+    if row["program"] == "analysis.lp_ft":
         probing = PROBE_EPOCHS * epoch
-        yield from cached_steps(DEEPEST, steps=probing, filling=2 * epoch)
-        yield "live0", steps - probing
-    elif row["cache"] == "on":
-        views = int(str(row["augment"]).partition(":")[2] or 1)
-        yield from cached_steps(cut, steps=steps, filling=min(steps, views * epoch))
-    else:
-        moves = [tuple(map(int, move.split("@"))) for move in row["cut_history"].split()]
-        for (cut, start), (_, stop) in pairwise([*moves, (0, steps)]):
-            yield f"live{cut}", stop - start
+        probed = sum(stored_steps([DEEPEST] * probing, kinds, again=PROBE_VIEWS * epoch))
+        return probed + float(steps - probing) * kinds["live0"]
+    cuts = list(cuts_of(str(row["cut_history"]), steps=steps))
+    if row["cache"] != "on":
+        return sum(kinds[f"live{cut}"] for cut in cuts)
+    views = int(str(row["augment"]).partition(":")[2] or 1)
+    return sum(stored_steps(cuts, kinds, again=views * epoch))
 
 
-def cached_steps(cut: int, *, steps: float, filling: float) -> Iterator[tuple[str, float]]:
-    """Yield the steps of a run that reads what its first epochs, `filling` steps, have computed."""
-    yield f"live{cut}", filling
-    yield f"cached{cut}", steps - filling
+def cuts_of(history: str, *, steps: int) -> Iterator[int]:
+    """Yield the cut in each step; `history` is a row's, as in `0@0 2@40`."""
+    moves = [tuple(map(int, move.split("@"))) for move in history.split()]
+    for (cut, start), (_, stop) in pairwise([*moves, (0, steps)]):
+        yield from [cut] * (stop - start)
+
+
+def stored_steps(cuts: Sequence[int], kinds: Mapping[str, float], *, again: int) -> Iterator[float]:
+    """Yield the seconds of each step where rows are stored, and come again `again` steps after.
+
+    A row is computed from what was stored of it then, so that only the blocks between the two cuts are run.
+    """
+
+    def prefix(cut: int) -> float:
+        return kinds[f"live{cut}"] - kinds[f"cached{cut}"] if cut else 0.0
+
+    for step, cut in enumerate(cuts):
+        before = cuts[step - again] if step >= again else 0
+        yield kinds[f"live{cut}"] - prefix(min(before, cut))

@@ -41,6 +41,11 @@ PLAIN: dict[str, Any] = {
         ({"cut_history": "0@0 2@10 5@30"}, 10 * 10.0 + 20 * 8.0 + 10 * 5.0),
         ({"cut_history": "4@0", "final_cut": 4}, 40 * 6.0),
         ({"cut_history": "4@0", "final_cut": 4, "cache": "on", "augment": "views:2"}, 20 * 6.0 + 20 * 0.25),
+        (
+            # Each view comes again after two epochs: what was stored then is where its forward pass begins.
+            {"cut_history": "0@0 2@10 4@30", "final_cut": 4, "cache": "on", "augment": "views:2"},
+            10 * 10.0 + 20 * 8.0 + 10 * (6.0 - (8.0 - 0.5)),
+        ),
         ({"program": "analysis.lp_ft", "steps": 140, "epochs": 14}, 20 * 5.0 + 80 * 0.2 + 40 * 10.0),
     ],
 )

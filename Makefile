@@ -44,4 +44,5 @@ figures: setup ## draw every figure from the recorded results
 	$(RUN) analysis.figures
 
 torture: setup ## random kills, flips and full disks, hours on a slow machine; what is found goes to build/torture/
+	OMP_NUM_THREADS=1 $(RUN) pytest -q -n $(JOBS) -m torture tests/single/test_properties.py
 	OMP_NUM_THREADS=1 $(RUN) tests.torture --out build/torture $(ARGS)

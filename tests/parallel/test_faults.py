@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,11 @@ def checkpoints(folder: Path, *, size: int) -> list[int]:
     return steps
 
 
+def seconds_since(folder: Path) -> float:
+    """From the fault to the end of the job, of which no process is left."""
+    return time.time() - float((folder / "since").read_text())
+
+
 def summary(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return content
@@ -80,6 +87,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
 
     killed = train(2, "1:6:kill", folder, "--resume")
     assert killed.returncode == 128 + signal.SIGKILL, str(killed)
+    assert seconds_since(tmp_path) < 5
     assert checkpoints(folder, size=2) == [1, 4]
     assert not (folder / "summary.json").exists()
 
@@ -91,6 +99,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
 
     terminated = train(2, "1:9:terminate-launcher", folder, "--resume", fresh=True)
     assert terminated.returncode not in (0, 75), str(terminated)
+    assert seconds_since(tmp_path) < 5
     assert checkpoints(folder, size=2) == [7, 8]
 
     resumed = train(2, "-", folder, "--resume")
@@ -216,12 +225,19 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, fault: str, code: int) ->
     assert checkpoints(tmp_path / "run", size=2) == [4]
 
 
-def test_a_stopped_rank_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
-    result = train(2, "1:3:stop", tmp_path / "run", env=IMPATIENT)
+def assert_waited_no_longer_than_it_may(said: str) -> None:
+    match = re.search(r"waited (\d+) s in", said)
+    assert match and int(match[1]) <= int(IMPATIENT["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) + 10, said
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_stopped_rank_ends_the_job_at_the_deadline(culprit: int, tmp_path: Path) -> None:
+    result = train(2, f"{culprit}:3:stop", tmp_path / "run", env=IMPATIENT)
     assert result.returncode == 6, str(result)
     said = only_message(result)
-    assert "for rank 1 on " in said and "which gives no sign of life" in said
+    assert f"for rank {culprit} on " in said and "which gives no sign of life" in said
     assert "in 'step.signals'" in said or "in 'gradients." in said
+    assert_waited_no_longer_than_it_may(said)
 
 
 def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
@@ -229,6 +245,7 @@ def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(tmp_path: Path) 
     assert result.returncode == 6, str(result)
     said = only_message(result)
     assert "s in 'step.signals' for rank 1 on " in said and "which computes" in said
+    assert_waited_no_longer_than_it_may(said)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_in_the_same_step(tmp_path: Path) -> None:
@@ -243,6 +260,14 @@ def test_a_replica_that_differs_in_one_bit_is_found_and_named(tmp_path: Path) ->
     assert result.returncode == 4, str(result)
     assert "replicas are not equal after step 2: rank 1 differ" in only_message(result)
     assert not checkpoints(tmp_path / "run", size=3)
+
+
+def test_a_frozen_parameter_that_moves_ends_the_job_in_that_step(tmp_path: Path) -> None:
+    result = train(2, "1:9:move-frozen", tmp_path / "run")
+    assert result.returncode == 4, str(result)
+    assert "rank 1: " in only_message(result) and "frozen" in only_message(result)
+    assert [line["cut"] for line in epochs(tmp_path / "run")][-1] > 0, "nothing was frozen, so nothing was shown"
+    assert checkpoints(tmp_path / "run", size=2) == [4, 8]
 
 
 def test_ranks_that_freeze_differently_are_refused_before_an_update(tmp_path: Path) -> None:

@@ -41,7 +41,13 @@ def replicas_of(job: Job) -> Replicas:
     return job.strategy
 
 
-def die_of(number: int) -> None:
+def note_the_time(job: Job) -> None:
+    """For tests of how soon a job ends."""
+    job.directory.with_name("since").write_text(str(time.time()))
+
+
+def die_of(number: int, job: Job) -> None:
+    note_the_time(job)
     os.kill(os.getpid(), number)
     while True:
         signal.pause()
@@ -67,6 +73,7 @@ def ask_launcher_to_leave(job: Job) -> None:
 
 
 def terminate_launcher(job: Job) -> None:
+    note_the_time(job)
     os.kill(os.getppid(), signal.SIGTERM)
     while True:
         time.sleep(1)
@@ -76,6 +83,11 @@ def perturb_a_weight(job: Job) -> None:
     with torch.no_grad():
         # Not the lowest bit, which the next update could round away.
         next(replicas_of(job).chain.model.parameters())[0, 0, 0, 0].view(torch.int32).bitwise_xor_(1 << 12)
+
+
+def move_a_frozen_weight(job: Job) -> None:
+    with torch.no_grad():
+        next(replicas_of(job).chain.model.parameters()).add_(1e-6)
 
 
 def freeze_alone(job: Job) -> None:
@@ -105,8 +117,8 @@ def have_other_sources(job: None) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
-    "kill": lambda job: die_of(signal.SIGKILL),
-    "segfault": lambda job: die_of(signal.SIGSEGV),
+    "kill": lambda job: die_of(signal.SIGKILL, job),
+    "segfault": lambda job: die_of(signal.SIGSEGV, job),
     "stop": lambda job: os.kill(os.getpid(), signal.SIGSTOP),
     "leave": lambda job: os.kill(os.getpid(), signal.SIGUSR1),
     "terminate": lambda job: os.kill(os.getpid(), signal.SIGTERM),
@@ -121,6 +133,7 @@ FAULTS: dict[str, Callable[[Any], object]] = {
     "terminate-launcher": terminate_launcher,
     "perturb": perturb_a_weight,
     "freeze-alone": freeze_alone,
+    "move-frozen": move_a_frozen_weight,
     "loss": spoil_the_loss,
     "statistics": spoil_the_statistics,
     "log": fill_the_disk_of_the_log,

@@ -297,6 +297,54 @@ def test_the_program_refuses_a_checkpoint_of_another_model(finished: Path, tmp_p
     )
 
 
+def stopped_before_its_end(finished: Path, folder: Path) -> Path:
+    """A copy of a run that may be resumed; its newest checkpoint's path is returned."""
+    shutil.copytree(finished, folder)
+    (folder / "summary.json").unlink()
+    newest = checkpoint.newest(folder / "checkpoints")
+    assert newest is not None
+    return newest
+
+
+def test_the_program_refuses_every_cut_of_a_checkpoint_and_one_of_which_a_setting_differs(
+    finished: Path, tmp_path: Path
+) -> None:
+    newest = stopped_before_its_end(finished, tmp_path / "run")
+    whole = newest.read_bytes()
+    for kept in (*(len(whole) * tenth // 10 for tenth in range(10)), len(whole) - 1):
+        newest.write_bytes(whole[:kept])
+        refused = resume(tmp_path / "run")
+        assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
+        assert f"{newest} is damaged" in refused.messages[0], str(refused)
+    newest.write_bytes(whole)
+    opened = checkpoint.open_checkpoint(newest, size=1)
+    shared, own = (checkpoint.unpacked(opened.section(number), name="") for number in range(2))
+    for leaf, other in (("seed", 7), ("lr", 0.5), ("freeze", "static"), ("augment", "none")):
+        before = shared["run"][leaf]
+        forged_state = {**shared, "run": {**shared["run"], leaf: other}}
+        checkpoint.save(newest.parent, [checkpoint.packed(forged_state), checkpoint.packed(own)], step=opened.step)
+        refused = resume(tmp_path / "run")
+        assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
+        assert f"another run's ({leaf}: {other!r} there, {before!r} here)" in refused.messages[0], str(refused)
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_the_program_runs_no_code_that_a_checkpoint_holds(finished: Path, tmp_path: Path) -> None:
+    newest = stopped_before_its_end(finished, tmp_path / "run")
+    opened, probe = checkpoint.open_checkpoint(newest, size=1), tmp_path / "code-was-run"
+    for place in range(2):
+        sections = [bytes(opened.section(number).numpy()) for number in range(2)]
+        buffer = io.BytesIO()
+        torch.save({"step": opened.step, "evil": Evil(probe)}, buffer)
+        sections[place] = buffer.getvalue()
+        evil = tmp_path / f"evil{place}"
+        shutil.copytree(tmp_path / "run", evil)
+        (evil / "checkpoints" / newest.name).write_bytes(forged(*sections, step=opened.step))
+        refused = resume(evil)
+        assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
+        assert "holds more than plain values" in refused.messages[0] and not probe.exists(), str(refused)
+
+
 def test_the_program_refuses_logs_that_lack_lines(finished: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
     (folder / "summary.json").unlink()

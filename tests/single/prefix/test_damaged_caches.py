@@ -1,0 +1,125 @@
+"""The program meets cached files that are damaged, forged or evil, or a disk that is full: same model, file named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hvfreeze.cache.file.hdf5 import find_regions
+from hvfreeze.cache.file.manifest import NAMES
+from tests.program import Outcome, call
+from tests.single.cache.test_evil_files import EVIL, FORGED, forge
+
+TRAINING = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "1"]
+TRAINING += ["--augment", "none", "--lr", "0.01", "--threads", "1", "--checkpoint-every", "0"]
+TRAINING += ["--freeze", "static", "--cut", "2"]
+
+
+def train(run: Path, *flags: str) -> tuple[Outcome, dict[str, Any]]:
+    ended = call("train", *TRAINING, "--run-dir", str(run), *flags)
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
+    return ended, summary
+
+
+def payload(path: Path) -> slice:
+    descriptor, regions = find_regions(path, names=NAMES)
+    os.close(descriptor)
+    return slice(regions["activations"].offset, regions["activations"].offset + regions["activations"].nbytes)
+
+
+def rewrite(change: Callable[[bytearray, slice], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        change(content, payload(path))
+        path.write_bytes(content)
+
+    return damage
+
+
+def flip(content: bytearray, place: int) -> None:
+    content[place] ^= 4
+
+
+def copy_a_row_over_another(content: bytearray, rows: slice) -> None:
+    row = (rows.stop - rows.start) // 64
+    content[rows.start + 5 * row : rows.start + 6 * row] = content[rows.start + 3 * row : rows.start + 4 * row]
+
+
+def evil(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with h5py.File(path.with_name("other.h5"), "w") as other:
+            other["secret"] = np.arange(160.0, dtype="<f4").reshape(40, 4)
+        with h5py.File(path, "r+") as file:
+            EVIL[name][0](file, path)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a bit of a row": rewrite(lambda content, rows: flip(content, rows.start + 100)),
+    "a bit of the format": rewrite(lambda content, rows: flip(content, 9)),
+    "a row over another": rewrite(copy_a_row_over_another),
+    "rows that were never written": rewrite(lambda c, rows: c.__setitem__(rows, bytes(rows.stop - rows.start))),
+    "half of it": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "forged rows": lambda path: forge(path, FORGED["absurdly many rows"][0]),
+    **{
+        f"evil: {name}": evil(name)
+        for name in ("external link", "external storage", "virtual", "link below a link", "object references")
+    },
+    **{f"evil: {name}": evil(name) for name in ("bomb", "absurd shape", "unknown filter")},
+}
+
+
+def test_damaged_and_evil_files_are_named_and_their_rows_computed_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, truth = train(tmp_path / "truth", "--cache", "off")
+    cache = tmp_path / "cache"
+    _, first = train(tmp_path / "first", "--cache", "on", "--cache-dir", str(cache))
+    assert first["parameter_digest"] == truth["parameter_digest"] and first["cache"]["rows_written"] == 64
+    sound = shutil.copytree(cache, tmp_path / "sound")
+    _, read = train(tmp_path / "read", "--cache", "on", "--cache-dir", str(cache))
+    assert read["cache"]["rows_read"] == 64 and read["cache"]["rows_written"] == 0
+    for name, damage in DAMAGES.items():
+        shutil.rmtree(cache)
+        shutil.copytree(sound, cache)
+        victim = max(cache.glob("*.h5"), key=lambda path: path.stat().st_size)
+        damage(victim)
+        caplog.clear()
+        run = tmp_path / name.replace(" ", "-")
+        ended, summary = train(run, "--cache", "on", "--cache-dir", str(cache))
+        assert ended.returncode == 0, f"{name}: {ended}"
+        assert summary["parameter_digest"] == truth["parameter_digest"], name
+        told = ended.stdout + ended.stderr + caplog.text + (run / "log.txt").read_text()
+        assert victim.name in told, f"{name} was not told: {told}"
+        assert "TOPSECRET" not in told
+    ended, _ = train(tmp_path / "stop", "--cache", "on", "--cache-dir", str(cache), "--cache-failure", "stop")
+    assert ended.returncode == 3 and len(ended.messages) == 1 and victim.name in ended.messages[0], str(ended)
+
+
+def test_a_run_goes_on_without_a_cache_that_its_disk_has_no_room_for(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount a file system here")
+    try:
+        _, truth = train(tmp_path / "truth", "--cache", "off")
+        ended, summary = train(tmp_path / "run", "--cache", "on", "--cache-dir", str(disk / "cache"))
+        assert ended.returncode == 0, str(ended)
+        assert summary["parameter_digest"] == truth["parameter_digest"]
+        assert not [path for path in disk.rglob("*") if path.suffix == ".h5" or path.suffix == ".tmp"]
+        strict = ["--cache", "on", "--cache-dir", str(disk / "cache"), "--cache-failure", "stop"]
+        ended, _ = train(tmp_path / "strict", *strict)
+        assert ended.returncode == 3 and len(ended.messages) == 1 and "Traceback" not in ended.stderr, str(ended)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

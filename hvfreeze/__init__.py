@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _HOMES = {
+    "CachedLoader": "own_loop.cached_loader",
     "Cadence": "freezing.cadence",
     "Chain": "chain.blocks",
     "DistributedOptimizer": "own_loop.optimizer",

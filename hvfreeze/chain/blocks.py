@@ -67,6 +67,11 @@ class Chain:
     model: nn.Module
     blocks: tuple[Block, ...]
 
+    @property
+    def containers(self) -> tuple[nn.Module, ...]:
+        """The modules whose own forward pass runs the blocks; none, where a chain is run block by block."""
+        return ()
+
     @classmethod
     def from_modules(
         cls,

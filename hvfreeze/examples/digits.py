@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
+from sklearn.datasets import load_digits
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from hvfreeze.data.datasets import open_data
 from hvfreeze.data.decoding import load_pixels
@@ -30,3 +33,13 @@ class Digits:
         """Yield (B, 3, 32, 32) float images and (B,) labels."""
         for ids in self._plan.epoch_order(epoch, self.rank):
             yield self._transform.clean(self._pixels.fetch(ids)), self._labels[ids]
+
+
+def digits(samples: int) -> tuple[TensorDataset, TensorDataset]:
+    """Return digits to train on, `samples` of them, and a quarter as many to test on: images (3, 32, 32) and labels."""
+    table = load_digits()
+    images = torch.from_numpy(table.images).float().div(8).sub(1)[:, None].expand(-1, 3, -1, -1)
+    images = images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
+    labels = torch.from_numpy(table.target).long()
+    tested = slice(len(labels) - samples // 4, None)
+    return TensorDataset(images[:samples], labels[:samples]), TensorDataset(images[tested], labels[tested])

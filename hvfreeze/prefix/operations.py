@@ -30,12 +30,13 @@ VERSIONED = ("torch.", "torch", "builtins", "math", "_operator", "_functools", "
 def operations_digest(chain: Chain, cut: int) -> str:
     """Return a digest of what the first `cut` blocks do, equal in other processes and on other machines."""
     names = {id(module): name for name, module in chain.model.named_modules()}
-    description = _Description(names)
+    description = Description(names)
     steps: list[JSON] = [[description.of(step) for step in block.steps] for block in chain.blocks[:cut]]
+    steps += [description.of_container(module) for module in chain.containers]
     return hashlib.sha256(canonical(steps).encode()).hexdigest()
 
 
-class _Description:
+class Description:
     """Describes modules, functions and what they refer to; what was described before is told by its number."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -98,6 +99,11 @@ class _Description:
             code,
             [[name, self.of(child)] for name, child in module.named_children()],
         ]
+
+    def of_container(self, module: nn.Module) -> JSON:
+        """Return what is to be known of a module that runs others: its code and settings, and not the others'."""
+        settings = {name: inner for name, inner in vars(module).items() if name not in OF_EVERY_MODULE}
+        return ["container", self.of(type(module)), self.of(dict(sorted(settings.items())))]
 
     def _class(self, kind: type) -> JSON:
         """Return a class's name and, where no version tells it, the code of its methods."""

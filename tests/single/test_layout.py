@@ -37,7 +37,12 @@ OWNERS = {
     "horovod": {"hvfreeze/ranks/", "hvfreeze/doctor/libraries.py", "hvfreeze/examples/"},
     "mpi4py": {"hvfreeze/ranks/", "hvfreeze/doctor/libraries.py"},
     "h5py": {"cache/file/", "hvfreeze/doctor/libraries.py"},
-    "argparse": {"hvfreeze/config/flags.py", "hvfreeze/commands.py", "hvfreeze/doctor/libraries.py"},
+    "argparse": {
+        "hvfreeze/examples/",
+        "hvfreeze/config/flags.py",
+        "hvfreeze/commands.py",
+        "hvfreeze/doctor/libraries.py",
+    },
 }
 """Who may import a library; the doctor asks each in a process of its own what version it is."""
 MOST_ROOMS = 9

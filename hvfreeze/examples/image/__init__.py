@@ -1,0 +1,1 @@
+"""A torchvision classifier on digits three times: in Horovod alone, with blocks frozen by vote, and with a cache."""

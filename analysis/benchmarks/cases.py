@@ -54,6 +54,7 @@ CASES = (
     Case("filling", ("filling_epoch_cut1", "filling_epoch_cut5"), 35, 20),
     Case("reading", ("shuffled_read_2k", "shuffled_read_64k"), 6),
     Case("verification", ("verification",), 10),
+    Case("checks", ("checks_of_an_epoch", "index_of_256_files"), 12),
     Case("whole_runs", tuple(f"whole_run_cut{cut}" for cut in CUTS), 26, 15),
     Case(
         "automatic",

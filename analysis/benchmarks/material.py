@@ -97,7 +97,7 @@ class Setting:
             ),
             freeze=freeze or static,
             cache=cache,
-        )
+        ).resolved()
         corpus = made_up_corpus(self)
         blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size)
         chain, _ = blueprint.build_from(config.run.seed)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.lock import is_locked
 from hvfreeze.cache.file.names import FILE_NAME, LOCK_SUFFIX, TEMPORARY_SUFFIX, path_of
 from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.fingerprint import JSON
 from hvfreeze.errors import RefusedError, UsageError
 
 OURS = re.compile(rf"{FILE_NAME.pattern}(?:{re.escape(TEMPORARY_SUFFIX)}|{re.escape(LOCK_SUFFIX)})?")
@@ -20,7 +21,7 @@ MIB = 1 << 20
 
 def ls(directory: Path) -> int:
     """Print a line for each cache file under `directory`; return the exit code."""
-    lines = [("file", "split", "cut", "rows", "row", "type", "MiB", "state")]
+    lines: list[tuple[str, ...]] = [("file", "model", "data", "split", "cut", "rows", "row", "type", "MiB", "state")]
     for path in _files(directory):
         lines.append((str(path.relative_to(directory)), *_describe(path)))
     _print_table(lines)
@@ -59,7 +60,7 @@ def rm(directory: Path) -> int:
     _require_directory(directory)
     if directory.is_symlink():
         raise UsageError(f"DIR ({directory}) is a link, and rm follows none: give the directory that it points to")
-    left = 0
+    left = met = 0
     for folder, _, names, descriptor in os.fwalk(directory, follow_symlinks=False):
         for name in sorted(name for name in names if OURS.fullmatch(name)):
             path = Path(folder) / name
@@ -71,8 +72,10 @@ def rm(directory: Path) -> int:
             else:
                 os.unlink(name, dir_fd=descriptor)
                 verdict = "removed"
-            left += verdict != "removed"
+            left, met = left + (verdict != "removed"), met + 1
             print(f"{verdict}  {path}")
+    if not met:
+        print(f"nothing to remove: there is no cache file in {directory}")
     return RefusedError.exit_code if left else 0
 
 
@@ -90,17 +93,19 @@ def _require_directory(directory: Path) -> None:
         raise UsageError(f"DIR ({directory}) is no directory: give the one with the cache files")
 
 
-def _describe(path: Path) -> tuple[str, str, str, str, str, str, str]:
+def _describe(path: Path) -> tuple[str, ...]:
     if path.suffix != ".h5":
         lock = path.with_suffix(LOCK_SUFFIX)
         state = "being built" if is_locked(lock) else "left over"
-        return "-", "-", "-", "-", "-", f"{path.lstat().st_size / MIB:.1f}", state
+        return *["-"] * 7, f"{path.lstat().st_size / MIB:.1f}", state
     try:
         file = ActivationFile(path)
     except CacheFault as fault:
-        return "-", "-", "-", "-", "-", f"{path.lstat().st_size / MIB:.1f}", str(fault)
+        return *["-"] * 7, f"{path.lstat().st_size / MIB:.1f}", str(fault)
     manifest, fields = file.manifest, file.manifest.fingerprint.fields
     return (
+        _name_in(fields.get("operations")),
+        _name_in(fields.get("data")),
         str(fields.get("split", "-")),
         str(fields.get("cut", "-")),
         f"{manifest.rows}/{manifest.capacity}",
@@ -109,6 +114,11 @@ def _describe(path: Path) -> tuple[str, str, str, str, str, str, str]:
         f"{file.file_bytes / MIB:.1f}",
         "complete" if manifest.rows == manifest.capacity else "partial",
     )
+
+
+def _name_in(field: JSON) -> str:
+    """Return what a person calls the model or the data set that a field of an identity tells of."""
+    return str(field.get("name", "-")) if isinstance(field, Mapping) else "-"
 
 
 def _check_name(path: Path, file: ActivationFile) -> None:

@@ -67,7 +67,7 @@ def fingerprint(fields: Mapping[str, JSON], *, exactness: Mapping[str, JSON] | N
 def activation_fingerprint(
     *,
     prefix: str,
-    operations: str,
+    operations: JSON,
     cut: int,
     data: JSON,
     split: str,
@@ -86,7 +86,8 @@ def activation_fingerprint(
 
     Args:
         prefix: `digest_tensors` of the prefix's parameters and buffers.
-        operations: digest of what the prefix does with them: modules, functions and their settings, in order.
+        operations: digest of what the prefix does with them: modules, functions and their settings, in order;
+            `cache ls` shows the `name` in it, and in `data`.
         cut: number of frozen blocks.
         data: identity of the data set (pixel hash, or paths with size and time).
         split: "train" or "test"; rows of different splits never mix.

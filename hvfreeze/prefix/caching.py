@@ -121,7 +121,8 @@ class Caching:
             return
         if self.split.name == "train":
             when = ", looked at again" if again else ""
-            self.say(f"cache {self.settings.cache} at cut {self._cut}{when}: {plan.reason}\n{plan.table()}")
+            decided = f"cache {self.settings.cache} at cut {self._cut}{when}: {plan.reason}"
+            self.say(f"{decided}; log.txt has the table\n{plan.table()}")
         self.predicted += plan.predicted_seconds_saved if use else 0.0
 
         def begin() -> None:

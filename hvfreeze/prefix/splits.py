@@ -65,9 +65,9 @@ class Split:
         transform, cut = self.images.transform, cuts[-1]
         return activation_fingerprint(
             prefix=prefix_digest(chain, cut),
-            operations=operations_digest(chain, cut),
+            operations={"name": type(chain.model).__name__, "sha256": operations_digest(chain, cut)},
             cut=cut,
-            data=self.image_set.identity(),
+            data={"name": self.image_set.name, "sha256": self.image_set.identity()},
             split=self.name,
             transform=transform.identity(),
             data_seed=transform.data_seed,

@@ -30,12 +30,12 @@ class Speaker:
         self._log: Callable[[str], None] = self._waiting.append
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar where there is one, and log it."""
+        """Print a line, above the bar where there is one, and log it; lines below it are logged only."""
         if self.speaks:
             self._log(text)
         if self.prints:
             with suppress(OSError):
-                tqdm.write(text, file=sys.stdout)
+                tqdm.write(text.partition("\n")[0], file=sys.stdout)
                 sys.stdout.flush()
 
     def log_to(self, log: Callable[[str], None]) -> None:

@@ -34,6 +34,8 @@ def test_views_of_a_recipe_are_cached_and_the_model_sees_the_centre_normalised_a
     assert kept["parameter_digest"] == plain["parameter_digest"] and kept["cache"]["rows_read"] > 0
     other = train(finished, tmp_path / "other", "--augment", "views:2", "--resize", "36", *FROZEN, *cached)
     assert other["cache"]["rows_written"] > 0, "rows of another recipe were read"
+    listed = call("cache", "ls", str(tmp_path / "cache")).stdout
+    assert "ShuffleNetV2" in listed and "imagefolder" in listed, "the model and the data set are named"
     image = hvfreeze.load(tmp_path / "kept").transform
     assert (image.height, image.cropped_to, image.enlarged_to, image.shape) == (36, 32, None, (3, 32, 32))
     assert (image.mean, image.std) == ((0.4,) * 3, (0.3,) * 3)

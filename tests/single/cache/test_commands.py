@@ -25,14 +25,19 @@ def test_ls_prints_a_line_for_each_file(tmp_path: Path, capsys: pytest.CaptureFi
     whole, partial = make_directory(tmp_path)
     assert ls(tmp_path) == 0
     header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split() == ["file", "split", "cut", "rows", "row", "type", "MiB", "state"]
+    assert header.split() == ["file", "model", "data", "split", "cut", "rows", "row", "type", "MiB", "state"]
     assert len(lines) == 2
-    assert lines[0].split() == [whole.name, "train", "2", "40/40", "4", "float32", "0.0", "complete"]
+    assert lines[0].split() == [whole.name, "-", "digits", "train", "2", "40/40", "4", "float32", "0.0", "complete"]
     assert lines[1].split()[0] == f"below/{partial.name}" and lines[1].split()[-1] == "partial"
 
 
-def test_ls_and_verify_of_a_directory_without_files_are_fine(tmp_path: Path) -> None:
-    assert ls(tmp_path) == 0 and verify(tmp_path) == 0 and rm(tmp_path) == 0
+def test_ls_and_verify_of_a_directory_without_files_are_fine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ls(tmp_path) == 0 and verify(tmp_path) == 0
+    capsys.readouterr()
+    assert rm(tmp_path) == 0
+    assert capsys.readouterr().out == f"nothing to remove: there is no cache file in {tmp_path}\n"
 
 
 def test_verify_accepts_sound_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
     python -m analysis.exchange [--out DIR]
 
 On the local cluster of launch/, settings in turn; DIR gets rows.csv and README.md, and a network whose rows it has is
-not measured again. Ours are those that `hvfreeze.ranks.machine.mpi_environment.tune_open_mpi` makes where nothing is set
+not measured again. Ours are those of `hvfreeze.ranks.machine.mpi_environment.tune_open_mpi`, where nothing is set
 beforehand.
 """
 

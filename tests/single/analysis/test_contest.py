@@ -9,7 +9,7 @@ import pytest
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row, bootstrap_interval, is_narrow, judge, with_slack
-from analysis.benchmarks.rows.payload import row_of
+from analysis.benchmarks.rows.exchange import row_of
 from tests.single.analysis.bench_clock import Clock
 
 QUIET = Pace(cap_seconds=5)

@@ -15,7 +15,7 @@ JOBS ?= 2
 
 RUN := .venv/bin/python -m
 
-.PHONY: help setup demo test check bench figures torture
+.PHONY: help setup demo test check bench figures docs torture
 .NOTPARALLEL:
 
 help: ## list the targets (the default)
@@ -42,6 +42,9 @@ bench: setup ## our time against reference loops, into build/bench.json
 
 figures: setup ## draw every figure from the recorded results
 	$(RUN) analysis.figures
+
+docs: setup ## the API reference, one page from the docstrings, into build/docs
+	$(RUN) launch.api_reference build/docs
 
 torture: setup ## random kills, flips and full disks, hours on a slow machine; what is found goes to build/torture/
 	OMP_NUM_THREADS=1 $(RUN) pytest -q -n $(JOBS) -m torture tests/single/test_properties.py

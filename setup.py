@@ -30,6 +30,11 @@ setup(
         "tqdm>=4.64",
     ],
     # Horovod must be compiled with MPI against the installed torch: launch/bootstrap does it, plain pip does not.
-    extras_require={"mpi": ["horovod==0.28.1"], "tensorboard": ["tensorboard>=2.14"], "timm": ["timm>=1.0"]},
+    extras_require={
+        "docs": ["pdoc>=14"],
+        "mpi": ["horovod==0.28.1"],
+        "tensorboard": ["tensorboard>=2.14"],
+        "timm": ["timm>=1.0"],
+    },
     zip_safe=False,
 )

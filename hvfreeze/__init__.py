@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _HOMES = {
+    "BatchActivations": "own_loop.cached_loader",
     "CachedLoader": "own_loop.cached_loader",
     "Cadence": "freezing.cadence",
     "Chain": "chain.blocks",
@@ -24,6 +25,7 @@ _HOMES = {
     "Reducer": "ranks.reducer",
     "SoloWorld": "ranks.world",
     "UsageError": "errors",
+    "Voter": "freezing.vote_weights",
     "World": "ranks.world",
     "broadcast_model": "ranks.equal_models",
     "cut_into_blocks": "chain.blocks",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -177,3 +180,18 @@ def test_every_folder_says_what_it_is() -> None:
     folders = {path: text for path, text in sources().items() if path.endswith("__init__.py")}
     silent = [path for path, text in folders.items() if not ast.get_docstring(ast.parse(text))]
     assert silent == []
+
+
+def test_what_tests_and_workers_import_is_there() -> None:
+    """Workers run in other processes, in slow tests: a name that has moved would be noticed late."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvfreeze."):
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    inside = importlib.util.find_spec(f"{node.module}.{alias.name}") if is_folder(module) else None
+                    assert hasattr(module, alias.name) or inside, f"{path}:{node.lineno}: {node.module} {alias.name}"
+
+
+def is_folder(module: ModuleType) -> bool:
+    return hasattr(module, "__path__")

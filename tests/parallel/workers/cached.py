@@ -12,7 +12,7 @@ from torch import nn
 from hvfreeze.chain.models import BuiltModel
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training import blueprint
+from hvfreeze.training.making import blueprint
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted

@@ -21,7 +21,8 @@ from hvfreeze.errors import NumericsError
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import SoloWorld, World
 from hvfreeze.strategies.grid.trial import Trial as Tried
-from hvfreeze.training import blueprint, job
+from hvfreeze.training import job
+from hvfreeze.training.making import blueprint
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.twins.grid import Grid

@@ -34,7 +34,7 @@ from hvfreeze.report.tables import (
 from hvfreeze.report.units import factor, percent, plural, shown
 from hvfreeze.runs.reading import Run, load_runs
 
-VOTES_UNFOLDED = 100
+VOTES_UNFOLDED = 24
 """With more votes than this over all runs, the page folds each run's table away."""
 
 
@@ -109,7 +109,12 @@ def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 
 def summary_section(groups: Sequence[Group]) -> Section:
     """Return the section that says what came of the runs."""
     compared = [(group, compare(group, groups)) for group in groups]
-    notes = ["Accuracy: on the test set, after the last epoch. Training time: all but evaluation and set-up."]
+    held_out = [float(group.runs[0].settings["validation_fraction"]) > 0 for group in groups]
+    where = "on held-out samples" if all(held_out) else "on the test set"
+    where += (
+        ", or on samples held out where --validation-fraction is given" if any(held_out) and not all(held_out) else ""
+    )
+    notes = [f"Accuracy: {where}, after the last epoch. Training time: all but evaluation and set-up."]
     if any(len(group.runs) > 1 for group in groups):
         notes.append("Runs that differ in the seed only share a row: the mean, and in brackets lowest to highest.")
     if any(comparison for _, comparison in compared):

@@ -119,7 +119,7 @@ class Run:
         """Whether this is a finished run that froze and cached nothing, the one to compare others with."""
         settings = self.settings
         plain = settings["freeze"] == "none" and settings["cache"] == "off" and settings["shadow"] == "none"
-        return plain and self.finished
+        return plain and self.finished and self.final_cut == 0
 
 
 def load_run(directory: str | os.PathLike[str]) -> Run:

@@ -13,7 +13,7 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.report.comparison import Group, compare, group_by_seed, spread
 from hvfreeze.report.figures import accuracy_curve, colours, plot_accuracy_against_time, plot_cuts, plot_phases
 from hvfreeze.report.page import Section, write_page
-from hvfreeze.report.report import write_report
+from hvfreeze.report.report import write_report, write_report_page
 from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
 from hvfreeze.report.tables import Table, command, models_table, summary_table, vote_table
 from hvfreeze.report.units import percent, seconds, shown
@@ -388,3 +388,29 @@ def test_a_page_of_any_sections_can_be_written(tmp_path: Path) -> None:
     page = path.read_text()
     for text in ("<title>A &amp; B</title>", "<li>a point</li>", "<summary>folded away</summary>", "1 &lt; 2"):
         assert text in page
+
+
+def test_a_command_is_broken_between_words_only_and_many_votes_are_folded(tmp_path: Path) -> None:
+    votes = [vote(step, before=1, after=1, proposals=[1, 1], weights=[1.0, 1.0]) for step in range(1, 26)]
+    folder = write_run(tmp_path / "a", accuracies=[0.5, 0.6, 0.7], decisions=votes, freeze="linear", schedule="cosine")
+    page = write_report_page(load_runs([folder]), out=tmp_path / "out").read_text()
+    assert '<span class="word">--schedule</span> <span class="word">cosine</span>' in page
+    assert page.count("<details>") == 1
+
+
+def test_accuracy_on_held_out_samples_is_said_to_be_that(tmp_path: Path) -> None:
+    held = write_run(tmp_path / "a", accuracies=[0.5], validation_fraction=0.1)
+    test = write_run(tmp_path / "b", accuracies=[0.5])
+    pages = [
+        write_report_page(load_runs(runs), out=tmp_path / "out").read_text() for runs in ([held], [test], [held, test])
+    ]
+    told = [page.partition("Accuracy: on ")[2].partition(", after")[0] for page in pages]
+    assert told[:2] == ["held-out samples", "the test set"] and "--validation-fraction" in told[2]
+
+
+def test_a_run_whose_blocks_are_frozen_by_its_strategy_is_no_baseline(tmp_path: Path) -> None:
+    plain = write_run(tmp_path / "a", accuracies=[0.5])
+    trunk = write_run(
+        tmp_path / "b", accuracies=[0.5], decisions=[vote(1, before=0, after=5, proposals=[5], weights=[1.0])]
+    )
+    assert [run.is_baseline for run in load_runs([plain, trunk])] == [True, False]

@@ -20,6 +20,7 @@ from analysis import (
     pixels64,
     scaling,
     static_sweep,
+    strategies,
     votes,
 )
 from analysis.sweeps.experiment import main as main_of
@@ -34,8 +35,9 @@ EXPERIMENTS = (
     scaling.EXPERIMENT,
     pixels64.EXPERIMENT,
 )
-LONGER = (exact_head.EXPERIMENT, peers.EXPERIMENT, peers64.EXPERIMENT)
-"""What heads that are solved give, and what else a user could do: each a command of its own, and peers take hours."""
+LONGER = (exact_head.EXPERIMENT, strategies.EXPERIMENT, peers.EXPERIMENT, peers64.EXPERIMENT)
+"""What heads that are solved give, what a chain on several ranks costs, and what else a user could do: each a command
+of its own, and peers take hours."""
 EVERY = (*EXPERIMENTS, *LONGER)
 INTERRUPTED = 130
 

@@ -46,7 +46,7 @@ class Share:
     """Of its blocks, buffers included."""
     optimizer_bytes: int
     peak_memory_bytes: int
-    """Resident, of the whole process, the program itself included."""
+    """Resident since training began, of the whole process, the program itself included."""
     cpu_seconds: float
     wait_seconds: float
     """For what its neighbours sent, in training."""

@@ -25,6 +25,7 @@ from hvfreeze.data.decoding import Images
 from hvfreeze.errors import DivergedError, RefusedError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.ranks.agreement import gather_tensors
+from hvfreeze.ranks.machine.share import forget_peak_memory
 from hvfreeze.ranks.mesh import Mesh
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
@@ -77,6 +78,7 @@ class Grid:
         self._cpu_start = time.process_time()
         self._trained = [parameter for _, parameter in self.chain.named_parameters() if parameter.requires_grad]
         self.freezer = self._hold(training.plan.segments, {})
+        forget_peak_memory()
 
     @property
     def cut(self) -> int:

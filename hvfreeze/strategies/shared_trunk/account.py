@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvfreeze.chain.segments import Segment
+from hvfreeze.ranks.machine.share import peak_memory_bytes
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 
@@ -50,6 +51,8 @@ class Share:
     forwards: int
     """Training batches that its segment has seen."""
     cpu_seconds: float
+    peak_memory_bytes: int
+    """Resident since training began, of the whole process, the program itself included."""
     wait_seconds: float
     """For what other ranks sent."""
     sent: dict[str, int]
@@ -74,6 +77,7 @@ def share_of(
         trunk_bytes=trunk_bytes,
         forwards=training.line.forwards,
         cpu_seconds=cpu_seconds,
+        peak_memory_bytes=peak_memory_bytes(),
         wait_seconds=sum(count.wait_seconds for count in counts.values()),
         sent=sent,
         sent_evaluating=sum(count.bytes_sent for lane, count in counts.items() if lane not in LANES),
@@ -102,6 +106,7 @@ def together_of(facts: Facts, shares: list[Share]) -> dict[str, Any]:
             "trunk_bytes": [share.trunk_bytes for share in shares],
             "forwards": [share.forwards for share in shares],
             "cpu_seconds": [share.cpu_seconds for share in shares],
+            "peak_memory_bytes": [share.peak_memory_bytes for share in shares],
             "wait_seconds": [share.wait_seconds for share in shares],
         },
     }

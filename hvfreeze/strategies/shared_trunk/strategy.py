@@ -24,6 +24,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.errors import DivergedError, NumericsError, RefusedError
 from hvfreeze.freezing.frozen import Seal
 from hvfreeze.ranks.agreement import gather_tensors
+from hvfreeze.ranks.machine.share import forget_peak_memory
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.moves import Move
@@ -86,6 +87,7 @@ class SharedTrunk:
         if self._settle_in is not None:
             self._settle_in()
             self._settle_in = None
+            forget_peak_memory()
         (self.training if training else self.evaluation).begin_epoch(batches)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:

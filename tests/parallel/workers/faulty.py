@@ -167,9 +167,9 @@ def build_in(faults: str) -> None:
         wanted.get((claimed_rank(os.environ), -3), nothing)(None)
         return start()
 
-    def faulty_preparation(config: Config, world: World) -> Job:
+    def faulty_preparation(config: Config, world: World, **more: Any) -> Job:
         wanted.get((world.rank, -2), nothing)(None)
-        job = prepare(config, world)
+        job = prepare(config, world, **more)
         wanted.get((world.rank, -1), nothing)(job)
         return job
 

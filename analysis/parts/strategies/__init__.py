@@ -1,0 +1,1 @@
+"""What `analysis.strategies` runs, and what it makes of it: a file for each strategy."""

@@ -1,0 +1,212 @@
+"""One model cut over ranks: the runs, and what they say beside the bounds of the paper.
+
+P partitions that take equal time, with M micro-batches: at most P M / (M + P - 1) as fast as one rank. Gradients cross
+between replicas only, activations and errors between partitions only, so bytes are known beforehand.
+Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
+from hvfreeze.chain.blocks import cut_into_blocks
+from hvfreeze.chain.models import build_model
+from hvfreeze.chain.segments import dry_run
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, megabytes
+from hvfreeze.runs.reading import Run
+
+MODEL = "resnet20"
+BATCH = 64
+SHAPES = ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (2, 1, 1), (2, 1, 2), (2, 1, 4), (2, 1, 8), (4, 1, 1), (4, 1, 4))
+SHAPES_OF_SEVERAL = ((4, 1, 8), (1, 2, 1), (2, 2, 4), (1, 4, 1))
+"""Partitions, replicas, micro-batches."""
+FROZEN = 5
+"""Blocks of resnet20 that are frozen in one run: half of them."""
+LINK = "1gbit"
+DEEP, WIDE = "resnet110", "resnet18"
+SMALL_BATCH = 8
+"""Of all ranks together on the cluster: gradients are then large beside activations."""
+
+
+def planned(preset: Preset) -> list[PlannedRun]:
+    """Return the runs on this machine; their learning rate and accuracy do not matter here."""
+    shapes = ((1, 1, 2), (2, 1, 2)) if preset.is_smoke else (*SHAPES, *SHAPES_OF_SEVERAL)
+    runs = [run(preset, shape, seed=0) for shape in shapes]
+    if not preset.is_smoke:
+        frozen: dict[str, Value] = {"freeze": "static", "cut": FROZEN}
+        runs.append(run(preset, (2, 1, 8), seed=0, more="-frozen", changes=frozen))
+    return runs
+
+
+def planned_on_nodes(preset: Preset) -> list[PlannedRun]:
+    """Return the runs on two nodes of the local cluster: each model cut in two, and as two replicas."""
+    if preset.is_smoke:
+        return []
+    runs = []
+    for model in (DEEP, WIDE):
+        common: dict[str, Value] = {"model": model, "train_samples": 24 * SMALL_BATCH * 8 // 7}
+        cut: dict[str, Value] = {**common, "batch_size": SMALL_BATCH}
+        copies: dict[str, Value] = {**common, "batch_size": SMALL_BATCH // 2}
+        runs.append(run(preset, (2, 1, 2), seed=0, more=f"-{model}", changes=cut, nodes=2))
+        runs.append(run(preset, (1, 2, 1), seed=0, more=f"-{model}", changes=copies, nodes=2))
+    return runs
+
+
+def run(
+    preset: Preset,
+    shape: tuple[int, int, int],
+    *,
+    seed: int,
+    more: str = "",
+    changes: dict[str, Value] | None = None,
+    nodes: int = 0,
+) -> PlannedRun:
+    """Return a run of the grid's part of the experiment."""
+    parts, replicas, number = shape
+    flags: dict[str, Value] = {
+        **{key: value for key, value in preset.common().items() if key != "weights"},
+        "strategy": "grid",
+        "model": MODEL,
+        "parts": parts,
+        "replicas": replicas,
+        "micro_batches": number,
+        "image_size": 32,
+        "batch_size": 8 if preset.is_smoke else BATCH,
+        "train_samples": 64 if preset.is_smoke else 8 * BATCH * replicas * 8 // 7,
+        "validation_fraction": 0.125,
+        "evaluate_every": 2,
+        "epochs": 2,
+        "schedule": "constant",
+        "checkpoint_every": "0",
+    }
+    label = f"grid-{parts}x{replicas}-m{number}{more}"
+    flags |= changes or {}
+    bandwidth = LINK if nodes else ""
+    return PlannedRun(label=label, seed=seed, flags=flags, ranks=parts * replicas, nodes=nodes, bandwidth=bandwidth)
+
+
+def grid_of(run: Run) -> dict[str, Any]:
+    """Return what a run's summary tells of its grid."""
+    found: dict[str, Any] = (run.summary or {}).get("grid") or {}
+    return found
+
+
+def runs_with(results: Results, label: str) -> list[Run]:
+    """Return the kept runs of a label that tell of a grid."""
+    return [run for run in results.runs_of(label) if grid_of(run)] if results.of(label) else []
+
+
+def throughput_ratio(results: Results, label: str, reference: str) -> Interval:
+    """Return samples a second of a label over those of another, after the first epoch, paired by seed."""
+
+    def speeds(of: str) -> dict[int, float]:
+        rows = {int(row["seed"]): row for row in results.of(of)}
+        runs = {run.settings["seed"]: run for run in runs_with(results, of)}
+        samples = {seed: runs[seed].settings["batch_size"] * grid_of(runs[seed])["replicas"] for seed in runs}
+        return {seed: samples[seed] / rows[seed]["step_seconds"] for seed in runs}
+
+    return paired_ratio(speeds(label), speeds(reference))
+
+
+def bound(parts: int, replicas: int, number: int) -> float:
+    """Return how many times as fast as one rank a grid can be, with equal partitions and a core for every rank."""
+    return replicas * parts * number / (number + parts - 1)
+
+
+def predicted_bytes(run: Run) -> tuple[int, int, int]:
+    """Return the bytes of activations, errors and gradients that all ranks together send, by the formula."""
+    settings, grid = run.settings, grid_of(run)
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(settings["model"], num_classes=10, image_size=settings["image_size"]).model
+    chain = cut_into_blocks(model, scheme="residual")
+    model.eval()
+    images = torch.zeros(settings["batch_size"], 3, settings["image_size"], settings["image_size"])
+    boundaries = dry_run(chain.run, images, depth=len(chain.blocks))
+    steps, cut = run.metrics[-1]["step"], settings["cut"] or 0
+    inner = [start for start, _ in grid["segments"][1:]]
+    lines = steps * grid["replicas"]
+    trained = sum(parameter.nbytes for _, parameter in chain.named_parameters(cut))
+    return (
+        lines * sum(boundaries[depth].num_bytes for depth in inner),
+        lines * sum(boundaries[depth].num_bytes for depth in inner if depth > cut),
+        lines * trained if grid["replicas"] > 1 else 0,
+    )
+
+
+def measured_bytes(run: Run) -> tuple[int, int, int]:
+    """Return the same as the program counted it."""
+    grid = grid_of(run)
+    return grid["wire_bytes"]["activations"], grid["wire_bytes"]["errors"], sum(grid["allreduce_bytes"])
+
+
+def labels_of(results: Results) -> list[str]:
+    """Return the labels of the grid's runs."""
+    return [label for label in results.labels if label.startswith("grid-") and runs_with(results, label)]
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return what is said of grids."""
+    found = []
+    if runs_with(results, "grid-2x1-m8") and runs_with(results, "grid-1x1-m1"):
+        rising = [(m, throughput_ratio(results, f"grid-2x1-m{m}", "grid-1x1-m1")) for m in (1, 2, 4, 8)]
+        told = ", ".join(f"{shown(gain, factor)} with {m} (at most {bound(2, 1, m):.2f})" for m, gain in rising)
+        text = f"Two partitions against one rank that splits no batch, by micro-batches: {told}."
+        found.append(Answer(question="Does a pipeline of micro-batches pay?", text=text, n=rising[0][1].n))
+    for model in (DEEP, WIDE):
+        cut, copies = f"grid-2x1-m2-{model}", f"grid-1x2-m1-{model}"
+        if runs_with(results, cut) and runs_with(results, copies):
+            gain = throughput_ratio(results, cut, copies)
+            text = (
+                f"Cut in two it trains {shown(gain, factor, count=True)} as fast as two replicas, at {SMALL_BATCH} "
+                f"samples a step in both."
+            )
+            found.append(Answer(question=f"{model} on two nodes at 1 Gbit/s: cut, or replicated?", text=text, n=gain.n))
+    return found
+
+
+def tables(results: Results) -> list[Table]:
+    """Return speed and bound, and memory and bytes, of every shape."""
+    speed: list[tuple[str, ...]] = []
+    memory: list[tuple[str, ...]] = []
+    for label in labels_of(results):
+        run = runs_with(results, label)[0]
+        grid, nodes = grid_of(run), "-resnet" in label
+        shape = grid["parts"], grid["replicas"], grid["micro_batches"]
+        if not nodes and results.of("grid-1x1-m1"):
+            gain = throughput_ratio(results, label, "grid-1x1-m1")
+            same = f"grid-1x1-m{shape[2]}"
+            fair = throughput_ratio(results, label, same) if runs_with(results, same) else mean_interval([])
+            crowded = shape[0] * shape[1] > (os.cpu_count() or 1)
+            note = " (more ranks than cores)" if crowded else ""
+            speed.append((f"{label}{note}", shown(gain, factor), shown(fair, factor), factor(bound(*shape))))
+        fits = "yes" if measured_bytes(run) == predicted_bytes(run) else "NO"
+        held = [a + b for a, b in zip(grid["parameter_bytes"], grid["optimizer_bytes"], strict=True)]
+        memory.append(
+            (
+                label,
+                " ".join(megabytes(number) for number in held),
+                " ".join(megabytes(number) for number in grid["peak_memory_bytes"]),
+                *(megabytes(number) for number in measured_bytes(run)),
+                fits,
+            )
+        )
+    speeds = ("Run", "Over one rank", "Over one rank, as many micro-batches", "Bound")
+    sizes = (
+        "Run",
+        "Parameters, optimizer by rank",
+        "Peak memory by rank",
+        "Activations",
+        "Errors",
+        "Gradients",
+        "As predicted",
+    )
+    found = [Table(title="Samples a second of a grid", columns=speeds, rows=tuple(speed))] if speed else []
+    return [*found, Table(title="Memory and bytes of a grid", columns=sizes, rows=tuple(memory))] if memory else found

@@ -1,0 +1,202 @@
+"""Several models on one frozen trunk: the runs, and what they say beside the cost model of the paper.
+
+Baseline: every rank runs the whole trunk for its own model, F + H a batch. Split: F / N + H. So N models take
+(F / N + H) / (F + H) of the time, which is below one half for three models with light heads only.
+Source: McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pipelined Model Parallelism".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
+from hvfreeze.chain.blocks import cut_into_blocks
+from hvfreeze.chain.models import build_model
+from hvfreeze.chain.segments import dry_run
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, megabytes, seconds
+from hvfreeze.runs.reading import Run
+
+RANKS = 3
+BATCH = 32
+BATCHES = (8, 16, 64, 128)
+LABELS = ("ride", "direct", "replay")
+BACKWARD_OF_HEAD = 1.5
+"""A head's forward pass is taken for half of its backward pass, which alone has a clock."""
+
+
+def planned(preset: Preset) -> list[PlannedRun]:
+    """Return the runs; their learning rate and accuracy do not matter here."""
+    split: dict[str, Value] = {"heads": RANKS}
+    whole: dict[str, Value] = {**split, "trunk": "whole"}
+    heavy: dict[str, Value] = {"head_blocks": 2}
+    if preset.is_smoke:
+        cached: dict[str, Value] = {**split, "augment": "none", "cache": "on", "epochs": 2}
+        return [run(preset, *each, seed=0) for each in (("whole", whole), ("split", split), ("cached", cached))]
+    runs = []
+    for seed in preset.seeds:
+        for label, changes in (("whole", whole), ("split", split)):
+            runs += [
+                run(preset, label, changes, seed=seed),
+                run(preset, f"{label}-heavy", {**changes, **heavy}, seed=seed),
+            ]
+        runs += [run(preset, f"labels-{way}", {**split, "labels": way}, seed=seed) for way in LABELS[:2]]
+    runs += [run(preset, f"batch{size}", {**split, "batch_size": size}, seed=0) for size in BATCHES]
+    runs.append(run(preset, "by-params", {**split, "cut_by": "params"}, seed=0))
+    runs.append(run(preset, "cached", {**split, "augment": "none", "cache": "on", "epochs": 3}, seed=0))
+    return runs
+
+
+def run(preset: Preset, label: str, changes: dict[str, Value], *, seed: int) -> PlannedRun:
+    """Return a run of the trunk's part of the experiment."""
+    flags: dict[str, Value] = {
+        **preset.common(),
+        "strategy": "shared-trunk",
+        "image_size": 32 if preset.is_smoke else 64,
+        "batch_size": 8 if preset.is_smoke else BATCH,
+        "train_samples": 64 if preset.is_smoke else 1280 * 8 // 7,
+        "validation_fraction": 0.125,
+        "epochs": 1,
+        "schedule": "constant",
+        "checkpoint_every": "0",
+    }
+    return PlannedRun(label=f"trunk-{label}", seed=seed, flags={**flags, **changes}, ranks=RANKS)
+
+
+def runs_with(results: Results, label: str) -> list[Run]:
+    """Return the kept runs of a label that tell of a trunk."""
+    return [run for run in results.runs_of(f"trunk-{label}") if trunk_of(run)] if results.of(f"trunk-{label}") else []
+
+
+def trunk_of(run: Run) -> dict[str, Any]:
+    """Return what a run's summary tells of its trunk."""
+    found: dict[str, Any] = (run.summary or {}).get("trunk") or {}
+    return found
+
+
+def cpu_seconds(run: Run) -> float:
+    """Return the processor seconds of all ranks."""
+    return float(sum(trunk_of(run)["cpu_seconds"]))
+
+
+def labels_of(results: Results) -> list[str]:
+    """Return the labels that there are, without what they begin with."""
+    return [label.removeprefix("trunk-") for label in results.labels if label.startswith("trunk-")]
+
+
+def predicted_bytes(run: Run) -> dict[str, int]:
+    """Return what the formula says that all ranks sent, by lane.
+
+    A batch sends the boundaries between segments, and the features to every rank that has not computed them itself.
+    """
+    settings, trunk = run.settings, trunk_of(run)
+    with torch.random.fork_rng(devices=[]):
+        chain = cut_into_blocks(build_model(settings["model"], num_classes=10, image_size=settings["image_size"]).model)
+    chain.model.eval()
+    images = torch.zeros(settings["batch_size"], 3, settings["image_size"], settings["image_size"])
+    depth = len(chain.blocks) - (settings["head_blocks"] or 1)
+    boundaries = dry_run(chain.run, images, depth=depth)
+    batches, models = max(trunk["forwards"]), settings["heads"]
+    inner, rows = [stop for _, stop in trunk["segments"][:-1]], len(images) * torch.int64.itemsize
+    # Each rank has one head, the last of the line its own features.
+    labels = {"replay": 0, "direct": models - 1, "ride": len(inner) * models + models - 1}[trunk["labels"]]
+    return {
+        "activations": batches * sum(boundaries[stop].num_bytes for stop in inner),
+        "features": batches * (models - 1) * boundaries[depth].num_bytes,
+        "labels": batches * labels * rows,
+    }
+
+
+def predicted_ratio(results: Results, suffix: str = "") -> Interval:
+    """Return (F/N + H) / (F + H), with F and H from the clocks of the whole trunk's runs."""
+    ratios = []
+    for run in runs_with(results, f"whole{suffix}"):
+        head = BACKWARD_OF_HEAD * run.seconds["backward"] + run.seconds["optimizer"]
+        trunk = run.seconds["forward"] + run.seconds["backward"] + run.seconds["optimizer"] - head
+        ratios.append((trunk / RANKS + head) / (trunk + head))
+    return mean_interval(ratios)
+
+
+def cpu_ratio(results: Results, suffix: str = "") -> Interval:
+    """Return the split trunk's processor seconds over the whole trunk's, paired by seed."""
+    ours, theirs = (
+        {r.settings["seed"]: cpu_seconds(r) for r in runs_with(results, f"{k}{suffix}")} for k in ("split", "whole")
+    )
+    return paired_ratio(ours, theirs)
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return what is said of shared trunks."""
+    found = []
+    for suffix, heads in (("", "linear heads"), ("-heavy", "heads of two blocks")):
+        if runs_with(results, f"whole{suffix}") and runs_with(results, f"split{suffix}"):
+            time = results.gain(f"trunk-whole{suffix}", f"trunk-split{suffix}")
+            predicted, processor = predicted_ratio(results, suffix), cpu_ratio(results, suffix)
+            text = (
+                f"{shown(time, factor, count=True)} of the time of whole trunks ({shown(predicted, factor)} predicted) "
+                f"and {shown(processor, factor)} of their processor seconds."
+            )
+            slower = time.n > 1 and time.low > 1
+            found.append(
+                Answer(
+                    question=f"What do three models with {heads} on one trunk cost?",
+                    text=text,
+                    n=time.n,
+                    negative=slower,
+                )
+            )
+    told = [(way, runs_with(results, "split" if way == "replay" else f"labels-{way}")) for way in LABELS]
+    if all(runs for _, runs in told):
+        parts = [
+            f"{way} {trunk_of(runs[0])['wire_bytes']['labels']} bytes, "
+            f"{shown(mean_interval([r.train_seconds for r in runs]), seconds)}"
+            for way, runs in told
+        ]
+        found.append(
+            Answer(question="How should labels reach the models?", text=f"{'; '.join(parts)}.", n=len(told[0][1]))
+        )
+    for run in runs_with(results, "cached"):
+        sums = [sum(line["trunk"]["wire_bytes"].values()) for line in run.metrics]
+        sent = [now - before for before, now in zip([0, *sums], sums)]
+        text = f"{', '.join(str(number) for number in sent)} bytes in the epochs, in this order."
+        found.append(Answer(question="What does a cached trunk send?", text=text, n=1, negative=any(sent[1:])))
+    return found
+
+
+def tables(results: Results) -> list[Table]:
+    """Return every kind of run with what it took and sent."""
+    rows = []
+    for label in labels_of(results):
+        for run in runs_with(results, label)[:1]:
+            trunk, of = trunk_of(run), runs_with(results, label)
+            sent = trunk["wire_bytes"]
+            split = trunk["mode"] == "split" and run.settings["cache"] == "off"
+            fits = "-" if not split else "yes" if sent == predicted_bytes(run) else "NO"
+            rows.append(
+                (
+                    label,
+                    shown(mean_interval([r.train_seconds for r in of]), seconds),
+                    shown(mean_interval([cpu_seconds(r) for r in of]), seconds),
+                    shown(mean_interval([max(trunk_of(r)["wait_seconds"]) for r in of]), seconds),
+                    " ".join(megabytes(number) for number in trunk["trunk_bytes"]),
+                    " ".join(megabytes(number) for number in trunk["peak_memory_bytes"]),
+                    megabytes(sum(sent.values())),
+                    fits,
+                )
+            )
+    columns = (
+        "Run",
+        "Training time",
+        "Processor, all ranks",
+        "Longest wait",
+        "Trunk by rank",
+        "Peak memory by rank",
+        "Sent",
+        "As predicted",
+    )
+    return [Table(title="Three models on one trunk", columns=columns, rows=tuple(rows))] if rows else []

@@ -1,0 +1,66 @@
+"""What do the two strategies that spread one chain over ranks cost, beside what their papers predict?
+
+    python -m analysis.strategies --preset reduced --data-dir DIR --weights FILE
+
+Several models on one frozen trunk, split over three ranks or whole on each: time, processor seconds, bytes, memory,
+ways of labels, batch sizes, and a cache that lets the line fall silent. One model in a grid of partitions and replicas:
+its speed under the pipeline's bound, memory and bytes by the formula, and against replicas on two nodes at 1 Gbit/s of
+the local cluster; these runs come last, and `--only` leaves them out where there can be no cluster.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from analysis.parts.strategies import grid_runs, trunk_runs
+from analysis.sweeps.experiment import main
+from analysis.sweeps.presets import PlannedRun, Preset
+from analysis.sweeps.questions import Answer, Drawing, Experiment
+from analysis.sweeps.results import Results
+from hvfreeze.report.tables import Table
+
+
+def runs(preset: Preset) -> list[PlannedRun]:
+    """Return the runs on this machine."""
+    return [*trunk_runs.planned(preset), *grid_runs.planned(preset)]
+
+
+def then(preset: Preset, results: Results) -> list[PlannedRun]:
+    """Return the runs on nodes, which not every machine can make."""
+    return grid_runs.planned_on_nodes(preset)
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return what both strategies cost and give."""
+    return [*trunk_runs.answers(results), *grid_runs.answers(results)]
+
+
+def tables(results: Results) -> list[Table]:
+    """Return both strategies' tables."""
+    return [*trunk_runs.tables(results), *grid_runs.tables(results)]
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return no figure: the tables are short."""
+    return []
+
+
+EXPERIMENT = Experiment(
+    name="strategies",
+    title="Several models on one trunk, and one model in a grid",
+    runs=runs,
+    then=then,
+    answers=answers,
+    tables=tables,
+    drawings=drawings,
+    shown=3,
+    limits=(
+        "Ranks share one machine; those that outnumber its cores take turns, and say nothing of speed.",
+        "Networks are small and runs short: times are of tens of steps.",
+        "A head's forward pass has no clock of its own; the prediction takes it for half of its backward pass.",
+        "Peak memory is the whole process's from the first step on, most of which is PyTorch.",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

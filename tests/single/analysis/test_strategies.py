@@ -1,0 +1,90 @@
+"""The experiment on strategies: its plans, and what it makes of runs whose numbers are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import strategies
+from analysis.parts.strategies import grid_runs
+from analysis.sweeps import experiment as sweep
+from analysis.sweeps import writeup
+from analysis.sweeps.launching import Site
+from analysis.sweeps.presets import REDUCED, SMOKE, PlannedRun
+from tests.single.analysis.runs_material import carried_out, made_up
+
+
+def test_the_bound_is_the_papers() -> None:
+    """GPipe's and HyPar-Flow's: P M / (M + P - 1)."""
+    found = [round(grid_runs.bound(2, 1, number), 2) for number in (1, 4, 8)]
+    assert found == [1.0, 1.6, 1.78] and grid_runs.bound(1, 3, 1) == 3.0
+
+
+def test_every_run_is_one_that_the_program_accepts_and_nodes_come_last() -> None:
+    for preset in (SMOKE, REDUCED):
+        planned = sweep.plan(strategies.EXPERIMENT, preset, sweep.Results(Path()))
+        assert all(run.config().strategy.strategy in ("grid", "shared-trunk") for run in planned)
+        assert all("weights" not in run.flags for run in planned if run.label.startswith("grid"))
+        nodes = [run.nodes for run in planned]
+        assert nodes == sorted(nodes) and max(nodes) == (0 if preset.is_smoke else 2)
+
+
+def told(planned: PlannedRun) -> dict[str, Any]:
+    """What such a run's summary might tell of its strategy; the split trunk sent what the formula says."""
+    ranks, common = planned.ranks, {"cpu_seconds": [1.0] * planned.ranks, "wait_seconds": [0.1] * planned.ranks}
+    common["peak_memory_bytes"] = [10**8] * ranks
+    if "heads" in planned.flags:
+        whole = planned.flags.get("trunk") == "whole"
+        common["cpu_seconds"] = [2.0 if whole else 0.5] * ranks
+        # ShuffleNet at 32 pixels: 8 rows of 24 x 8 x 8 behind the stem, 1024 x 1 x 1 features for two other ranks.
+        sent = {"activations": 8 * 24 * 64 * 4 * 8, "features": 8 * 2 * 8 * 1024 * 4, "labels": 0}
+        return {
+            "trunk": {
+                **common,
+                "mode": "whole" if whole else "split",
+                "segments": [[0, 1], [1, 5]],
+                "labels": "replay",
+                "wire_bytes": dict.fromkeys(sent, 0) if whole else sent,
+                "trunk_bytes": [10**6] * ranks,
+                "forwards": [8] * ranks,
+            }
+        }
+    return {
+        "grid": {
+            **common,
+            "parts": planned.flags["parts"],
+            "replicas": 1,
+            "micro_batches": 2,
+            "segments": [[0, 5], [5, 11]] if ranks == 2 else [[0, 11]],
+            "wire_bytes": {"activations": 1, "errors": 0},
+            "allreduce_bytes": [0] * ranks,
+            "parameter_bytes": [10**6 // ranks] * ranks,
+            "optimizer_bytes": [10**6 // ranks] * ranks,
+        }
+    }
+
+
+def launched(planned: PlannedRun, site: Site, *, timeout: float = 0.0) -> Path:
+    run_dir = made_up(planned, site)
+    path = run_dir / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **told(planned)}))
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({**line, **told(planned)}) + "\n" for line in lines))
+    return run_dir
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "launch", launched)
+    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
+    results = carried_out(strategies.EXPERIMENT, SMOKE, tmp_path)
+    trunk, *_, memory = strategies.tables(results)
+    fits = {row[0]: row[-1] for row in trunk.rows}
+    assert fits == {"whole": "-", "split": "yes", "cached": "-"}
+    assert {row[0]: row[-1] for row in memory.rows} == {"grid-1x1-m2": "NO", "grid-2x1-m2": "NO"}
+    assert [row[1] for row in memory.rows] == ["2.0 MB", "1.0 MB 1.0 MB"]
+    cost, silent = strategies.answers(results)
+    assert "0.25x of their processor seconds" in cost.text
+    assert silent.text.startswith(f"{8 * 24 * 64 * 32 + 8 * 16 * 4096}, 0")

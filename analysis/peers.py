@@ -34,7 +34,7 @@ BATCHES = {1_000: 32, 5_000: 64, 20_000: 64}
 """Training samples -> batch of a rank: fewer samples, more steps an epoch than the preset's batch would leave."""
 SEEDS = {1_000: 5, 5_000: 5, 20_000: 3}
 SMOKE_SAMPLES, SMOKE_EPOCHS = 64, 1
-SMOKE_PEERS = ("full", "lp-ft", "exact")
+SMOKE_PEERS = ("full", "lp-ft", "exact", "auto")
 """The others' code paths are seen to run by other experiments."""
 MANY, MANY_SAMPLES = 99, 10**9
 NORMALISED: dict[str, Value] = {"mean": "0.5071,0.4865,0.4409", "std": "0.2673,0.2564,0.2762"}
@@ -54,8 +54,10 @@ class Peer:
     """The peer whose learning rates it takes; empty chooses its own."""
     last: int = MANY
     """It is given so many of the budgets, the longest ones."""
-    once: bool = False
-    """Whether it has no epochs to choose."""
+    budgets: tuple[int, ...] = ()
+    """The budgets of epochs that it is given instead of everybody's."""
+    lr: float | None = None
+    """The learning rate that it has by itself."""
     most_samples: int = MANY_SAMPLES
     """It is not run on more."""
     longer: int = 1
@@ -82,8 +84,15 @@ PEERS = {
     "exact": Peer(
         flags=MappingProxyType({"head": "multi-level", "head_fit": "exact", "augment": "views:2"}),
         rate_of="full",
-        once=True,
+        budgets=(1,),
         needs="head_fit",
+    ),
+    "auto": Peer(
+        flags=MappingProxyType({"freeze": "auto", "evaluate_every": 1000}),
+        rate_of="full",
+        lr=0.05,
+        budgets=(1, 4),
+        needs="auto_without",
     ),
 }
 
@@ -100,8 +109,15 @@ def cells(preset: Preset) -> Iterator[tuple[Cell, Peer]]:
         for name, peer in known_peers().items():
             if samples > peer.most_samples or (preset.is_smoke and name not in SMOKE_PEERS):
                 continue
-            for budget in (1,) if peer.once else epochs[-peer.last :]:
+            for budget in budgets_of(peer, epochs, smoke=preset.is_smoke):
                 yield Cell(samples=samples, peer=name, epochs=budget), peer
+
+
+def budgets_of(peer: Peer, epochs: tuple[int, ...], *, smoke: bool) -> tuple[int, ...]:
+    """Return the epochs that a peer is given where others are given `epochs`; never more than they."""
+    if not peer.budgets:
+        return epochs[-peer.last :]
+    return peer.budgets if smoke else tuple(budget for budget in peer.budgets if budget <= max(epochs))
 
 
 def work(preset: Preset, cell: Cell, peer: Peer, *, larger: int) -> dict[str, Value]:
@@ -138,7 +154,8 @@ def then(preset: Preset, results: Results, *, larger: int) -> list[PlannedRun]:
     for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
         for cell, peer in chosen:
             if preset.is_smoke or seed < SEEDS[cell.samples]:
-                lr = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
+                chosen_rate = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
+                lr = chosen_rate if peer.lr is None else peer.lr
                 flags = {**work(preset, cell, peer, larger=larger), "lr": lr}
                 planned.append(preset.run(cell.label, seed, flags, program=peer.program))
     return planned

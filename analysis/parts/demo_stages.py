@@ -15,7 +15,7 @@ PRETRAINED = "pretrained"
 CIFAR_PER_CLASS = {"train": 500, "test": 100}
 # Checkpoints would be most of what such short runs write and wait for; the model is kept at the end all the same.
 COMMON = ("--model", "resnet18", "--schedule", "cosine", "--checkpoint-every", "0")
-SOLVED = ("--model", "resnet18", "--head", "multi-level", "--head-fit", "exact", "--checkpoint-every", "0")
+AUTO = ("--model", "resnet18", "--freeze", "auto", "--checkpoint-every", "0")
 
 Flags = tuple[str, ...]
 
@@ -29,8 +29,9 @@ class Task:
     pretraining: Flags
     tuning: Flags
     vote: Flags
-    solving: Flags
-    """Of the run that trains nothing: its head is solved on the frozen network's features."""
+    auto: Flags
+    """Of the run that is left to itself: it has no learning rate, and --epochs at its default leaves time for nothing
+    but to solve the head."""
 
 
 # A mirrored digit is no digit: the folder's images are taken as they are, which also makes every epoch cacheable.
@@ -40,7 +41,7 @@ DIGITS = Task(
     pretraining=("--augment", "none", "--batch-size", "24", "--epochs", "6", "--lr", "0.05"),
     tuning=("--augment", "none", "--batch-size", "24", "--epochs", "10", "--lr", "0.01"),
     vote=("--freeze", "percentile", "--interval", "4", "--eta-max", "1", "--vote-weight", "loss"),
-    solving=("--augment", "none", "--batch-size", "24"),
+    auto=("--batch-size", "24"),
 )
 CIFAR = Task(
     first="the first half of CIFAR-10's classes",
@@ -48,7 +49,7 @@ CIFAR = Task(
     pretraining=("--batch-size", "16", "--epochs", "8", "--lr", "0.02"),
     tuning=("--augment", "views:2", "--train-samples", "3000", "--batch-size", "25", "--epochs", "5", "--lr", "0.01"),
     vote=("--freeze", "percentile", "--interval", "12", "--eta-max", "1", "--vote-weight", "loss"),
-    solving=("--augment", "none", "--train-samples", "3000", "--batch-size", "25"),
+    auto=("--train-samples", "3000", "--batch-size", "25"),
 )
 
 
@@ -85,8 +86,8 @@ def plan(out: Path, *, data_dir: Path | None, weights: Path | None) -> list[Stag
     cached = (*frozen, "--cache", "auto")
     stages.append(Stage(title="the same, frozen by vote", run_dir=out / "voted", flags=frozen))
     stages.append(Stage(title="the same again, frozen blocks' output cached", run_dir=out / "cached", flags=cached))
-    solved = (*data, *task.solving, *SOLVED, "--weights", str(weights))
-    stages.append(Stage(title="nothing trained, the head solved exactly", run_dir=out / "exact", flags=solved))
+    auto = (*data, *task.auto, *AUTO, "--weights", str(weights))
+    stages.append(Stage(title="left to itself: the head is solved", run_dir=out / "auto", flags=auto))
     return stages
 
 

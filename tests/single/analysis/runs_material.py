@@ -13,7 +13,15 @@ from analysis.sweeps.questions import Experiment
 from analysis.sweeps.results import Results, open_results
 from tests.single.report.run_directories import vote, write_run
 
-FAST = {"none": 1.0, "static": 1.5, "gradient-norm": 1.2, "percentile": 1.3, "linear": 1.3, "geometric": 1.4}
+FAST = {
+    "none": 1.0,
+    "auto": 8.0,
+    "static": 1.5,
+    "gradient-norm": 1.2,
+    "percentile": 1.3,
+    "linear": 1.3,
+    "geometric": 1.4,
+}
 
 
 def made_up(planned: PlannedRun, site: Site, *, timeout: float = 0.0) -> Path:
@@ -22,7 +30,7 @@ def made_up(planned: PlannedRun, site: Site, *, timeout: float = 0.0) -> Path:
     settings = planned.config()
     base = 0.7 + 0.01 * planned.seed - (0.002 * (settings.freeze.cut or 0))
     accuracies = [base + 0.02 * epoch for epoch in range(min(settings.optimizer.epochs, 6))]
-    voting = settings.freeze.freeze not in ("none", "static")
+    voting = settings.freeze.votes
     flags: dict[str, Any] = {**planned.flags, "seed": planned.seed, "epochs": len(accuracies)}
     write_run(
         run_dir,

@@ -47,15 +47,15 @@ def test_the_program_takes_every_stages_flags(
         monkeypatch.setattr(demo_stages, "open_data", lambda name, directory=None: open_data("digits"))
     stages = plan(tmp_path, data_dir=tmp_path if cifar else None, weights=weights)
     configs = [configuration(parse(["train", *stage.flags, "--run-dir", str(stage.run_dir)])) for stage in stages]
-    assert [stage.run_dir.name for stage in stages] == ["pretrained", "full", "voted", "cached", "exact"][
+    assert [stage.run_dir.name for stage in stages] == ["pretrained", "full", "voted", "cached", "auto"][
         0 if weights is None else 1 :
     ]
-    full, voted, cached, exact = configs[-4:]
+    full, voted, cached, auto = configs[-4:]
     assert (full.data, full.optimizer, full.model) == (voted.data, voted.optimizer, voted.model)
     assert (voted.data, voted.optimizer, voted.freeze) == (cached.data, cached.optimizer, cached.freeze)
     assert (voted.cache.cache, cached.cache.cache) == ("off", "auto")
-    assert (exact.head.head, exact.head.head_fit) == ("multi-level", "exact")
-    assert (exact.data.data_dir, exact.data.train_samples) == (full.data.data_dir, full.data.train_samples)
+    assert (auto.freeze.freeze, auto.head.head, auto.optimizer.epochs) == ("auto", "multi-level", 1)
+    assert (auto.data.data_dir, auto.data.train_samples) == (full.data.data_dir, full.data.train_samples)
     assert full.model.weights == str(weights or tmp_path / "pretrained" / "model.pt")
     assert (full.freeze.freeze, full.cache.cache) == ("none", "off")
     assert voted.freeze.freeze not in ("none", "static")

@@ -89,7 +89,10 @@ def state_of(run: Run) -> str:
     """Return how far a run is, and whether a job is at work on it."""
     if run.finished:
         return "finished"
-    return f"{doing(run.directory)}, {len(run.metrics)} of {plural(int(run.settings['epochs']), 'epoch')}"
+    done, epochs = len(run.metrics), int(run.settings["epochs"])
+    # What stages or a time budget make of --epochs, nobody has written down yet.
+    planned = run.settings["freeze"] == "auto" or run.settings["time_budget"] != "none"
+    return f"{doing(run.directory)}, {plural(done, 'epoch') if planned else f'{done} of ' + plural(epochs, 'epoch')}"
 
 
 def doing(place: Path) -> str:

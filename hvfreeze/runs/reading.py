@@ -57,7 +57,12 @@ class Run:
 
     @property
     def test_accuracy(self) -> float:
-        """Accuracy after the last epoch that was evaluated, 0-1; NaN where none was yet."""
+        """Accuracy after the last epoch that was evaluated, 0-1; NaN where none was yet.
+
+        Of a run that has ended it is the model's: a run of stages may have gone back to an earlier one.
+        """
+        if self.summary is not None:
+            return float(self.summary["test_accuracy"])
         return self.accuracies[-1] if self.accuracies else math.nan
 
     @property

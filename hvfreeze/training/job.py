@@ -13,7 +13,6 @@ from hvfreeze.applying.card import Card, describe, head_named
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed, grouped, open_feeds, padded_batches
-from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.heads.fit import HeadFit
 from hvfreeze.named_code import code_sha256, is_named_code
 from hvfreeze.ranks.agreement import check_equal, together
@@ -29,6 +28,7 @@ from hvfreeze.training.checkpoints.file import Saving
 from hvfreeze.training.choice import place_of, reads_images
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.making.blueprint import Blueprint, statistics_of
+from hvfreeze.training.making.notes import notes_on_freezing
 from hvfreeze.training.making.samples import load_feeds, open_corpus
 from hvfreeze.training.progress import Curves, NoCurves, Speaker, check_curves
 from hvfreeze.training.stages.budget import Budget
@@ -203,7 +203,13 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         name="record",
     )
     job.speaker.log_to(job.record.log)
-    job.notes = [*corpus.notes, *notes, *notes_on_freezing(job), *crowding(world), *job.record.notes]
+    job.notes = [
+        *corpus.notes,
+        *notes,
+        *notes_on_freezing(config, job.course.stages),
+        *crowding(world),
+        *job.record.notes,
+    ]
     return job
 
 
@@ -225,31 +231,6 @@ def choose_directory(given: str | None, named: str, world: World) -> Path:
     Collective: every rank of `world` must call this.
     """
     return Path(world.broadcast_object(given or str(Path("runs") / named), name="run.directory")).resolve()
-
-
-def notes_on_freezing(job: Job) -> list[str]:
-    """Return what is probably not meant: votes that are never held, or blocks frozen before anything trained them."""
-    settings, notes = job.config.freeze, []
-    if settings.auto:
-        return notes_on_stages(job)
-    cadence = Cadence.of(settings, steps_per_epoch=job.steps_per_epoch, num_epochs=job.config.optimizer.epochs)
-    if (settings.votes or settings.shadow_names()) and cadence.first_vote >= job.total_steps:
-        notes.append(
-            f"no vote is held: the first would be after step {cadence.first_vote}, and the run has {job.total_steps}; "
-            "lower --freeze-warmup or --interval, or raise --epochs"
-        )
-    if settings.cut and job.config.model.weights == "none":
-        notes.append(
-            f"the first {settings.cut} blocks keep their random initialisation; freezing is for trained --weights"
-        )
-    return notes
-
-
-def notes_on_stages(job: Job) -> list[str]:
-    """Return what is probably not meant in a run of stages: a head on a body that nothing has trained."""
-    if job.config.model.weights != "none" or len(job.course.stages) > 1:
-        return []
-    return ["the head is solved on a network with random weights; --freeze auto is for trained --weights"]
 
 
 def assemble(

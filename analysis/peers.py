@@ -54,8 +54,10 @@ class Peer:
     """The peer whose learning rates it takes; empty chooses its own."""
     last: int = MANY
     """It is given so many of the budgets, the longest ones."""
-    budgets: tuple[int, ...] = ()
-    """The budgets of epochs that it is given instead of everybody's."""
+    once: bool = False
+    """Whether it has no epochs to choose."""
+    tuned: MappingProxyType[int, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Training samples -> budgets that it is given besides, for a peer that makes use of more epochs than one."""
     lr: float | None = None
     """The learning rate that it has by itself."""
     most_samples: int = MANY_SAMPLES
@@ -84,14 +86,16 @@ PEERS = {
     "exact": Peer(
         flags=MappingProxyType({"head": "multi-level", "head_fit": "exact", "augment": "views:2"}),
         rate_of="full",
-        budgets=(1,),
+        once=True,
         needs="head_fit",
     ),
     "auto": Peer(
         flags=MappingProxyType({"freeze": "auto", "evaluate_every": 1000}),
         rate_of="full",
         lr=0.05,
-        budgets=(1, 4),
+        once=True,
+        # What eight hours for all peers leave room for.
+        tuned=MappingProxyType({SMOKE_SAMPLES: (4,), 5_000: (4,)}),
         needs="auto_without",
     ),
 }
@@ -109,15 +113,13 @@ def cells(preset: Preset) -> Iterator[tuple[Cell, Peer]]:
         for name, peer in known_peers().items():
             if samples > peer.most_samples or (preset.is_smoke and name not in SMOKE_PEERS):
                 continue
-            for budget in budgets_of(peer, epochs, smoke=preset.is_smoke):
+            for budget in budgets_of(peer, samples, epochs):
                 yield Cell(samples=samples, peer=name, epochs=budget), peer
 
 
-def budgets_of(peer: Peer, epochs: tuple[int, ...], *, smoke: bool) -> tuple[int, ...]:
-    """Return the epochs that a peer is given where others are given `epochs`; never more than they."""
-    if not peer.budgets:
-        return epochs[-peer.last :]
-    return peer.budgets if smoke else tuple(budget for budget in peer.budgets if budget <= max(epochs))
+def budgets_of(peer: Peer, samples: int, epochs: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the epochs that a peer is given where others are given `epochs`."""
+    return (1, *peer.tuned.get(samples, ())) if peer.once else epochs[-peer.last :]
 
 
 def work(preset: Preset, cell: Cell, peer: Peer, *, larger: int) -> dict[str, Value]:

@@ -41,6 +41,9 @@ def seconds_of(planned: PlannedRun, preset: Preset) -> float:
     evaluated = samples * data.validation_fraction or preset.test_samples
     steps = trained // (planned.ranks * settings.batch_size)
     compute = steps * settings.batch_size * (FORWARD_SECONDS + trainable(config) * BACKWARD_SECONDS)
+    if config.head.exact and settings.epochs == 1:
+        # Two views, and what solving takes beside them.
+        compute = steps * settings.batch_size * 2.3 * FORWARD_SECONDS
     evaluations = -(-settings.epochs // config.run.evaluate_every)
     evaluation = evaluations / settings.epochs * evaluated / planned.ranks * FORWARD_SECONDS
     sent = 2 * (planned.ranks - 1) / planned.ranks * MODEL_BYTES * 8 * (0.04 if preset.is_smoke else 1.0)

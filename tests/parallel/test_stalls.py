@@ -47,3 +47,9 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_job(
     )
     assert match, str(result)
     assert int(match[1]) <= LIMIT + 10, str(result)
+
+
+def test_a_world_that_is_not_closed_does_not_disturb_the_exit() -> None:
+    result = mpirun(2, WORKER.with_name("unclosed.py"), timeout=60)
+    assert result.returncode == 0, result
+    assert result.stderr == "", result

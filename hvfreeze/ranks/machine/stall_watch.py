@@ -7,6 +7,7 @@ the others, over a communicator of their own: who is stopped does not answer, wh
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -62,6 +63,8 @@ class StallWatch:
         """Let the threads talk over `comm`, which is theirs alone, from now on; `hosts` has every rank's."""
         with self._lock:
             self._mpi, self._comm, self._hosts = mpi, comm, hosts
+        # A script that does not close its world ends MPI when the interpreter exits, while this thread lives on.
+        atexit.register(self.disconnect)
 
     def disconnect(self) -> None:
         """Make no more MPI calls."""

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from hvfreeze.config.rules import parse_compression
 from hvfreeze.errors import UsageError
-from hvfreeze.ranks.exchange.buckets import Bucket, check_types
+from hvfreeze.ranks.exchange.buckets import check_types
+from hvfreeze.ranks.exchange.convoy import Convoy, Parcel
 from hvfreeze.ranks.exchange.layout import lay_out
-from hvfreeze.ranks.exchange.low_rank import LowRank, check_arithmetic
+from hvfreeze.ranks.exchange.low_rank import check_arithmetic
 from hvfreeze.ranks.exchange.signals import SIGNAL_BYTES, Header, Signals, hash_of_names
 from hvfreeze.ranks.machine.mpi_environment import TCP_MESSAGE_BYTES
 from hvfreeze.ranks.world import World
@@ -68,17 +69,10 @@ class Reducer:
     observer: Observer | None = None
     """Called with (index among the carried parameters, this rank's own gradient) before it is averaged."""
     _named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-    _parcels: list[Bucket | LowRank] = field(default_factory=list)
-    """What travels, in this order."""
-    _low_rank: list[LowRank] = field(default_factory=list)
+    _convoy: Convoy = field(init=False)
     _checked: bool = False
     """Whether ranks are known to compute alike what is laid out."""
     _hooks: list[Any] = field(default_factory=list)
-    _place: list[tuple[Bucket | LowRank, int]] = field(default_factory=list)
-    _next: int = 0
-    """Parcels that have started on their way."""
-    _advanced: int = 0
-    """Those of them that were told to go on."""
     _steps: int = 0
     _passes: int = 0
     """Backward passes that a parameter must see; 0 between `finish` and `begin`."""
@@ -87,6 +81,9 @@ class Reducer:
     _set_hash: int = 0
     _header: Header | None = None
     _since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._convoy = Convoy(self.world, piece_bytes=self.piece_bytes)
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Exchange the gradients of exactly these parameters from now on.
@@ -126,12 +123,10 @@ class Reducer:
                 parameter.grad = None
         if self._steps == self.uncompressed_steps and self.compression.startswith("powersgd"):
             self._lay_out()
-        if self._low_rank and not self._checked:
-            check_arithmetic(self._low_rank, self.world, compression=self.compression)
+        if self._convoy.low_rank and not self._checked:
+            check_arithmetic(self._convoy.low_rank, self.world, compression=self.compression)
         self._checked = True
-        for parcel in self._parcels:
-            parcel.begin()
-        self._next = self._advanced = 0
+        self._convoy.begin()
         self._passes = self.backward_passes_per_step if passes is None else passes
         self._seen = [0] * len(self._named)
         self._header = None
@@ -167,11 +162,7 @@ class Reducer:
         signals = self._header.wait()
         self._complete_absent()
         self._start_full_parcels()
-        for parcel in self._parcels[self._advanced :]:
-            self.payload_bytes += parcel.go_on(self._send, self.world.wait)
-        for parcel in self._parcels:
-            self._check_untouched(parcel)
-            self.payload_bytes += parcel.finish(self._send, self.world.wait)
+        self.payload_bytes += self._convoy.finish(self._check_untouched)
         self._passes = 0
         self._steps += 1
         return signals
@@ -202,14 +193,14 @@ class Reducer:
 
     def gradients_are_finite(self) -> bool:
         """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
-        flats = [parcel.flat for parcel in self._parcels]
+        flats = [parcel.flat for parcel in self._convoy.parcels]
         tensors = flats or [p.grad for _, p in self._named if p.grad is not None]
         # A sum costs one pass and is not finite when an entry is not.
         return bool(torch.isfinite(torch.stack([tensor.sum() for tensor in tensors]).sum())) if tensors else True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's next exchange depends on besides its gradients; with powersgd as large as those."""
-        low_rank = {name: kept for parcel in self._low_rank for name, kept in parcel.state_dict().items()}
+        low_rank = self._convoy.state_dict()
         return {"steps": self._steps, "exponents": dict(self._exponents), "low_rank": low_rank}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,30 +209,23 @@ class Reducer:
         self._exponents.clear()
         self._exponents.update(state["exponents"])
         self._lay_out()
-        for parcel in self._low_rank:
-            parcel.load_state_dict(state["low_rank"])
+        self._convoy.load_state_dict(state["low_rank"])
 
     def _lay_out(self) -> None:
-        before, self._low_rank, self._checked = self._low_rank, [], False
-        self._parcels, self._place = [], []
+        before, self._checked = self._convoy, False
+        self._convoy = Convoy(self.world, piece_bytes=self.piece_bytes)
         if self.world.size == 1:
             return
         waits = self.compression.startswith("powersgd") and self._steps < self.uncompressed_steps
-        self._low_rank, buckets = lay_out(
+        low_rank, buckets = lay_out(
             self._named,
             compression="none" if waits else self.compression,
             world=self.world,
             bucket_bytes=self.bucket_bytes,
             exponents=self._exponents,
         )
-        for old in before:
-            kept = old.state_dict()
-            for parcel in self._low_rank:
-                parcel.load_state_dict(kept)
-        # What is sent twice goes first: the rest travels while the second sum is made ready.
-        self._parcels += [*self._low_rank, *buckets]
-        places = {slot: (parcel, i) for parcel in self._parcels for i, slot in enumerate(parcel.slots)}
-        self._place = [places[slot] for slot in range(len(self._named))]
+        self._convoy = Convoy(self.world, piece_bytes=self.piece_bytes, low_rank=low_rank, buckets=buckets)
+        self._convoy.load_state_dict(before.state_dict())
 
     def _ready_hook(self, slot: int) -> Callable[[nn.Parameter], None]:
         def ready(parameter: nn.Parameter) -> None:
@@ -271,15 +255,10 @@ class Reducer:
         self.ready_seconds[self._named[slot][0]] = time.perf_counter() - self._since
         if self.observer is not None:
             self.observer(slot, gradient)
-        if self._place:
-            self._lay_down(slot, parameter, gradient)
+        if not self._convoy.is_empty:
+            parameter.grad = self._convoy.lay_down(slot, gradient)
 
-    def _lay_down(self, slot: int, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        parcel, i = self._place[slot]
-        parameter.grad = parcel.lay_down(i, gradient)
-        parcel.version = parcel.flat._version
-
-    def _check_untouched(self, parcel: Bucket | LowRank) -> None:
+    def _check_untouched(self, parcel: Parcel) -> None:
         if self.starts_itself and parcel.flat._version != parcel.version:
             raise UsageError(
                 "gradients were changed between backward() and their average over ranks, and it is lost: call "
@@ -294,20 +273,10 @@ class Reducer:
         for slot, (_, parameter) in enumerate(self._named):
             if 0 < self._seen[slot] < self._passes:
                 self._complete(slot, parameter)
-            elif self._seen[slot] == 0 and self._place:
-                self._lay_down(slot, parameter, parameter.grad if self.starts_itself else None)
+            elif self._seen[slot] == 0 and not self._convoy.is_empty:
+                parameter.grad = self._convoy.lay_down(slot, parameter.grad if self.starts_itself else None)
 
     def _start_full_parcels(self) -> None:
-        while self._next < len(self._parcels) and self._parcels[self._next].missing == 0:
-            parcel = self._parcels[self._next]
-            parcel.start(self._send)
-            self.payload_bytes += parcel.payload_bytes
-            self.other_bytes += parcel.tail_bytes
-            self._next += 1
-        while self._advanced < self._next and self._parcels[self._advanced].has_arrived(self.world.poll):
-            self.payload_bytes += self._parcels[self._advanced].go_on(self._send, self.world.wait)
-            self._advanced += 1
-
-    def _send(self, wire: Tensor, name: str) -> list[Any]:
-        pieces = wire.split(self.piece_bytes // wire.element_size())
-        return [self.world.start_allreduce_(piece, name=f"{name}.{place}") for place, piece in enumerate(pieces)]
+        payload, tail = self._convoy.start_full()
+        self.payload_bytes += payload
+        self.other_bytes += tail

@@ -282,7 +282,7 @@ def check_low_rank_follows_the_paper(world: World) -> None:
             assert all(torch.allclose(a.double(), b, atol=1e-6) for a, b in zip(got, plain, strict=True))
             continue
         assert reducer.payload_bytes - before == THIN_BYTES
-        assert len(reducer._low_rank) == 2, "all in one group: none is ahead of another"
+        assert len(reducer._convoy.low_rank) == 2, "all in one group: none is ahead of another"
         if step == 2:
             right = [torch.randn(m, R, generator=torch.Generator().manual_seed(seed_of(f"p{i}"))).double()
                      for i, (_, m) in zip((0, 2, 4), MATRICES, strict=True)]  # fmt: skip
@@ -370,7 +370,7 @@ def check_ranks_that_compute_otherwise_are_refused(world: World) -> None:
         return
     reducer = low_rank(world, parameters(), uncompressed_steps=0)
     if world.rank == world.size - 1:
-        reducer._low_rank[-1]._in_order[-1].right[0, 0] += 1e-6
+        reducer._convoy.low_rank[-1]._in_order[-1].right[0, 0] += 1e-6
     raises(reducer.begin, f"rank {world.size - 1} computes other bits than rank 0")
     raises(lambda: Reducer(world, compression="powersgd:0").carry([]), "powersgd:R with R in 1..256")
 

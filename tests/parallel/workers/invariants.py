@@ -178,7 +178,7 @@ def check_unequal_frozen_sets_are_refused_by_all(world: World) -> None:
             refused = False
         except DivergedError:
             refused = True
-        for bucket in reducer._parcels:
+        for bucket in reducer._convoy.parcels:
             try:
                 for handle in bucket.handles:
                     world.wait(handle)

@@ -1,5 +1,7 @@
 """Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output.
 
+For a Horovod script: `DistributedOptimizer`, in place of Horovod's, and `CachedLoader`, around the script's own loader.
+
 The parts of a training loop, one by one: `cut_into_blocks` and `Chain`, `open_world` and `broadcast_model`, `Reducer`,
 `Freezer` (or `freeze_by_vote`, which builds it with the usual settings), `PrefixActivations`. `load` returns a finished
 run's model.

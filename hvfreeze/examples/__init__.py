@@ -1,1 +1,1 @@
-"""The same training script twice: in plain Horovod, and with blocks frozen by vote."""
+"""Training scripts in plain Horovod, and what changes in them: blocks frozen by vote, and cached."""

@@ -23,21 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.file.disk import prepare_directory
-from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint
+from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.chain.watched.calls import Inputs
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.own_loop.data_identity import data_identity
 from hvfreeze.own_loop.halves import autocast, halves_of, whole
 from hvfreeze.own_loop.optimizer import DistributedOptimizer
+from hvfreeze.own_loop.rows import fingerprint_of, is_steady
 from hvfreeze.own_loop.samples import Ids, Remembered, Samples, Split, inputs_and_labels
 from hvfreeze.own_loop.sharing import ranks_that_see
-from hvfreeze.prefix.operations import operations_digest
 from hvfreeze.ranks.agreement import together
 
 logger = logging.getLogger("hvfreeze")
@@ -59,7 +58,9 @@ class BatchActivations:
 
 
 class CachedLoader:
-    """Yields (activations, labels) for each batch of a loader, and runs what is behind the cut with `suffix`.
+    """Yields (`BatchActivations`, labels) for each batch of a loader, and runs what is behind the cut with `suffix`.
+
+    Every rank must begin its epochs together with the others: where a cut has settled, all compute rows for all.
 
     Attributes:
         loader: the script's own; its sampler goes on to be the script's to set.
@@ -210,7 +211,7 @@ class CachedLoader:
         if not all(self._world.allgather_object(self._can_be_left_at(cut, inputs), name="loader.cut")):
             self._run_whole()
             return
-        mark, left = self._fingerprint(cut, inputs), max(1, math.ceil(self._freezer.epochs_left))
+        mark, left = self._mark(cut, inputs), max(1, math.ceil(self._freezer.epochs_left))
         views = sorted({self._view_after(epochs) for epochs in range(left)})
         place, share = self._group
         ids = np.arange(place, len(self._samples), share, dtype=np.int64)
@@ -220,7 +221,7 @@ class CachedLoader:
         if left <= len(views) and not there:
             self._follow(*self._some())
             return
-        self._steady = self._is_steady(cut, inputs)
+        self._steady = is_steady(lambda given: self._run(given, 0, cut), inputs)
         self._activations.begin_cut(cut, mark=mark, universe=universe, steady=self._steady)
         self._moves_followed, self._stored, self._whole = len(self._freezer.cut_history), True, False
         self._fill(universe)
@@ -264,15 +265,18 @@ class CachedLoader:
             return False
         return True
 
-    def _is_steady(self, cut: int, inputs: Any) -> bool:
-        """Tell whether a row's bits stay the same when the rows of a batch change places."""
-        order = torch.from_numpy(np.random.default_rng(0).permutation(self._samples.batch_rows))
-
-        def moved(leaf: Any) -> Any:
-            return torch.index_select(leaf, 0, order, out=torch.empty_like(leaf)) if isinstance(leaf, Tensor) else leaf
-
-        straight, permuted = (self._run(given, 0, cut) for given in (inputs, tree_map(moved, inputs)))
-        return torch.equal(straight.index_select(0, order), permuted)
+    def _mark(self, cut: int, inputs: Inputs) -> Fingerprint:
+        return fingerprint_of(
+            self._chain,
+            cut,
+            prefix=self._halves.digest(cut),
+            data=self._data,
+            inputs=inputs,
+            num_views=self._samples.num_views,
+            seed=self._seed,
+            precision=self._dtype or torch.float32,
+            batch_rows=self._samples.batch_rows,
+        )
 
     def _some(self) -> tuple[Ids, Ids]:
         ids = np.resize(np.arange(len(self._samples), dtype=np.int64), self._samples.batch_rows)
@@ -294,22 +298,3 @@ class CachedLoader:
             inputs = self._load(np.resize(ids, len(x)), np.resize(views, len(x)))
         with torch.no_grad(), autocast(self._dtype):
             return self._halves.before(x, start, stop, inputs)
-
-    def _fingerprint(self, cut: int, inputs: Any) -> Fingerprint:
-        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        return activation_fingerprint(
-            prefix=self._halves.digest(cut),
-            operations=operations_digest(self._chain, cut),
-            cut=cut,
-            data=self._data,
-            split="train" if self._chain.model.training else "eval",
-            transform=[[str(leaf.dtype), list(leaf.shape[1:]), list(leaf.stride())] for leaf in leaves],
-            data_seed=self._seed,
-            augment="none" if self._samples.num_views == 1 else f"views:{self._samples.num_views}",
-            dtype="native",
-            input_shape=list(leaves[0].shape[1:]),
-            memory_format=str(list(leaves[0].stride())),
-            precision=str(self._dtype or torch.float32).removeprefix("torch."),
-            batch_rows=self._samples.batch_rows,
-            threads=torch.get_num_threads(),
-        )

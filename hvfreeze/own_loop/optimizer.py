@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,25 +20,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.chain.watched.calls import Inputs
 from hvfreeze.chain.watched.choosing import in_blocks
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.errors import DivergedError, UsageError
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.frozen import prune_optimizer
 from hvfreeze.freezing.vote_weights import Voter
-from hvfreeze.own_loop.horovod_words import compression_of, refuse_other_averages
+from hvfreeze.own_loop.horovod_habits import (
+    begin_alike,
+    called_by_broadcast,
+    check_arguments,
+    compression_of,
+    create_state,
+)
 from hvfreeze.own_loop.script_world import report_errors, script_world
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 
 logger = logging.getLogger("hvfreeze")
-
-BROADCAST = "horovod.torch.functions"
-"""The module whose `broadcast_optimizer_state` calls `step` to create an optimizer's state."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -96,7 +97,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the settings fit neither the model nor the world, or ranks were given different ones.
         """
-        refuse_other_averages(op, gradient_predivide_factor)
         self._inner = optimizer
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.world = script_world() if world is None else world
@@ -105,7 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_equal(self.world, "arguments", {**given, **dataclasses.asdict(settings)})
 
         def build() -> Freezer:
-            check_arguments(optimizer, steps_per_epoch, num_epochs)
+            check_arguments(optimizer, steps_per_epoch, num_epochs, op, gradient_predivide_factor)
             chain = in_blocks(model, blocks=blocks, example=example)
             known = {parameter for _, parameter in chain.named_parameters()}
             others = [p for group in self._groups for p in group if p not in known and p.requires_grad]
@@ -129,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.freezer = together(self.world, build, name="optimizer")
         self.reducer = self.freezer.reducer
         check_equal(self.world, "models", {"blocks": [block.name for block in self.freezer.chain.blocks]})
-        self._synchronized, self._skips, self._began, self._primed = False, False, False, False
+        self._synchronized, self._skips, self._began, self._created = False, False, False, False
         self._loss = math.nan
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,7 +154,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             DivergedError: ranks began with different parameters, or have frozen different ones.
         """
         if not self._began:
-            self._begin_alike()
+            self._began = True
+            begin_alike(self._inner, self.freezer.chain, self.world, created=self._created)
         self.reducer.finish()
         self._synchronized = True
 
@@ -185,8 +186,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: `skip_synchronize` without `synchronize`, or a vote weighted by the loss without `report_loss`.
         """
-        if not self._began and not self.reducer.exchanging and _called_by(BROADCAST):
-            return self._create_state()
+        if not self._began and not self.reducer.exchanging and called_by_broadcast():
+            create_state(self._inner, self.world)
+            self._created = self.world.size > 1
+            return None
         if closure is None:
             self._average()
             result = self._inner.step()
@@ -282,36 +285,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             names = ", ".join(block.name for block in self.freezer.chain.blocks[: decision.cut_after])
             logger.info("step %d: frozen: %s (%s)", decision.step, names or "nothing", decision.reason)
 
-    def _begin_alike(self) -> None:
-        """See to it that ranks start from equal parameters, and from no state where none was loaded. Collective."""
-        self._began = True
-        digest = digest_tensors(self.freezer.chain.named_parameters()) if self.world.size > 1 else ""
-        everyone = self.world.allgather_object((digest, self._primed), name="optimizer.begin")
-        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
-        if odd:
-            raise DivergedError(
-                f"parameters of rank {', '.join(map(str, odd))} differ from rank 0's before the first step: call "
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before it"
-            )
-        if all(primed for _, primed in everyone):
-            self._inner.state.clear()
-
-    def _create_state(self) -> None:
-        """Create the state that `hvd.broadcast_optimizer_state` asks for; unlike a step, it moves no weight.
-
-        With one process there is nothing to send, and nothing to create.
-        """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if self.world.size > 1:
-            before = [parameter.detach().clone() for parameter in parameters]
-            self._inner.step()
-            with torch.no_grad():
-                for parameter, value in zip(parameters, before):
-                    parameter.copy_(value)
-            self._primed = True
-        for parameter in parameters:
-            parameter.grad = None
-
     @contextmanager
     def _all_parameters(self) -> Iterator[None]:
         """Put frozen parameters back into their groups for a moment."""
@@ -321,24 +294,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             prune_optimizer(self._inner, self._groups)
-
-
-def check_arguments(optimizer: torch.optim.Optimizer, steps_per_epoch: int, num_epochs: int) -> None:
-    """Raise UsageError for what no vote can be held with."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS evaluates as often as it likes, on each rank on its own; give another optimizer")
-    for name, value in (("steps_per_epoch", steps_per_epoch), ("num_epochs", num_epochs)):
-        if not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} ({value}) must be a whole number, at least 1")
-
-
-def _called_by(module: str) -> bool:
-    """Tell whether `step` was called by a function of `module`; a scheduler may stand in between."""
-    frame = sys._getframe(2)
-    for _ in range(3):
-        if frame.f_globals.get("__name__") == module:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False

@@ -49,9 +49,13 @@ class Samples:
     """
 
     def __init__(self, loader: DataLoader[Any], split: Split, *, num_views: int, seed: int) -> None:
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or loader.batch_size is None:
-            raise UsageError("a cached loader needs numbered samples: a map-style data set, and batch_size=")
-        self.loader, self.batch_rows, self.num_views = loader, int(loader.batch_size), num_views
+        rows = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or not isinstance(rows, int):
+            raise UsageError(
+                "a cached loader needs numbered samples in batches of one size: a map-style data set, and batch_size= "
+                "or a batch_sampler that has one"
+            )
+        self.loader, self.batch_rows, self.num_views = loader, rows, num_views
         self._split, self._numbered = split, _Numbered(loader.dataset, seed if num_views > 1 else None)
         self._expected: list[list[tuple[int, int]]] = []
         self._reading: Iterator[Any] | None = None

@@ -1,0 +1,43 @@
+"""What is wrong with a script of one's own ends in one message and the whole job's exit code, never in a hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.mpirun import mpirun
+
+WORKER = Path(__file__).with_name("workers") / "own_mistakes.py"
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize(
+    ("mistake", "start", "code", "message"),
+    [
+        ("no example", "running", 2, "Own is no torchvision classifier: give example="),
+        ("an unequal start", "not yet", 4, "parameters of rank 1 differ from rank 0's before the first step"),
+        ("clipped too early", "running", 2, "call synchronize() before they are clipped"),
+        ("one rank fails", "running", 1, "nobody expected this"),
+    ],
+)
+def test_a_mistake_ends_the_job_with_its_message(mistake: str, start: str, code: int, message: str) -> None:
+    result = mpirun(2, WORKER, args=[mistake, start], timeout=60, every_rank_reports=False)
+    assert result.returncode == code, result
+    assert message in result.stderr, result
+    assert ("Traceback" in result.stderr) == (code == 1), result
+    if mistake in ("no example", "an unequal start"):
+        assert result.stderr.count("hvfreeze: error:") == 1, result
+
+
+@pytest.mark.parametrize("start", ["running", "not yet"])
+def test_a_script_that_simply_ends_ends_well(start: str) -> None:
+    result = mpirun(2, WORKER, args=["none", start], timeout=60, every_rank_reports=False)
+    assert result.returncode == 0, result
+    assert sorted(result.stdout.split("\n"))[1:] == ["rank 0 is done", "rank 1 is done"], result
+
+
+def test_one_process_is_told_without_a_traceback() -> None:
+    result = mpirun(1, WORKER, args=["no example", "not yet"], timeout=60, every_rank_reports=False)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and "give example=" in result.stderr, result

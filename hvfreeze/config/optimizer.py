@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hvfreeze.config.rules import number_list, one_of, parse_compression, rule, setting
 
-LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3, "lars": 1.0}
+LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3, "lars": 3.0}
 """--optimizer -> --lr where none is given."""
 WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4}
 """--optimizer -> --weight-decay where none is given. AdamW's is apart from the gradient; the number is PyTorch's."""
@@ -26,7 +26,7 @@ class OptimizerConfig:
     lr: float = setting(
         None,
         "LR",
-        "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 1",
+        "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3",
         auto=0.05,
     )
     head_lr: str | None = setting(

@@ -72,6 +72,10 @@ def inexact(held: Settings, settings: Settings, before: Mapping[str, Any], now: 
     # Another number of ranks is the checkpoint's to judge.
     if before.get("size") == now.get("size"):
         pairs += [(name, before[name], now[name]) for name in FACTS if name in before and name in now]
+    pairs += [
+        (f"the code of --{flag}", was[:12], (now.get("code") or {}).get(flag, "")[:12])
+        for flag, was in (before.get("code") or {}).items()
+    ]
     there, here = before.get("versions") or {}, now.get("versions") or {}
     pairs += [(name, there[name], here[name]) for name in VERSIONS if name in there and name in here]
     return [f"{name}: {was} there, {is_} here" for name, was, is_ in pairs if was != is_]

@@ -162,8 +162,10 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
     check_equal(world, "versions", versions())
-    check_equal(world, "code", together(world, lambda: own_code(config), name="code"))
+    code = together(world, lambda: own_code(config), name="code")
+    check_equal(world, "code", code)
     environment = describe_environment(world.allgather_object(facts_of_this_rank(), name="environment"))
+    environment |= {"code": code} if code else {}
     named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
     directory, settings = choose_directory(config.run.run_dir, named, world), to_dict(config)
     together(

@@ -85,6 +85,16 @@ def test_no_code_is_run_that_a_card_or_a_configuration_names_unless_it_is_truste
     assert "spotted" not in sys.modules
 
 
+def test_a_run_whose_code_has_changed_does_not_go_on_as_if_it_were_the_same(code: Path, tmp_path: Path) -> None:
+    digits = ("--data", "digits", "--image-size", "32", "--train-samples", "40")
+    flags = (*FLAGS, *digits, "--run-dir", str(tmp_path / "run"))
+    assert call("train", *flags, "--epochs", "1").returncode == 0
+    code.write_text(CODE + "# another file\n")
+    refused = call("train", *flags, "--epochs", "2", "--resume")
+    assert refused.returncode == 3 and "the code of --model: " in refused.stderr, str(refused)
+    assert call("train", *flags, "--epochs", "2", "--resume", "--resume-inexact").returncode == 0
+
+
 def test_blocks_shows_each_cut_of_a_model_without_a_run(code: Path, tmp_path: Path) -> None:
     outcome = call("blocks", "spotted:transformer", "--image-size", "8", "--classes", "3", "--batch-size", "2")
     assert outcome.returncode == 0, str(outcome)

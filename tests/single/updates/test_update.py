@@ -124,7 +124,7 @@ def test_each_optimizer_goes_on_bit_for_bit_from_its_state(name: str) -> None:
 
 def test_every_optimizer_has_its_own_defaults_and_one_that_is_given_counts() -> None:
     rates = {name: OptimizerConfig(optimizer=name).lr for name in ("sgd", "adamw", "lars")}
-    assert rates == {"sgd": 0.1, "adamw": 0.001, "lars": 1.0}
+    assert rates == {"sgd": 0.1, "adamw": 0.001, "lars": 3.0}
     assert OptimizerConfig(optimizer="adamw", lr=0.1).lr == 0.1
     assert OptimizerConfig().weight_decay == 1e-4
 

@@ -120,7 +120,7 @@ class FreezeConfig:
         "--epochs has room, solve it again)",
     )
     cut: int | None = setting(
-        None, "K", "the first K blocks are frozen; all the time (static), or when votes or tuning (auto) begin"
+        None, "K", "with --freeze static: the first K blocks are frozen; with auto: they are while the others are tuned"
     )
     interval: int | None = setting(None, "STEPS", "steps between votes; default: half an epoch")
     freeze_warmup: int | None = setting(None, "STEPS", "steps before the first vote; default: one epoch")
@@ -139,8 +139,9 @@ class FreezeConfig:
     def __post_init__(self) -> None:
         one_of("freeze", self.freeze, ("none", "static", *CRITERIA, AUTO))
         static = self.freeze == "static"
-        takes_cut = self.freeze != "none"
-        rule(takes_cut or self.cut is None, "cut", self.cut, "left out with --freeze none, which freezes nothing")
+        # A criterion's own settings may start at a cut, where blocks are tuned; users give it with static and auto.
+        starts = self.freeze != "none" or self.cut is None
+        rule(starts, "cut", self.cut, "left out unless --freeze is static or auto")
         rule(not static or self.cut is not None, "freeze", self.freeze, "given together with --cut K")
         rule(self.cut is None or self.cut >= 0, "cut", self.cut, "0 or more blocks")
         rule(self.interval is None or self.interval >= 1, "interval", self.interval, "at least 1 step")

@@ -136,7 +136,10 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
     for leaf, value in given.items():
         section, _, kind = known[leaf]
         sections[section][leaf] = typed(leaf, value, kind, source=source)
-    return Config(**{section: types[section](**entries) for section, entries in sections.items()})
+    config = Config(**{section: types[section](**entries) for section, entries in sections.items()})
+    cut, freeze = config.freeze.cut, config.freeze.freeze
+    rule(cut is None or freeze in ("static", AUTO), "cut", cut, "left out unless --freeze is static or auto")
+    return config
 
 
 def auto_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

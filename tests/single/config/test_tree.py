@@ -127,7 +127,8 @@ def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
             {"freeze": "linear", "auto_without": "votes"},
             r"--auto-without \(votes\) must be left out unless --freeze is",
         ),
-        ({"freeze": "none", "cut": 2}, r"--cut \(2\) must be left out with --freeze none"),
+        ({"freeze": "none", "cut": 2}, r"--cut \(2\) must be left out unless --freeze is static or auto"),
+        ({"freeze": "linear", "cut": 2}, r"--cut \(2\) must be left out unless --freeze is static or auto"),
     ],
 )
 def test_what_does_not_go_with_auto_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
-from hvfreeze.training import job
+from hvfreeze.training.making import samples
 from tests.parallel.mpirun import report
 from tests.program import save_photos
 
@@ -240,14 +240,14 @@ def check_a_tree_of_images_is_read_by_one_rank_and_known_to_all(world: World) ->
     if world.rank == 0:
         save_photos(Path(folder), training=6 * world.size)
     world.barrier(name="test.photos")
-    looks, look = [], job.list_data
-    job.list_data = lambda *of: looks.append(of) or look(*of)  # type: ignore[attr-defined,func-returns-value]
+    looks, look = [], samples.list_data
+    samples.list_data = lambda *of: looks.append(of) or look(*of)  # type: ignore[attr-defined,func-returns-value]
     try:
         data = DataConfig(data="imagefolder", data_dir=folder)
         options = {"seed": 0, "batch_size": 2, "replicas": world.size, "whole_batches": True}
-        corpus = job.open_corpus(data, world, **options)  # type: ignore[arg-type]
+        corpus = samples.open_corpus(data, world, **options)  # type: ignore[arg-type]
     finally:
-        job.list_data = look  # type: ignore[attr-defined]
+        samples.list_data = look  # type: ignore[attr-defined]
     assert world.allgather_object(len(looks), name="test.looks") == [1] + [0] * (world.size - 1)
     alone = open_data("imagefolder", folder)
     for mine, theirs in ((corpus.train, alone.train), (corpus.evaluated, alone.test)):

@@ -15,4 +15,4 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 def test_a_grid_trains_the_model_that_one_process_would(size: int, tmp_path: Path) -> None:
     result = mpirun(size, WORKER, args=[str(tmp_path)], timeout=240)
     assert result.returncode == 0, str(result)
-    assert all(len(rank["checks"]) == 4 for rank in result.ranks)
+    assert all(len(rank["checks"]) == 5 for rank in result.ranks)

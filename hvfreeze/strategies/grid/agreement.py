@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvfreeze.errors import NumericsError
+from hvfreeze.errors import DivergedError, NumericsError
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 
@@ -68,6 +68,25 @@ class Agreement:
                 "from the last checkpoint"
             )
         return Agreed(total / self.replicas, bool(leaving), math.sqrt(squares / self.replicas))
+
+    def check_cut(self, cut: int, *, step: int) -> None:
+        """Compare the cut after a vote, which each partition's replicas have counted by themselves.
+
+        Ranks of a line that disagree would wait for errors that nobody sends.
+        Collective: every rank of the world must call this.
+
+        Raises:
+            DivergedError: ranks have different cuts; on all ranks.
+        """
+        cuts = self.world.allgather_object(cut, name="grid.cut")
+        odd = next((rank for rank, theirs in enumerate(cuts) if theirs != cuts[0]), None)
+        if odd is not None:
+            error = DivergedError(
+                f"after the vote of step {step} rank {odd} has cut {cuts[odd]} and rank 0 cut {cuts[0]}; give all "
+                "ranks equal processors and versions"
+            )
+            error.everywhere = True
+            raise error
 
 
 def squared_norm(reducer: Reducer) -> float:

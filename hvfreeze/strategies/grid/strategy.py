@@ -120,6 +120,8 @@ class Grid:
         # All ranks, at the end of an interval: the vote, and the same cut in the same step.
         clock.enter("vote")
         decision = self.freezer.after_step(0.0 if loss is None else loss)
+        if decision is not None:
+            self._agreement.check_cut(self.cut, step=self.freezer.step)
         clock.enter("data")
         losses = {MODEL: agreed.loss if loss is None else loss}
         answers = {MODEL: learnt.answers} if learnt else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from hvfreeze.chain.models import BuiltModel
 from hvfreeze.chain.origins.narrow_resnets import NarrowResNet
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import open_feeds
-from hvfreeze.errors import NumericsError
+from hvfreeze.errors import DivergedError, NumericsError
+from hvfreeze.freezing import freezer
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import SoloWorld, World
 from hvfreeze.strategies.grid.trial import Trial as Tried
@@ -236,6 +238,27 @@ def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
         assert "not finite" in str(error) and error.everywhere
     else:
         raise AssertionError("nobody noticed")
+
+
+def check_a_line_whose_ranks_count_a_vote_otherwise_is_stopped(trial: Trial) -> None:
+    size = trial.world.size
+    if size == 1:
+        return
+    count = freezer.hold_vote
+
+    def miscounted(*args: Any, **options: Any) -> Any:
+        decision = count(*args, **options)
+        return replace(decision, cut_after=decision.cut_before + int(trial.world.rank == size - 1))
+
+    freezer.hold_vote = miscounted
+    try:
+        run(trial.grid("miscounted", (size, 1, 1), **VOTED), trial.world)
+    except DivergedError as error:
+        assert f"rank {size - 1} has cut 1 and rank 0 cut 0" in str(error) and error.everywhere
+    else:
+        raise AssertionError("ranks went on with different cuts")
+    finally:
+        freezer.hold_vote = count
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ LONG += ["--threads", "1", "--evaluate-every", "500", "--checkpoint-every", "1"]
 LAUNCHERS = {
     "horovodrun": ["horovodrun", "-np", "2", "-H", "localhost:2"],
     "mpirun": ["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none"],
-    "launch/horovodrun.sh": [str(ROOT / "launch/horovodrun.sh"), "-np", "2"],
     "launch/mpirun.sh": [str(ROOT / "launch/mpirun.sh"), "-np", "2"],
 }
 
@@ -75,9 +74,7 @@ def trains(out: Path) -> Callable[[], object]:
     ("launcher", "number", "early"),
     [
         ("horovodrun", signal.SIGTERM, True),
-        ("horovodrun", signal.SIGINT, False),
         ("mpirun", signal.SIGINT, False),
-        ("launch/horovodrun.sh", signal.SIGUSR1, False),
         ("launch/mpirun.sh", signal.SIGUSR1, False),
     ],
 )

@@ -19,7 +19,7 @@ INPUT = "tests/single/test_bad_input.py::"
 STOPPED = FAULTS + "test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one"
 EVIL = DAMAGED + "test_damaged_and_evil_files_are_named_and_their_rows_computed_anew"
 WRONG = CHECKPOINT + "test_the_program_refuses_every_cut_of_a_checkpoint_and_one_of_which_a_setting_differs"
-TORTURE = "tests/parallel/test_torture.py::test_a_few_flips_and_a_full_disk_find_nothing_and_what_is_planted_is_found"
+TORTURE = "tests/parallel/test_torture.py::test_a_few_flips_find_nothing_and_what_is_planted_is_found"
 
 MATRIX: dict[str, tuple[str, ...]] = {
     # Ranks that die, stop or stay away.
@@ -106,7 +106,6 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "the disk of checkpoints or logs is full": (
         FAULTS + "test_a_full_disk_leaves_the_older_checkpoints",
         FAULTS + "test_an_error_that_only_one_rank_meets_ends_the_job",
-        TORTURE,
     ),
     "a folder that cannot be written": (
         INPUT + "test_a_run_directory_that_cannot_be_written_is_refused",

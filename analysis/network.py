@@ -11,7 +11,6 @@ in memory, 64 a rank, on the slowest rank.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.benchmarks.launching import environment
-from analysis.parts.network_sides import BATCH_ROWS, LOW_RANK, ROUNDS, measure
+from analysis.parts.networks.sides import BATCH_ROWS, LOW_RANK, ROUNDS, measure
+from analysis.parts.networks.tables import NETWORKS, WAYS, forecasts, kept, table
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.experiment import main as main_of
 from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
@@ -33,8 +33,6 @@ from analysis.sweeps.rows import publish
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
 
-NETWORKS = [(1, "")] + [(nodes, limit) for limit in ("200mbit", "1gbit", "10gbit", "") for nodes in (2, 4)]
-WAYS = ("auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
 SECONDS = 240.0
 """After which a network's job hangs."""
 
@@ -73,14 +71,6 @@ def others(arguments: Sequence[str]) -> int:
 
     codes = [main_of(experiment, arguments) for experiment in (communication.EXPERIMENT, scaling.EXPERIMENT)]
     return max(*codes, exchange.main([]))
-
-
-def kept(path: Path) -> list[dict[str, str]]:
-    """Return the rows that are there."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def rows_of(nodes: int, bandwidth: str, quick: bool) -> list[dict[str, Any]]:
@@ -123,32 +113,6 @@ def line(row: dict[str, str]) -> str:
     forecast = f", forecast {1e3 * float(row['forecast_seconds']):.0f} ms" if row["forecast_seconds"] else ""
     network = f"{row['nodes']} x {row['bandwidth'] or 'unlimited'}"
     return f"{network:14} {row['way']:15} {pace:6.0f} images/s, {step:6.0f} ms a step {row['compression']}{forecast}"
-
-
-def table(rows: Sequence[dict[str, str]]) -> str:
-    """Return images/s by network and way, and the part of as many single nodes that ours, uncompressed, make."""
-    paces = {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
-    alone = paces.get(("1", "", "uncompressed"), float("nan"))
-    lines = [f"| nodes | link | {' | '.join(WAYS)} |", "|---:|---|" + "---:|" * len(WAYS)]
-    for nodes, bandwidth in NETWORKS:
-        found = [paces.get((str(nodes), bandwidth, way)) for way in WAYS]
-        if None not in found:
-            cells = [f"{pace:.0f} ({pace / nodes / alone:.2f})" for pace in found if pace is not None]
-            lines.append(f"| {nodes} | {bandwidth or 'unlimited'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def forecasts(rows: Sequence[dict[str, str]]) -> str:
-    """Return what was forecast for each choice of ours, beside what was measured."""
-    lines = ["| nodes | link | asked | taken | forecast | measured | off |", "|---:|---|---|---|---:|---:|---:|"]
-    for row in rows:
-        if row["forecast_seconds"]:
-            said, took = float(row["forecast_seconds"]), float(row["step_seconds"])
-            lines.append(
-                f"| {row['nodes']} | {row['bandwidth'] or 'unlimited'} | {row['way']} | {row['compression']} | "
-                f"{1e3 * said:.0f} ms | {1e3 * took:.0f} ms | {100 * (said / took - 1):+.0f} % |"
-            )
-    return "\n".join(lines)
 
 
 def readme(rows: Sequence[dict[str, str]]) -> str:

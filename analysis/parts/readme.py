@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from analysis.parts.cached_epochs import saved_by_clocks
+from analysis.parts.networks.tables import kept, table
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from hvfreeze.report.units import seconds
@@ -145,5 +146,17 @@ def milliseconds(what: str) -> str:
     return what.rpartition("; ")[2].partition(" against ")[0]
 
 
-PARTS = {"front": front, "cache": cache, "bench": bench}
+def network(root: Path) -> str:
+    """Return images a second on 1, 2 and 4 nodes, by network and by way of exchanging gradients."""
+    rows = kept(root / "network" / "rows.csv")
+    if not rows:
+        return NOTHING_YET
+    return (
+        "ResNet-18 at 32 pixels, 64 images a rank, one rank a node: images a second, and in brackets the part of as "
+        "many times one node's\n([numbers, forecasts, limits](analysis/results/network/README.md)). The first four "
+        f"ways are `--compression` of ours.\n\n{table(rows)}"
+    )
+
+
+PARTS = {"front": front, "cache": cache, "bench": bench, "network": network}
 """Markers of README.md, with what stands between them, besides the table of answers."""

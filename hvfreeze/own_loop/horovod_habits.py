@@ -26,7 +26,7 @@ def compression_of(value: Any) -> str:
         UsageError: it is neither.
     """
     known = COMPRESSORS.get(getattr(value, "__name__", ""), value)
-    if not isinstance(known, str):
+    if not isinstance(known, str) or known == "auto":
         raise UsageError(f"compression ({value}) must be none, fp16, powersgd:R, hvd.Compression.none or .fp16")
     parse_compression(known)
     return known

@@ -103,10 +103,14 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     if differing:
         listed = "; ".join(f"{leaf}: {theirs.get(leaf)!r} there, {mine[leaf]!r} here" for leaf in differing)
         raise RefusedError(f"the checkpoint {name} is another run's ({listed}); put its own checkpoints back")
-    course = shared.get("course")
-    number = course.get("number") if isinstance(course, dict) else None
-    if type(number) is not int or not 0 <= number < len(job.course.stages):
+    if not job.course.knows(shared.get("course")):
         raise RefusedError(f"the checkpoint {name} does not say in which stage its run is; start anew")
+    before, now = shared["course"]["steps"], [stage.steps for stage in job.course.stages]
+    if shared["course"]["number"] > 0 and before != now and job.config.run.budget_seconds() is None:
+        raise RefusedError(
+            f"the checkpoint {name} is of stages of {before} steps, and --epochs ({job.config.optimizer.epochs}) makes "
+            f"them {now}; give the --epochs that it began with, or start anew in another --run-dir"
+        )
     return shared
 
 

@@ -112,6 +112,15 @@ class Course:
         earlier = {**self._earlier, "cut_history": [list(move) for move in self._earlier.get("cut_history", ())]}
         return {"number": self.number, "steps": [stage.steps for stage in self.stages], "earlier": earlier}
 
+    def knows(self, state: Any) -> bool:
+        """Tell whether `state` is what `state_dict` of a run with as many stages, or of one with fewer, returned."""
+        if not isinstance(state, Mapping) or not isinstance(state.get("earlier"), Mapping):
+            return False
+        number, steps = state.get("number"), state.get("steps")
+        if type(number) is not int or not isinstance(steps, list) or any(type(count) is not int for count in steps):
+            return False
+        return 0 <= number < len(steps) <= len(self.stages) and min(steps) >= 0
+
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_plan: bool) -> None:
         """Open the stage that a checkpoint was written in; its strategy's state is the caller's to put back.
 
@@ -122,7 +131,7 @@ class Course:
             keeps_plan: whether stages last as long as was planned there, and not as the configuration says.
         """
         if keeps_plan:
-            self.stages = with_steps(self.stages, state["steps"])
+            self.stages = with_steps(self.stages[: len(state["steps"])], state["steps"])
         moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
         earlier = {**state["earlier"], "cut_history": moves} if moves else {}
         if state["number"] == self.number:

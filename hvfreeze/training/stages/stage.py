@@ -150,13 +150,13 @@ def stages_of(
 
 
 def solving(config: Config) -> Config:
-    """Return the settings with which a run of stages solves its head; fresh draws give way to fixed views."""
+    """Return the settings with which stages solve the head: fixed views for fresh draws, and no pairs of samples."""
     criterion, cut = SOLVED
     data = config.data if config.data.cacheable() else replace(config.data, augment="none", recipe="crop")
     return replace(
         config,
         data=data,
-        optimizer=replace(config.optimizer, epochs=1),
+        optimizer=replace(config.optimizer, epochs=1, mixup=0.0),
         freeze=replace(config.freeze, freeze=criterion, cut=cut, auto_without="none"),
     )
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hvfreeze.config.tree import from_dict
+from hvfreeze.training.stages.stage import solving, tuning
 from hvfreeze.updates.objective import Objective
 
 FEATURES = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0)).contiguous(
@@ -59,3 +61,8 @@ def test_parts_are_drawn_from_beta(alpha: float) -> None:
 def test_mixing_keeps_the_memory_format() -> None:
     mixed = Objective(mixup=1.0).mix(FEATURES, LABELS, step=0).features
     assert mixed.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_stage_that_solves_a_head_mixes_nothing() -> None:
+    config = from_dict({"freeze": "auto", "mixup": 0.2, "weights": "w.pt"})
+    assert solving(config).optimizer.mixup == 0 and tuning(config, 1, epochs=1).optimizer.mixup == 0.2

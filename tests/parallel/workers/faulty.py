@@ -27,10 +27,10 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.ranks import horovod_world
 from hvfreeze.ranks.machine.mpi_environment import claimed_rank
 from hvfreeze.ranks.world import World
-from hvfreeze.strategies.replicas import door
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job, prepare
+from hvfreeze.updates import objective
 
 make_step = loop.train_step
 start = horovod_world.open_world
@@ -95,8 +95,8 @@ def freeze_alone(job: Job) -> None:
 
 
 def spoil_the_loss(job: Job) -> None:
-    lost = SimpleNamespace(cross_entropy=lambda logits, labels: functional.cross_entropy(logits, labels) * math.nan)
-    door.functional = lost  # type: ignore[assignment,attr-defined]
+    lost = SimpleNamespace(cross_entropy=lambda *args, **rest: functional.cross_entropy(*args, **rest) * math.nan)
+    objective.functional = lost  # type: ignore[assignment,attr-defined]
 
 
 def spoil_the_statistics(job: Job) -> None:

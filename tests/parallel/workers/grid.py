@@ -33,7 +33,7 @@ from tests.parallel.workers.runs import interrupted, lines
 BATCH, STEPS, EPOCHS, LR = 16, 3, 2, 0.03
 BOUNDARIES = {1: 16 * 32 * 32, 2: 16 * 32 * 32, 3: 32 * 16 * 16, 4: 64 * 8 * 8}
 """Numbers of a sample behind the stem and the three residual blocks."""
-FROZEN = 2
+FROZEN = 3
 SHAPES = {
     1: [(1, 1, 1), (1, 1, 5)],
     2: [(2, 1, 1), (2, 1, 4), (2, 1, 8), (1, 2, 3)],

@@ -350,6 +350,22 @@ def test_a_module_whose_children_are_not_its_forward_pass_is_refused(how: str) -
         cut_into_blocks(Net(how), scheme="second", example=torch.randn(3, 4))
 
 
+def test_a_dropout_that_stands_elsewhere_than_it_was_defined_is_noticed() -> None:
+    class Dropping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(self.dropout(self.first(x)))
+            return y
+
+    model, random = Dropping(), torch.get_rng_state()
+    with pytest.raises(UsageError, match="order in which they were defined"):
+        cut_into_blocks(model, example=torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    assert model.training and torch.equal(torch.get_rng_state(), random)
+
+
 def test_a_module_of_ones_own_needs_an_example() -> None:
     with pytest.raises(UsageError, match="pass example="):
         cut_into_blocks(Net(), scheme="second")

@@ -74,6 +74,14 @@ class Counting(Dataset[Any]):
         return self.inner[index]
 
 
+class Drawing(Counting):
+    """Draws a number that comes to nothing; a plain loop draws it from the loop's own random state."""
+
+    def __getitem__(self, index: int) -> Any:
+        torch.rand(())
+        return super().__getitem__(index)
+
+
 LOADED: list[int] = []
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Counting]]] = {
     "a chain of images": (image_model, images),
@@ -145,6 +153,13 @@ def test_cached_computed_and_plain_training_have_the_same_bits(
     cached, loader = train(case, "cached", tmp_path, moves=moves)
     assert equal(plain, computed) and equal(plain, cached)
     assert loader.rows_read > 0 and loader.exact and without.rows_read == 0
+
+
+def test_what_the_data_set_draws_does_not_reach_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "drawing", (image_model, lambda: Drawing(images().inner)))
+    computed, _ = train("drawing", "computed", tmp_path, moves={4: 1})
+    cached, loader = train("drawing", "cached", tmp_path, moves={4: 1})
+    assert equal(computed, cached) and loader.rows_read > 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -297,14 +312,17 @@ class Skipping(nn.Module):
         y = self.first(x)
         if self.how == "input":
             return self.head(self.second(y) + x)
-        if self.how == "inside":
-            return self.head(self.second(self.dropout(y)) + self.dropout(y))
+        if self.how == "random":
+            return self.head(self.second(self.dropout(self.dropout(y))))
         z = self.second(y)
+        if self.how == "a look":
+            return self.head(z) if bool(y.max() < 100) else self.head(-z)
         return self.head(z + y)
 
 
 @pytest.mark.parametrize(
-    ("how", "cut", "runs"), [("input", 1, True), ("input", 2, True), ("around", 1, True), ("around", 2, False)]
+    ("how", "cut", "runs"),
+    [("input", 1, True), ("input", 2, True), ("around", 1, True), ("around", 2, False), ("a look", 2, False)],
 )
 def test_what_reaches_around_the_cut_is_noticed(
     how: str, cut: int, runs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -326,6 +344,24 @@ def test_what_reaches_around_the_cut_is_noticed(
         for number, (batch, _) in enumerate(cached):
             assert torch.equal(cached.suffix(batch), reference(data.tensors[0][4 * number : 4 * number + 4]))
     assert (cached.rows_read > 0) == runs == ("nothing is cached at this cut" not in caplog.text)
+    cached.close()
+
+
+def test_random_numbers_before_the_cut_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # The dropout is called twice, so that it belongs to no block and goes on to be active.
+    model, data = Skipping("random"), TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        example=data.tensors[0][:2],
+        steps_per_epoch=2,
+        num_epochs=3,
+        settings=FreezeConfig(freeze="static", cut=2),
+        world=hvfreeze.SoloWorld(),
+    )
+    cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=4), optimizer, directory=tmp_path)
+    assert [batch.cut for _ in range(2) for batch, _ in cached] == [0] * 4
+    assert "random numbers are drawn before it" in caplog.text
     cached.close()
 
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1))
     )
     try:
-        config = configuration(parse(list(sys.argv[1:] if arguments is None else arguments)))
+        config = configuration(parse(list(sys.argv[1:] if arguments is None else arguments))).resolved()
         run_dir = checked(config)
     except HvfreezeError as error:
         print(f"ddp: error: {error}", file=sys.stderr)

@@ -17,6 +17,7 @@ from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset
 from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
+from analysis.writing.charts import bar_chart
 from hvfreeze.report.tables import Table
 
 
@@ -41,8 +42,12 @@ def tables(results: Results) -> list[Table]:
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return no figure: the tables are short."""
-    return []
+    """Return every run's training time."""
+    bars = {label: results.mean(label, "train_seconds") for label in results.labels}
+    if not bars:
+        return []
+    caption = f"Training time, mean and 95 % interval where there are several seeds, {results.count(results.labels)}."
+    return [Drawing(name="training-time", caption=caption, figure=bar_chart(bars, x="seconds"))]
 
 
 EXPERIMENT = Experiment(

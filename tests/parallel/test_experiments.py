@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from analysis.experiments import EVERY, EXPERIMENTS, LONGER
+from analysis.experiments import EVERY, EXPERIMENTS
 from analysis.sweeps.experiment import plan
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import SMOKE
 from analysis.sweeps.results import open_results
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import launch, scratch, wait_until
+from tests.parallel.sizes import seldom
 from tests.parallel.startup.handover import STANDING
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-ON_NODES = {"communication", "scaling"}
+ON_NODES = {"communication", "scaling", "strategies"}
+NAMES = [*(experiment.name for experiment in EXPERIMENTS), "exact_head", "peers", seldom("strategies")]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in known.items() if name == STANDING or not name.startswith(of_tests)}
 
 
-@pytest.mark.parametrize("name", [experiment.name for experiment in (*EXPERIMENTS, *LONGER[:2])])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path) -> None:
     if name in ON_NODES and launch([str(ROOT / "launch/cluster"), "check"]).returncode != 0:
         pytest.skip("no local cluster on this machine; launch/cluster check says why")

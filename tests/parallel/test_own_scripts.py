@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.mpirun import ROOT, mpirun
+from tests.parallel.sizes import sizes
 
 EXAMPLES = ROOT / "hvfreeze" / "examples"
 WORKER = Path(__file__).with_name("workers") / "own_scripts.py"
@@ -26,7 +27,7 @@ def test_so_few_lines_of_a_horovod_script_change(kind: str, name: str, most: int
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", sizes(1, 3, of=(1, 2, 3)))
 def test_converted_scripts_freeze_and_a_cache_changes_no_bit(size: int, tmp_path: Path) -> None:
     result = mpirun(size, WORKER, args=[str(tmp_path)], timeout=280)
     assert result.returncode == 0, result

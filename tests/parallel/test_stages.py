@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.mpirun import mpirun
+from tests.parallel.sizes import sizes
 
 RUNS = Path(__file__).with_name("workers") / "staged.py"
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", sizes(2, 3))
 def test_runs_of_stages_are_equal_cached_or_not_and_stopped_in_any_stage_or_not(size: int, tmp_path: Path) -> None:
     result = mpirun(size, RUNS, args=[str(tmp_path)], timeout=300)
     assert result.returncode == 0, str(result)

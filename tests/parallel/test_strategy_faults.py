@@ -33,6 +33,7 @@ def test_a_rank_that_dies_or_does_not_come_ends_the_job_with_its_name(strategy: 
     assert late.returncode == 6 and " for rank 1" in only_message(late), str(late)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("strategy", ["grid", "shared-trunk"])
 def test_a_run_that_is_asked_to_leave_goes_on_as_if_it_had_not_been(strategy: str, tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"

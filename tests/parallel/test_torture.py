@@ -38,6 +38,7 @@ def test_a_killed_run_comes_to_what_it_would_have_come_to(tmp_path: Path) -> Non
     assert kills.outcome(life.run) == expected != {**expected, "parameter_digest": "another"}
 
 
+@pytest.mark.torture
 def test_a_stopped_torture_goes_on_and_tells_what_it_found(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.add("flip", seconds=0.1, faults=[])

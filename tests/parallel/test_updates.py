@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.mpirun import mpirun
+from tests.parallel.sizes import sizes
 
 WORKER = Path(__file__).with_name("workers") / "updating.py"
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", sizes(2, 3))
 def test_frozen_blocks_leave_every_optimizer_and_a_stopped_run_goes_on_bit_for_bit(size: int, tmp_path: Path) -> None:
     result = mpirun(size, WORKER, args=[str(tmp_path)], timeout=200)
     assert result.returncode == 0, result

@@ -5,13 +5,13 @@
 #                           `--index-url` and the index URL that pytorch.org shows for CPU wheels
 #   ONLY=name               the one benchmark that `make bench` runs
 #   ARGS=...                more arguments for `make demo`, for pytest in `make test`, or for the rounds of `make torture`
-#   JOBS=n                  tests that run side by side (2); some start four ranks
+#   JOBS=n                  tests that run side by side (the cores but one, 2 at least); some start four ranks
 
 PYTHON ?=
 TORCH_INDEX_ARGS ?=
 ONLY ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 3 ? cores - 1 : 2)))
 
 RUN := .venv/bin/python -m
 

@@ -97,10 +97,10 @@ class MappedRows:
             self._check()
             mapped = mmap.mmap(self._descriptor, self._end, prot=mmap.PROT_READ)
         except (OSError, ValueError, OverflowError) as error:
-            os.close(self._descriptor)
+            self.close()
             raise CacheFault(f"cache file {name} cannot be mapped ({error})") from error
         except CacheFault:
-            os.close(self._descriptor)
+            self.close()
             raise
         with warnings.catch_warnings():
             # The mapping is read-only, and so is what is made of it here.

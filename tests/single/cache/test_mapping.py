@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
-from hvfreeze.cache.file.mapping import ALIGNMENT, MOST_KEPT, Room
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.mapping import ALIGNMENT, MOST_KEPT, MappedRows, Room
 
 
 def test_memory_is_used_again_only_after_every_view_of_it_is_gone() -> None:
@@ -54,3 +59,16 @@ def test_memory_goes_on_being_used_while_it_dies_in_another_thread() -> None:
             fresh = torch.from_numpy(room.take(4096)).fill_(1)
             assert dying.result() == 7 * 4096
             assert fresh.sum() == 4096
+
+
+def test_a_refused_file_is_closed_once(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"")
+    with (tmp_path / "short").open("rb") as short:
+        with pytest.raises(CacheFault) as refused:
+            MappedRows(short.fileno(), offset=0, num_rows=2, row_bytes=4, name="short", dtype=torch.float32)
+        # The system gives the next file the lowest number that is free: that of the descriptor just closed.
+        others = [os.open(tmp_path / "short", os.O_RDONLY) for _ in range(3)]
+        del refused
+        gc.collect()
+        for other in others:
+            os.close(other)

@@ -47,3 +47,10 @@ def this_process_stays_out_of_mpi() -> Iterator[None]:
     for name in loaded:
         del sys.modules[name]
     assert not loaded, f"{', '.join(loaded)} was imported by pytest itself; import it in a worker script only"
+
+
+@pytest.fixture(autouse=True)
+def standing_processes_stay() -> Iterator[None]:
+    """Fails the test that ends a standing process, as one does that closes a descriptor that is not its own."""
+    yield
+    pool.check()

@@ -57,6 +57,16 @@ def ready(ranks: int, variables: Mapping[str, str]) -> str:
     return _common
 
 
+def check() -> None:
+    """See to it that every standing process is there.
+
+    Raises:
+        AssertionError: one has ended.
+    """
+    for number, standing in list(_standing.items()):
+        _check(number, standing)
+
+
 def processes() -> list[int]:
     """Return the standing processes by rank number."""
     return [_standing[number].process.pid for number in sorted(_standing)]

@@ -162,3 +162,25 @@ class HeldSteps:
     def step(self) -> float:
         """Make one step of the real loop; return the loss."""
         return train_step(self.job, [next(self._batches)])
+
+
+@dataclass
+class EpochSteps:
+    """The steps of a job's epochs, one after the other, from `epoch` on."""
+
+    job: Job
+    epoch: int
+
+    def __post_init__(self) -> None:
+        self._left: list[list[Batch]] = []
+
+    def prepare(self) -> None:
+        """Begin the next epoch where one has ended. Collective: every rank must call this."""
+        if not self._left:
+            self._left = self.job.steps_of(self.epoch)
+            self.job.strategy.begin_epoch([batch for batches in self._left for batch in batches])
+            self.epoch += 1
+
+    def step(self) -> float:
+        """Make one step of the real loop; return the loss."""
+        return train_step(self.job, self._left.pop(0))

@@ -13,21 +13,19 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import torch
 
 from analysis.benchmarks.contest import Course, Side
-from analysis.benchmarks.material import CUTS, HeldBatch, Setting
+from analysis.benchmarks.material import CUTS, EpochSteps, HeldBatch, Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.unfrozen import data_parallel
 from hvfreeze.config.sections import CacheConfig
-from hvfreeze.data.batches import Batch
 from hvfreeze.ranks.horovod_world import end_job_on_exception
 from hvfreeze.training.job import Job
-from hvfreeze.training.loop import train_epoch, train_step
+from hvfreeze.training.loop import train_epoch
 from hvfreeze.training.progress import Silence
 
 LIVE, CACHED, DDP = "live{}", "cached{}", "ddp"
@@ -84,41 +82,21 @@ def sides_of(ranks: Ranks, setting: Setting, *, cuts: Sequence[int]) -> Iterator
     """Yield every kind of step at these cuts. Collective: every rank must call this."""
     for cut in (0, *cuts):
         job = setting.job(LIVE.format(cut), cut=cut, augment="fresh")
-        yield Epochs(job, epoch=0).side(LIVE.format(cut))
+        yield epochs(job, 0, name=LIVE.format(cut))
     for cut in cuts:
         job = setting.job(CACHED.format(cut), cut=cut, augment=f"views:{VIEWS}", cache=CacheConfig(cache="on"))
         for epoch in range(VIEWS):
             train_epoch(job, epoch, Silence())
-        yield Epochs(job, epoch=VIEWS).side(CACHED.format(cut))
+        yield epochs(job, VIEWS, name=CACHED.format(cut))
     loop = data_parallel(ranks, [], setting.scratch)
     loop.batches = loaded(setting.job(DDP, augment="fresh"))
     yield Side(DDP, loop.step)
 
 
-@dataclass
-class Epochs:
-    """The steps of a job's epochs, one after the other."""
-
-    job: Job
-    epoch: int
-
-    def __post_init__(self) -> None:
-        self._left: list[list[Batch]] = []
-
-    def side(self, name: str) -> Side:
-        """Return the steps as a side of a contest."""
-        return Side(name, self.step, prepare=self.prepare)
-
-    def prepare(self) -> None:
-        """Begin the next epoch where one has ended. Collective: every rank must call this."""
-        if not self._left:
-            self._left = self.job.steps_of(self.epoch)
-            self.job.strategy.begin_epoch([batch for batches in self._left for batch in batches])
-            self.epoch += 1
-
-    def step(self) -> float:
-        """Make one step of the real loop; return the loss."""
-        return train_step(self.job, self._left.pop(0))
+def epochs(job: Job, first: int, *, name: str) -> Side:
+    """Return the steps of a job's epochs from `first` on."""
+    steps = EpochSteps(job, epoch=first)
+    return Side(name, steps.step, prepare=steps.prepare)
 
 
 def loaded(job: Job) -> Iterator[HeldBatch]:

@@ -40,6 +40,12 @@ class Halves:
         with self._autocast():
             return self.chain.run(x, start, stop)
 
+    def be_in_mode(self, *, training: bool) -> None:
+        """Bring the model into training or evaluation mode; frozen blocks hold themselves in the latter."""
+        # Walking through all modules costs as much as a small one of them.
+        if self.chain.model.training != training:
+            self.chain.model.train(training)
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 

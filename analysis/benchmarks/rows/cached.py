@@ -7,13 +7,11 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldBatch, Setting, held_batches, replicas_of
+from analysis.benchmarks.material import BATCH_ROWS, CUTS, EpochSteps, HeldBatch, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 from hvfreeze.config.sections import CacheConfig
-from hvfreeze.data.batches import Batch
-from hvfreeze.training.job import Job
-from hvfreeze.training.loop import train_epoch, train_step
+from hvfreeze.training.loop import train_epoch
 from hvfreeze.training.progress import Silence
 
 SLACK_SECONDS = 0.3e-3
@@ -51,7 +49,7 @@ def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> 
     for x, labels in held_batches(job):
         loop.whole_step(x, labels)
     memory: list[HeldBatch] = [(loop.output_of_prefix(x), labels) for x, labels in held_batches(job, epoch=1)]
-    steps = CachedSteps(job)
+    steps = EpochSteps(job, epoch=1)
     duel = Duel(
         name=name,
         ours="cache",
@@ -70,22 +68,3 @@ def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> 
         raise ValueError(f"{name}: the prefix was computed while it should have been read")
     job.strategy.close()
     return rows
-
-
-class CachedSteps:
-    """The steps of a job's epochs from the second on."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.epoch = job, 0
-        self.left: list[Batch] = []
-
-    def prepare(self) -> None:
-        """Begin the next epoch where one has ended. Collective: every rank must call this."""
-        if not self.left:
-            self.epoch += 1
-            self.left = self.job.feed.epoch(self.epoch)
-            self.job.strategy.begin_epoch(self.left)
-
-    def step(self) -> float:
-        """Make one step of the real loop; return the loss."""
-        return train_step(self.job, [self.left.pop(0)])

@@ -11,25 +11,22 @@ from hvfreeze.chain.segments import Boundary, Segment
 from hvfreeze.config.tree import Config
 from hvfreeze.data.decoding import Images
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
-from hvfreeze.freezing.vote_weights import Voter, coverage
 from hvfreeze.prefix.features import Halves
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.mesh import Mesh, open_line, open_mesh
-from hvfreeze.ranks.reducer import Reducer
+from hvfreeze.ranks.mesh import open_line, open_mesh
 from hvfreeze.ranks.wire import open_wire
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.cutting import example_images, open_segments
+from hvfreeze.strategies.freezing import open_freezer
 from hvfreeze.strategies.grid.account import Facts
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline
 from hvfreeze.strategies.grid.strategy import Grid
 from hvfreeze.strategies.grid.trial import Trial, sizes_of, try_blocks
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.updates.objective import Objective
-from hvfreeze.updates.update import open_optimizer
 
 
 def open_grid(materials: Materials, config: Config) -> Grid:
@@ -72,6 +69,17 @@ def open_grid(materials: Materials, config: Config) -> Grid:
     introduce(materials, facts, segments, boundaries[config.optimizer.batch_size])
     images = (materials.feed.images, materials.evaluated)
 
+    def train(segment: Segment) -> Freezer:
+        return open_freezer(
+            materials,
+            materials.chain.named_parameters(*segment),
+            config.optimizer,
+            config.freeze,
+            world=mesh.replica_world,
+            held=segment,
+            join=join_of(line),
+        )
+
     def opened() -> Grid:
         return Grid(
             facts,
@@ -80,7 +88,7 @@ def open_grid(materials: Materials, config: Config) -> Grid:
             # Seconds of an evaluation are counted as a whole, by the loop.
             pipeline(images[1], PhaseClock()),
             images,
-            open_freezer=lambda segment: open_freezer(materials, config, mesh, segment, join=join_of(line)),
+            open_freezer=train,
             settings=config.optimizer,
             world=world,
             clock=materials.clock,
@@ -166,30 +174,6 @@ def join_of(line: World | None) -> Join:
         return summed
 
     return join
-
-
-def open_freezer(materials: Materials, config: Config, mesh: Mesh, segment: Segment, *, join: Join = list) -> Freezer:
-    """Return what trains the blocks of `segment` on this rank: optimizer, reducer, and the votes of the replicas.
-
-    Raises:
-        UsageError: the freeze settings do not fit the model or the number of replicas.
-    """
-    settings, corpus, chain = config.optimizer, materials.corpus, materials.chain
-    head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
-    (head_lr,) = settings.head_rates() or [settings.lr]
-    steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
-    labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[materials.replica])]
-    return Freezer(
-        chain,
-        optimizer=open_optimizer(chain.named_parameters(*segment), settings, head=head, head_lr=head_lr),
-        reducer=Reducer(mesh.replica_world, compression=settings.compression),
-        world=mesh.replica_world,
-        settings=config.freeze,
-        cadence=Cadence.of(config.freeze, steps_per_epoch=steps, num_epochs=settings.epochs),
-        voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
-        held=segment,
-        join=join,
-    )
 
 
 def introduce(materials: Materials, facts: Facts, segments: tuple[Segment, ...], batch: Sequence[Boundary]) -> None:

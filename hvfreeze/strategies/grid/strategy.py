@@ -104,7 +104,7 @@ class Grid:
         """Send batches through the line and back, average gradients over replicas, and update this rank's blocks."""
         clock, reducer = self.clock, self.freezer.reducer
         clock.enter("forward")
-        self._be_in_mode(training=True)
+        self.training.halves.be_in_mode(training=True)
         reducer.begin(passes=len(batches) * self.facts.micro_batches)
         learnt = self.training.train(batches, cut=self.cut)
         clock.enter("allreduce")
@@ -133,7 +133,7 @@ class Grid:
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return on the last partition what the model says. Collective among the ranks of a line."""
-        self._be_in_mode(training=False)
+        self.training.halves.be_in_mode(training=False)
         logits = self.evaluation.answer(batch)
         return {} if logits is None else {MODEL: Answers(logits, batch.labels)}
 
@@ -246,7 +246,3 @@ class Grid:
     def _bytes_sent(self) -> dict[str, int]:
         counts = self.training.wire.counts
         return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in counts}
-
-    def _be_in_mode(self, *, training: bool) -> None:
-        if self.chain.model.training != training:
-            self.chain.model.train(training)

@@ -91,7 +91,7 @@ class Replicas:
         clock, count, said, value = self.clock, len(batches), [], 0.0
         for number, batch in enumerate(batches, 1):
             clock.enter("forward")
-            self._be_in_mode(training=True)
+            self.halves.be_in_mode(training=True)
             seen = self.objective.mix(self.training.of(batch), batch.labels, step=self.freezer.step, number=number)
             logits = self.halves.suffix(seen.features, self.training.cut).float()
             loss = self.objective.loss(logits, seen) / count
@@ -153,7 +153,7 @@ class Replicas:
 
     def predict(self, batch: Batch) -> dict[str, Answers]:
         """Return what the model says of an evaluation batch. Not a collective."""
-        self._be_in_mode(training=False)
+        self.halves.be_in_mode(training=False)
         with torch.no_grad():
             logits = self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
         return {MODEL: Answers(logits, batch.labels)}
@@ -218,11 +218,6 @@ class Replicas:
         self.evaluation.close()
         # Hooks on gradients would count another strategy's backward passes over the same model.
         self.reducer.carry([])
-
-    def _be_in_mode(self, *, training: bool) -> None:
-        # Frozen blocks hold themselves in evaluation mode; walking through all modules costs as much as a small one.
-        if self.chain.model.training != training:
-            self.chain.model.train(training)
 
     def _stop_unless_finite(self, signals: Signals) -> None:
         """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from hvfreeze.config.optimizer import OptimizerConfig
-from hvfreeze.config.sections import CacheConfig, FreezeConfig
+from hvfreeze.config.sections import CacheConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.vote_weights import Voter, coverage
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.solving import times_asked_for
 from hvfreeze.prefix.features import Features, Halves, open_features
@@ -18,13 +14,13 @@ from hvfreeze.prefix.measuring import Horizon, Outlook, open_budget, suffix_seco
 from hvfreeze.prefix.splits import Recipe, Split
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.machine.share import memory_budget
-from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.freezing import open_freezer
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.strategies.replicas.exchange_plan import open_plan
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.updates.objective import Objective
-from hvfreeze.updates.update import Update, arithmetic_of, needs_equal_arithmetic, open_optimizer
+from hvfreeze.updates.update import Update, arithmetic_of, needs_equal_arithmetic
 
 
 def open_replicas(materials: Materials, config: Config) -> Replicas:
@@ -37,7 +33,10 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     """
     world, settings = materials.world, config.optimizer
     check_arithmetic(materials, settings)
-    freezer = together(world, lambda: open_freezer(materials, settings, config.freeze), name="freezer")
+    named = materials.chain.model.named_parameters()
+    freezer = together(
+        world, lambda: open_freezer(materials, named, settings, config.freeze, world=world), name="freezer"
+    )
     halves = Halves(materials.chain, settings.precision)
     recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
     outlook = open_outlook(materials, config.cache, settings, freezer)
@@ -103,25 +102,6 @@ def check_arithmetic(materials: Materials, settings: OptimizerConfig) -> None:
         )
         error.everywhere = True
         raise error
-
-
-def open_freezer(materials: Materials, settings: OptimizerConfig, freeze: FreezeConfig) -> Freezer:
-    """Return the freezer, with the optimizer and the reducer that it keeps in step with the cut."""
-    corpus, chain = materials.corpus, materials.chain
-    head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
-    (head_lr,) = settings.head_rates() or [settings.lr]
-    optimizer = open_optimizer(chain.model.named_parameters(), settings, head=head, head_lr=head_lr)
-    steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
-    labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[materials.replica])]
-    return Freezer(
-        chain,
-        optimizer=optimizer,
-        reducer=Reducer(materials.world, compression=settings.compression),
-        world=materials.world,
-        settings=freeze,
-        cadence=Cadence.of(freeze, steps_per_epoch=steps, num_epochs=settings.epochs),
-        voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
-    )
 
 
 def open_outlook(materials: Materials, settings: CacheConfig, optimizer: OptimizerConfig, freezer: Freezer) -> Outlook:

@@ -50,7 +50,7 @@ class Head:
     def train(self, features: Tensor, labels: Tensor, clock: PhaseClock) -> tuple[float, Answers]:
         """Compute the gradients of a batch; return its mean loss and the answers from before the update."""
         clock.enter("forward")
-        self._be_in_mode(training=True)
+        self._halves.be_in_mode(training=True)
         before = torch.get_rng_state()
         torch.set_rng_state(self._random)
         try:
@@ -75,7 +75,7 @@ class Head:
 
     def predict(self, features: Tensor) -> Tensor:
         """Return the logits of a batch in evaluation mode."""
-        self._be_in_mode(training=False)
+        self._halves.be_in_mode(training=False)
         with torch.no_grad():
             return self._halves.suffix(features, self.depth).float()
 
@@ -95,10 +95,6 @@ class Head:
                 tensor.copy_(state["tensors"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self._random = state["random"]
-
-    def _be_in_mode(self, *, training: bool) -> None:
-        if self.chain.model.training != training:
-            self.chain.model.train(training)
 
 
 def hold_still(chain: Chain, segment: tuple[int, int]) -> None:

@@ -28,7 +28,7 @@ from analysis.sweeps.statistics import (
 )
 from analysis.writing.cells import FINAL_CUT, final_cut
 from analysis.writing.charts import IN_TIME, accuracy_time_chart, bar_chart
-from hvfreeze.freezing.criteria import CRITERIA, Evidence
+from hvfreeze.freezing.voting.criteria import CRITERIA, Evidence
 from hvfreeze.report.figures import plot_cuts
 from hvfreeze.report.tables import Table
 from hvfreeze.report.units import factor, percent, seconds

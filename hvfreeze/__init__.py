@@ -27,11 +27,11 @@ _HOMES = {
     "Reducer": "ranks.reducer",
     "SoloWorld": "ranks.world",
     "UsageError": "errors",
-    "Voter": "freezing.vote_weights",
+    "Voter": "freezing.voting.weights",
     "World": "ranks.world",
     "broadcast_model": "ranks.equal_models",
     "cut_into_blocks": "chain.blocks",
-    "freeze_by_vote": "freezing.freezer",
+    "freeze_by_vote": "freezing.freeze_by_vote",
     "load": "applying.model",
     "open_world": "ranks.horovod_world",
 }

@@ -26,7 +26,7 @@ from hvfreeze.named_code import check_named_code, is_named_code
 Channels = tuple[float, float, float]
 DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder")
 CRITERIA = ("gradient-norm", "percentile", "linear", "geometric")
-"""What proposes a cut; `freezing/criteria.py` says how."""
+"""What proposes a cut; `freezing/voting/criteria.py` says how."""
 AUTO = "auto"
 """A value of --freeze that is no criterion: stages that solve the head and tune blocks, see `training/stages`."""
 AUTO_PARTS = ("votes", "guard", "last-solve")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.criteria import Evidence
-from hvfreeze.freezing.proposer import USABLE_INTERVALS, Proposer
+from hvfreeze.freezing.voting.criteria import Evidence
+from hvfreeze.freezing.voting.proposer import USABLE_INTERVALS, Proposer
 from hvfreeze.runs.moves import Move
 
 

@@ -12,21 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.chain.watched.calls import Inputs
-from hvfreeze.chain.watched.choosing import in_blocks
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.ballots import hold_vote
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
-from hvfreeze.freezing.criteria import Evidence
-from hvfreeze.freezing.frozen import Seal, hold_in_eval, prune_optimizer, release
+from hvfreeze.freezing.frozen import FrozenPrefix
 from hvfreeze.freezing.gradients import GradientSums, Join, Observations, nothing_observed
-from hvfreeze.freezing.proposer import Proposer
-from hvfreeze.freezing.vote import Decision
-from hvfreeze.freezing.vote_weights import Voter, voting_weight
+from hvfreeze.freezing.voting.ballots import hold_vote
+from hvfreeze.freezing.voting.criteria import Evidence
+from hvfreeze.freezing.voting.proposer import Proposer
+from hvfreeze.freezing.voting.vote import Decision
+from hvfreeze.freezing.voting.weights import Voter, voting_weight
 from hvfreeze.ranks.equal_models import average_running_statistics
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
@@ -65,23 +62,22 @@ class Freezer:
         self.chain, self.optimizer, self.reducer, self.world = chain, optimizer, reducer, world
         self.settings, self.cadence, self.voter = settings, cadence, voter
         self.step = 0
-        self.cut = 0
         self.cut_history: list[Move] = []
-        self._held = held or (0, len(chain.blocks))
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        given = {parameter for group in self._groups for parameter in group}
-        own = {parameter for _, parameter in chain.named_parameters(*self._held)}
-        self._left_out = {p for _, p in chain.named_parameters() if not p.requires_grad or p in own - given}
+        self._prefix = FrozenPrefix(chain, optimizer, held=held)
         deciding = [settings.freeze] if settings.votes else []
         self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
         watching = any(proposer.criterion.watches_gradients for proposer in self._proposers.values())
-        self._observes = watching or settings.vote_weight == "snr"
+        source = settings.signal if watching or settings.vote_weight == "snr" else "none"
         sums = GradientSums(chain, step_norms=settings.vote_weight == "snr", held=held, join=join)
-        self._seen = Observations(sums)
-        self._seal: Seal | None = None
+        self._seen = Observations(sums, source)
         self._check_settings()
         self._move(settings.cut if settings.cut is not None else 0)
-        self._seal = None
+        self._prefix.unseal()
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self._prefix.cut
 
     def after_step(self, loss: float) -> Decision | None:
         """Count an optimizer step; at the end of an interval, vote and apply the outcome.
@@ -94,20 +90,14 @@ class Freezer:
         Raises:
             DivergedError: something changed a frozen parameter or buffer since it was frozen.
         """
-        # What is loaded or broadcast between a start and its first step is not a change.
-        if self._seal is None:
-            self.seal()
-        else:
-            self._seal.check(step=self.step)
+        self._prefix.check(step=self.step)
         self.step += 1
-        self._seen.add_loss(loss)
-        if self._observes:
-            if self.settings.signal == "averaged":
-                self._observe_averaged()
-            self._seen.sums.step_done()
+        self._seen.add_step(loss, self._prefix.carried)
         if not self._proposers or not self.cadence.ends_interval(self.step):
             return None
-        self._end_interval()
+        self._seen.end_interval()
+        for proposer in self._proposers.values():
+            proposer.intervals += 1
         decision = self._vote() if self.cadence.votes(self.step) else None
         self._seen.begin_interval(self.cut)
         if decision is not None and decision.moved:
@@ -122,7 +112,7 @@ class Freezer:
         Raises:
             UsageError: `cut` is out of range.
         """
-        self._check_cut(cut)
+        self._prefix.refuse(cut)
         self.average_statistics()
         self._move(cut)
         self._seen.begin_interval(cut)
@@ -157,7 +147,7 @@ class Freezer:
             "step": self.step,
             "cut": self.cut,
             "cut_history": [list(move) for move in self.cut_history],
-            "tracks": {name: [t.cut, t.intervals, list(t.recent)] for name, t in self._proposers.items()},
+            "tracks": {name: proposer.state() for name, proposer in self._proposers.items()},
             **self._seen.state_dict(),
         }
 
@@ -166,10 +156,9 @@ class Freezer:
         self.step = state["step"]
         self._move(state["cut"])
         self.cut_history = [Move(*entry) for entry in state["cut_history"]]
-        for name, (cut, intervals, recent) in state["tracks"].items():
-            self._proposers[name] = Proposer(name, cut, intervals, list(recent))
+        self._proposers |= {name: Proposer.of(name, *values) for name, values in state["tracks"].items()}
         self._seen.load_state_dict(state)
-        self._seal = None
+        self._prefix.unseal()
 
     @staticmethod
     def redealt(state: dict[str, Any], *, restep: Callable[[int], int]) -> dict[str, Any]:
@@ -178,15 +167,15 @@ class Freezer:
         Ranks own other samples there, so that what was observed of the old ones counts no more.
         """
         moves = [Move(*entry) for entry in state["cut_history"]]
-        tracks = {name: Proposer(name) for name in state["tracks"]}
+        forgetful = {name: Proposer(name) for name in state["tracks"]}
         for name, (cut, *_) in state["tracks"].items():
-            tracks[name].moved(cut)
+            forgetful[name].moved(cut)
         return {
             **nothing_observed(state["cut"]),
             "step": restep(state["step"]),
             "cut": state["cut"],
             "cut_history": [list(move._replace(step=restep(move.step))) for move in moves],
-            "tracks": {name: [t.cut, t.intervals, t.recent] for name, t in tracks.items()},
+            "tracks": {name: proposer.state() for name, proposer in forgetful.items()},
         }
 
     def average_statistics(self) -> None:
@@ -199,13 +188,10 @@ class Freezer:
 
     def seal(self) -> None:
         """Take frozen parameters and buffers as they are now for what must not change any more."""
-        start, stop = self._held
-        held = (start, max(start, min(stop, self.cut)))
-        frozen = [*self.chain.named_parameters(*held), *self.chain.named_buffers(*held)]
-        self._seal = Seal(frozen)
+        self._prefix.seal()
 
     def _check_settings(self) -> None:
-        self._check_cut(self.settings.cut or 0)
+        self._prefix.refuse(self.settings.cut or 0)
         if self.settings.vote_weight not in VOTE_WEIGHTS:
             count = len(self.settings.vote_weight.split(","))
             if count != self.world.size:
@@ -214,52 +200,15 @@ class Freezer:
                     f"it must have one per rank, of which there are {self.world.size}"
                 )
 
-    def _check_cut(self, cut: int) -> None:
-        deepest = len(self.chain.blocks) - 1
-        if not 0 <= cut <= deepest:
-            names = ", ".join(block.name for block in self.chain.blocks)
-            raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the blocks are {names}; the head is never frozen")
-
     def _move(self, cut: int) -> None:
-        for block in range(len(self.chain.blocks)):
-            frozen = block < cut
-            for module in self.chain.modules(block, block + 1):
-                hold_in_eval(module) if frozen else release(module)
-            for _, parameter in self._trained(block, block + 1):
-                parameter.requires_grad_(not frozen)
-                parameter.grad = None
-        prune_optimizer(self.optimizer, self._groups)
-        self.cut = cut
-        self.seal()
+        self._prefix.move(cut)
         self.cut_history.append(Move(self.step // self.cadence.steps_per_epoch, self.step, cut))
         for proposer in self._proposers.values():
             if self.step > 0 or cut > 0:
                 proposer.moved(max(proposer.cut, cut) if proposer.name != self.settings.freeze else cut)
-        self.reducer.carry(self._carried())
+        self.reducer.carry(self._prefix.carried())
         self._seen.forget(cut)
-        local = self._observes and self.settings.signal == "local"
-        self.reducer.observer = self._seen.sums.add if local else None
-
-    def _trained(self, start: int, stop: int | None = None) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of blocks start..stop-1, but for those that the user took out of training himself."""
-        named = self.chain.named_parameters(start, stop)
-        return [(name, parameter) for name, parameter in named if parameter not in self._left_out]
-
-    def _carried(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that this rank holds and still trains."""
-        start, stop = self._held
-        return self._trained(max(self.cut, start), stop) if self.cut < stop else []
-
-    def _observe_averaged(self) -> None:
-        for slot, (_, parameter) in enumerate(self._carried()):
-            if parameter.grad is not None:
-                self._seen.sums.add(slot, parameter.grad)
-
-    def _end_interval(self) -> None:
-        if self._observes:
-            self._seen.end_interval()
-        for proposer in self._proposers.values():
-            proposer.intervals += 1
+        self.reducer.observer = self._seen.observer
 
     def _evidence(self) -> Evidence:
         blocks = range(len(self.chain.blocks))
@@ -267,7 +216,7 @@ class Freezer:
         return Evidence(
             cut=self.cut,
             num_blocks=len(blocks),
-            has_parameters=tuple(bool(self._trained(b, b + 1)) for b in blocks),
+            has_parameters=tuple(bool(self._prefix.trained(b, b + 1)) for b in blocks),
             previous_norms=previous,
             norms=current,
             epoch=self.step / self.cadence.steps_per_epoch,
@@ -299,42 +248,3 @@ class Freezer:
             if outcome["cut"] != self._proposers[name].cut:
                 self._proposers[name].moved(outcome["cut"])
         return decision
-
-
-def freeze_by_vote(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    *,
-    steps_per_epoch: int,
-    num_epochs: int,
-    settings: FreezeConfig = FreezeConfig(freeze="gradient-norm"),  # noqa: B008  (frozen)
-    blocks: str | None = None,
-    example: Inputs | None = None,
-) -> Freezer:
-    """Return a Freezer for `model` with votes twice an epoch from the end of the first on; `reducer` is part of it.
-
-    For more choice, build `Chain`, `Reducer` and `Freezer` yourself.
-
-    Args:
-        model: any module.
-        optimizer: any torch optimizer over its parameters.
-        world: the ranks that vote.
-        steps_per_epoch: optimizer steps of each rank.
-        num_epochs: how long training lasts.
-        settings: criterion, guards, weights and quorum.
-        blocks: where the model may be cut, see `in_blocks`.
-        example: a batch of the model's inputs; needed where it is neither a torchvision classifier nor an
-            nn.Sequential, unless `blocks` names its blocks.
-
-    Raises:
-        UsageError: the settings do not fit the model or the world, or the model is not divided so.
-    """
-    return Freezer(
-        in_blocks(model, blocks=blocks, example=example),
-        optimizer=optimizer,
-        reducer=Reducer(world),
-        world=world,
-        settings=settings,
-        cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
-    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvfreeze.chain.blocks import Chain
 
@@ -98,6 +98,8 @@ class Observations:
     """What a rank has seen of its own training in the interval under way, and what the last two came to."""
 
     sums: GradientSums
+    source: str
+    """Gradients to look at: `local`, this rank's own; `averaged`, those that all ranks have; or `none`."""
     norms: list[tuple[float, ...]] = field(default_factory=list)
     """Per block, of the last complete intervals at this cut, at most two."""
     loss_sum: float = 0.0
@@ -119,14 +121,26 @@ class Observations:
         """(previous, current) norms where both intervals are complete, else (None, None)."""
         return (self.norms[0], self.norms[1]) if len(self.norms) == 2 else (None, None)
 
-    def add_loss(self, loss: float) -> None:
-        """Count a step's mean loss."""
+    @property
+    def observer(self) -> Callable[[int, Tensor], None] | None:
+        """What is to be shown this rank's own gradients, by their place among the carried parameters, if anything."""
+        return self.sums.add if self.source == "local" else None
+
+    def add_step(self, loss: float, carried: Callable[[], Sequence[tuple[str, nn.Parameter]]]) -> None:
+        """Count a step by its mean loss and, where averaged gradients are observed, by those of what is `carried`."""
         self.loss_sum += loss
         self.loss_steps += 1
+        if self.source == "averaged":
+            for slot, (_, parameter) in enumerate(carried()):
+                if parameter.grad is not None:
+                    self.sums.add(slot, parameter.grad)
+        if self.source != "none":
+            self.sums.step_done()
 
     def end_interval(self) -> None:
         """Keep the norms of the interval that is complete."""
-        self.norms = [*self.norms, self.sums.norms()][-2:]
+        if self.source != "none":
+            self.norms = [*self.norms, self.sums.norms()][-2:]
 
     def begin_interval(self, cut: int) -> None:
         """Begin an empty interval."""

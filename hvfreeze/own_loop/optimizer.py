@@ -27,7 +27,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.frozen import prune_optimizer
-from hvfreeze.freezing.vote_weights import Voter
+from hvfreeze.freezing.voting.weights import Voter
 from hvfreeze.own_loop.horovod_habits import (
     begin_alike,
     called_by_broadcast,

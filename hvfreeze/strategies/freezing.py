@@ -13,7 +13,7 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
-from hvfreeze.freezing.vote_weights import Voter, coverage
+from hvfreeze.freezing.voting.weights import Voter, coverage
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.strategy import Materials

@@ -20,7 +20,7 @@ from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed
 from hvfreeze.data.decoding import Images
-from hvfreeze.freezing.vote import Decision
+from hvfreeze.freezing.voting.vote import Decision
 from hvfreeze.heads.fit import HeadFit
 from hvfreeze.prefix.splits import Split
 from hvfreeze.ranks.world import World

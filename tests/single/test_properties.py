@@ -23,7 +23,7 @@ from hvfreeze.data.on_disk.folders import list_folders
 from hvfreeze.data.shards import apportion, plan_shards
 from hvfreeze.data.views.augment import parse_augment
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.freezing.vote import ballot, deepest_supported, fixed_point
+from hvfreeze.freezing.voting.vote import ballot, deepest_supported, fixed_point
 from hvfreeze.runs.reading import read_config, read_lines, read_object
 from hvfreeze.training.checkpoints import file as checkpoint
 from tests.single.cache.material import write_file

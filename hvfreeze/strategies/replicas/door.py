@@ -20,7 +20,7 @@ from torch import Tensor
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.vote import Decision
+from hvfreeze.freezing.voting.vote import Decision
 from hvfreeze.heads.fit import HeadFit
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.solving import rows_of, solve

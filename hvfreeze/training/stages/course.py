@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hvfreeze.data.batches import TrainFeed
-from hvfreeze.freezing.vote import Decision
+from hvfreeze.freezing.voting.vote import Decision
 from hvfreeze.runs.moves import Move
 from hvfreeze.strategies.strategy import Strategy
 from hvfreeze.training.stages.stage import Stage, first_epoch, first_step, with_steps

@@ -16,7 +16,7 @@ import torch
 import hvfreeze
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
-from hvfreeze.freezing.criteria import CRITERIA, Criterion, Proposal
+from hvfreeze.freezing.voting.criteria import CRITERIA, Criterion, Proposal
 from hvfreeze.heads import rows
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move, votes_until_move
-from hvfreeze.freezing.criteria import Evidence
-from hvfreeze.freezing.proposer import Proposer
+from hvfreeze.freezing.voting.criteria import Evidence
+from hvfreeze.freezing.voting.proposer import Proposer
 from hvfreeze.runs.moves import Move
 
 CADENCE = Cadence(interval=5, warmup=10, steps_per_epoch=10, num_epochs=20)

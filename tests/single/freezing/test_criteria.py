@@ -8,7 +8,7 @@ import pytest
 
 from hvfreeze.config.sections import CRITERIA as OFFERED
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.criteria import (
+from hvfreeze.freezing.voting.criteria import (
     CRITERIA,
     Evidence,
     geometric,

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hvfreeze.freezing.vote import WEIGHT_STEPS, ballot, deepest_supported, explain, fixed_point, usable_weight
+from hvfreeze.freezing.voting.vote import WEIGHT_STEPS, ballot, deepest_supported, explain, fixed_point, usable_weight
 
 
 def tally_of(proposals: list[int], weights: list[float], *, deepest: int = 5) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
+from hvfreeze.freezing.voting.criteria import CRITERIA, Criterion, Evidence
 
 USABLE_INTERVALS = 2
 """Whole intervals at a cut that a rate of change takes."""
@@ -19,6 +20,15 @@ class Proposer:
     intervals: int = 0
     """Complete intervals at this cut; -1 until the one after a change, which is dropped, is over."""
     recent: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, cut: int, intervals: int, recent: list[int]) -> Proposer:
+        """Return the proposer that `state` tells of."""
+        return cls(name, cut, intervals, list(recent))
+
+    def state(self) -> list[Any]:
+        """Return the values that `of` takes after the name."""
+        return [self.cut, self.intervals, list(self.recent)]
 
     @property
     def criterion(self) -> Criterion:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.criteria import Evidence, rates_of_change
-from hvfreeze.freezing.proposer import Proposer
-from hvfreeze.freezing.vote import (
+from hvfreeze.freezing.voting.criteria import Evidence, rates_of_change
+from hvfreeze.freezing.voting.proposer import Proposer
+from hvfreeze.freezing.voting.vote import (
     Decision,
     ShadowOutcome,
     ballot,

@@ -24,8 +24,9 @@ from hvfreeze.data.sources import ArraySource
 from hvfreeze.prefix.caching import NoCache
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.replicas.door import Replicas
-from hvfreeze.training.job import Job, assemble
+from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_step
+from hvfreeze.training.making.assembling import assemble
 from hvfreeze.training.making.blueprint import Blueprint
 
 BATCH_ROWS = 128

@@ -1,40 +1,25 @@
-"""A run made ready: everything that the training loop uses, built the same way on every rank."""
+"""What the training loop works on: the parts of a run, built the same way on every rank, and how far it is."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hvfreeze.applying.card import Card, describe, head_named
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import Batch, Corpus, TrainFeed, grouped, open_feeds, padded_batches
+from hvfreeze.applying.card import Card
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Batch, TrainFeed, grouped
 from hvfreeze.heads.fit import HeadFit
-from hvfreeze.named_code import code_sha256, is_named_code
-from hvfreeze.ranks.agreement import check_equal, together
-from hvfreeze.ranks.equal_models import broadcast_model
-from hvfreeze.ranks.machine.share import crowding, memory_budget, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
-from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord, Record
-from hvfreeze.strategies.strategy import Materials, Strategy
+from hvfreeze.strategies.strategy import Strategy
 from hvfreeze.training.checkpoints.file import Saving
-from hvfreeze.training.choice import place_of, reads_images
 from hvfreeze.training.evaluation import Best, Scores, Totals
-from hvfreeze.training.making.blueprint import Blueprint, statistics_of
-from hvfreeze.training.making.notes import notes_on_freezing
-from hvfreeze.training.making.samples import load_feeds, open_corpus
-from hvfreeze.training.progress import Curves, NoCurves, Speaker, check_curves
+from hvfreeze.training.progress import Curves, NoCurves, Speaker
 from hvfreeze.training.stages.budget import Budget
 from hvfreeze.training.stages.course import Course
 from hvfreeze.training.stages.guard import Guard
-from hvfreeze.training.stages.opening import Opener
 from hvfreeze.training.stages.stage import Stage
 
 
@@ -146,171 +131,3 @@ class Job:
             found = {"held_out_accuracy": judged.held_out_accuracy, "kept": judged.kept} if judged else {}
             told.append({"stage": stage.name, "steps": stage.steps, **found})
         return told
-
-
-def prepare(config: Config, world: World, *, started: float | None = None) -> Job:
-    """Build a run from its configuration. For `started` see `run`; None is now.
-
-    Collective: every rank of `world` must call this.
-
-    Raises:
-        HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
-    """
-    started, config = time.monotonic() if started is None else started, config.resolved()
-    check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
-    # Collective, hence called also where its result is not needed: environments may differ between hosts.
-    share = threads_per_rank(world)
-    torch.set_num_threads(config.run.threads or threads_of_environment() or share)
-    check_equal(world, "versions", versions())
-    code = together(world, lambda: own_code(config), name="code")
-    check_equal(world, "code", code)
-    environment = describe_environment(world.allgather_object(facts_of_this_rank(), name="environment"))
-    environment |= {"code": code} if code else {}
-    named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
-    directory, settings = choose_directory(config.run.run_dir, named, world), to_dict(config)
-    together(
-        world,
-        lambda: check_directory(directory, settings, environment) if world.rank == 0 else None,
-        name="directory",
-    )
-    together(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
-    _, replicas = together(world, lambda: place_of(world, config.strategy), name="replicas")
-    corpus = open_corpus(
-        config.data,
-        world,
-        seed=config.data_seed,
-        batch_size=config.optimizer.batch_size,
-        replicas=replicas,
-        whole_batches=not config.head.exact,
-    )
-    identities = together(world, corpus.identities, name="identities")
-    check_equal(world, "data", identities)
-    check_equal(world, "pixels", together(world, corpus.sampled_pixels, name="sampled"))
-    blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size)
-    if config.model.weights == "DEFAULT":
-        # One rank per node downloads; the others find the file.
-        together(world, lambda: blueprint.build_from(0) if world.local_rank == 0 else None, name="weights")
-    chain, notes = together(world, lambda: blueprint.build_from(config.run.seed), name="model")
-    broadcast_model(chain.model, world)
-    # Dropout and the like differ between ranks; rank 0 goes on from where building has left the generator, so that a
-    # run of one rank is plain PyTorch's.
-    if world.rank > 0:
-        torch.manual_seed(config.run.seed + world.rank)
-    job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
-    job.data_identities = identities
-    # Last, so that a run that could not start leaves its directory as it was.
-    job.record = together(
-        world,
-        lambda: open_record(directory, settings, environment=environment) if world.rank == 0 else NullRecord(),
-        name="record",
-    )
-    job.speaker.log_to(job.record.log)
-    job.notes = [
-        *corpus.notes,
-        *notes,
-        *notes_on_freezing(config, job.course.stages),
-        *crowding(world),
-        *job.record.notes,
-    ]
-    return job
-
-
-def versions() -> dict[str, str | None]:
-    """Return what every rank must run: the libraries' versions, and a digest of this package's own source."""
-    found = {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")}
-    return {**found, "source": source_digest()}
-
-
-def own_code(config: Config) -> dict[str, str]:
-    """Return a digest of each file of the user's own that takes part, by flag."""
-    named = {"model": config.model.model, "data": config.data.data}
-    return {flag: code_sha256(flag, text) for flag, text in named.items() if is_named_code(text)}
-
-
-def choose_directory(given: str | None, named: str, world: World) -> Path:
-    """Return the run directory, the same on every rank: the user's, or what rank 0 names it in `runs`.
-
-    Collective: every rank of `world` must call this.
-    """
-    return Path(world.broadcast_object(given or str(Path("runs") / named), name="run.directory")).resolve()
-
-
-def assemble(
-    config: Config,
-    world: World,
-    directory: Path,
-    blueprint: Blueprint,
-    chain: Chain,
-    corpus: Corpus,
-    *,
-    started: float = 0.0,
-) -> Job:
-    """Put the parts together; loads this rank's pixels. For `started` see `run`.
-
-    Collective: every rank of `world` must call this.
-    """
-    replica, replicas = place_of(world, config.strategy)
-    feed, evaluated = load_feeds(
-        world,
-        lambda: open_feeds(
-            corpus,
-            config.data,
-            seed=config.data_seed,
-            replica=replica,
-            replicas=replicas,
-            budget_bytes=memory_budget(world.local_size) if reads_images(world, config.strategy) else 0,
-            statistics=statistics_of(config.model),
-            mirrored=config.head.exact,
-        ),
-    )
-    card = together(
-        world,
-        lambda: describe(
-            config.model,
-            config.head,
-            config.data,
-            corpus,
-            feed.images.transform,
-            precision=config.optimizer.precision,
-            batch_size=config.optimizer.batch_size,
-            hashed=world.rank == 0,
-        ),
-        name="card",
-    )
-    clock, speaker = PhaseClock(), Speaker(rank=world.rank, quiet=config.run.quiet)
-    materials = Materials(
-        world=world,
-        replica=replica,
-        replicas=replicas,
-        chain=chain,
-        build=lambda num_classes: blueprint.build(num_classes)[0],
-        corpus=corpus,
-        feed=feed,
-        evaluated=evaluated,
-        directory=directory,
-        clock=clock,
-        say=speaker.say,
-    )
-    opener = Opener(materials, config, blueprint)
-    share = corpus.share(replica=replica, replicas=replicas)
-    evaluation_batches = padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size)
-    stages = together(world, opener.stages, name="stages")
-    budget = opener.budget(stages, evaluated=len(evaluation_batches), started=started)
-    course = Course(budget.plan(stages), opener)
-    # The model that is kept has the last stage's head.
-    card = replace(card, head=head_named(course.stages[-1].config.head))
-    return Job(
-        config=config,
-        world=world,
-        directory=directory,
-        block_names=tuple(block.name for block in chain.blocks) if config.freeze.auto else course.opened.block_names,
-        course=course,
-        budget=budget,
-        guard=Guard() if config.freeze.auto and config.freeze.has("guard") else None,
-        card=card,
-        evaluation_batches=evaluation_batches,
-        replicas=replicas,
-        clock=clock,
-        speaker=speaker,
-        notes=[],
-    )

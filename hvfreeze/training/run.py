@@ -27,8 +27,9 @@ from hvfreeze.training.checkpoints.file import newest
 from hvfreeze.training.checkpoints.restoring import restore
 from hvfreeze.training.checkpoints.saving import directory_of, save
 from hvfreeze.training.evaluation import by_model
-from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.job import Job
 from hvfreeze.training.loop import own_part, train
+from hvfreeze.training.making.preparing import prepare
 from hvfreeze.training.progress import Curves, NoCurves, Progress, open_progress
 
 

@@ -1,1 +1,1 @@
-"""What a run is made of: its model, and its samples."""
+"""What a run is made of: its model and its samples, and how it is made ready from them."""

@@ -16,7 +16,8 @@ from hvfreeze.ranks.world import World
 from hvfreeze.strategies.strategy import State
 from hvfreeze.training.checkpoints.file import packed, unpacked
 from hvfreeze.training.evaluation import evaluate
-from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.job import Job
+from hvfreeze.training.making.preparing import prepare
 from tests.parallel.mpirun import report
 
 BATCH, STEPS, RATE = 6, 4, 0.05

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import hvfreeze.training.job
+import hvfreeze.training.making.preparing
 import hvfreeze.training.run
 from hvfreeze.__main__ import main
 from hvfreeze.config.tree import Config
@@ -29,7 +29,8 @@ from hvfreeze.ranks.machine.mpi_environment import claimed_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training import loop
-from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.job import Job
+from hvfreeze.training.making.preparing import prepare
 from hvfreeze.updates import objective
 
 make_step = loop.train_step
@@ -109,11 +110,11 @@ def fill_the_disk_of_the_log(job: Job) -> None:
 
 
 def have_other_versions(job: None) -> None:
-    hvfreeze.training.job.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
+    hvfreeze.training.making.preparing.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
 
 
 def have_other_sources(job: None) -> None:
-    hvfreeze.training.job.source_digest = lambda: "other"  # type: ignore[attr-defined]
+    hvfreeze.training.making.preparing.source_digest = lambda: "other"  # type: ignore[attr-defined]
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {

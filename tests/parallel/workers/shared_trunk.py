@@ -18,8 +18,8 @@ from hvfreeze.errors import NumericsError
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training import job
 from hvfreeze.training.making import blueprint
+from hvfreeze.training.making.preparing import prepare
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.twins.shared_trunk import Alone, seeded
@@ -71,7 +71,7 @@ class Trial:
 
     def alone(self, name: str, *, own: tuple[str, ...], seed: int, labels: Tensor, **options: Any) -> dict[str, Tensor]:
         """The twin of one model of the run `name`, trained on rank 0."""
-        prepared = job.prepare(self.config(f"data-of-{name}-{seed}", heads=1, **self.shown), SOLO)
+        prepared = prepare(self.config(f"data-of-{name}-{seed}", heads=1, **self.shown), SOLO)
         base, classes = seeded(laid_out, 10, 0), int(labels.max()) + 1
         settings = {"lr": LR, "momentum": 0.9, "weight_decay": 1e-2, **options}
         twin = Alone(base, seeded(laid_out, classes, seed), own, **settings)
@@ -162,7 +162,7 @@ def check_tasks_have_their_own_labels_depths_and_losses(trial: Trial) -> None:
         odd, rough = digits % 2, digits // 4
         twin = trial.alone("tasks", own=("layer4", "fc"), seed=0, labels=odd, lr=0.02)
         trial.compare("tasks-run", "parity", twin)
-        used = job.prepare(trial.config("used", heads=1), SOLO)
+        used = prepare(trial.config("used", heads=1), SOLO)
         counts = torch.bincount(rough[torch.from_numpy(used.feed.plan.shards[0])], minlength=3).float()
         weights = counts.sum() / (3 * counts)
         twin = trial.alone("tasks", own=("fc",), seed=9, labels=rough, class_weights=weights)

@@ -15,7 +15,8 @@ from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.world import World
 from hvfreeze.strategies.replicas import opening
 from hvfreeze.training import loop
-from hvfreeze.training.job import Job, prepare
+from hvfreeze.training.job import Job
+from hvfreeze.training.making.preparing import prepare
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines

@@ -99,7 +99,6 @@ def _start(number: int, variables: Mapping[str, str]) -> _Standing:
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,
-            start_new_session=True,
         )
     return _Standing(process, said)
 

@@ -138,7 +138,9 @@ class Standing:
 def become(request: Request) -> list[str]:
     """Make this process the one that asked, and return its command."""
     content = request.content
-    os.setsid()
+    # A group of its own, so that no signal is meant for two. Not a session: the scheduler may share processors out among
+    # sessions first (autogroup), and a waiting rank's sched_yield would give the ranks of other sessions nothing.
+    os.setpgid(0, 0)
     # A standing process that is killed can end no copy.
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
     for target, file in enumerate(request.files):
@@ -232,6 +234,7 @@ def leave(code: int) -> None:
 
 
 def main() -> None:
+    os.setpgid(0, 0)
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         here = circumstances()
         for name in sys.argv[2:]:

@@ -138,7 +138,7 @@ class Standing:
 def become(request: Request) -> list[str]:
     """Make this process the one that asked, and return its command."""
     content = request.content
-    # A group of its own, so that no signal is meant for two. Not a session: the scheduler may share processors out among
+    # A group of its own, so that no signal is meant for two. Not a session: the scheduler may share out processors to
     # sessions first (autogroup), and a waiting rank's sched_yield would give the ranks of other sessions nothing.
     os.setpgid(0, 0)
     # A standing process that is killed can end no copy.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.mpirun import hvfreeze
+from tests.parallel.sizes import sizes
 from tests.program import call
 
 pytestmark = pytest.mark.mpi
@@ -18,7 +19,7 @@ TRAIN = (
 )
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
 def test_one_process_finds_the_accuracy_and_loss_of_all_ranks(size: int, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     result = hvfreeze(size, *TRAIN, "--run-dir", str(run), timeout=150)

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.mpirun import mpirun
+from tests.parallel.sizes import sizes
 
 CACHED = Path(__file__).with_name("workers") / "cached.py"
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", sizes(2, 3))
 def test_a_cached_run_is_the_uncached_run(size: int, tmp_path: Path) -> None:
     result = mpirun(size, CACHED, args=[str(tmp_path)], timeout=280)
     assert result.returncode == 0, result

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.mpirun import mpirun
+from tests.parallel.sizes import sizes
 from tests.single.heads.table import CLASSES, CONSTANT, PENALTY, labelled_table
 
 WORKER = Path(__file__).with_name("workers") / "heads.py"
@@ -58,7 +59,7 @@ def test_solved_head_is_scikit_learns_on_all_rows_for_shares_of_any_size(size: i
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", sizes(1, 3, of=(1, 2, 3)))
 def test_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(size: int, tmp_path: Path) -> None:
     result = mpirun(size, RUNS, args=[str(tmp_path)], timeout=200)
     assert result.returncode == 0, str(result)

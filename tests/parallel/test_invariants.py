@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.mpirun import mpirun
+from tests.parallel.sizes import seldom
 
 WORKERS = Path(__file__).with_name("workers")
 
@@ -20,9 +21,9 @@ def test_parts_of_a_users_own_loop_keep_replicas_equal_and_frozen_blocks_still(s
     assert all(len(rank["checks"]) == 11 for rank in result.ranks), result
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equal_runs_are_equal_and_a_resumed_run_is_the_uninterrupted_one(size: int, tmp_path: Path) -> None:
-    result = mpirun(size, WORKERS / "runs.py", args=[str(tmp_path)], timeout=280)
+@pytest.mark.parametrize(("size", "stops"), [(1, "some"), (2, "some"), (3, "some"), (4, "some"), seldom(2, "all")])
+def test_equal_runs_are_equal_and_a_resumed_run_is_the_uninterrupted_one(size: int, stops: str, tmp_path: Path) -> None:
+    result = mpirun(size, WORKERS / "runs.py", args=[str(tmp_path), stops], timeout=280)
     assert result.returncode == 0, result
     history = result.ranks[0]["scheduled"]
     assert history[-1][2] > history[0][2], f"the cut never moved, so nothing was shown: {history}"

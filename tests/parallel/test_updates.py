@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("workers") / "updating.py"
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("size", sizes(2, 3))
+@pytest.mark.parametrize("size", sizes(3))
 def test_frozen_blocks_leave_every_optimizer_and_a_stopped_run_goes_on_bit_for_bit(size: int, tmp_path: Path) -> None:
     result = mpirun(size, WORKER, args=[str(tmp_path)], timeout=200)
     assert result.returncode == 0, result

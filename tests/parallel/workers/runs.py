@@ -81,14 +81,15 @@ def interrupted(config: Config, world: World, *, after: int) -> None:
     raise AssertionError("the run was not interrupted")
 
 
-def check_resume(world: World, root: Path, name: str, **settings: Any) -> list[list[int]]:
-    """Compare a run that is stopped with the one that never was; the voted one of two ranks after every step."""
+def check_resume(world: World, root: Path, name: str, *, everywhere: bool, **settings: Any) -> list[list[int]]:
+    """Compare a run that is stopped with the one that never was; `everywhere` after every step."""
     straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
     again = run(configuration(root / f"{name}-again", world.size, **settings), world)
     assert again["parameter_digest"] == straight["parameter_digest"], "two equal runs differ"
     steps = straight["steps"]
-    stops = [1, steps // EPOCHS, steps * 3 // 4] if world.size < 4 else [steps * 3 // 4]
-    if world.size == 2 and name == "voted":
+    # In the middle of an epoch, at its end, and after votes; every size at least once.
+    stops = {2: [0, steps // EPOCHS, steps * 3 // 4], 3: [1, steps // EPOCHS]}.get(world.size, [steps * 3 // 4])
+    if everywhere:
         stops = list(range(STEPS * EPOCHS))
     for stop in stops:
         directory = root / f"{name}-{stop}"
@@ -147,14 +148,23 @@ def main() -> None:
     torch.set_num_threads(1)
     world, root = open_world(), Path(sys.argv[1])
     end_job_on_exception(world)
-    voted = check_resume(world, root, "voted", **VOTED, signal="local", checkpoint_every="0", augment="views:2")
+    voted = check_resume(
+        world,
+        root,
+        "voted",
+        everywhere=sys.argv[2] == "all",
+        **VOTED,
+        signal="local",
+        checkpoint_every="0",
+        augment="views:2",
+    )
     reducer.UNCOMPRESSED_STEPS = 3
     thin = {"precision": "bfloat16", "compression": "powersgd:2", "accumulate": 3}
     # Clocks decide what auto chooses; here it is always the same.
     exchange_plan.choose = lambda forecasts: "powersgd:2" if len(forecasts) > 1 else "none"
     if world.size == 3:
         thin["compression"] = "auto"
-    scheduled = check_resume(world, root, "scheduled", **SCHEDULED, checkpoint_every="3s", **thin)
+    scheduled = check_resume(world, root, "scheduled", everywhere=False, **SCHEDULED, checkpoint_every="3s", **thin)
     if world.size > 1:
         other = {**thin, "compression": "powersgd:2" if world.size == 3 else "auto"}
         check_auto_is_what_it_chose(world, root, **SCHEDULED, checkpoint_every="3s", **other)

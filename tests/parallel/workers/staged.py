@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,58 +177,69 @@ def same_run(runs: Runs, found: dict[str, Any], name: str, straight: dict[str, A
         assert [{**line, "allreduce_bytes": 0} for line in mine] == [{**line, "allreduce_bytes": 0} for line in theirs]
 
 
+def check_stops(runs: Runs, *, everywhere: bool) -> dict[str, Any]:
+    """Compare equal runs, one from a cache, and some that were stopped."""
+    straight = runs("straight")
+    same_run(runs, runs("again"), "again", straight)
+    cached = runs("cached", cache="on")
+    same_run(runs, cached, "cached", straight)
+    assert cached["cache"]["rows_written"] > 0 and cached["cache"]["exact"]
+    some = ("between-votes", "passes-of-the-last") if runs.world.size == 3 else ("features-of-the-first", "first-step")
+    for name in STOPS if everywhere else some:
+        stopped(runs, name, STOPS[name])
+        same_run(runs, runs(name, resume=True), name, straight)
+    same_run(runs, runs("again", resume=True), "again", straight)
+    return {"straight": straight}
+
+
+def try_parts(runs: Runs) -> dict[str, Any]:
+    """Make runs that leave out what a run of stages can, and ones whose tuning is spoilt."""
+    parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes"}
+    without = {name: runs(name, auto_without=left_out) for name, left_out in parts.items()}
+    solved = runs("solved", epochs=1)
+    with spoiling():
+        spoilt, unguarded = runs("spoilt"), runs("unguarded", auto_without="guard")
+    if runs.world.rank == 0:
+        for name in ("solved", "no-votes", "no-last-solve"):
+            applied = hvfreeze.load(runs.root / name)
+            assert applied.card.head == ("last" if name == "no-last-solve" else "multi-level:2")
+        kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
+        assert kept.keys() == first.keys()
+        assert [key for key in kept if not torch.equal(kept[key], first[key])] == []
+    return {"without": without, "solved": solved, "spoilt": spoilt, "unguarded": unguarded}
+
+
+def keep_to_budgets(runs: Runs) -> dict[str, Any]:
+    """Make runs that are given a time, by a clock that passes by itself."""
+    with clocked(runs.world):
+        timed = runs("timed", time_budget="4s")
+    with clocked(runs.world):
+        stopped(runs, "timed-stopped", counted(4, "step", stage=1), time_budget="4s")
+    with clocked(runs.world):
+        resumed = runs("timed-stopped", resume=True, time_budget="4s")
+    with clocked(runs.world):
+        trained = runs("timed-plain", time_budget="4s", freeze="linear", head="last", head_fit="sgd")
+    return {"timed": timed, "resumed": resumed, "trained": trained}
+
+
+PARTS: dict[str, Callable[[Runs], dict[str, Any]]] = {
+    "stops": partial(check_stops, everywhere=False),
+    "every-stop": partial(check_stops, everywhere=True),
+    "parts": try_parts,
+    "budgets": keep_to_budgets,
+}
+
+
 def main() -> None:
     world = open_world()
     end_job_on_exception(world)
-    root = Path(sys.argv[1])
     # A criterion that wants one block more as soon as it has seen gradients twice: short runs show no other.
     CRITERIA["gradient-norm"] = Criterion(
         lambda seen: Proposal(cut=min(seen.cut + (seen.norms is not None), 4)), watches_gradients=True
     )
     # Two batches to a chunk, so that a rank has several.
     rows.CHUNK_ROWS = 2 * BATCH
-    runs = Runs(world, root)
-    straight = runs("straight")
-    same_run(runs, runs("again"), "again", straight)
-    cached = runs("cached", cache="on")
-    same_run(runs, cached, "cached", straight)
-    assert cached["cache"]["rows_written"] > 0 and cached["cache"]["exact"]
-    stops = STOPS if world.size == 2 else {name: STOPS[name] for name in ("between-votes", "passes-of-the-last")}
-    for name, ask in stops.items():
-        stopped(runs, name, ask)
-        same_run(runs, runs(name, resume=True), name, straight)
-    same_run(runs, runs("again", resume=True), "again", straight)
-    parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes"}
-    without = {name: runs(name, auto_without=left_out) for name, left_out in parts.items()}
-    solved = runs("solved", epochs=1)
-    with spoiling():
-        spoilt, unguarded = runs("spoilt"), runs("unguarded", auto_without="guard")
-    if world.rank == 0:
-        for name in ("straight", "solved", "no-last-solve"):
-            applied = hvfreeze.load(root / name)
-            assert applied.card.head == ("last" if name == "no-last-solve" else "multi-level:2")
-        kept, first = (torch.load(root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
-        assert kept.keys() == first.keys()
-        assert [key for key in kept if not torch.equal(kept[key], first[key])] == []
-    with clocked(world):
-        timed = runs("timed", time_budget="4s")
-    with clocked(world):
-        stopped(runs, "timed-stopped", counted(4, "step", stage=1), time_budget="4s")
-    with clocked(world):
-        resumed = runs("timed-stopped", resume=True, time_budget="4s")
-    with clocked(world):
-        trained = runs("timed-plain", time_budget="4s", freeze="linear", head="last", head_fit="sgd")
-    report(
-        world.rank,
-        timed=timed,
-        resumed=resumed,
-        trained=trained,
-        straight=straight,
-        without=without,
-        solved=solved,
-        spoilt=spoilt,
-        unguarded=unguarded,
-    )
+    report(world.rank, **PARTS[sys.argv[2]](Runs(world, Path(sys.argv[1]))))
     world.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,54 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvfreeze.errors import DivergedError
 from hvfreeze.ranks.world import World
 
+PACKED_BYTES = 2**25
+"""Of small tensors that travel as one: each message waits for all ranks, and models have hundreds of tensors."""
+
 
 def broadcast_model(model: nn.Module, world: World) -> None:
     """Make all parameters and buffers equal to rank 0's.
 
     Collective: every rank of `world` must call this, before the optimizer's first step.
+
+    Raises:
+        DivergedError: a rank's model has other parameters or buffers than rank 0's; on all ranks.
     """
-    for name, tensor in model.state_dict().items():
-        whole = tensor.contiguous()
-        world.broadcast_(whole, name=f"initial.{name}")
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
+    state = model.state_dict()
+    mine = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in state.items()]
+    _require_equal(world.allgather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), name="initial"))
+    for number, tensors in enumerate(_packs(state.values())):
+        bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        packed = torch.cat(bytes_of) if len(tensors) > 1 else bytes_of[0]
+        world.broadcast_(packed, name=f"initial.{number}")
+        for tensor, part in zip(tensors, packed.split([len(each) for each in bytes_of])):
+            # A view of another type must begin at a multiple of its size, which a part of the whole need not.
+            aligned = part if part.data_ptr() % tensor.element_size() == 0 else part.clone()
+            tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+
+
+def _require_equal(layouts: Sequence[str]) -> None:
+    other = [rank for rank, layout in enumerate(layouts) if layout != layouts[0]]
+    if other:
+        raise DivergedError(
+            f"the model of rank {other[0]} has other parameters or buffers than rank 0's: "
+            "every rank must build the same model before it is made equal"
+        )
+
+
+def _packs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors in their order, as many together as `PACKED_BYTES` hold, one at least."""
+    pack: list[Tensor] = []
+    taken = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes and pack and taken + nbytes > PACKED_BYTES:
+            yield pack
+            pack, taken = [], 0
+        if nbytes:
+            pack.append(tensor)
+            taken += nbytes
+    if pack:
+        yield pack
 
 
 def parameter_digest(model: nn.Module) -> str:

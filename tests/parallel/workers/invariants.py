@@ -17,6 +17,7 @@ from hvfreeze.data.datasets import open_data
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.ranks import equal_models
 from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
 from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
 from hvfreeze.ranks.reducer import Reducer
@@ -185,6 +186,46 @@ def check_unequal_frozen_sets_are_refused_by_all(world: World) -> None:
             except DivergedError:
                 assert refused
         assert refused == (world.size > 1), "ranks with unequal frozen sets went on"
+
+
+class Odd(nn.Module):
+    """Tensors of many types, shapes, sizes and layouts."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(rank)
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)):
+            shape = ((), (5,), (0, 3), (7,), (2, 9))[number]
+            self.register_buffer(f"of{number}", (torch.rand(shape, generator=random) * 9).to(dtype))
+        self.large = nn.Parameter(torch.rand(40, 40, generator=random), requires_grad=False)
+
+
+def check_models_of_any_tensors_become_rank_0s(world: World) -> None:
+    usual = equal_models.PACKED_BYTES
+    for size in (1, 100, usual):
+        torch.manual_seed(world.rank)
+        model = Odd(world.rank)
+        equal_models.PACKED_BYTES = size
+        equal_models.broadcast_model(model, world)
+        digests = world.allgather_object(parameter_digest(model), name="test.digests")
+        assert len(set(digests)) == 1, f"models differ where {size} bytes travel together"
+        torch.manual_seed(0)
+        assert world.rank > 0 or digests[0] == parameter_digest(Odd(0)), "rank 0's model has changed"
+    equal_models.PACKED_BYTES = usual
+
+
+def check_models_that_cannot_become_equal_are_refused_by_all(world: World) -> None:
+    last = world.rank == world.size - 1 > 0
+    # As many bytes on all ranks, so that nothing but the names could tell.
+    model = nn.ModuleDict({"theirs" if last else "ours": nn.Linear(3, 2)})
+    try:
+        equal_models.broadcast_model(model, world)
+    except DivergedError as error:
+        assert f"the model of rank {world.size - 1} has other parameters" in str(error), str(error)
+        assert world.size > 1
+    else:
+        assert world.size == 1, "a model with other names was accepted"
 
 
 def check_a_poisoned_loss_is_known_to_all(world: World) -> None:

@@ -36,6 +36,9 @@ T = TypeVar("T")
 
 PIECE_BYTES = 2**30
 """What travels at once: MPI counts in 32 bits, and ends the job beyond."""
+LENGTH_BYTES = 8
+HEAD_BYTES = 1016
+"""Of an object that is broadcast: as much travels with its length, which saves most of them a message."""
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
@@ -94,11 +97,16 @@ class HorovodWorld:
 
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value`."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        length = torch.tensor([len(mine)], dtype=torch.int64)
-        lengths = self._collect(self._hvd.allgather_async, length, f"{name}.lengths", self._set)
-        gathered = self._collect(self._hvd.allgather_async, mine, name, self._set)
-        return [pickle.loads(part.numpy().tobytes()) for part in torch.split(gathered, lengths.tolist())]
+        content = pickle.dumps(value)
+        mine = torch.frombuffer(bytearray(len(content).to_bytes(LENGTH_BYTES, "little") + content), dtype=torch.uint8)
+        gathered = self._collect(self._hvd.allgather_async, mine, name, self._set).numpy().tobytes()
+        values, start = [], 0
+        while start < len(gathered):
+            start += LENGTH_BYTES
+            end = start + int.from_bytes(gathered[start - LENGTH_BYTES : start], "little")
+            values.append(pickle.loads(gathered[start:end]))
+            start = end
+        return values
 
     def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
         """Return on rank 0 every rank's `data`."""
@@ -124,14 +132,17 @@ class HorovodWorld:
 
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `root`'s value."""
-        here = self.rank == root
-        packed = torch.frombuffer(bytearray(pickle.dumps(value) if here else b"?"), dtype=torch.uint8)
-        length = torch.tensor([len(packed)], dtype=torch.int64)
-        self.broadcast_(length, name=f"{name}.length", root=root)
-        if not here:
-            packed = torch.empty(int(length), dtype=torch.uint8)
-        self.broadcast_(packed, name=name, root=root)
-        result: T = value if here else pickle.loads(packed.numpy().tobytes())
+        content = pickle.dumps(value) if self.rank == root else b""
+        head = len(content).to_bytes(LENGTH_BYTES, "little") + content[:HEAD_BYTES]
+        first = torch.frombuffer(bytearray(head.ljust(LENGTH_BYTES + HEAD_BYTES)), dtype=torch.uint8)
+        self.broadcast_(first, name=f"{name}.head", root=root)
+        received = first.numpy().tobytes()
+        length = int.from_bytes(received[:LENGTH_BYTES], "little")
+        if length > HEAD_BYTES:
+            rest = torch.frombuffer(bytearray(content[HEAD_BYTES:].ljust(length - HEAD_BYTES)), dtype=torch.uint8)
+            self.broadcast_(rest, name=name, root=root)
+            received += rest.numpy().tobytes()
+        result: T = value if self.rank == root else pickle.loads(received[LENGTH_BYTES:])
         return result
 
     def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:

@@ -17,15 +17,13 @@ from hvfreeze.errors import Preempted
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.strategy import MODEL, Answers, SolvesHeads
 from hvfreeze.training.checkpoints.best import follow_best, out_of_patience
+from hvfreeze.training.checkpoints.due import is_due, save_when_due
 from hvfreeze.training.checkpoints.saving import finish_saving, save
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.progress import Progress
 from hvfreeze.training.stages.learning_rate import learning_rate
 from hvfreeze.training.stages.opening import HELD_OUT
-
-CHECKPOINT_SHARE = 0.03
-"""The part of the training time that checkpoints may take with --checkpoint-every auto."""
 
 
 def train(job: Job, progress: Progress, *, asked: Sequence[int] = ()) -> None:
@@ -55,7 +53,7 @@ def train(job: Job, progress: Progress, *, asked: Sequence[int] = ()) -> None:
             end_epoch(job, job.epochs_done, progress)
             if job.stage_epoch == job.stage.epochs:
                 end_stage(job, progress)
-            checkpoint_when_due(job)
+            save_when_due(job)
             if out_of_patience(job):
                 progress.line(f"stopped early: {job.evaluations_in_vain} evaluations in a row found nothing better")
         with job.clock.within("checkpoint"):
@@ -75,7 +73,7 @@ def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
         progress.expect(job.total_steps)
         progress.step(job.step, f"epoch {job.epochs_done} loss {loss:.3f} cut {job.course.cut}{job.budget.note()}")
         if not job.at_epoch_end:
-            checkpoint_when_due(job)
+            save_when_due(job)
 
 
 def train_step(job: Job, batches: Sequence[Batch]) -> float:
@@ -212,39 +210,10 @@ def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key not in common}
 
 
-def checkpoint_when_due(job: Job) -> None:
-    """Write a checkpoint when the step calls for one. Collective."""
-    if checkpoint_is_due(job):
-        before = job.clock.read()["checkpoint"]
-        with job.clock.within("checkpoint"):
-            save(job, settled=True)
-        job.checkpoint_seconds = job.clock.read()["checkpoint"] - before
-
-
-def checkpoint_is_due(job: Job) -> bool:
-    """Tell whether the step calls for a checkpoint; the last one does unless there are none at all. Collective."""
-    every = job.config.run.checkpoint_steps(job.steps_per_epoch)
-    last = job.step == job.total_steps or out_of_patience(job)
-    if every is None:
-        return last or (job.at_epoch_end and checkpoint_is_cheap(job))
-    return bool(every) and (job.step % every == 0 or last)
-
-
-def checkpoint_is_cheap(job: Job) -> bool:
-    """Tell whether checkpoints, one more with them, take at most `CHECKPOINT_SHARE` of training. Collective.
-
-    Only at the end of an epoch, where the strategy settles anyhow: a clock must not change one bit of the training.
-    """
-    seconds = job.clock.read()
-    spent, trained = seconds["checkpoint"], train_seconds(seconds)
-    cheap = spent + job.checkpoint_seconds <= CHECKPOINT_SHARE * trained
-    return job.world.broadcast_object(cheap, name="checkpoint.cheap")
-
-
 def leave(job: Job) -> None:
     """Write a checkpoint and leave with the code that says so. Collective."""
     # The uninterrupted run settles here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
-    settled = not job.at_epoch_end and checkpoint_is_due(job)
+    settled = not job.at_epoch_end and is_due(job)
     with job.clock.within("checkpoint"):
         save(job, settled=settled)
         finish_saving(job)

@@ -9,7 +9,7 @@ import pytest
 
 from hvfreeze.config.run import RunConfig
 from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.training import loop
+from hvfreeze.training.checkpoints import due
 
 STEPS, EPOCHS = 10, 40
 
@@ -31,7 +31,7 @@ def checkpoints(*, step_seconds: float, checkpoint_seconds: float, every: str = 
         job.at_epoch_end = job.step % STEPS == 0
         # Evaluating takes as long as it takes: it is no training time.
         seconds["evaluate"] += 100.0 * job.at_epoch_end
-        if loop.checkpoint_is_due(job):
+        if due.is_due(job):
             written.append(job.step)
             seconds["checkpoint"] += checkpoint_seconds
             job.checkpoint_seconds = checkpoint_seconds
@@ -40,7 +40,7 @@ def checkpoints(*, step_seconds: float, checkpoint_seconds: float, every: str = 
 
 @pytest.fixture(autouse=True)
 def without_early_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "out_of_patience", lambda job: False)
+    monkeypatch.setattr(due, "out_of_patience", lambda job: False)
 
 
 def test_cheap_checkpoints_are_written_after_every_epoch_and_dear_ones_as_often_as_they_may() -> None:

@@ -23,7 +23,8 @@ from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import end_job_on_exception
 from hvfreeze.training.run import run
 
 PROGRAM = "linear probing, then fine-tuning"

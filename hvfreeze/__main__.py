@@ -56,7 +56,8 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     """Train; `asked` grows by each signal that asks this rank to leave."""
     started = time.monotonic()
     from hvfreeze.ranks.agreement import together
-    from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+    from hvfreeze.ranks.horovod_world import open_world
+    from hvfreeze.ranks.world import end_job_on_exception
 
     world = open_world()
     end_job_on_exception(world)

@@ -11,10 +11,8 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +28,7 @@ from hvfreeze.ranks.machine.mpi_environment import (
     yield_when_crowded,
 )
 from hvfreeze.ranks.machine.stall_watch import STALL_SECONDS, StallWatch
-from hvfreeze.ranks.world import SoloWorld, World
+from hvfreeze.ranks.world import LoneRank, SoloWorld, World
 
 T = TypeVar("T")
 
@@ -231,17 +229,6 @@ class HorovodWorld:
         return received, sizes
 
 
-class LoneRank(SoloWorld):
-    """A rank of a job among no others: every collective is the identity."""
-
-    def __init__(self, job: HorovodWorld) -> None:
-        self._job = job
-
-    def abort(self, code: int) -> None:
-        """End the whole job."""
-        self._job.abort(code)
-
-
 def open_world() -> World:
     """Return this process's world: Horovod's under a launcher of several tasks, else alone.
 
@@ -266,14 +253,3 @@ def open_world() -> World:
             "start them with the mpirun of the MPI library that Horovod was built with ('hvfreeze doctor' names it)"
         )
     return world
-
-
-def end_job_on_exception(world: World) -> None:
-    """Make an uncaught exception on any rank end the whole job, with that rank's traceback first."""
-
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        lines = "".join(traceback.format_exception(kind, error, where))
-        print(f"hvfreeze: rank {world.rank} of {world.size} failed\n{lines}", file=sys.stderr, end="", flush=True)
-        world.abort(1)
-
-    sys.excepthook = hook

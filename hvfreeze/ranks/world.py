@@ -1,4 +1,4 @@
-"""What ranks can say to each other: `World`, and `SoloWorld`, one process alone.
+"""What ranks can say to each other: `World`, and `SoloWorld`, one process alone; and how an error on one ends the job.
 
 A `World` moves tensors between ranks by collectives. `hvfreeze.ranks.horovod_world` has the one of a job.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -125,3 +127,25 @@ class SoloWorld:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+class LoneRank(SoloWorld):
+    """A rank of a job among no others: every collective is the identity."""
+
+    def __init__(self, job: World) -> None:
+        self._job = job
+
+    def abort(self, code: int) -> None:
+        """End the whole job."""
+        self._job.abort(code)
+
+
+def end_job_on_exception(world: World) -> None:
+    """Make an uncaught exception on any rank end the whole job, with that rank's traceback first."""
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        lines = "".join(traceback.format_exception(kind, error, where))
+        print(f"hvfreeze: rank {world.rank} of {world.size} failed\n{lines}", file=sys.stderr, end="", flush=True)
+        world.abort(1)
+
+    sys.excepthook = hook

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hvfreeze.chain.models import BuiltModel
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import end_job_on_exception
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.making import blueprint
 from hvfreeze.training.run import run

@@ -11,8 +11,8 @@ import torch
 from hvfreeze.chain.models import build_model
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import World, end_job_on_exception
 from hvfreeze.strategies.strategy import State
 from hvfreeze.training.checkpoints.file import packed, unpacked
 from hvfreeze.training.evaluation import evaluate

@@ -15,9 +15,9 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.ranks.exchange.low_rank import seed_of
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.world import World, end_job_on_exception
 from tests.parallel.mpirun import report
 
 SHAPES = [(40, 30), (30,), (16, 3, 5, 5), (7,), (20, 20)]

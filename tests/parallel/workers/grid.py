@@ -20,8 +20,8 @@ from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.errors import DivergedError, NumericsError
 from hvfreeze.freezing import freezer
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import SoloWorld, World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import SoloWorld, World, end_job_on_exception
 from hvfreeze.strategies.grid.trial import Trial as Tried
 from hvfreeze.training import job
 from hvfreeze.training.making import blueprint

@@ -10,8 +10,8 @@ from torch import Tensor
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.fit import HeadFit, fit_softmax
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import World, end_job_on_exception
 from tests.parallel.mpirun import report
 from tests.single.heads.table import CLASSES, PENALTY, labelled_table
 

@@ -19,9 +19,9 @@ from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.ranks import equal_models
 from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.world import World, end_job_on_exception
 from hvfreeze.training.making import samples
 from tests.parallel.mpirun import report
 from tests.program import save_photos

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 import hvfreeze.ranks.horovod_world as horovod_world
 import hvfreeze.ranks.wire as wire_module
 from hvfreeze.errors import DivergedError, UsageError
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
+from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.mesh import Mesh, open_line, open_mesh
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.wire import LaneCounts, Wire, open_wire
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.world import World, end_job_on_exception
 from tests.parallel.mpirun import report
 
 LANES = ("activations", "errors")

@@ -17,8 +17,8 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.ranks import reducer
 from hvfreeze.ranks.equal_models import parameter_digest
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import World, end_job_on_exception
 from hvfreeze.strategies.replicas import exchange_plan
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job

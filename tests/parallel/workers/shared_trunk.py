@@ -15,8 +15,8 @@ from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import BuiltModel
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import NumericsError
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import World, end_job_on_exception
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.making import blueprint
 from hvfreeze.training.making.preparing import prepare

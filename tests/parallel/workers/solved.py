@@ -13,8 +13,8 @@ import torch
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
 from hvfreeze.heads import rows
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import World, end_job_on_exception
 from hvfreeze.strategies.replicas import door
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training.run import run

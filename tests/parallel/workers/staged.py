@@ -19,8 +19,8 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.voting.criteria import CRITERIA, Criterion, Proposal
 from hvfreeze.heads import rows
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import World, end_job_on_exception
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job

@@ -11,8 +11,8 @@ import torch
 
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import UsageError
-from hvfreeze.ranks.horovod_world import end_job_on_exception, open_world
-from hvfreeze.ranks.world import World
+from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.world import World, end_job_on_exception
 from hvfreeze.strategies.replicas import opening
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.chain.models import build_model
-from hvfreeze.data.datasets import ImageSet, open_data, prepare_data
 from hvfreeze.data.draws import shuffled
+from hvfreeze.data.sets.image_set import ImageSet
+from hvfreeze.data.sets.opening import open_data, prepare_data
 from hvfreeze.data.views.augment import parse_augment
 from hvfreeze.data.views.transform import transform_for
 from hvfreeze.errors import HvfreezeError, UsageError

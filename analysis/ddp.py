@@ -26,7 +26,7 @@ from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.data.batches import deal, open_feeds, padded_batches
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.runs.clock import PhaseClock, train_seconds

@@ -17,8 +17,8 @@ from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, Corpus
-from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Ids
+from hvfreeze.data.sets.image_set import ImageSet
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.sources import ArraySource
 from hvfreeze.prefix.caching import NoCache

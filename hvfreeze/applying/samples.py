@@ -12,11 +12,12 @@ from hvfreeze.applying.answering import Decode
 from hvfreeze.applying.model import Applied
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import choose
-from hvfreeze.data.datasets import ImageSet, open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.on_disk.cifar import ARCHIVES
 from hvfreeze.data.on_disk.folders import is_folder, scan
+from hvfreeze.data.sets.image_set import ImageSet
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.named_code import is_named_code
 from hvfreeze.runs.reading import read_config

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hvfreeze.config.rules import parse_recipe
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.datasets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, load_pixels
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.on_disk.broken import all_loaded, listed
+from hvfreeze.data.sets.image_set import DataSplits, ImageSet
 from hvfreeze.data.shards import ShardPlan, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.views.augment import MIRRORED, Augment, parse_augment
 from hvfreeze.data.views.transform import Statistics, transform_for

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.on_disk.broken import BrokenImagesError
+from hvfreeze.data.sets.image_set import ImageSet
 from hvfreeze.data.sources import PixelArray
 from hvfreeze.data.views.transform import Transform
 from hvfreeze.errors import RefusedError

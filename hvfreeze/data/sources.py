@@ -77,16 +77,7 @@ class FileSource:
             UsageError: The image has another size than the others and no --image-size was given; names it.
         """
         path = self.root / self.paths[row]
-        rgb = read_rgb(path)
-        if self.side is not None:
-            return to_pixels(fitted(rgb, self.side, self.side))
-        if (3, rgb.height, rgb.width) != self.image_shape:
-            _, height, width = self.image_shape
-            raise UsageError(
-                f"{path} has {rgb.width}x{rgb.height} pixels where others have {width}x{height}; "
-                "give --image-size SIDE to bring all images to one size"
-            )
-        return to_pixels(rgb)
+        return sized_pixels(read_rgb(path), side=self.side, image_shape=self.image_shape, place=str(path))
 
     def identity(self, *, local: bool) -> str:
         """Return a digest of every file's path and size and, when `local`, time of change, as they were listed."""
@@ -173,6 +164,23 @@ def fitted(image: Image.Image, height: int, width: int) -> Image.Image:
     if (part_height, part_width) == (height, width):
         return image.crop(box)
     return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
+
+
+def sized_pixels(image: Image.Image, *, side: int | None, image_shape: tuple[int, int, int], place: str) -> PixelArray:
+    """Return an RGB image as (3, H, W) uint8, its centre square at `side` where that is given.
+
+    Raises:
+        UsageError: none is given, and the image is not of `image_shape`; names its place.
+    """
+    if side is not None:
+        return to_pixels(fitted(image, side, side))
+    if (3, image.height, image.width) != image_shape:
+        _, height, width = image_shape
+        raise UsageError(
+            f"{place} has {image.width}x{image.height} pixels where others have {width}x{height}; "
+            "give --image-size SIDE to bring all images to one size"
+        )
+    return to_pixels(image)
 
 
 def to_pixels(image: Image.Image) -> PixelArray:

@@ -10,8 +10,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from hvfreeze.data.datasets import open_data
 from hvfreeze.data.decoding import load_pixels
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.views.augment import parse_augment
 from hvfreeze.data.views.transform import transform_for

@@ -11,9 +11,9 @@ import torch
 from hvfreeze.cache.file.rows import TYPE_BY_NAME
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, digest_tensors
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.draws import Ids
+from hvfreeze.data.sets.image_set import ImageSet
 from hvfreeze.data.views.transform import seen_shape
 from hvfreeze.prefix.operations import operations_digest
 

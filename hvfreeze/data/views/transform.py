@@ -11,8 +11,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.data.datasets import ImageSet
 from hvfreeze.data.draws import Bits, Ids, draw, two_below
+from hvfreeze.data.sets.image_set import ImageSet
 from hvfreeze.data.views.augment import Augment
 from hvfreeze.data.views.recipes import recoloured, resized_crops, version
 

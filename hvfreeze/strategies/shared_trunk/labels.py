@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.data.batches import Batch, Corpus
-from hvfreeze.data.datasets import ImageSet
+from hvfreeze.data.sets.image_set import ImageSet
 from hvfreeze.data.sources import FileSource
 from hvfreeze.errors import RefusedError
 from hvfreeze.strategies.shared_trunk.tasks import Task

@@ -10,10 +10,11 @@ import torch
 
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.batches import Corpus, TrainFeed, deal
-from hvfreeze.data.datasets import DataSplits, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, find_broken
 from hvfreeze.data.on_disk.broken import BrokenImagesError
 from hvfreeze.data.on_disk.folders import Folders
+from hvfreeze.data.sets.image_set import DataSplits
+from hvfreeze.data.sets.opening import list_data, open_data, prepare_data, root_of
 from hvfreeze.ranks.agreement import look_once, together
 from hvfreeze.ranks.world import World
 

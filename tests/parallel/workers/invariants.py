@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hvfreeze.ranks.horovod_world
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import DataConfig, FreezeConfig
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer

@@ -94,7 +94,7 @@ class Trial:
 
 
 def digits_labels() -> Tensor:
-    from hvfreeze.data.datasets import open_data
+    from hvfreeze.data.sets.opening import open_data
 
     return open_data("digits").train.labels
 

@@ -11,7 +11,8 @@ import torch
 from analysis import backbone
 from analysis.sweeps.experiment import RESULTS
 from hvfreeze.chain.origins.weights import read_weights
-from hvfreeze.data.datasets import DataSplits, ImageSet, open_data
+from hvfreeze.data.sets.image_set import DataSplits, ImageSet
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.data.sources import ArraySource
 
 

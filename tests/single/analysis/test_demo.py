@@ -14,7 +14,7 @@ from analysis.parts import demo_stages
 from analysis.parts.demo_stages import Stage, chosen_ids, plan, write_images
 from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import load_runs
 from tests.single.report.run_directories import vote, write_run

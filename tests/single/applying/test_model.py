@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 import hvfreeze
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.data.views.augment import parse_augment
 from hvfreeze.data.views.transform import transform_for
 from hvfreeze.errors import RefusedError, UsageError

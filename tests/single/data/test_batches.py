@@ -6,7 +6,7 @@ import pytest
 
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.batches import deal
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvfreeze.data.datasets import ImageSet, default_directory, open_data
+from hvfreeze.data.sets.image_set import ImageSet
+from hvfreeze.data.sets.opening import default_directory, open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 
 SHARED_ZIP = Path(__file__).parents[3].parent / "shared" / "data" / "cifar10-webp.zip"

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from hvfreeze.data import decoding as pixels_module
-from hvfreeze.data.datasets import ImageSet, open_data
 from hvfreeze.data.decoding import MemoryPixels, StreamedPixels, load_pixels
+from hvfreeze.data.sets.image_set import ImageSet
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import RefusedError, UsageError
 
 NUM = 200

@@ -9,7 +9,7 @@ import pytest
 
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.batches import TrainFeed, deal, open_feeds
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 
 REPLICAS, SAMPLES = 3, 50
 

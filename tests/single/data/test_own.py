@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from hvfreeze.data.datasets import DataSplits, open_data
+from hvfreeze.data.sets.image_set import DataSplits
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import HvfreezeError
 
 PIXELS = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

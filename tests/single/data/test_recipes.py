@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvfreeze.config.rules import parse_recipe
 from hvfreeze.config.tree import from_dict
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.data.views.augment import parse_augment
 from hvfreeze.data.views.transform import Transform, transform_for
 from hvfreeze.errors import UsageError

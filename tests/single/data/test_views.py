@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.data.views.augment import MIRRORED, Augment, parse_augment
 from hvfreeze.data.views.transform import Transform, transform_for
 from hvfreeze.errors import UsageError

@@ -10,7 +10,7 @@ import torch
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import Batch, Corpus, deal
-from hvfreeze.data.datasets import open_data
+from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.strategies.shared_trunk.features import Rows, worth_filling
 from hvfreeze.strategies.shared_trunk.labels import Labels, read_labels

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import hvfreeze
-from hvfreeze.data.datasets import open_data
 from hvfreeze.data.decoding import find_broken, load_pixels
 from hvfreeze.data.on_disk.broken import MOST_LISTED, BrokenImagesError, all_loaded
+from hvfreeze.data.sets.opening import open_data
 from tests.program import call, save_photos
 
 BROKEN = ("train/a/03.png", "train/b/17.png", "test/b/01.png")

@@ -13,8 +13,8 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 
-from hvfreeze.data.datasets import open_data, prepare_data
 from hvfreeze.data.on_disk.cifar import ARCHIVES, download, read_archive
+from hvfreeze.data.sets.opening import open_data, prepare_data
 from hvfreeze.errors import RefusedError
 
 CLASSES = [f"class{number}" for number in range(10)]

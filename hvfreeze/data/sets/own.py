@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hvfreeze.data.sources import PixelArray, fitted, picture_of, to_pixels, to_rgb
-from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.data.sources import PixelArray, picture_of, sized_pixels, to_rgb
+from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.named_code import call, code_sha256, told
 
 PROBES = 64
@@ -48,15 +48,8 @@ class DatasetSource:
         """
         with self._lock:
             rgb = picture(self.name, self.dataset, row)
-        if self.side is not None:
-            return to_pixels(fitted(rgb, self.side, self.side))
-        if (3, rgb.height, rgb.width) != self.image_shape:
-            _, height, width = self.image_shape
-            raise UsageError(
-                f"--data ({self.name}): sample {row} has {rgb.width}x{rgb.height} pixels where others have "
-                f"{width}x{height}; give --image-size SIDE to bring all images to one size"
-            )
-        return to_pixels(rgb)
+        place = f"--data ({self.name}): sample {row}"
+        return sized_pixels(rgb, side=self.side, image_shape=self.image_shape, place=place)
 
     def identity(self, *, local: bool) -> str:
         """Return a digest of the code, of `PROBES` images that lie evenly in the set, and of its `version`."""

@@ -25,7 +25,8 @@ from analysis.parts.ddp_loop import Training, train
 from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import deal, open_feeds, padded_batches
+from hvfreeze.data.batches import open_feeds, padded_batches
+from hvfreeze.data.dealing import deal
 from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.ranks.machine.share import memory_budget

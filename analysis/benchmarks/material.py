@@ -16,7 +16,8 @@ from hvfreeze.cache.compute import NullActivations
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Batch, Corpus
+from hvfreeze.data.batches import Batch
+from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.sets.image_set import ImageSet
 from hvfreeze.data.shards import plan_shards

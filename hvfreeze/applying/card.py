@@ -19,7 +19,7 @@ from hvfreeze.chain.origins.weights import weights_path
 from hvfreeze.config.model import HeadConfig, ModelConfig
 from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.batches import Corpus
+from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.views.transform import Transform
 from hvfreeze.errors import RefusedError
 from hvfreeze.named_code import TIMM, code_sha256, is_named_code

@@ -11,7 +11,7 @@ from torch import Tensor
 from hvfreeze.applying.answering import Decode
 from hvfreeze.applying.model import Applied
 from hvfreeze.config.tree import from_dict
-from hvfreeze.data.batches import choose
+from hvfreeze.data.dealing import choose
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.draws import Ids
 from hvfreeze.data.on_disk.cifar import ARCHIVES

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import CacheConfig
-from hvfreeze.data.batches import Batch, Corpus, TrainFeed
+from hvfreeze.data.batches import Batch, TrainFeed
+from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.decoding import Images
 from hvfreeze.freezing.voting.vote import Decision
 from hvfreeze.heads.fit import HeadFit

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.data.batches import Batch, Corpus
+from hvfreeze.data.batches import Batch
+from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.sets.image_set import ImageSet
 from hvfreeze.data.sources import FileSource
 from hvfreeze.errors import RefusedError

@@ -8,7 +8,8 @@ from pathlib import Path
 from hvfreeze.applying.card import Card, describe, head_named
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Corpus, TrainFeed, open_feeds, padded_batches
+from hvfreeze.data.batches import TrainFeed, open_feeds, padded_batches
+from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.decoding import Images
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.machine.share import memory_budget

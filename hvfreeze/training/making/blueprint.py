@@ -15,7 +15,7 @@ from hvfreeze.chain.models import build_model
 from hvfreeze.chain.origins.makers import timm_statistics
 from hvfreeze.chain.origins.weights import pretrained_statistics
 from hvfreeze.config.model import HeadConfig, ModelConfig
-from hvfreeze.data.batches import Corpus
+from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.views.transform import Statistics, seen_shape
 from hvfreeze.errors import RefusedError
 from hvfreeze.heads.multilevel import solvable_chain

@@ -10,7 +10,7 @@ import torch
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import Corpus
+from hvfreeze.data.dealing import Corpus
 from hvfreeze.named_code import code_sha256, is_named_code
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.batches import Corpus, TrainFeed, deal
+from hvfreeze.data.batches import TrainFeed
+from hvfreeze.data.dealing import Corpus, deal
 from hvfreeze.data.decoding import Images, find_broken
 from hvfreeze.data.on_disk.broken import BrokenImagesError
 from hvfreeze.data.on_disk.folders import Folders

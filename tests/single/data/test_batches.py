@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.batches import deal
+from hvfreeze.data.dealing import deal
 from hvfreeze.data.sets.opening import open_data
 
 

@@ -9,7 +9,8 @@ import torch
 
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import from_dict
-from hvfreeze.data.batches import Batch, Corpus, deal
+from hvfreeze.data.batches import Batch
+from hvfreeze.data.dealing import Corpus, deal
 from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.strategies.shared_trunk.features import Rows, worth_filling

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.chain.families import layout_of
-from hvfreeze.chain.grouping import Group, Ownership, group_steps
+from hvfreeze.chain.grouping import Group, group_steps, owned_by
 from hvfreeze.chain.steps import Call, Step
 from hvfreeze.errors import UsageError
 
@@ -216,43 +216,11 @@ def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor 
 
 
 def _assemble(model: nn.Module, groups: Sequence[Group]) -> Chain:
-    names = [name for name, _ in groups]
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"blocks ({', '.join(names)}): there must be at least one, and no name twice")
-    owners = Ownership(groups)
-    parameters = _members(model.named_parameters(remove_duplicate=False), owners, names)
-    buffers = _members(model.named_buffers(remove_duplicate=False), owners, names)
-    modules: list[list[nn.Module]] = [[] for _ in groups]
-    for path, module in model.named_modules():
-        found = owners.blocks_with(path)
-        if path and len(found) == 1:
-            modules[min(found)].append(module)
     blocks = []
-    for index, (name, steps) in enumerate(groups):
+    for (name, steps), own in zip(groups, owned_by(model, groups), strict=True):
         calls = tuple(call for step in steps for call in step.calls)
-        own = (tuple(modules[index]), tuple(parameters[index]), tuple(buffers[index]))
-        blocks.append(Block(name, calls, *own))
+        blocks.append(Block(name, calls, own.modules, own.parameters, own.buffers))
     return Chain(model, tuple(blocks))
-
-
-def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: Sequence[str]) -> list[list[str]]:
-    """Return the names of each block's tensors, in the order of `tensors`; a tensor with two names has the first."""
-    members: list[list[str]] = [[] for _ in blocks]
-    seen: dict[int, set[int]] = {}
-    for name, tensor in tensors:
-        users = owners.blocks_with(name) | seen.get(id(tensor), set())
-        if not users:
-            raise UsageError(
-                f"blocks ({', '.join(blocks)}): {name} belongs to none of them. Name blocks that run all of the model; "
-                "with Chain.from_modules say in owns= what functions use"
-            )
-        if len(users) > 1:
-            shared = " and ".join(blocks[index] for index in sorted(users))
-            raise UsageError(f"blocks ({', '.join(blocks)}): {name} is used by {shared}; join them into one block")
-        if id(tensor) not in seen:
-            members[min(users)].append(name)
-        seen[id(tensor)] = users
-    return members
 
 
 def _checked(block: Block, x: Tensor) -> Tensor:

@@ -155,9 +155,8 @@ def _convnext(model: nn.Module) -> Layout:
 def _regnet(model: nn.Module) -> Layout:
     stages = _children_of(model, "trunk_output")
     body = [make_step(model, "stem"), *[split_step(model, name) for name in stages]]
-    return classifier_layout(
-        model, body, [make_step(model, "avgpool", _flatten), make_step(model, "fc")], stages=stages
-    )
+    tail = [make_step(model, "avgpool", _flatten), make_step(model, "fc")]
+    return classifier_layout(model, body, tail, stages=stages)
 
 
 def _squeezenet(model: nn.Module) -> Layout:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
 
 from hvfreeze.chain.steps import Layout, Step
 from hvfreeze.errors import UsageError
@@ -48,6 +51,55 @@ class Ownership:
         """Return the indices of the blocks that own `name`, what contains it, or a part of it."""
         claims = [self._claimed.get(path, set()) for path in (name, *_containers(name))]
         return set().union(*claims, self._inside.get(name, set()))
+
+
+class Owned(NamedTuple):
+    """What a block has of a model: modules that run in it alone, and names of parameters and buffers."""
+
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def owned_by(model: nn.Module, groups: Sequence[Group]) -> list[Owned]:
+    """Return what each block has; every parameter and buffer belongs to exactly one.
+
+    Raises:
+        UsageError: there is no block, a name is there twice, or a tensor belongs to no block or to several.
+    """
+    names = [name for name, _ in groups]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"blocks ({', '.join(names)}): there must be at least one, and no name twice")
+    owners = Ownership(groups)
+    parameters = _members(model.named_parameters(remove_duplicate=False), owners, names)
+    buffers = _members(model.named_buffers(remove_duplicate=False), owners, names)
+    modules: list[list[nn.Module]] = [[] for _ in groups]
+    for path, module in model.named_modules():
+        found = owners.blocks_with(path)
+        if path and len(found) == 1:
+            modules[min(found)].append(module)
+    each = zip(modules, parameters, buffers, strict=True)
+    return [Owned(tuple(inside), tuple(trained), tuple(kept)) for inside, trained, kept in each]
+
+
+def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: Sequence[str]) -> list[list[str]]:
+    """Return the names of each block's tensors, in the order of `tensors`; a tensor with two names has the first."""
+    members: list[list[str]] = [[] for _ in blocks]
+    seen: dict[int, set[int]] = {}
+    for name, tensor in tensors:
+        users = owners.blocks_with(name) | seen.get(id(tensor), set())
+        if not users:
+            raise UsageError(
+                f"blocks ({', '.join(blocks)}): {name} belongs to none of them. Name blocks that run all of the model; "
+                "with Chain.from_modules say in owns= what functions use"
+            )
+        if len(users) > 1:
+            shared = " and ".join(blocks[index] for index in sorted(users))
+            raise UsageError(f"blocks ({', '.join(blocks)}): {name} is used by {shared}; join them into one block")
+        if id(tensor) not in seen:
+            members[min(users)].append(name)
+        seen[id(tensor)] = users
+    return members
 
 
 def _containers(name: str) -> list[str]:

@@ -8,7 +8,7 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +175,8 @@ def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
     """
     runs = list({run.directory.resolve(): run for run in map(load_run, directories)}.values())
     names = [run.name for run in runs]
-    return [rename(run) if names.count(run.name) > 1 else run for run in runs]
-
-
-def rename(run: Run) -> Run:
-    """Return the run under a name that includes its parent folder's."""
-    fields = {name: getattr(run, name) for name in run.__dataclass_fields__}
-    return Run(**{**fields, "name": f"{run.directory.resolve().parent.name}/{run.name}"})
+    longer = [replace(run, name=f"{run.directory.resolve().parent.name}/{run.name}") for run in runs]
+    return [long if names.count(run.name) > 1 else run for run, long in zip(runs, longer, strict=True)]
 
 
 def read_bytes(path: Path) -> bytes:

@@ -14,21 +14,11 @@ from hvfreeze.errors import UsageError
 from hvfreeze.ranks.world import World
 from hvfreeze.training.stages.course import Course
 from hvfreeze.training.stages.stage import Stage, with_steps
+from hvfreeze.training.stages.timing import Expected
 
 SECONDS_BETWEEN_PLANS = 2.0
 RESERVED, RESERVED_SECONDS = 0.005, 0.5
 """Part of the budget, and seconds, for what comes after the last stage: the model is digested and written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """Seconds that the parts of a run are expected to take."""
-
-    solve: float
-    step: float
-    evaluation: float
-    source: str
-    """What the numbers were read from."""
 
 
 class NoBudget:

@@ -18,10 +18,10 @@ from hvfreeze.ranks.agreement import together
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.training.choice import open_strategy
 from hvfreeze.training.making.blueprint import Blueprint
-from hvfreeze.training.stages.budget import Budget, Expected, NoBudget, TimeBudget
+from hvfreeze.training.stages.budget import Budget, NoBudget, TimeBudget
 from hvfreeze.training.stages.course import Opened
 from hvfreeze.training.stages.stage import Costs, Stage, stages_of, tuning_cut
-from hvfreeze.training.stages.timing import time_batch, time_solving
+from hvfreeze.training.stages.timing import Expected, time_batch, time_solving
 
 HELD_OUT = 0.1
 """Part of the training samples that choose a solution's penalty, and that the guard judges by, before they are

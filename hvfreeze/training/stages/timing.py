@@ -1,4 +1,4 @@
-"""What a batch costs here and now, by the clock: a forward pass and a training step, tried before the first stage."""
+"""What a batch costs here and now, by the clock, tried before the first stage; and what a run is expected to cost."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ class Timing:
     """Through all blocks, without gradient."""
     step: float
     """Of a training step behind a cut, but for the exchange of gradients and the update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Seconds that the parts of a run are expected to take."""
+
+    solve: float
+    step: float
+    evaluation: float
+    source: str
+    """What the numbers were read from."""
 
 
 def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world: World) -> Timing:

@@ -13,10 +13,10 @@ from hvfreeze.errors import UsageError
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.training.stages import budget as module
-from hvfreeze.training.stages.budget import Expected, TimeBudget
+from hvfreeze.training.stages.budget import TimeBudget
 from hvfreeze.training.stages.course import Course
 from hvfreeze.training.stages.stage import Stage, stages_of
-from hvfreeze.training.stages.timing import untouched
+from hvfreeze.training.stages.timing import Expected, untouched
 
 SOLVE, STEP, EVALUATION = 4.0, 0.1, 1.0
 

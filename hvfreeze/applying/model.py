@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.applying.card import Card, pool_of, read_card, sha256_of
+from hvfreeze.applying.card.contents import Card, pool_of
+from hvfreeze.applying.card.file import read_card, sha256_of
 from hvfreeze.applying.preparation import Preparation
 from hvfreeze.chain.blocks import cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.applying.card import Card
+from hvfreeze.applying.card.contents import Card
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed, grouped
 from hvfreeze.heads.fit import HeadFit

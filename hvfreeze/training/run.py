@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvfreeze.applying.card import sha256_of, write_card
+from hvfreeze.applying.card.file import sha256_of, write_card
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.agreement import together

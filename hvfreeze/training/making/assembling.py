@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hvfreeze.applying.card import Card, describe, head_named
+from hvfreeze.applying.card.contents import Card, head_named
+from hvfreeze.applying.card.describing import describe
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, open_feeds, padded_batches

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hvfreeze.applying.card import read_card, sha256_of
+from hvfreeze.applying.card.file import read_card, sha256_of
 from hvfreeze.chain.blocks import Chain, cut_into_blocks
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import build_model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.applying.card import read_card
+from hvfreeze.applying.card.file import read_card
 from hvfreeze.chain.memory_formats import set_memory_formats
 from hvfreeze.chain.models import BuiltModel
 from hvfreeze.config.tree import Config, from_dict

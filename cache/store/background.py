@@ -1,22 +1,32 @@
-"""Writing behind the training's back: batches are copied into staging buffers, and one thread carries them to disk."""
+"""Writing behind the training's back: batches are copied into staging buffers, and one thread carries them to disk.
+
+The file is begun under its lock, with the rows of the one that it will replace.
+"""
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import Budget
+from hvfreeze.cache.faults import CacheBusy, CacheFault
+from hvfreeze.cache.file.disk import Budget, Disk
+from hvfreeze.cache.file.lock import FileLock
 from hvfreeze.cache.file.manifest import Manifest
+from hvfreeze.cache.file.names import LOCK_SUFFIX
 from hvfreeze.cache.file.reader import ActivationFile
-from hvfreeze.cache.file.rows import Keys
+from hvfreeze.cache.file.rows import Keys, RowFormat
 from hvfreeze.cache.file.writer import FileWriter, fault_of
+from hvfreeze.cache.fingerprint import Fingerprint, fingerprint
+
+logger = logging.getLogger(__name__)
 
 STAGED_BATCHES = 3
 
@@ -132,3 +142,71 @@ class BackgroundWriter:
         finally:
             if staged is not None:
                 self._free.put(staged)
+
+
+@dataclass(frozen=True)
+class Generations:
+    """Begins the files of one name, each with the rows of the one before and space for more.
+
+    Attributes:
+        path: the name.
+        mark: the fingerprint of every row.
+        batch_rows: the most rows that are added at once.
+        owner: names the run.
+        budget: pays for what is allocated.
+        disk: the real one, or what stands in for it.
+        private: refuse files that are not this user's own.
+    """
+
+    path: Path
+    mark: Fingerprint
+    batch_rows: int
+    owner: str
+    budget: Budget
+    disk: Disk
+    private: bool
+
+    def lock(self) -> FileLock | None:
+        """Return the lock that `begin` needs; None, and tell the user, where another process is making the file."""
+        try:
+            return FileLock(self.path.with_name(self.path.name + LOCK_SUFFIX), owner=self.owner)
+        except CacheBusy as busy:
+            logger.warning("%s; its rows are computed until they are there", busy)
+            return None
+
+    def begin(
+        self, lock: FileLock, row: RowFormat, *, missing: int, own: ActivationFile | None, exact: bool
+    ) -> BackgroundWriter:
+        """Return what writes a file with the rows of `own`, which it will replace, and space for `missing` more.
+
+        Args:
+            lock: let go of by the writer; by the caller where this raises.
+            row: what a row is.
+            missing: rows that are to come.
+            own: the file of the name, if there is one; its rows are `row`'s.
+            exact: whether all files in use have the bits that this run would compute.
+
+        Raises:
+            CacheFault: the file cannot be made.
+        """
+        exact = exact and (own is None or self.mark.is_exact(own.manifest.fingerprint))
+        manifest = Manifest(
+            fingerprint=self.mark if own is None or exact else fingerprint(self.mark.fields),
+            row=row,
+            capacity=(len(own.keys) if own else 0) + missing,
+            rows=0,
+            owner=own.manifest.owner if own else self.owner,
+        )
+        file = FileWriter(
+            self.path,
+            lock=lock,
+            manifest=manifest,
+            budget=self.budget,
+            disk=self.disk,
+            replaces=own.file_bytes if own else 0,
+            private=self.private,
+        )
+        writer = BackgroundWriter(file, staging_rows=self.batch_rows)
+        if own is not None:
+            writer.copy(own)
+        return writer

@@ -12,16 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.faults import CacheBusy, CacheFault
+from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk, prepare_directory
-from hvfreeze.cache.file.lock import FileLock
-from hvfreeze.cache.file.manifest import Manifest
-from hvfreeze.cache.file.names import LOCK_SUFFIX, path_of
+from hvfreeze.cache.file.names import path_of
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.file.rows import Keys, RowFormat
-from hvfreeze.cache.file.writer import FileWriter
-from hvfreeze.cache.fingerprint import Fingerprint, fingerprint
-from hvfreeze.cache.store.background import BackgroundWriter
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.store.background import BackgroundWriter, Generations
 from hvfreeze.cache.store.index import MISSING, Mask, RowIndex, contains
 from hvfreeze.cache.store.parts import Part, Place
 from hvfreeze.cache.store.published import Published
@@ -74,8 +71,10 @@ class Store:
         self.path = path_of(directory, mark, shard=shard)
         self.row: RowFormat | None = None
         self._batch_rows, self._stored, self._owner = batch_rows, stored, owner
-        self._private = private
-        self._budget, self._disk = budget or Budget(), disk or LocalDisk()
+        self._budget, disk = budget or Budget(), disk or LocalDisk()
+        self._generations = Generations(
+            self.path, mark, batch_rows=batch_rows, owner=owner, budget=self._budget, disk=disk, private=private
+        )
         self._index = RowIndex(universe)
         self.universe = self._index.keys
         self._num_missing = len(self.universe)
@@ -83,7 +82,7 @@ class Store:
         self._writer: BackgroundWriter | None = None
         prepare_directory(directory, private=private)
         self.published = Published(
-            directory, mark, first=self.path, batch_rows=batch_rows, late=shared, private=private, disk=self._disk
+            directory, mark, first=self.path, batch_rows=batch_rows, late=shared, private=private, disk=disk
         )
         self.refresh()
 
@@ -264,48 +263,24 @@ class Store:
         Only under the lock is it certain which file has the name. A row of it that counted as missing would be stored
         twice, and the new file be refused for good.
         """
-        try:
-            lock = FileLock(self.path.with_name(self.path.name + LOCK_SUFFIX), owner=self._owner)
-        except CacheBusy as busy:
+        lock = self._generations.lock()
+        if lock is None:
             self.waiting = True
-            logger.warning("%s; its rows are computed until they are there", busy)
             return
         try:
             self.refresh()
             self._refuse_unlike(row, self.row)
             if self.complete:
                 lock.release()
-            else:
-                self._begin_generation(row, lock, own=self.published.open(self.path))
+                return
+            own, exact = self.published.open(self.path), self.exact
+            self._refuse_unlike(row, own.manifest.row if own else None)
+            self._writer = self._generations.begin(lock, row, missing=self._num_missing, own=own, exact=exact)
+            self.row = self.row or row
+            self._parts = (*self._parts, self._writer)
         except BaseException:
             lock.release()
             raise
-
-    def _begin_generation(self, row: RowFormat, lock: FileLock, *, own: ActivationFile | None) -> None:
-        """Begin a file with the rows of `own`, which it will replace, and space for what is missing."""
-        self._refuse_unlike(row, own.manifest.row if own else None)
-        exact = self.exact and (own is None or self.mark.is_exact(own.manifest.fingerprint))
-        manifest = Manifest(
-            fingerprint=self.mark if own is None or exact else fingerprint(self.mark.fields),
-            row=row,
-            capacity=(len(own.keys) if own else 0) + self._num_missing,
-            rows=0,
-            owner=own.manifest.owner if own else self._owner,
-        )
-        file = FileWriter(
-            self.path,
-            lock=lock,
-            manifest=manifest,
-            budget=self._budget,
-            disk=self._disk,
-            replaces=own.file_bytes if own else 0,
-            private=self._private,
-        )
-        self._writer = BackgroundWriter(file, staging_rows=self._batch_rows)
-        if own is not None:
-            self._writer.copy(own)
-        self.row = self.row or row
-        self._parts = (*self._parts, self._writer)
 
     def _refuse_unlike(self, row: RowFormat, known: RowFormat | None) -> None:
         if known is not None and not known.same_rows(row):

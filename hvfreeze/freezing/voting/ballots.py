@@ -50,11 +50,7 @@ def hold_vote(
     mine = [proposer.propose(evidence, settings.patience) for proposer in proposers]
     etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
     proposals, numbers, broken_ranks = exchange(world, mine, [weight, *etas], broken)
-    usable = [usable_weight(row[0]) for row in numbers]
-    weights = [counted for counted, _ in usable]
-    notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
-    if broken_ranks:
-        notes.append(f"gradients are not finite on rank {', '.join(map(str, broken_ranks))}: the vote is void")
+    weights, notes = counted_weights([row[0] for row in numbers], broken_ranks)
     cast = fixed_point(weights[world.rank], max(weights)) if not broken_ranks else 0
     tallies = count(world, mine, cast, deepest=evidence.num_blocks - 1)
     cuts = [
@@ -83,6 +79,15 @@ def hold_vote(
         },
         etas=[[None if math.isnan(eta) else eta for eta in row[1:]] for row in numbers],
     )
+
+
+def counted_weights(weights: Sequence[float], broken_ranks: Sequence[int]) -> tuple[list[float], list[str]]:
+    """Return the weights of all ranks that count, and notes on those that do not, or on why none does."""
+    usable = [usable_weight(weight) for weight in weights]
+    notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
+    if broken_ranks:
+        notes.append(f"gradients are not finite on rank {', '.join(map(str, broken_ranks))}: the vote is void")
+    return [counted for counted, _ in usable], notes
 
 
 def exchange(

@@ -59,9 +59,6 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     training = features(materials.trained(passes_per_epoch=passes), materials.clock)
     # Seconds of an evaluation are counted as a whole, by the loop.
     evaluation = features(materials.tested(passes_per_epoch=1 / config.run.evaluate_every), PhaseClock())
-    advice = "lower --lr, or add --lr-warmup or --clip-grad"
-    if settings.compression != "none":
-        advice += f", or train without --compression {settings.compression}"
     plan = open_plan(
         freezer.reducer,
         materials.clock,
@@ -84,8 +81,16 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
         ),
         plan=plan,
         clock=materials.clock,
-        advice=advice,
+        advice=advice_on(settings),
     )
+
+
+def advice_on(settings: OptimizerConfig) -> str:
+    """Return what a user may try where training has diverged."""
+    advice = "lower --lr, or add --lr-warmup or --clip-grad"
+    if settings.compression != "none":
+        advice += f", or train without --compression {settings.compression}"
+    return advice
 
 
 def check_arithmetic(materials: Materials, settings: OptimizerConfig) -> None:

@@ -23,8 +23,8 @@ from hvfreeze.freezing import freezer
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.world import SoloWorld, World, end_job_on_exception
 from hvfreeze.strategies.grid.trial import Trial as Tried
-from hvfreeze.training import job
 from hvfreeze.training.making import blueprint
+from hvfreeze.training.making.samples import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
 from tests.parallel.twins.grid import Grid
@@ -92,7 +92,7 @@ class Trial:
         _, replicas, number = shape
         config = self.config("data", shares=replicas)
         shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": replicas}
-        corpus = job.open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
+        corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
         given = {"seed": config.data_seed, "replicas": replicas, "budget_bytes": 2**30}
         feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
         torch.manual_seed(0)

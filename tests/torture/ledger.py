@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FAULTS = ("corrupt", "orphans", "hang", "wrong resume", "silent", "traceback")
+FAULTS = ("corrupt", "orphans", "hang", "ended by itself", "wrong resume", "silent", "traceback")
 """What must not be, in this order in the table: state that is lost or refused, processes that are left, a job that does
 not end, a run that goes on otherwise, damage that nobody notices, an end that the user cannot read."""
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.parallel.mpirun import ROOT, command_of
 from tests.parallel.nodes import WAIT_SECONDS, Nodes, attempts, digest, launch, scratch, state, training, up, wait_until
+from tests.parallel.sizes import sizes
 
 CLUSTER = str(ROOT / "launch/cluster")
 HOROVODRUN = str(ROOT / "launch/horovodrun.sh")
@@ -46,17 +47,17 @@ def interfaces() -> str:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_one(nodes: Nodes, folder: Path) -> None:
-    job = ["horovodrun", "-np", "4", "-H", nodes.hosts]
-    options = ["--model", "shufflenet_v2_x0_5", "--train-samples", "128", "--epochs", "12"]
+    job = ["horovodrun", "-np", "2", "-H", ",".join(nodes.hosts.split(",")[:2])]
+    options = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--epochs", "12"]
     whole = nodes.run(*job, *training(folder / "whole", *options), OMP_NUM_THREADS="1")
     assert whole.returncode == 0, whole.stderr
     hosts = json.loads((folder / "whole/environment.json").read_text())["hosts"]
-    assert hosts == ["node0", "node1", "node2", "node3"]
+    assert hosts == ["node0", "node1"]
 
     restart = [str(ROOT / "launch/restart"), "--backoff", "0", "--"]
     disturbed = nodes.start(*restart, *job, *training(folder / "disturbed", *options), OMP_NUM_THREADS="1")
     wait_until(lambda: list(folder.glob("disturbed/checkpoints/step-*.pt")), what="a checkpoint")
-    killed = nodes.run("pkill", "-KILL", "-f", "[h]vfreeze train", on="node2")
+    killed = nodes.run("pkill", "-KILL", "-f", "[h]vfreeze train", on="node1")
     assert killed.returncode == 0, killed.stderr
     output, errors = disturbed.communicate(timeout=WAIT_SECONDS)
     assert disturbed.returncode == 0, output + errors
@@ -70,7 +71,7 @@ def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
 def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
     nodes: Nodes, folder: Path, size: int
 ) -> None:
@@ -82,7 +83,7 @@ def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes(3, of=(2, 3)))
 def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nodes, folder: Path, size: int) -> None:
     worker = [sys.executable, str(WORKERS / "sent_gradients.py"), str(folder / "found")]
     done = nodes.run(HOROVODRUN, "-np", str(size), *worker)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvfreeze.chain.models import BuiltModel
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.world import end_job_on_exception
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training.making import blueprint
 from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
+from tests.parallel.workers.checking import let_runs_build
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 
 models: Any = torchvision.models
@@ -42,7 +41,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     # What a family adds does not depend on the number of ranks: all three take part at one size.
     for build in (resnet, mobilenet, vit) if world.size == 3 else (resnet,):
-        blueprint.build_model = lambda *args, build=build, **kwargs: BuiltModel(build(), [])  # type: ignore[assignment]
+        let_runs_build(lambda classes, build=build: build())  # type: ignore[misc]
 
         def settings(name: str, build: Any = build, **changes: Any) -> Any:
             common = {**SCHEDULED, "interval": 6, "augment": "views:1", "epochs": 5, "checkpoint_every": "3s"}

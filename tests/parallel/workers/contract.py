@@ -11,14 +11,13 @@ import torch
 from hvfreeze.chain.models import build_model
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import World, end_job_on_exception
+from hvfreeze.ranks.world import World
 from hvfreeze.strategies.strategy import State
 from hvfreeze.training.checkpoints.file import packed, unpacked
 from hvfreeze.training.evaluation import evaluate
 from hvfreeze.training.job import Job
 from hvfreeze.training.making.preparing import prepare
-from tests.parallel.mpirun import report
+from tests.parallel.workers.checking import run_checks
 
 BATCH, STEPS, RATE = 6, 4, 0.05
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -193,17 +192,5 @@ def check_what_does_not_fit_is_refused_by_all(trial: Trial) -> None:
             raise AssertionError(f"{trial.name} accepts {changes}")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    world = open_world()
-    end_job_on_exception(world)
-    trial = Trial(world, Path(sys.argv[1]), sys.argv[2])
-    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_")]
-    for check in checks:
-        check(trial)
-    report(world.rank, checks=[check.__name__ for check in checks])
-    world.close()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1]), sys.argv[2]))

@@ -13,21 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import hvfreeze.strategies.grid.opening as opening
-from hvfreeze.chain.memory_formats import set_memory_formats
-from hvfreeze.chain.models import BuiltModel
 from hvfreeze.chain.origins.narrow_resnets import NarrowResNet
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.errors import DivergedError, NumericsError
 from hvfreeze.freezing import freezer
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import SoloWorld, World, end_job_on_exception
+from hvfreeze.ranks.world import SoloWorld, World
 from hvfreeze.strategies.grid.trial import Trial as Tried
-from hvfreeze.training.making import blueprint
 from hvfreeze.training.making.samples import open_corpus
 from hvfreeze.training.run import run
-from tests.parallel.mpirun import report
 from tests.parallel.twins.grid import Grid
+from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR = 16, 3, 2, 0.03
@@ -51,10 +47,7 @@ def narrow(classes: int) -> nn.Module:
     return NarrowResNet(1, num_classes=classes)
 
 
-def laid_out(classes: int) -> nn.Module:
-    model = narrow(classes)
-    set_memory_formats(model, (3, 32, 32))
-    return model
+laid_out = as_runs_lay_out(narrow)
 
 
 class Trial:
@@ -62,7 +55,7 @@ class Trial:
 
     def __init__(self, world: World, root: Path) -> None:
         self.world, self.root = world, root
-        blueprint.build_model = lambda *args, num_classes, **kwargs: BuiltModel(narrow(num_classes), [])  # type: ignore[assignment]
+        let_runs_build(narrow)
 
     def config(self, name: str, *, shares: int, **changes: Any) -> Config:
         base = {
@@ -261,17 +254,5 @@ def check_a_line_whose_ranks_count_a_vote_otherwise_is_stopped(trial: Trial) -> 
         freezer.hold_vote = count
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    world = open_world()
-    end_job_on_exception(world)
-    trial = Trial(world, Path(sys.argv[1]))
-    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_")]
-    for check in checks:
-        check(trial)
-    report(world.rank, checks=[check.__name__ for check in checks])
-    world.close()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))

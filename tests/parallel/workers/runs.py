@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,29 @@ def configuration(directory: Path, size: int, **changes: Any) -> Config:
         "run_dir": str(directory),
     }
     return from_dict({**base, **changes})
+
+
+class Runs:
+    """Runs of one configuration with changes, each in a directory of its own.
+
+    Attributes:
+        world: the ranks.
+        root: where the directories are.
+        settings: what all runs share.
+        more: what `run` takes beside a configuration.
+    """
+
+    def __init__(self, world: World, root: Path, settings: Mapping[str, Any], **more: Any) -> None:
+        self.world, self.root, self.settings, self.more = world, root, settings, more
+
+    def __call__(self, name: str, **changes: Any) -> dict[str, Any]:
+        """Make a run in the directory `name`; return its summary."""
+        given = {"threads": 1, "run_dir": str(self.root / name), **self.settings, **changes}
+        return run(from_dict(given), self.world, **self.more)
+
+    def numbers(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of a run's record, but for what is measured by the clock."""
+        return [line for kind in ("metrics", "decisions") for line in lines(self.root / name, kind)]
 
 
 def lines(directory: Path, name: str) -> list[dict[str, Any]]:

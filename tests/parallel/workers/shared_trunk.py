@@ -11,18 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.applying.card.file import read_card
-from hvfreeze.chain.memory_formats import set_memory_formats
-from hvfreeze.chain.models import BuiltModel
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import NumericsError
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import World, end_job_on_exception
+from hvfreeze.ranks.world import SoloWorld, World
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training.making import blueprint
 from hvfreeze.training.making.preparing import prepare
 from hvfreeze.training.run import run
-from tests.parallel.mpirun import report
 from tests.parallel.twins.shared_trunk import Alone, seeded
+from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks
 from tests.parallel.workers.runs import interrupted
 
 models: Any = torchvision.models
@@ -37,10 +33,7 @@ def resnet(classes: int) -> nn.Module:
     return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
 
 
-def laid_out(classes: int) -> nn.Module:
-    model = resnet(classes)
-    set_memory_formats(model, (3, 32, 32))
-    return model
+laid_out = as_runs_lay_out(resnet)
 
 
 class Trial:
@@ -49,7 +42,7 @@ class Trial:
     def __init__(self, world: World, root: Path) -> None:
         self.world, self.root = world, root
         self.shown: dict[str, Any] = {}
-        blueprint.build_model = lambda *args, num_classes, **kwargs: BuiltModel(resnet(num_classes), [])  # type: ignore[assignment]
+        let_runs_build(resnet)
 
     def config(self, name: str, **changes: Any) -> Config:
         base = {
@@ -71,7 +64,7 @@ class Trial:
 
     def alone(self, name: str, *, own: tuple[str, ...], seed: int, labels: Tensor, **options: Any) -> dict[str, Tensor]:
         """The twin of one model of the run `name`, trained on rank 0."""
-        prepared = prepare(self.config(f"data-of-{name}-{seed}", heads=1, **self.shown), SOLO)
+        prepared = prepare(self.config(f"data-of-{name}-{seed}", heads=1, **self.shown), SoloWorld())
         base, classes = seeded(laid_out, 10, 0), int(labels.max()) + 1
         settings = {"lr": LR, "momentum": 0.9, "weight_decay": 1e-2, **options}
         twin = Alone(base, seeded(laid_out, classes, seed), own, **settings)
@@ -162,7 +155,7 @@ def check_tasks_have_their_own_labels_depths_and_losses(trial: Trial) -> None:
         odd, rough = digits % 2, digits // 4
         twin = trial.alone("tasks", own=("layer4", "fc"), seed=0, labels=odd, lr=0.02)
         trial.compare("tasks-run", "parity", twin)
-        used = prepare(trial.config("used", heads=1), SOLO)
+        used = prepare(trial.config("used", heads=1), SoloWorld())
         counts = torch.bincount(rough[torch.from_numpy(used.feed.plan.shards[0])], minlength=3).float()
         weights = counts.sum() / (3 * counts)
         twin = trial.alone("tasks", own=("fc",), seed=9, labels=rough, class_weights=weights)
@@ -219,23 +212,5 @@ def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
         raise AssertionError("nobody noticed")
 
 
-SOLO: World
-
-
-def main() -> None:
-    global SOLO
-    from hvfreeze.ranks.world import SoloWorld
-
-    torch.set_num_threads(1)
-    SOLO, world = SoloWorld(), open_world()
-    end_job_on_exception(world)
-    trial = Trial(world, Path(sys.argv[1]))
-    checks = [check for name, check in sorted(globals().items()) if name.startswith("check_")]
-    for check in checks:
-        check(trial)
-    report(world.rank, checks=[check.__name__ for check in checks])
-    world.close()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))

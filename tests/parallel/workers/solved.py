@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,46 +9,27 @@ from typing import Any
 
 import torch
 
-from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
 from hvfreeze.heads import rows
 from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import World, end_job_on_exception
+from hvfreeze.ranks.world import end_job_on_exception
 from hvfreeze.strategies.replicas import door
 from hvfreeze.strategies.replicas.door import Replicas
-from hvfreeze.training.run import run
 from tests.parallel.mpirun import report
+from tests.parallel.workers.runs import Runs
 
 MODEL = "shufflenet_v2_x0_5"
 SAMPLES, BATCH = 130, 16
-
-
-class Runs:
-    """Runs of one configuration with changes, each in a directory of its own."""
-
-    def __init__(self, world: World, root: Path) -> None:
-        self.world, self.root = world, root
-
-    def __call__(self, name: str, **changes: Any) -> dict[str, Any]:
-        base = {
-            "model": MODEL,
-            "train_samples": SAMPLES * 5 // 4,
-            "validation_fraction": 0.2,
-            "batch_size": BATCH,
-            "augment": "views:2",
-            "head": "multi-level",
-            "head_fit": "exact",
-            "pool": 2,
-            "threads": 1,
-            "run_dir": str(self.root / name),
-        }
-        return run(from_dict({**base, **changes}), self.world)
-
-
-def numbers(root: Path, name: str) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "train_seconds", "images_per_second", "cache")
-    return [{key: value for key, value in row.items() if key not in timed} for row in rows]
+SETTINGS: dict[str, Any] = {
+    "model": MODEL,
+    "train_samples": SAMPLES * 5 // 4,
+    "validation_fraction": 0.2,
+    "batch_size": BATCH,
+    "augment": "views:2",
+    "head": "multi-level",
+    "head_fit": "exact",
+    "pool": 2,
+}
 
 
 def stopped(runs: Runs, name: str, **changes: Any) -> None:
@@ -76,7 +56,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     # Two batches to a chunk, so that a rank has several.
     rows.CHUNK_ROWS = 2 * BATCH
-    runs = Runs(world, root)
+    runs = Runs(world, root, SETTINGS)
     straight = runs("straight")
     same = {"again": runs("again")}
     kept = {"cache": "on", "cache_dir": str(root / "rows")}
@@ -101,7 +81,7 @@ def main() -> None:
     assert same["streamed, cached"]["cache"]["rows_read"] > 10 * SAMPLES
     if world.rank == 0:
         for name in ("again", "reads", "streamed", "stopped"):
-            assert numbers(root, name) == numbers(root, "straight"), name
+            assert runs.numbers(name) == runs.numbers("straight"), name
     last = runs("last", head="last", augment="none")
     if world.rank == 0:
         check_plain_model(root / "last")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 
 import hvfreeze
-from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.voting.criteria import CRITERIA, Criterion, Proposal
 from hvfreeze.heads import rows
@@ -25,51 +23,29 @@ from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job
 from hvfreeze.training.progress import Progress
-from hvfreeze.training.run import run
 from hvfreeze.training.stages import budget, opening
 from hvfreeze.training.stages.course import Course
 from hvfreeze.training.stages.timing import Timing
 from tests.parallel.mpirun import report
+from tests.parallel.workers.runs import Runs
 
 MODEL = "shufflenet_v2_x0_5"
 BATCH = 8
+SETTINGS: dict[str, Any] = {
+    "model": MODEL,
+    "validation_fraction": 0.2,
+    "batch_size": BATCH,
+    "augment": "views:2",
+    "freeze": "auto",
+    "epochs": 3,
+    "interval": 2,
+    "freeze_warmup": 2,
+    "lr": 0.01,
+    "pool": 2,
+    "checkpoint_every": "5s",
+}
 Ask = Callable[[Job, str], bool]
 """(job, what comes next: features, pass, step) -> whether the last rank asks to leave."""
-
-
-class Runs:
-    """Runs of one configuration with changes, each in a directory of its own."""
-
-    def __init__(self, world: World, root: Path) -> None:
-        self.world, self.root = world, root
-
-    def __call__(self, name: str, **changes: Any) -> dict[str, Any]:
-        base = {
-            "model": MODEL,
-            "train_samples": 40 * self.world.size * 5 // 4,
-            "validation_fraction": 0.2,
-            "batch_size": BATCH,
-            "augment": "views:2",
-            "freeze": "auto",
-            "epochs": 3,
-            "interval": 2,
-            "freeze_warmup": 2,
-            "lr": 0.01,
-            "pool": 2,
-            "threads": 1,
-            "checkpoint_every": "5s",
-            "run_dir": str(self.root / name),
-        }
-        return run(from_dict({**base, **changes}), self.world, started=0.0)
-
-
-def numbers(root: Path, name: str) -> list[dict[str, Any]]:
-    found = []
-    for kind in ("metrics", "decisions"):
-        lines = [json.loads(line) for line in (root / name / f"{kind}.jsonl").read_text().splitlines()]
-        timed = ("seconds", "train_seconds", "images_per_second", "cache")
-        found += [{key: value for key, value in line.items() if key not in timed} for line in lines]
-    return found
 
 
 @contextmanager
@@ -173,7 +149,7 @@ def same_run(runs: Runs, found: dict[str, Any], name: str, straight: dict[str, A
         assert found[key] == straight[key], f"{name}: {key}: {found[key]}, not {straight[key]}"
     assert {**found["head"], "exchanged_bytes": 0} == {**straight["head"], "exchanged_bytes": 0}, name
     if runs.world.rank == 0:
-        mine, theirs = numbers(runs.root, name), numbers(runs.root, "straight")
+        mine, theirs = runs.numbers(name), runs.numbers("straight")
         assert [{**line, "allreduce_bytes": 0} for line in mine] == [{**line, "allreduce_bytes": 0} for line in theirs]
 
 
@@ -239,7 +215,8 @@ def main() -> None:
     )
     # Two batches to a chunk, so that a rank has several.
     rows.CHUNK_ROWS = 2 * BATCH
-    report(world.rank, **PARTS[sys.argv[2]](Runs(world, Path(sys.argv[1]))))
+    settings = {**SETTINGS, "train_samples": 40 * world.size * 5 // 4}
+    report(world.rank, **PARTS[sys.argv[2]](Runs(world, Path(sys.argv[1]), settings, started=0.0)))
     world.close()
 
 

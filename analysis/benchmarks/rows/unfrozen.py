@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from analysis.benchmarks.contest import ABSENT, FUSED, Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, OBSERVED, HeldBatch, HeldSteps, Setting, held_batches
 from analysis.benchmarks.ranks import Ranks
-from analysis.benchmarks.references import PlainLoop, parts_of, resnet, sgd
+from analysis.benchmarks.references import PlainLoop, over_gloo, parts_of, resnet, sgd
 
 STEP = "training step of a ResNet-18, 32 px, nothing frozen"
 
@@ -84,10 +80,5 @@ def horovod(batches: list[HeldBatch], *, per_block: bool) -> PlainLoop:
 
 def data_parallel(ranks: Ranks, batches: list[HeldBatch], scratch: Path) -> PlainLoop:
     """Return the loop of a DistributedDataParallel user."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = distributed.FileStore(str(scratch / "gloo"), ranks.size)  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size)
-    model = resnet()
-    model.train()
-    wrapped = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    return PlainLoop(wrapped, [sgd(model)], batches)
+    wrapped = over_gloo(ranks, scratch, interface="lo")
+    return PlainLoop(wrapped, [sgd(wrapped.module)], batches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED, rotated
 from analysis.benchmarks.material import HeldBatch, HeldSteps, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
-from analysis.benchmarks.references import PlainLoop, resnet, sgd
+from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
 
 BATCH_ROWS, SIDE_PIXELS = 64, 32
 LOW_RANK = 4
@@ -126,13 +124,8 @@ class InTurn:
 def data_parallel(ranks: Ranks, batches: list[HeldBatch], scratch: Path) -> PlainLoop:
     """Return the loop of a DistributedDataParallel user over gloo, with torch's PowerSGD from the third step on."""
     interface = "eth0" if Path("/sys/class/net/eth0").exists() else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    store = distributed.FileStore(str(scratch / "gloo"), ranks.size)  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size)
-    model = resnet()
-    model.train()
-    wrapped = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    wrapped = over_gloo(ranks, scratch, interface=interface)
     vars(powerSGD_hook)["dist"] = InTurn()
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=LOW_RANK, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return PlainLoop(wrapped, [sgd(model)], batches)
+    return PlainLoop(wrapped, [sgd(wrapped.module)], batches)

@@ -1,3 +1,5 @@
+"""A report: its tables, figures and page, and the command that writes it."""
+
 from __future__ import annotations
 
 import csv
@@ -10,102 +12,15 @@ import pytest
 
 from hvfreeze.__main__ import main
 from hvfreeze.errors import RefusedError
-from hvfreeze.report.comparison import Group, compare, group_by_seed, spread
+from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import accuracy_curve, colours, plot_accuracy_against_time, plot_cuts, plot_phases
 from hvfreeze.report.page import Section, write_page
 from hvfreeze.report.report import write_report, write_report_page
 from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
 from hvfreeze.report.tables import Table, command, models_table, summary_table, vote_table
-from hvfreeze.report.units import percent, seconds, shown
 from hvfreeze.runs.reading import load_run, load_runs
+from tests.single.report.conftest import VOTES
 from tests.single.report.run_directories import PHASES, vote, write_run
-
-VOTES = [
-    vote(10, before=0, after=1, proposals=[1, 2], weights=[1.0, 0.5]),
-    vote(20, before=1, after=1, proposals=[1, 2], weights=[1.0, 0.25]),
-]
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
-    full = write_run(tmp_path / "full", accuracies=[0.5, 0.9, 0.8])
-    voted = write_run(
-        tmp_path / "voted", accuracies=[0.5, 0.7, 0.75], speed=1.25, freeze="gradient-norm", decisions=VOTES
-    )
-    return [full, voted]
-
-
-def test_a_run_is_read_with_what_came_of_it(pair: list[Path]) -> None:
-    run = load_run(pair[1])
-    assert (run.name, run.size, run.finished, run.final_cut) == ("voted", 2, True, 1)
-    assert (run.test_accuracy, run.best_accuracy) == (0.75, 0.75)
-    assert load_run(pair[0]).best_accuracy == 0.9
-    assert run.train_seconds == pytest.approx(3 * sum(PHASES.values()) / 1.25)
-    assert run.allreduce_bytes == 30_000_000
-    assert run.cut_history[0] == (0, 0, 0)
-    assert run.settings["freeze"] == "gradient-norm"
-
-
-def test_an_unfinished_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "cut-off", accuracies=[0.1, 0.2, 0.3], epochs=9, finished=False, decisions=VOTES)
-    whole = load_run(directory)
-    with (directory / "metrics.jsonl").open("a") as file:
-        file.write('{"epoch": 3, "step"')
-    run = load_run(directory)
-    assert len(run.metrics) == 3 and not run.finished
-    assert run.images_per_second == pytest.approx(640 / sum(PHASES.values()))
-    assert run.train_seconds == whole.train_seconds == pytest.approx(3 * sum(PHASES.values()))
-    assert run.cut_history == [(0, 0, 0), (1, 10, 1)]
-
-
-def test_epochs_that_were_not_evaluated_are_left_out_of_curves_and_accuracies(tmp_path: Path) -> None:
-    seldom = load_run(write_run(tmp_path / "seldom", accuracies=[None, 0.9, None, 0.8]))
-    assert (seldom.test_accuracy, seldom.best_accuracy) == (0.8, 0.9)
-    times, accuracies = accuracy_curve([seldom])
-    assert accuracies == [90.0, 80.0]
-    assert times == pytest.approx([2 * sum(PHASES.values()), 4 * sum(PHASES.values())])
-    write_run(tmp_path / "not-yet", accuracies=[None], epochs=9, finished=False)
-    assert write_report([tmp_path / "seldom", tmp_path / "not-yet"], out=tmp_path / "page") == 0
-    assert not re.search(r"\bnan\b", (tmp_path / "page/index.html").read_text())
-
-
-def test_a_setting_that_an_older_version_did_not_know_has_its_default(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "old", accuracies=[0.1])
-    (directory / "config.yaml").write_text("freeze: {freeze: percentile}\nlater: {unheard_of: 1}\n")
-    settings = load_run(directory).settings
-    assert (settings["freeze"], settings["model"], settings["unheard_of"]) == ("percentile", "resnet18", 1)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl"])
-def test_a_run_directory_without_one_of_its_files_is_refused_by_the_files_name(tmp_path: Path, name: str) -> None:
-    directory = write_run(tmp_path / "run", accuracies=[0.1])
-    (directory / name).unlink()
-    with pytest.raises(RefusedError, match=re.escape(str(directory / name))):
-        load_run(directory)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("config.yaml", "[1, 2", "damaged"),
-        ("config.yaml", "- 1\n", "sections"),
-        ("config.yaml", "freeze: 3\n", "sections"),
-        ("environment.json", "{", "damaged"),
-        ("environment.json", "{}", "lacks size"),
-        ("metrics.jsonl", "", "no epoch yet"),
-        ("metrics.jsonl", '{"epoch": 0}\n', "line 1 is damaged: it lacks step"),
-        ("metrics.jsonl", "7\n", "no object"),
-        ("decisions.jsonl", "\n", "line 1 is damaged"),
-        ("summary.json", '{"test_accuracy": 1}', "lacks best_test_accuracy"),
-        ("summary.json", b"\xff\xfe", "damaged"),
-    ],
-)
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, content: str | bytes, said: str) -> None:
-    directory = write_run(tmp_path / "run", accuracies=[0.1])
-    (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(RefusedError, match=said) as caught:
-        load_run(directory)
-    assert str(directory / name) in str(caught.value)
 
 
 def test_the_command_ends_with_code_3_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,93 +34,6 @@ def test_an_output_folder_that_is_a_file_is_refused(pair: list[Path], tmp_path: 
     with pytest.raises(RefusedError, match="--out"):
         write_report(pair, out=tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
-
-
-def test_runs_of_equal_name_are_told_apart_and_repeated_ones_are_read_once(tmp_path: Path) -> None:
-    first, second = (write_run(tmp_path / parent / "full", accuracies=[0.1]) for parent in ("a", "b"))
-    assert [run.name for run in load_runs([first, second, first])] == ["a/full", "b/full"]
-
-
-def test_runs_that_differ_in_the_seed_only_are_one_group(tmp_path: Path) -> None:
-    flags = ({"seed": 1}, {"seed": 2, "data_seed": 5}, {"seed": 1, "lr": 0.5}, {"seed": 3})
-    runs = [
-        load_run(write_run(tmp_path / f"work-seed{number}", accuracies=[0.1], finished=number < 3, **leaves))
-        for number, leaves in enumerate(flags)
-    ]
-    assert [[run.name for run in group.runs] for group in group_by_seed(runs)] == [
-        ["work-seed0", "work-seed1"],
-        ["work-seed2"],
-        ["work-seed3"],
-    ]
-    assert group_by_seed(runs)[0].name == "work"
-
-
-def test_speed_up_and_time_saved_say_the_same_in_two_forms(pair: list[Path]) -> None:
-    groups = group_by_seed(load_runs(pair))
-    comparison = compare(groups[1], groups)
-    assert comparison is not None and compare(groups[0], groups) is None
-    assert comparison.baseline.name == "full"
-    assert comparison.speed_up.mean == pytest.approx(1.25)
-    assert comparison.time_saved.mean == pytest.approx(0.2)
-
-
-def test_a_slower_run_saves_a_negative_time(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / "full", accuracies=[0.1]),
-        write_run(tmp_path / "slow", accuracies=[0.1], speed=0.5, freeze="linear"),
-    ]
-    groups = group_by_seed(load_runs(runs))
-    comparison = compare(groups[1], groups)
-    assert comparison is not None and comparison.time_saved.mean == pytest.approx(-1)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"epochs": 7},
-        {"batch_size": 64},
-        {"size": 4},
-        {"precision": "bfloat16"},
-        {"environment": {"processor": "another"}},
-        {"environment": {"hosts": ["node0", "node1"]}},
-        {"finished": False},
-        {"cache": "auto"},
-        {"shadow": "linear"},
-    ],
-)
-def test_a_run_of_other_work_is_no_baseline(tmp_path: Path, other: dict[str, object]) -> None:
-    runs = [
-        write_run(tmp_path / "full", accuracies=[0.1], **other),  # type: ignore[arg-type]
-        write_run(tmp_path / "voted", accuracies=[0.1], freeze="linear"),
-    ]
-    groups = group_by_seed(load_runs(runs))
-    assert compare(groups[1], groups) is None
-
-
-def test_a_run_is_compared_with_the_baseline_of_its_seed(tmp_path: Path) -> None:
-    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.1], seed=s, speed=1 + s) for s in (0, 1)]
-    paths += [write_run(tmp_path / f"voted-{s}", accuracies=[0.1], seed=s, speed=4.0, freeze="linear") for s in (0, 1)]
-    groups = group_by_seed(load_runs(paths))
-    comparison = compare(groups[1], groups)
-    assert comparison is not None
-    assert (comparison.speed_up.low, comparison.speed_up.high, comparison.speed_up.n) == pytest.approx((2, 4, 2))
-    alone = Group(
-        "voted-9", tuple(load_runs([write_run(tmp_path / "voted-9", accuracies=[0.1], seed=9, freeze="linear")]))
-    )
-    against_mean = compare(alone, groups)
-    assert against_mean is not None and against_mean.speed_up.mean == pytest.approx(0.75)
-
-
-def test_a_mean_is_shown_with_its_range_and_n_with_its_name(tmp_path: Path) -> None:
-    assert shown(spread([0.5, 0.6]), percent) == "55.0 % (50.0 to 60.0)"
-    assert shown(spread([0.5, 0.5]), percent) == "50.0 %"
-    assert [seconds(value) for value in (1.234, 12.34, 1234.5)] == ["1.23 s", "12.3 s", "1234 s"]
-    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.9 + s / 100], seed=s) for s in (0, 1)]
-    row = dict(zip(summary_table([]).columns, summary_table(group_by_seed(load_runs(paths))).rows[0]))
-    assert row["Run"] == "full (2 seeds)"
-    assert row["Accuracy"] == "90.5 % (90.0 to 91.0)"
-    assert row["Speed-up"] == "baseline"
-    assert row["Allreduce"] == "10.0 MB"
 
 
 def test_a_vote_is_a_row_that_a_person_can_follow(pair: list[Path]) -> None:
@@ -406,11 +234,3 @@ def test_accuracy_on_held_out_samples_is_said_to_be_that(tmp_path: Path) -> None
     ]
     told = [page.partition("Accuracy: on ")[2].partition(", after")[0] for page in pages]
     assert told[:2] == ["held-out samples", "the test set"] and "--validation-fraction" in told[2]
-
-
-def test_a_run_whose_blocks_are_frozen_by_its_strategy_is_no_baseline(tmp_path: Path) -> None:
-    plain = write_run(tmp_path / "a", accuracies=[0.5])
-    trunk = write_run(
-        tmp_path / "b", accuracies=[0.5], decisions=[vote(1, before=0, after=5, proposals=[5], weights=[1.0])]
-    )
-    assert [run.is_baseline for run in load_runs([plain, trunk])] == [True, False]

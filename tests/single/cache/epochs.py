@@ -1,0 +1,32 @@
+"""Epochs of batches asked of a cache, and compared with an epoch without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from hvfreeze.cache.compute import Activations
+from hvfreeze.cache.file.rows import Keys
+from tests.single.cache.material import FrozenNet, same_bits
+
+Batches = Sequence[tuple[Keys, Keys]]
+NUM_SAMPLES = 72  # four batches and a half
+UNIVERSE = (np.arange(NUM_SAMPLES), np.zeros(NUM_SAMPLES, np.int64))
+
+
+def run_epoch(activations: Activations, batches: Batches, *, sweep: bool = False) -> list[Tensor]:
+    activations.announce(batches)
+    if sweep:
+        activations.sweep()
+    return [activations.get(*batch) for batch in batches]
+
+
+def check_epoch(activations: Activations, net: FrozenNet, batches: Batches, *, sweep: bool = False) -> None:
+    """The epoch's batches have the bits and strides of an epoch without a cache."""
+    reference = net.null()
+    reference.begin_cut(activations.cut)
+    outputs = run_epoch(activations, batches, sweep=sweep)
+    expected = run_epoch(reference, batches)
+    assert all(same_bits(left, right) for left, right in zip(outputs, expected, strict=True))

@@ -1,0 +1,103 @@
+"""What runs are compared with, and what a comparison says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvfreeze.report.comparison import Group, compare, group_by_seed, spread
+from hvfreeze.report.tables import summary_table
+from hvfreeze.report.units import percent, seconds, shown
+from hvfreeze.runs.reading import load_run, load_runs
+from tests.single.report.run_directories import vote, write_run
+
+
+def test_runs_that_differ_in_the_seed_only_are_one_group(tmp_path: Path) -> None:
+    flags = ({"seed": 1}, {"seed": 2, "data_seed": 5}, {"seed": 1, "lr": 0.5}, {"seed": 3})
+    runs = [
+        load_run(write_run(tmp_path / f"work-seed{number}", accuracies=[0.1], finished=number < 3, **leaves))
+        for number, leaves in enumerate(flags)
+    ]
+    assert [[run.name for run in group.runs] for group in group_by_seed(runs)] == [
+        ["work-seed0", "work-seed1"],
+        ["work-seed2"],
+        ["work-seed3"],
+    ]
+    assert group_by_seed(runs)[0].name == "work"
+
+
+def test_speed_up_and_time_saved_say_the_same_in_two_forms(pair: list[Path]) -> None:
+    groups = group_by_seed(load_runs(pair))
+    comparison = compare(groups[1], groups)
+    assert comparison is not None and compare(groups[0], groups) is None
+    assert comparison.baseline.name == "full"
+    assert comparison.speed_up.mean == pytest.approx(1.25)
+    assert comparison.time_saved.mean == pytest.approx(0.2)
+
+
+def test_a_slower_run_saves_a_negative_time(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "full", accuracies=[0.1]),
+        write_run(tmp_path / "slow", accuracies=[0.1], speed=0.5, freeze="linear"),
+    ]
+    groups = group_by_seed(load_runs(runs))
+    comparison = compare(groups[1], groups)
+    assert comparison is not None and comparison.time_saved.mean == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"epochs": 7},
+        {"batch_size": 64},
+        {"size": 4},
+        {"precision": "bfloat16"},
+        {"environment": {"processor": "another"}},
+        {"environment": {"hosts": ["node0", "node1"]}},
+        {"finished": False},
+        {"cache": "auto"},
+        {"shadow": "linear"},
+    ],
+)
+def test_a_run_of_other_work_is_no_baseline(tmp_path: Path, other: dict[str, object]) -> None:
+    runs = [
+        write_run(tmp_path / "full", accuracies=[0.1], **other),  # type: ignore[arg-type]
+        write_run(tmp_path / "voted", accuracies=[0.1], freeze="linear"),
+    ]
+    groups = group_by_seed(load_runs(runs))
+    assert compare(groups[1], groups) is None
+
+
+def test_a_run_is_compared_with_the_baseline_of_its_seed(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.1], seed=s, speed=1 + s) for s in (0, 1)]
+    paths += [write_run(tmp_path / f"voted-{s}", accuracies=[0.1], seed=s, speed=4.0, freeze="linear") for s in (0, 1)]
+    groups = group_by_seed(load_runs(paths))
+    comparison = compare(groups[1], groups)
+    assert comparison is not None
+    assert (comparison.speed_up.low, comparison.speed_up.high, comparison.speed_up.n) == pytest.approx((2, 4, 2))
+    alone = Group(
+        "voted-9", tuple(load_runs([write_run(tmp_path / "voted-9", accuracies=[0.1], seed=9, freeze="linear")]))
+    )
+    against_mean = compare(alone, groups)
+    assert against_mean is not None and against_mean.speed_up.mean == pytest.approx(0.75)
+
+
+def test_a_mean_is_shown_with_its_range_and_n_with_its_name(tmp_path: Path) -> None:
+    assert shown(spread([0.5, 0.6]), percent) == "55.0 % (50.0 to 60.0)"
+    assert shown(spread([0.5, 0.5]), percent) == "50.0 %"
+    assert [seconds(value) for value in (1.234, 12.34, 1234.5)] == ["1.23 s", "12.3 s", "1234 s"]
+    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.9 + s / 100], seed=s) for s in (0, 1)]
+    row = dict(zip(summary_table([]).columns, summary_table(group_by_seed(load_runs(paths))).rows[0]))
+    assert row["Run"] == "full (2 seeds)"
+    assert row["Accuracy"] == "90.5 % (90.0 to 91.0)"
+    assert row["Speed-up"] == "baseline"
+    assert row["Allreduce"] == "10.0 MB"
+
+
+def test_a_run_whose_blocks_are_frozen_by_its_strategy_is_no_baseline(tmp_path: Path) -> None:
+    plain = write_run(tmp_path / "a", accuracies=[0.5])
+    trunk = write_run(
+        tmp_path / "b", accuracies=[0.5], decisions=[vote(1, before=0, after=5, proposals=[5], weights=[1.0])]
+    )
+    assert [run.is_baseline for run in load_runs([plain, trunk])] == [True, False]

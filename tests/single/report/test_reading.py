@@ -1,0 +1,93 @@
+"""Runs as they are read from their directories, whole, unfinished, damaged or from another version."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hvfreeze.errors import RefusedError
+from hvfreeze.report.figures import accuracy_curve
+from hvfreeze.report.report import write_report
+from hvfreeze.runs.reading import load_run, load_runs
+from tests.single.report.conftest import VOTES
+from tests.single.report.run_directories import PHASES, write_run
+
+
+def test_a_run_is_read_with_what_came_of_it(pair: list[Path]) -> None:
+    run = load_run(pair[1])
+    assert (run.name, run.size, run.finished, run.final_cut) == ("voted", 2, True, 1)
+    assert (run.test_accuracy, run.best_accuracy) == (0.75, 0.75)
+    assert load_run(pair[0]).best_accuracy == 0.9
+    assert run.train_seconds == pytest.approx(3 * sum(PHASES.values()) / 1.25)
+    assert run.allreduce_bytes == 30_000_000
+    assert run.cut_history[0] == (0, 0, 0)
+    assert run.settings["freeze"] == "gradient-norm"
+
+
+def test_an_unfinished_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "cut-off", accuracies=[0.1, 0.2, 0.3], epochs=9, finished=False, decisions=VOTES)
+    whole = load_run(directory)
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "step"')
+    run = load_run(directory)
+    assert len(run.metrics) == 3 and not run.finished
+    assert run.images_per_second == pytest.approx(640 / sum(PHASES.values()))
+    assert run.train_seconds == whole.train_seconds == pytest.approx(3 * sum(PHASES.values()))
+    assert run.cut_history == [(0, 0, 0), (1, 10, 1)]
+
+
+def test_epochs_that_were_not_evaluated_are_left_out_of_curves_and_accuracies(tmp_path: Path) -> None:
+    seldom = load_run(write_run(tmp_path / "seldom", accuracies=[None, 0.9, None, 0.8]))
+    assert (seldom.test_accuracy, seldom.best_accuracy) == (0.8, 0.9)
+    times, accuracies = accuracy_curve([seldom])
+    assert accuracies == [90.0, 80.0]
+    assert times == pytest.approx([2 * sum(PHASES.values()), 4 * sum(PHASES.values())])
+    write_run(tmp_path / "not-yet", accuracies=[None], epochs=9, finished=False)
+    assert write_report([tmp_path / "seldom", tmp_path / "not-yet"], out=tmp_path / "page") == 0
+    assert not re.search(r"\bnan\b", (tmp_path / "page/index.html").read_text())
+
+
+def test_a_setting_that_an_older_version_did_not_know_has_its_default(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "old", accuracies=[0.1])
+    (directory / "config.yaml").write_text("freeze: {freeze: percentile}\nlater: {unheard_of: 1}\n")
+    settings = load_run(directory).settings
+    assert (settings["freeze"], settings["model"], settings["unheard_of"]) == ("percentile", "resnet18", 1)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl"])
+def test_a_run_directory_without_one_of_its_files_is_refused_by_the_files_name(tmp_path: Path, name: str) -> None:
+    directory = write_run(tmp_path / "run", accuracies=[0.1])
+    (directory / name).unlink()
+    with pytest.raises(RefusedError, match=re.escape(str(directory / name))):
+        load_run(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.yaml", "[1, 2", "damaged"),
+        ("config.yaml", "- 1\n", "sections"),
+        ("config.yaml", "freeze: 3\n", "sections"),
+        ("environment.json", "{", "damaged"),
+        ("environment.json", "{}", "lacks size"),
+        ("metrics.jsonl", "", "no epoch yet"),
+        ("metrics.jsonl", '{"epoch": 0}\n', "line 1 is damaged: it lacks step"),
+        ("metrics.jsonl", "7\n", "no object"),
+        ("decisions.jsonl", "\n", "line 1 is damaged"),
+        ("summary.json", '{"test_accuracy": 1}', "lacks best_test_accuracy"),
+        ("summary.json", b"\xff\xfe", "damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, content: str | bytes, said: str) -> None:
+    directory = write_run(tmp_path / "run", accuracies=[0.1])
+    (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RefusedError, match=said) as caught:
+        load_run(directory)
+    assert str(directory / name) in str(caught.value)
+
+
+def test_runs_of_equal_name_are_told_apart_and_repeated_ones_are_read_once(tmp_path: Path) -> None:
+    first, second = (write_run(tmp_path / parent / "full", accuracies=[0.1]) for parent in ("a", "b"))
+    assert [run.name for run in load_runs([first, second, first])] == ["a/full", "b/full"]

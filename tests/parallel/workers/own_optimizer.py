@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvfreeze
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import DivergedError, UsageError
 from hvfreeze.own_loop.optimizer import DistributedOptimizer
 from hvfreeze.own_loop.script_world import RunningWorld, script_world
@@ -22,33 +19,15 @@ from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.ranks.horovod_world import HorovodWorld
 from hvfreeze.ranks.world import World
 from tests.parallel.mpirun import report
+from tests.parallel.workers import own_text_model
+from tests.parallel.workers.wrapped import STEPS, wrap
 
-STEPS = 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, weight_decay=1e-2),
 }
-
-
-class Text(nn.Module):
-    """Two inputs, a loose parameter, shared dropout, glue between its parts: no chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 3)
-        self.embedding = nn.Embedding(20, 8)
-        self.position = nn.Parameter(torch.zeros(1, 6, 8))
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        x = self.dropout(self.embedding(tokens) + self.position)
-        for layer in self.layers:
-            x = x + self.dropout(layer(x).relu())
-        logits: Tensor = self.head((x * mask[..., None]).mean(1))
-        return logits
 
 
 def image_model() -> nn.Sequential:
@@ -64,11 +43,6 @@ def batches(rank: int, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
     torch.manual_seed(rank)  # dropout
     for _ in range(steps):
         yield torch.randn(6, 3, 8, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator)
-
-
-def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, **options: Any) -> DistributedOptimizer:
-    given: dict[str, Any] = {"settings": FreezeConfig(), "steps_per_epoch": STEPS, "num_epochs": 3, **options}
-    return DistributedOptimizer(optimizer, model.named_parameters(), model=model, world=world, **given)
 
 
 def parameters(model: nn.Module) -> list[Tensor]:
@@ -295,81 +269,6 @@ def check_parameters_beside_the_model_are_averaged_too(world: World) -> None:
     assert scale.item() != 1
 
 
-def text_training(world: World, **settings: Any) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
-    torch.manual_seed(0)
-    model = Text()
-    example = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6)}
-    options = {"interval": 2, "freeze_warmup": 4, "eta_max": math.inf, **settings}
-    config = FreezeConfig(freeze="gradient-norm", **options)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = wrap(model, adamw, world, settings=config, num_epochs=20, example=example)
-    generator = torch.Generator()
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            generator.manual_seed(100 * optimizer.freezer.step + world.rank)
-            torch.manual_seed(optimizer.freezer.step)
-            tokens = torch.randint(0, 20, (8, 6), generator=generator)
-            loss = functional.cross_entropy(model(tokens, (tokens > 0).float()), tokens.sum(1) % 3)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.report_loss(loss.item())
-            optimizer.step()
-
-    return model, optimizer, train
-
-
-def check_a_model_with_several_inputs_freezes_by_vote(world: World) -> None:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("hvfreeze").addHandler(handler)
-    logging.getLogger("hvfreeze").setLevel(logging.INFO)
-    model, optimizer, train = text_training(world, vote_weight="loss")
-    names = [block.name for block in optimizer.freezer.chain.blocks]
-    assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
-    assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
-    train(40)
-    assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
-    assert any("frozen: embedding" in record.getMessage() for record in records) == (world.rank == 0)
-    check_replicas(model, world, step=40)
-
-
-def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
-    model, optimizer, train = text_training(world)
-    train(19)
-    saved = copy.deepcopy(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "freezer": optimizer.freezer_state_dict()}
-    )
-    plain = torch.optim.AdamW(Text().parameters(), lr=1e-2)
-    plain.load_state_dict(saved["optimizer"])  # as without hvfreeze
-    frozen = optimizer.freezer.cut
-    assert frozen > 0
-    train(6)
-    for order in (("model", "optimizer", "freezer"), ("freezer", "optimizer", "model")):
-        again, resumed, go_on = text_training(world)
-        load = {
-            "model": again.load_state_dict,
-            "optimizer": resumed.load_state_dict,
-            "freezer": resumed.load_freezer_state_dict,
-        }
-        for part in order:
-            load[part](copy.deepcopy(saved[part]))
-        assert resumed.freezer.cut == frozen
-        go_on(6)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-        assert resumed.freezer.cut_history == optimizer.freezer.cut_history
-    # Rank 0's alone, as scripts save it.
-    again, resumed, go_on = text_training(world)
-    everyone = world.broadcast_object(saved, name="test.checkpoint")
-    again.load_state_dict(everyone["model"])
-    resumed.load_state_dict(everyone["optimizer"])
-    resumed.load_freezer_state_dict(everyone["freezer"])
-    go_on(6)
-    assert resumed.freezer.cut >= frozen
-    check_replicas(again, world, step=25)
-
-
 def open_as_scripts_do(how: str) -> World:
     import horovod.torch as hvd
 
@@ -385,9 +284,8 @@ def open_as_scripts_do(how: str) -> World:
 def main(how: str) -> None:
     torch.set_num_threads(1)
     world = open_as_scripts_do(how)
-    checks = [
-        check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_replicas"
-    ]
+    found = sorted({**vars(own_text_model), **globals()}.items())
+    checks = [check for name, check in found if name.startswith("check_") and name != "check_replicas"]
     for check in checks:
         check(world)
         print(check.__name__, flush=True)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -74,22 +75,18 @@ class PrefixActivations:
         self._load_images = load_images
         self._on_failure = on_failure
         self._phase = phase or (lambda name: nullcontext())
-
-        def open_store(mark: Fingerprint, universe: Keys) -> Store:
-            return Store(
-                directory,
-                mark=mark,
-                shard=shard,
-                universe=universe,
-                batch_rows=batch_rows,
-                stored=stored,
-                shared=shared,
-                private=private,
-                budget=budget,
-                owner=owner,
-                disk=disk,
-            )
-
+        open_store = partial(
+            Store,
+            directory,
+            shard=shard,
+            batch_rows=batch_rows,
+            stored=stored,
+            shared=shared,
+            private=private,
+            budget=budget,
+            owner=owner,
+            disk=disk,
+        )
         self.directory, self._shard, self._private, self._steady = directory, shard, private, True
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
         self._prefetcher = Prefetcher(self._levels, depth=prefetch)

@@ -35,10 +35,10 @@ class Store:
     def __init__(
         self,
         directory: Path,
-        *,
         mark: Fingerprint,
-        shard: str,
         universe: Keys,
+        *,
+        shard: str,
         batch_rows: int,
         stored: torch.dtype | None = None,
         shared: bool = False,
@@ -52,8 +52,8 @@ class Store:
         Args:
             directory: made if absent.
             mark: the fingerprint of every row.
-            shard: "RofN", names the file that this process writes.
             universe: keys (rows,) that this process may add; a file is allocated for as many as are missing.
+            shard: "RofN", names the file that this process writes.
             batch_rows: rows of a forward, for the strides of what is read.
             stored: type in the file; None is the type that is appended.
             shared: also serve rows outside of `universe`, from files of other ranks.

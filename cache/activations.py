@@ -20,9 +20,11 @@ from hvfreeze.cache.file.disk import Budget, Disk
 from hvfreeze.cache.file.names import Present, find_present
 from hvfreeze.cache.file.rows import Keys, pack_keys, unpack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.planning.sweeping import sweep_of
 from hvfreeze.cache.store.index import Mask
 from hvfreeze.cache.store.levels import Level, Levels
 from hvfreeze.cache.store.prefetch import Prefetcher, Request, requests_for
+from hvfreeze.cache.store.shares import Shares, shares_of
 from hvfreeze.cache.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -146,10 +148,20 @@ class PrefixActivations:
         Raises:
             CacheFault: a file of this fingerprint cannot be used.
         """
-        current = self._levels.current
+        current, keys = self._levels.current, pack_keys(*universe)
         if current is not None and current.store.mark.digest == mark.digest:
-            return Present(current.store.num_present)
-        return find_present(self.directory, mark, pack_keys(*universe), shard=self._shard, private=self._private)
+            return Present(current.store.num_present, np.sort(keys[current.store.missing(keys)]))
+        return find_present(self.directory, mark, keys, shard=self._shard, private=self._private)
+
+    def shares(self, mark: Fingerprint, cut: int, epochs: Sequence[Pairs]) -> Shares:
+        """Return how much of each of `epochs`, (sample ids, views), is there for a cut with the fingerprint `mark`.
+
+        Raises:
+            CacheFault: a file of this fingerprint cannot be used.
+        """
+        ids, views = (np.concatenate(column) for column in zip(*epochs, strict=True))
+        keys = [pack_keys(*pairs) for pairs in epochs]
+        return shares_of(keys, self.present(mark, (ids, views)), self._levels.sources_of(mark, cut))
 
     def announce(self, batches: Sequence[Pairs]) -> None:
         """Expect these (sample ids, views) next, in this order; they are read ahead when reading is slow.
@@ -171,7 +183,7 @@ class PrefixActivations:
         return np.ones(len(keys), dtype=bool) if current is None else current.store.missing(keys)
 
     def sweep(self, *, everything: bool = False) -> int:
-        """Compute missing rows of the announced batches, if that takes fewer forwards than the batches themselves.
+        """Compute missing rows of the announced batches, if that saves forwards of the batches; see `sweep_of`.
 
         Args:
             everything: the whole universe instead, whatever it takes.
@@ -179,14 +191,15 @@ class PrefixActivations:
         Returns:
             Rows stored.
         """
-        missing = self._missing_worth_a_sweep(everything=everything)
-        if len(missing) == 0:
+        batches, rows = [request.keys for request in self._prefetcher.upcoming], self._prefix.batch_rows
+        sweep = sweep_of(self._levels, batches, batch_rows=rows, everything=everything)
+        if sweep is None:
             return 0
-        before, rows = self.counters.rows_written, self._prefix.batch_rows
-        for first in range(0, len(missing), rows):
-            if self.failed is None and not self._levels.waiting:
-                request = self._request(*unpack_keys(missing[first : first + rows]))
-                self._compute(request, self._read(request))
+        before = self.counters.rows_written
+        for chunk in sweep.chunks:
+            if self.failed is None and not sweep.level.store.waiting:
+                request = self._request(*unpack_keys(chunk))
+                self._compute(request, self._read(request), at=sweep.level)
         self._prefetcher.forget()
         self._prefetcher.look_up()
         return self.counters.rows_written - before
@@ -204,6 +217,7 @@ class PrefixActivations:
         """
         if self.cut == 0:
             return self._load_images(sample_ids, views)
+        self.counters.batches += 1
         request = self._prefetcher.next_for(sample_ids, views) or self._request(sample_ids, views)
         found = self._read(request)
         if found is not None and found[0].cut == self.cut:
@@ -270,13 +284,6 @@ class PrefixActivations:
             images = self._load_images(*unpack_keys(self._prefix.pad(keys)))
             store.published.compare(self._prefix.run(images, 0, self._levels.stops(0)), steady=self._steady)
 
-    def _missing_worth_a_sweep(self, *, everything: bool) -> Keys:
-        batches = [request.keys for request in self._prefetcher.upcoming]
-        store = self._levels.current.store if self._levels.current else None
-        if store is None:
-            return np.empty(0, np.int64)
-        return store.worth_a_sweep(batches, batch_rows=self._prefix.batch_rows, everything=everything)
-
     def _request(self, sample_ids: Keys, views: Keys) -> Request:
         return requests_for([(sample_ids, views)], pad=self._prefix.pad)[0]
 
@@ -288,8 +295,11 @@ class PrefixActivations:
         self.counters.read_seconds += time.perf_counter() - start
         return found
 
-    def _compute(self, request: Request, found: tuple[Level, Tensor] | None) -> Tensor:
-        """Return the output (batch_rows, ...) for a request; missing rows are on their way to the disk."""
+    def _compute(self, request: Request, found: tuple[Level, Tensor] | None, *, at: Level | None = None) -> Tensor:
+        """Return the output (batch_rows, ...) for a request; missing rows are on their way to the disk.
+
+        It is that of the current cut, or of the older one that `at` names.
+        """
         if found is None:
             start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
         else:
@@ -297,10 +307,10 @@ class PrefixActivations:
             advanced = self.counters.rows_advanced
             advanced[start] = advanced.get(start, 0) + len(request.sample_ids)
         self.counters.forwards += 1
-        output = self._prefix.run(x, start, self._levels.stops(start))
+        output = self._prefix.run(x, start, self._levels.stops(start, end=at.cut if at else None))
         began = time.perf_counter()
         with self._phase("cache_write"), self._guard():
-            self.counters.rows_written += self._levels.append(request.keys, output, exact=exact)
+            self.counters.rows_written += self._levels.append(request.keys, output, exact=exact, at=at)
         self.counters.write_seconds += time.perf_counter() - began
         return output
 

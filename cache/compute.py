@@ -27,10 +27,12 @@ Pairs = tuple[Keys, Keys]
 class Counters:
     """What the cache did: rows without padding, forwards of `batch_rows` rows, and seconds that training waited.
 
-    `rows_advanced` are rows that were read at a shallower cut, by that cut, and computed on from there. `comparisons`
-    are forwards beside these, of rows that are there, to see whether they are right.
+    `batches` were asked for behind a cut. `rows_advanced` are rows that were read at a shallower cut, by that cut, and
+    computed on from there. `comparisons` are forwards beside these, of rows that are there, to see whether they are
+    right.
     """
 
+    batches: int = 0
     rows_read: int = 0
     rows_written: int = 0
     rows_advanced: dict[int, int] = field(default_factory=dict)
@@ -133,6 +135,7 @@ class NullActivations:
         if self.cut == 0:
             return self._load_images(sample_ids, views)
         padded = unpack_keys(self._prefix.pad(pack_keys(sample_ids, views)))
+        self.counters.batches += 1
         self.counters.forwards += 1
         return self._prefix.run(self._load_images(*padded), 0, [self.cut])[: len(sample_ids)]
 

@@ -41,12 +41,14 @@ def directory_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Present:
     """What lies in a directory of the rows that a process may store."""
 
-    rows: int = 0
+    rows: int
     """That may be read."""
+    absent: Keys
+    """(rows,) keys of the others, ascending."""
     rows_to_complete: int = 0
     """Those of them in the process's own file, where that is incomplete: completing it writes them anew."""
 
@@ -64,7 +66,7 @@ def find_present(directory: Path, mark: Fingerprint, keys: Keys, *, shard: str, 
             file = ActivationFile(path, expected=mark, private=private)
             missing = np.setdiff1d(missing, file.keys, assume_unique=True)
             in_own = len(file.keys) if path == own else in_own
-    return Present(total - len(missing), in_own if len(missing) else 0)
+    return Present(total - len(missing), missing, in_own if len(missing) else 0)
 
 
 def refusals(directory: Path, mark: Fingerprint) -> list[str]:

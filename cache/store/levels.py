@@ -65,6 +65,21 @@ class Levels:
         """Whether another job was found to be building the file of the current cut."""
         return self.current is not None and self.current.store.waiting
 
+    @property
+    def fillable(self) -> Level | None:
+        """The level to which rows may be added: the current cut's, else the deepest that is being written already."""
+        writing = [level for level in self._sources if level.store.writing]
+        return self.current or (writing[-1] if writing else None)
+
+    def below(self, level: Level) -> tuple[Level, ...]:
+        """Return the levels of shallower cuts than that of `level`, shallowest first."""
+        return tuple(source for source in self._sources if source.cut < level.cut)
+
+    def sources_of(self, mark: Fingerprint, cut: int) -> tuple[Level, ...]:
+        """Return the levels from which rows of `mark` would be computed at `cut`, shallowest first."""
+        via, levels = via_of(mark), self._all()
+        return tuple(level for level in levels if level.cut < cut and self._is_valid(level, via=via))
+
     def move(self, cut: int, *, mark: Fingerprint | None, universe: Keys | None) -> None:
         """Move to `cut`; with a fingerprint and a universe its rows are stored.
 
@@ -79,7 +94,7 @@ class Levels:
         for level in levels:
             if mark is not None and level.store.mark.digest == mark.digest:
                 self.current = level
-            elif level.cut < cut and self._is_valid(level):
+            elif level.cut < cut and self._is_valid(level, via=self._via):
                 self._sources = (*self._sources, level)
             else:
                 level.store.delete()
@@ -87,10 +102,11 @@ class Levels:
             self.current = Level(cut, self._open_store(mark, universe))
         self._drop_sources_if_complete()
 
-    def stops(self, start: int) -> list[int]:
-        """Return the cuts at which a forward from `start` to here rounds, this one last."""
-        between = [cut for cut in self._via if start < cut < self.cut] if self._lossy else []
-        return [*between, self.cut]
+    def stops(self, start: int, *, end: int | None = None) -> list[int]:
+        """Return the cuts at which a forward from `start` to `end` rounds, the last of which is `end`; None is here."""
+        end = self.cut if end is None else end
+        between = [cut for cut in self._via if start < cut < end] if self._lossy else []
+        return [*between, end]
 
     def locate(self, keys: Keys) -> tuple[Level, Place] | None:
         """Return the deepest cached activations that hold all of `keys`; stands until the next `move`."""
@@ -108,21 +124,28 @@ class Levels:
                 found[position] = (level, place) if place is not None else found[position]
         return found
 
-    def append(self, keys: Keys, batch: Tensor, *, exact: bool) -> int:
+    def append(self, keys: Keys, batch: Tensor, *, exact: bool, at: Level | None = None) -> int:
         """Store what is missing of `keys` at the current cut; older cuts make room, and go when they are not needed.
+
+        Args:
+            keys: (rows,) of `batch`, which is a whole forward.
+            batch: (batch_rows, ...).
+            exact: the rows have the bits that this run would compute.
+            at: an older cut's level whose rows these are.
 
         Raises:
             CacheFault: the file cannot be written.
         """
-        if self.current is None:
+        level = at or self.current
+        if level is None:
             return 0
         try:
-            count = self.current.store.append(keys, batch, exact=exact)
+            count = level.store.append(keys, batch, exact=exact)
         except CacheFull:
-            if not self._sources:
+            if level is not self.current or not self._sources:
                 raise
             self._drop_sources()
-            count = self.current.store.append(keys, batch, exact=exact)
+            count = level.store.append(keys, batch, exact=exact)
         self._drop_sources_if_complete()
         return count
 
@@ -146,8 +169,8 @@ class Levels:
         """Return all levels, shallowest first."""
         return (*self._sources, self.current) if self.current else self._sources
 
-    def _is_valid(self, level: Level) -> bool:
-        if self._lossy and (level.cut not in self._via or level.via != tuple(c for c in self._via if c < level.cut)):
+    def _is_valid(self, level: Level, *, via: tuple[int, ...]) -> bool:
+        if self._lossy and (level.cut not in via or level.via != tuple(c for c in via if c < level.cut)):
             return False
         return self._prefix_digest is None or self._prefix_digest(level.cut) == level.store.mark.fields.get("prefix")
 

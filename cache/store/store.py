@@ -97,6 +97,11 @@ class Store:
         return self._num_missing == 0
 
     @property
+    def writing(self) -> bool:
+        """Whether this process has a file open to which missing rows can be added."""
+        return self._writer is not None
+
+    @property
     def num_present(self) -> int:
         """Rows of the universe that are there."""
         return len(self.universe) - self._num_missing
@@ -109,22 +114,6 @@ class Store:
     def missing(self, keys: Keys) -> Mask:
         """Tell for each of `keys` (rows,) whether its row is not there."""
         return self._index.missing(keys)
-
-    def worth_a_sweep(self, batches: Sequence[Keys], *, batch_rows: int, everything: bool) -> Keys:
-        """Return the missing keys of `batches` if computing them first takes fewer forwards than the batches do.
-
-        Args:
-            batches: what will be asked for.
-            batch_rows: rows of a forward.
-            everything: the whole universe instead, whatever it takes.
-        """
-        if self.complete or self.waiting or not (everything or batches):
-            return np.empty(0, np.int64)
-        wanted = self.universe if everything else np.unique(np.concatenate(batches))
-        missing: Keys = wanted[self.missing(wanted) & contains(self.universe, wanted)]
-        sweeps = -(-len(missing) // batch_rows)
-        forwards = sum(bool(self.missing(batch).any()) for batch in batches)
-        return missing if everything or sweeps < forwards else missing[:0]
 
     def read(self, keys: Keys) -> Tensor | None:
         """Return the activations (rows, ...) of `keys` with the strides of a forward, or None when a row is missing.

@@ -17,7 +17,7 @@ EXAMPLES = """examples:
   horovodrun -np 2 -H localhost:2 hvfreeze train --freeze gradient-norm
       two ranks that vote blocks frozen
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze train --data cifar10 --weights DEFAULT \\
-      --image-size 64 --lr 0.02 --schedule cosine --freeze percentile --augment views:4 --cache auto
+      --image-size 64 --lr 0.02 --schedule cosine --freeze percentile --augment views:2 --cache auto
       four nodes; later epochs read the frozen blocks' output from the cache
   mpirun -np 4 hvfreeze train --data imagefolder --data-dir photos --weights DEFAULT --freeze auto --cache auto
       no learning rate to choose: the head is solved on every block's features; add --epochs 8, and blocks are tuned too

@@ -15,12 +15,12 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.file.names import refusals
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.plan import Plan
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.draws import Ids
-from hvfreeze.prefix.measuring import Misses, Outlook, Savings
+from hvfreeze.prefix.account import Account, summary_of
+from hvfreeze.prefix.measuring import Misses, Outlook
 from hvfreeze.prefix.planning import Planner
 from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.ranks.agreement import together
@@ -49,8 +49,10 @@ class NoCache:
             "bytes": 0,
             "rows_written": 0,
             "rows_read": 0,
+            "rows_read_predicted": 0.0,
             "seconds_saved_predicted": 0.0,
             "seconds_saved": 0.0,
+            "stays": [],
         }
 
 
@@ -66,9 +68,8 @@ class Caching:
     shuffled_globally: bool
     activations: PrefixActivations
     planner: Planner
-    savings: Savings
+    account: Account
     say: Callable[[str], None]
-    predicted: float = 0.0
     _cut: int = 0
     _mark: Fingerprint | None = None
     _declined: bool = False
@@ -82,7 +83,7 @@ class Caching:
         Raises:
             CacheFault: something is wrong with the cache, and --cache-failure is `stop`; on all ranks.
         """
-        self._settle()
+        self.account.settle(self.activations.cut)
         self._agree_on_failure()
         self._cut, self._declined = cuts[-1], False
         if self._cut == 0 or self.activations.failed is not None:
@@ -105,10 +106,11 @@ class Caching:
 
     def _consider(self, *, again: bool = False) -> None:
         """Plan, and begin to keep the rows of this cut where that pays or was asked for. Collective."""
-        mark, universe = self._mark, self.split.universe()
+        mark, universe, cut = self._mark, self.split.universe(), self._cut
         assert mark is not None
         try:
-            plan = self.planner.plan(self._cut, lambda: self.activations.present(mark, universe))
+            asked = self.settings.cache == "on"
+            plan = self.planner.plan(self._cut, lambda epochs: self.activations.shares(mark, cut, epochs), asked=asked)
         except CacheFault as fault:
             if self.settings.cache_failure == "stop":
                 raise
@@ -122,8 +124,9 @@ class Caching:
         if self.split.name == "train":
             when = ", looked at again" if again else ""
             decided = f"cache {self.settings.cache} at cut {self._cut}{when}: {plan.reason}"
-            self.say(f"{decided}; log.txt has the table\n{plan.table()}")
-        self.predicted += plan.predicted_seconds_saved if use else 0.0
+            self.say(f"{decided}; log.txt has the table\n{plan.table()}" if len(plan.rows) > 1 else decided)
+        self.account.settle(self.activations.cut)
+        self.account.begin(self._cut, plan, kept=use)
 
         def begin() -> None:
             steady = self.planner.steady
@@ -133,23 +136,26 @@ class Caching:
         self._agree_on_failure()
         if use and self.activations.failed is None:
             self._tell_refusals(mark)
-            self._fill(plan)
+        if use and self.activations.failed is None and self.shuffled_globally:
+            self._fill()
+        elif not again:
+            # What is left of the epoch under way, should the cut have moved in its middle.
+            self.activations.sweep()
 
-    def _fill(self, plan: Plan) -> None:
-        """Compute rows before training goes on, where the plan says so or no rank knows its own. Collective."""
-        if self.shuffled_globally:
-            # No rank knows its own samples beforehand: each computes a fixed share and all read all.
-            self.activations.sweep(everything=True)
-            self.activations.publish()
-            self.world.barrier(name=f"cache.{self.split.name}")
-            self.activations.refresh()
-            # Each file is hashed once by all ranks together: reading is everybody's, and hashing takes as long.
-            mine = self.activations.verify_share(self.world.rank, self.world.size)
-            theirs = self.world.allgather_object(mine, name=f"cache.verified.{self.split.name}")
-            self.activations.accept({name: digest for verified in theirs for name, digest in verified.items()})
-            self._agree_on_failure()
-        elif plan.fill == "sweep":
-            self.activations.sweep(everything=True)
+    def _fill(self) -> None:
+        """Compute rows before training goes on, because no rank knows its own samples beforehand. Collective.
+
+        Each rank computes a fixed share and all read all.
+        """
+        self.activations.sweep(everything=True)
+        self.activations.publish()
+        self.world.barrier(name=f"cache.{self.split.name}")
+        self.activations.refresh()
+        # Each file is hashed once by all ranks together: reading is everybody's, and hashing takes as long.
+        mine = self.activations.verify_share(self.world.rank, self.world.size)
+        theirs = self.world.allgather_object(mine, name=f"cache.verified.{self.split.name}")
+        self.activations.accept({name: digest for verified in theirs for name, digest in verified.items()})
+        self._agree_on_failure()
 
     def _tell_refusals(self, mark: Fingerprint) -> None:
         """Say which files of this cut are not used, and why; each once."""
@@ -164,27 +170,17 @@ class Caching:
 
         Collective: every rank of the world must call this.
         """
-        self._settle()
-        counters = self.activations.counters
-        mine = {
-            "bytes": self.activations.stored_bytes,
-            "rows_written": counters.rows_written,
-            "rows_read": counters.rows_read + sum(counters.rows_advanced.values()),
-        }
-        saved = self.savings.seconds - counters.read_seconds - counters.write_seconds
-        exact = self.planner.exact and self.activations.exact
-        everyone = self.world.allgather_object((mine, exact, saved), name="cache.report")
+        self.account.settle(self.activations.cut)
+        counters, exact = self.activations.counters, self.planner.exact and self.activations.exact
+        mine = (exact, self.activations.stored_bytes, counters.rows_written, self.account.of_stays())
+        every_exact, every_bytes, every_written, done = zip(*self.world.allgather_object(mine, name="cache.report"))
         return {
             "mode": self.settings.cache,
-            "exact": all(theirs for _, theirs, _ in everyone),
-            **{key: sum(theirs[key] for theirs, _, _ in everyone) for key in mine},
-            "seconds_saved_predicted": self.predicted,
-            "seconds_saved": sum(theirs for _, _, theirs in everyone) / self.world.size,
+            "exact": all(every_exact),
+            "bytes": sum(every_bytes),
+            "rows_written": sum(every_written),
+            **summary_of(self.account.stays, done),
         }
-
-    def _settle(self) -> None:
-        """Count what the rows read since the last call would have cost to compute."""
-        self.savings.count(self.activations.counters, cut=self._cut, batch_rows=self.recipe.batch_rows)
 
     def _agree_on_failure(self) -> None:
         reasons = self.world.allgather_object(self.activations.failed, name=f"cache.failed.{self.split.name}")
@@ -230,11 +226,11 @@ def open_caching(
     misses = Misses()
 
     def load(ids: Ids, views: Ids) -> Tensor:
-        with clock.within("data"), misses.timed(batches=0):
+        with clock.within("data"), misses.loading():
             return split.images.load(ids, views)
 
     def compute(x: Tensor, start: int, stop: int) -> Tensor:
-        with clock.within("forward"), misses.timed(batches=1, counts=start == 0):
+        with clock.within("forward"), misses.running(start, stop):
             return run_blocks(x, start, stop)
 
     shuffled_globally = data.shuffle == "global"
@@ -261,5 +257,6 @@ def open_caching(
         phase=clock.within,
         prefix_digest=lambda cut: prefix_digest(chain, cut),
     )
-    planner = Planner(world, split, recipe, outlook, run_blocks, misses)
-    return Caching(settings, chain, world, split, recipe, shuffled_globally, activations, planner, Savings(misses), say)
+    account = Account(misses, activations.counters)
+    planner = Planner(world, split, recipe, outlook, run_blocks, misses, all_at_once=shuffled_globally)
+    return Caching(settings, chain, world, split, recipe, shuffled_globally, activations, planner, account, say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,59 +14,57 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.compute import Counters, RunBlocks, permuted_batch_is_exact
+from hvfreeze.cache.compute import RunBlocks, permuted_batch_is_exact
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.names import directory_bytes
-from hvfreeze.cache.rates import Rates, measure_directory
+from hvfreeze.cache.planning.rates import Rates, measure_directory
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.runs.clock import PhaseClock
+
+ROUNDED_TO = 9
+"""Digits of an epoch's parts, which are ratios of steps."""
 
 
 @dataclass
 class Misses:
-    """Seconds that batches cost which were not cached: what a batch that is read saves."""
+    """Seconds that the frozen prefix took, and what a batch costs that is computed from images."""
 
+    cut: int = 0
     measured: float = 0.0
+    """Of a batch, when the cut was tried."""
     seconds: float = 0.0
     batches: int = 0
+    spent: float = 0.0
+    """On all images and forwards so far, at whatever cut."""
+    _loading: float = 0.0
 
-    def restart(self, measured: float) -> None:
-        """Begin anew at another cut, where a batch took `measured` seconds when it was tried."""
-        self.measured, self.seconds, self.batches = measured, 0.0, 0
+    def restart(self, cut: int) -> None:
+        """Begin anew at another cut."""
+        self.cut, self.measured, self.seconds, self.batches = cut, 0.0, 0.0, 0
 
     @contextmanager
-    def timed(self, *, batches: int, counts: bool = True) -> Iterator[None]:
-        """Add the block's seconds, which complete `batches` batches."""
+    def loading(self) -> Iterator[None]:
+        """Count the block's seconds, in which the images of a batch are loaded."""
         start = time.perf_counter()
         yield
-        if counts:
-            self.seconds += time.perf_counter() - start
-            self.batches += batches
+        self._loading = time.perf_counter() - start
+        self.spent += self._loading
+
+    @contextmanager
+    def running(self, start: int, stop: int) -> Iterator[None]:
+        """Count the block's seconds, in which blocks start..stop-1 run: from images to the cut that is a batch."""
+        began = time.perf_counter()
+        yield
+        took = time.perf_counter() - began
+        self.spent += took
+        if (start, stop) == (0, self.cut):
+            self.seconds += self._loading + took
+            self.batches += 1
+        self._loading = 0.0
 
     def seconds_per_batch(self) -> float:
         """Return the mean over the batches computed from images at this cut, or what one took when it was tried."""
         return self.seconds / self.batches if self.batches else self.measured
-
-
-@dataclass
-class Savings:
-    """Seconds that rows which were read would have cost to compute, waiting for them not taken off."""
-
-    misses: Misses
-    seconds: float = 0.0
-    _read: int = 0
-    _advanced: dict[int, int] = field(default_factory=dict)
-    _seconds_at: dict[int, float] = field(default_factory=dict)
-
-    def count(self, counters: Counters, *, cut: int, batch_rows: int) -> None:
-        """Count what was read since the last call, while the cut stood at `cut`."""
-        self._seconds_at[cut] = self.misses.seconds_per_batch()
-        rows_by_cut = dict(counters.rows_advanced)
-        rows_by_cut[cut] = rows_by_cut.get(cut, 0) + counters.rows_read - self._read
-        for earlier, rows in rows_by_cut.items():
-            batches = (rows - self._advanced.get(earlier, 0)) / batch_rows
-            self.seconds += batches * self._seconds_at.get(earlier, 0.0)
-        self._read, self._advanced = counters.rows_read, dict(counters.rows_advanced)
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,21 @@ class Horizon(NamedTuple):
     epochs_left: float
     epochs_until_move: float
     """Until the cut moves; infinity where it is fixed."""
+    epoch: int = 0
+    """The one under way, or about to begin."""
+
+    def trained(self, *, passes: float) -> tuple[float, float, float]:
+        """Return passes over the training samples that are left, until the move, and the part of one that is over."""
+        left = round(passes * self.epochs_left, ROUNDED_TO)
+        return left, passes * self.epochs_until_move, math.ceil(left) - left
+
+    def evaluated(self, *, passes: float) -> tuple[float, float, float]:
+        """Return the same of evaluations, which are made at the ends of epochs and never in parts."""
+        left = round(self.epochs_left, ROUNDED_TO)
+        first = left - math.ceil(left) + 1
+        before = max(0.0, self.epochs_until_move - first)
+        until = before if math.isinf(before) else math.ceil(round(before, ROUNDED_TO))
+        return max(1.0, passes * math.ceil(left)), passes * until, 0.0
 
 
 @dataclass

@@ -60,6 +60,12 @@ class Split:
         views = np.arange(self.num_views, dtype=np.int64)
         return np.tile(self.ids, self.num_views), np.repeat(views, len(self.ids))
 
+    def coming(self, epoch: int) -> list[tuple[Ids, Ids]]:
+        """Return (sample ids, views), (N,) each, of as many epochs as there are views, from `epoch` on."""
+        augment, seed = self.images.transform.augment, self.images.transform.data_seed
+        epochs = range(epoch, epoch + self.num_views)
+        return [(self.ids, augment.view_of(self.ids, epoch=later, data_seed=seed)) for later in epochs]
+
     def fingerprint(self, chain: Chain, cuts: Sequence[int], recipe: Recipe) -> Fingerprint:
         """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far."""
         transform, cut = self.images.transform, cuts[-1]

@@ -116,8 +116,12 @@ def open_outlook(materials: Materials, settings: CacheConfig, optimizer: Optimiz
     def batches_trained(steps: int) -> float:
         return steps * per_epoch / optimizer.steps_per_epoch(per_epoch)
 
+    def horizon() -> Horizon:
+        epoch = freezer.step // freezer.cadence.steps_per_epoch
+        return Horizon(freezer.epochs_left, freezer.epochs_until_move(), epoch)
+
     return Outlook(
-        horizon=lambda: Horizon(freezer.epochs_left, freezer.epochs_until_move()),
+        horizon=horizon,
         suffix_seconds=lambda: suffix_seconds(materials.clock, batches=batches_trained(freezer.step)),
         budget=open_budget(settings, place, size=world.size),
         directory=place,

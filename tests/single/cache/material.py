@@ -85,7 +85,7 @@ class FrozenNet:
         self.blocks = nn.ModuleList(nn.Sequential(block, nn.ReLU(inplace=True)) for block in blocks).eval()
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.blocks.to(memory_format=self.format)
-        self.pixels = torch.rand(400, 3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        self.pixels = torch.rand(400, 4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
         self.calls: list[tuple[int, int, int]] = []
         self.loaded = 0
 

@@ -8,8 +8,9 @@ import pytest
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import LimitedDisk
-from hvfreeze.cache.plan import Situation, make_plan
-from hvfreeze.cache.rates import Rates, measure_directory
+from hvfreeze.cache.planning.plan import make_plan
+from hvfreeze.cache.planning.rates import Rates, measure_directory
+from hvfreeze.cache.planning.situation import Situation
 
 GIB = 1 << 30
 
@@ -42,8 +43,8 @@ def slow(factor: float, **changes: Any) -> Rates:
 
 DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
     "usual": ({}, None, True, "saves"),
-    "last epoch": ({"epochs_left": 1.0}, None, False, "epochs that are left"),
-    "no epoch left": ({"epochs_left": 0.0}, None, False, "epochs that are left"),
+    "last epoch": ({"epochs_left": 1.0}, None, False, "no row would come again in the 1.0 epochs"),
+    "no epoch left": ({"epochs_left": 0.0}, None, False, "no row would come again"),
     "two epochs": ({"epochs_left": 2.0}, None, True, "saves"),
     "tiny budget": ({}, 10 << 20, False, "budget leaves"),
     "budget that just fits": ({}, 12800 << 14, True, "saves"),
@@ -52,11 +53,17 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
         {"epochs_until_move": 2.0, "views": 4, "epochs_left": 4.0},
         None,
         False,
-        "likely to move",
+        "none of 4 views would come again in the 4.0 epochs",
     ),
     "cut about to move": ({"epochs_until_move": 1.0}, None, True, "saves"),
     "cut that moves before all views were seen": ({"epochs_until_move": 1.5, "views": 4}, None, True, "saves"),
-    "cut that moves within an epoch": ({"epochs_until_move": 0.9}, None, False, "likely to move"),
+    "cut that moves within an epoch": ({"epochs_until_move": 0.9}, None, True, "saves"),
+    "cut that moves within the last epoch": (
+        {"epochs_until_move": 0.9, "epochs_left": 1.0},
+        None,
+        False,
+        "no row would come again",
+    ),
     "slow disk, cut about to move": (
         {"epochs_until_move": 1.0, "rates": slow(100), "memory_bytes": 0},
         None,
@@ -73,14 +80,14 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
         "saves",
     ),
     "cheap prefix": ({"image_seconds": 0.0, "prefix_seconds": 1e-4}, None, False, "longer than computing"),
-    "more views than epochs": ({"views": 9}, None, False, "epochs that are left"),
+    "more views than epochs": ({"views": 9}, None, False, "none of 9 views would come again"),
     "views that come again": ({"views": 4}, None, True, "saves"),
-    "cached by an earlier run": ({"rows_present": 12800, "epochs_left": 1.0}, None, True, "saves"),
-    "cached, and no room for more": ({"rows_present": 12800}, 0, True, "saves"),
-    "cached, and no room on the disk": ({"rows_present": 12800, "rates": slow(1, free_bytes=0)}, None, True, "saves"),
-    "half of it cached in other files": ({"rows_present": 6400}, 6400 << 14, True, "saves"),
+    "cached by an earlier run": ({"present": (1.0,), "epochs_left": 1.0}, None, True, "saves"),
+    "cached, and no room for more": ({"present": (1.0,)}, 0, True, "saves"),
+    "cached, and no room on the disk": ({"present": (1.0,), "rates": slow(1, free_bytes=0)}, None, True, "saves"),
+    "half of it cached in other files": ({"present": (0.5,)}, 6400 << 14, True, "saves"),
     "half of it cached in a file to be completed": (
-        {"rows_present": 6400, "rows_rewritten": 6400},
+        {"present": (0.5,), "rows_rewritten": 6400},
         12799 << 14,
         False,
         "budget leaves",
@@ -104,7 +111,6 @@ def test_the_prediction_is_the_difference_of_the_two_runs() -> None:
     without = 900 * 0.07
     with_cache = filling * (0.07 + one.write_seconds) + reading * one.read_seconds
     assert plan.predicted_seconds_saved == pytest.approx(without - with_cache)
-    assert plan.fill == "training"
 
 
 def test_rows_of_a_cut_that_moves_on_are_read_once_more_for_a_deeper_one() -> None:
@@ -122,11 +128,6 @@ def test_a_rank_without_samples_stands_in_nobodys_way() -> None:
     both = make_plan([situation(), nothing])
     assert both.use and both.predicted_seconds_saved == pytest.approx(alone.predicted_seconds_saved)
     assert not make_plan([nothing]).use
-
-
-def test_a_half_filled_cache_is_swept_rather_than_recomputed_for_an_epoch() -> None:
-    assert make_plan([situation(rows_present=6400)]).fill == "sweep"
-    assert make_plan([situation(rows_present=0)]).fill == "training"
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -170,7 +171,7 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 def test_a_process_that_lost_its_core_for_the_whole_time_still_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvfreeze.cache.rates.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("hvfreeze.cache.planning.rates.PROBE_SECONDS", 0.0)
     rates = measure_directory(tmp_path, row_bytes=4096, batch_rows=16)
     assert min(rates.write, rates.read_cold, rates.read_warm) > 0
 

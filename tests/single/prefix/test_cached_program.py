@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from hvfreeze.__main__ import main
-from hvfreeze.cache.plan import Plan, make_plan
+from hvfreeze.cache.planning.plan import Plan, make_plan
 from hvfreeze.prefix import planning
 from hvfreeze.strategies.replicas.door import Replicas
 
@@ -67,7 +67,7 @@ def test_votes_views_and_an_automatic_cache_go_together(tmp_path: Path, capsys: 
     # README's first command; in three blocks and a head, and with an eta that lets the cut move.
     command = (
         *("train", "--data", "imagefolder", "--data-dir", str(photographs(tmp_path / "photos")), "--image-size", "32"),
-        *("--lr", "0.02", "--schedule", "cosine", "--freeze", "gradient-norm", "--augment", "views:4"),
+        *("--lr", "0.02", "--schedule", "cosine", "--freeze", "gradient-norm", "--augment", "views:2"),
         *("--blocks", "layer3,layer4,fc", "--eta-max", "10", "--batch-size", "16", "--threads", "1", "--epochs", "16"),
         *("--checkpoint-every", "0"),
     )
@@ -97,6 +97,21 @@ def test_what_is_cached_already_is_read_in_the_last_epoch_and_without_any_budget
     assert again["cache"]["rows_read"] == 64 and again["cache"]["rows_written"] == 0
     assert again["cache"]["exact"] is True and again["parameter_digest"] == on["parameter_digest"]
     assert again["cache"]["seconds_saved_predicted"] > 0
+
+
+def test_a_run_that_could_read_no_row_measures_no_disk_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*args: object) -> None:
+        raise AssertionError("the directory was measured")
+
+    monkeypatch.setattr(planning, "rates_of", measured)
+    frozen = ("--model", "resnet18", "--freeze", "static", "--cut", "4", "--epochs", "1")
+    found = train(tmp_path / "run", *frozen, "--cache", "auto", "--augment", "views:2")
+    line = "cache auto at cut 4: none of 2 views would come again in the 1.0 epochs that are left"
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert found["cache"]["rows_written"] == 0
+    assert [stay["kept"] for stay in found["cache"]["stays"]] == [False]
 
 
 @pytest.mark.parametrize("flags", [(), ("--cache-failure", "stop")])

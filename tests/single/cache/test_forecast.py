@@ -1,0 +1,127 @@
+"""What a forecast says will be read is what the cache then reads, wherever in an epoch a stay begins and ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvfreeze.cache.planning.forecast import forecast
+from hvfreeze.cache.planning.rates import Rates
+from hvfreeze.cache.planning.situation import Situation
+from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of
+
+STEPS = 4
+NUM_SAMPLES = STEPS * BATCH_ROWS
+IDS = np.arange(NUM_SAMPLES)
+FREE = Rates(
+    read_cold=0.0, read_warm=0.0, read_cpu=0.0, write=0.0, write_cpu=0.0, hash=0.0, free_bytes=1, filesystem=""
+)
+USUAL = Situation(
+    image_seconds=0.25,
+    prefix_seconds=0.75,
+    suffix_seconds=0.0,
+    batch_rows=BATCH_ROWS,
+    rows=NUM_SAMPLES,
+    views=1,
+    row_bytes=1,
+    epochs_left=1.0,
+    memory_bytes=1 << 30,
+    rates=FREE,
+)
+
+
+def situation(*, views: int, begin: int, move: int, end: int, **changes: Any) -> Situation:
+    """A stay from step `begin` to step `move` of a run of `end` steps."""
+    return replace(
+        USUAL,
+        views=views,
+        epochs_left=(end - begin) / STEPS,
+        epochs_until_move=(move - begin) / STEPS,
+        passed=begin / STEPS % 1,
+        **changes,
+    )
+
+
+def lived_through(directory: Path, *, views: int, begin: int, move: int, end: int) -> tuple[int, int]:
+    """Return the batches of rows that are read at cut 1 while it stays, and from it after the cut has moved to 3."""
+    net = FrozenNet()
+    universe = (np.tile(IDS, views), np.repeat(np.arange(views), NUM_SAMPLES))
+    cached, cuts = net.cached(directory), {begin: 1, move: 3}
+    for first in range(begin // STEPS * STEPS, end, STEPS):
+        epoch = batches_of(NUM_SAMPLES, epoch=first // STEPS, views=views)
+        coming = [(step, batch) for step, batch in enumerate(epoch, first) if begin <= step < end]
+        if first not in cuts:
+            cached.announce([batch for _, batch in coming])
+            cached.sweep()
+        for step, batch in coming:
+            if step in cuts:
+                cached.begin_cut(cuts[step], mark=net.mark(cuts[step]), universe=universe)
+                cached.announce([batch for later, batch in coming if later >= step])
+                cached.sweep()
+            if step == move:
+                read = cached.counters.rows_read
+            cached.get(*batch)
+    rows = cached.counters.rows_read if move >= end else read
+    advanced = cached.counters.rows_advanced.get(1, 0)
+    cached.close()
+    assert rows % BATCH_ROWS == advanced % BATCH_ROWS == 0
+    return rows // BATCH_ROWS, advanced // BATCH_ROWS
+
+
+STAYS = {
+    "a cut that stays": {"views": 1, "begin": 0, "move": 99, "end": 16},
+    "from the middle of an epoch": {"views": 1, "begin": 2, "move": 99, "end": 12},
+    "two views from the middle of an epoch": {"views": 2, "begin": 6, "move": 99, "end": 24},
+    "a move at an epoch's end": {"views": 1, "begin": 0, "move": 8, "end": 16},
+    "a move in the middle of the first epoch": {"views": 1, "begin": 0, "move": 2, "end": 12},
+    "a move in the middle of the second": {"views": 1, "begin": 0, "move": 6, "end": 12},
+    "two views, of which one is half there at the move": {"views": 2, "begin": 0, "move": 6, "end": 20},
+    "three views, of which one comes again": {"views": 3, "begin": 2, "move": 8, "end": 18},
+    "four views in a run that ends before any comes again": {"views": 4, "begin": 2, "move": 10, "end": 16},
+    "four views from the middle, too late to come again whole": {"views": 4, "begin": 22, "move": 32, "end": 40},
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_as_many_rows_are_read_as_was_said(name: str, tmp_path: Path) -> None:
+    stay = STAYS[name]
+    said = forecast(situation(**stay)).kept
+    here, later = lived_through(tmp_path, **stay)
+    assert (STEPS * said.read, STEPS * said.read_later) == pytest.approx((here, later)), said
+
+
+def test_a_batch_that_is_read_saves_what_computing_takes_and_storing_costs() -> None:
+    rates = replace(FREE, write=2.0, write_cpu=2.0, read_warm=0.5, read_cpu=0.5)
+    one = situation(views=2, begin=0, move=99, end=12, row_bytes=1, rates=rates)
+    written, read = 2 * BATCH_ROWS, 0.5 * BATCH_ROWS
+    assert forecast(one).kept.saved == pytest.approx(2 * -written + 1 * (1.0 - read))
+    assert forecast(one).images == pytest.approx(12.0)
+
+
+def test_what_starts_at_a_shallower_cut_is_spared_once_where_rows_are_kept_and_always_where_not() -> None:
+    one = situation(views=1, begin=0, move=99, end=12, sources=(1.0,), source_spares=0.4)
+    future = forecast(one)
+    assert future.left.saved == pytest.approx(3 * 0.4) and future.left.read == pytest.approx(3.0)
+    assert future.kept.saved == pytest.approx(0.4 + 2 * 1.0) and future.kept.read == pytest.approx(3.0)
+
+
+def test_half_of_a_view_at_a_shallower_cut_spares_half() -> None:
+    one = situation(views=1, begin=0, move=99, end=8, sources=(0.5,), source_spares=0.4)
+    assert forecast(one).kept.saved == pytest.approx(0.2 + 1.0)
+    # The other half is computed up to that cut in the first epoch, and lies there in the second.
+    left = forecast(one).left
+    assert left.saved == pytest.approx(0.2 + 0.4) and left.read == pytest.approx(2.0)
+
+
+def test_rows_computed_beforehand_are_read_in_every_epoch() -> None:
+    one = situation(views=2, begin=0, move=99, end=12, all_at_once=True, present=(0.5, 0.0))
+    assert forecast(one).kept.saved == pytest.approx(-1.5 + 3.0) and forecast(one).kept.read == pytest.approx(3.0)
+
+
+def test_the_last_view_of_an_earlier_run_is_read_when_its_epoch_comes() -> None:
+    one = situation(views=2, begin=0, move=99, end=6, present=(0.0, 1.0))
+    assert forecast(one).kept.read == pytest.approx(0.5) and forecast(one).kept.saved == pytest.approx(0.5)

@@ -1,0 +1,88 @@
+"""What a summary says of the cache: predictions beside what came of them, for each stay of the cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvfreeze.cache.compute import Counters
+from hvfreeze.cache.planning.plan import Plan
+from hvfreeze.prefix.account import Account, Sums, summary_of
+from hvfreeze.prefix.measuring import Horizon, Misses
+
+
+def plan(seconds: float, later: float, rows: float, rows_later: float) -> Plan:
+    return Plan(True, True, seconds, later, rows, rows_later, "saves", ())
+
+
+def test_what_is_saved_is_what_all_batches_would_have_taken_less_what_they_took() -> None:
+    misses, counters = Misses(cut=2, seconds=6.0, batches=3, spent=6.0), Counters(batches=3)
+    account = Account(misses, counters)
+    account.settle(2)
+    assert account.sums == Sums(0, 0.0), "a batch that is computed saves nothing"
+    counters.batches, counters.rows_read, counters.rows_advanced = 8, 64, {1: 16}
+    counters.read_seconds, counters.write_seconds, misses.spent = 0.5, 0.25, 7.0
+    account.settle(2)
+    assert account.sums.rows_read == 80
+    assert account.sums.seconds_saved == pytest.approx(5 * 2.0 - 1.0 - 0.5 - 0.25)
+
+
+def test_images_for_a_model_without_a_frozen_block_are_no_loss() -> None:
+    account = Account(Misses(spent=5.0), Counters())
+    account.settle(0)
+    assert account.sums == Sums(0, 0.0)
+
+
+def test_a_batch_costs_what_images_and_forward_take_to_the_cut_and_not_what_shorter_forwards_do() -> None:
+    misses = Misses()
+    misses.restart(2)
+    for stop in (1, 2):
+        with misses.loading():
+            pass
+        with misses.running(0, stop):
+            pass
+    with misses.running(1, 2):
+        pass
+    assert misses.batches == 1 and misses.seconds < misses.spent
+    assert misses.seconds_per_batch() == misses.seconds
+
+
+def test_each_stay_has_its_own_prediction_and_only_the_last_what_was_to_come_after_it() -> None:
+    misses, counters = Misses(cut=1, seconds=1.0, batches=1), Counters()
+    account = Account(misses, counters)
+    account.begin(1, plan(3.0, 2.0, 100, 50), kept=True)
+    counters.batches, counters.rows_read = 4, 90
+    account.settle(1)
+    account.begin(2, plan(5.0, 7.0, 10, 20), kept=False)
+    counters.batches, counters.rows_advanced, counters.read_seconds = 6, {1: 30}, 0.5
+    account.settle(2)
+    mine = account.of_stays()
+    told = summary_of(account.stays, [mine, mine])
+    assert [(stay["cut"], stay["kept"]) for stay in told["stays"]] == [(1, True), (2, False)]
+    assert [stay["rows_read_predicted"] for stay in told["stays"]] == [100, 30]
+    assert [stay["rows_read"] for stay in told["stays"]] == [180, 60], "rows of all ranks"
+    assert [stay["seconds_saved_predicted"] for stay in told["stays"]] == pytest.approx([3.0, 12.0])
+    assert [stay["seconds_saved"] for stay in told["stays"]] == pytest.approx([4.0, 1.5]), "seconds of a rank"
+    assert told["rows_read"] == 240 and told["seconds_saved_predicted"] == pytest.approx(15.0)
+
+
+def test_a_run_whose_cut_never_moved_has_no_stays() -> None:
+    account = Account(Misses(), Counters())
+    assert summary_of(account.stays, [account.of_stays()])["rows_read"] == 0
+
+
+@pytest.mark.parametrize(
+    ("left", "until_move", "trained", "evaluated"),
+    [
+        (10.0, float("inf"), (10.0, float("inf"), 0.0), (10.0, float("inf"), 0.0)),
+        # In the middle of an epoch, whose end and four others are evaluated; the move is at the third's end.
+        (4.5, 2.5, (4.5, 2.5, 0.5), (5.0, 2.0, 0.0)),
+        (4.5, 0.5, (4.5, 0.5, 0.5), (5.0, 0.0, 0.0)),
+        (3 - 1e-12, 1.0, (3.0, 1.0, 0.0), (3.0, 0.0, 0.0)),
+    ],
+)
+def test_evaluations_come_whole_and_at_the_ends_of_epochs(
+    left: float, until_move: float, trained: tuple[float, ...], evaluated: tuple[float, ...]
+) -> None:
+    horizon = Horizon(left, until_move)
+    assert horizon.trained(passes=1.0) == trained
+    assert horizon.evaluated(passes=1.0) == evaluated

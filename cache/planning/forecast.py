@@ -52,11 +52,23 @@ class Forecast:
 
 
 class Stretch(NamedTuple):
-    """A part of an epoch: which of the next `views` epochs shows the same views, and its shares before and after."""
+    """A part of an epoch, as shares of it."""
 
     slot: int
+    """Which of the next `views` epochs shows the same views."""
+    passed: float
+    """That is over."""
     here: float
+    """That is before the cut's move."""
     after: float
+    """That is after it."""
+
+    def ahead(self, share: float) -> float:
+        """Return the part of the rows still to come that is there, where `share` of the whole epoch's rows is.
+
+        Rows of what is over have been stored in passing, and are not met again in this epoch.
+        """
+        return max(0.0, share - self.passed) / (1.0 - self.passed)
 
 
 def forecast(rank: Situation) -> Forecast:
@@ -70,12 +82,12 @@ def forecast(rank: Situation) -> Forecast:
 
 def _stretches(rank: Situation) -> Iterator[Stretch]:
     """Yield the epochs from now on, the first of which may have begun and the last may end early."""
-    at, number, length = 0.0, 0, 1.0 - rank.passed
+    at, number, passed = 0.0, 0, rank.passed
     while at < rank.epochs_left - ROUNDING:
-        length = min(length, rank.epochs_left - at)
+        length = min(1.0 - passed, rank.epochs_left - at)
         here = min(max(rank.epochs_until_move - at, 0.0), length)
-        yield Stretch(number % rank.views, here, length - here)
-        at, number, length = at + length, number + 1, 1.0
+        yield Stretch(number % rank.views, passed, here, length - here)
+        at, number, passed = at + length, number + 1, 0.0
 
 
 def _kept(rank: Situation, *, steps: int) -> Ledger:
@@ -86,21 +98,24 @@ def _kept(rank: Situation, *, steps: int) -> Ledger:
     if rank.all_at_once:
         ledger.saved -= sum(1.0 - share for share in there) * (rank.compute_seconds + rank.write_seconds)
         there = [1.0] * rank.views
-    for slot, here, after in _stretches(rank):
-        share, source = there[slot], sources[slot]
-        filling = source * rank.source_spares - rank.write_seconds
+    for stretch in _stretches(rank):
+        slot, _, here, after = stretch
+        share, source = stretch.ahead(there[slot]), stretch.ahead(sources[slot])
         swept = _mixed(share, steps) or (share <= ROUNDING and _mixed(source, steps))
+        # What this cut has of an epoch was computed in a part of it that the shallower one did not see.
+        missing = 1.0 - share
+        source = min(1.0, source / missing) if missing > ROUNDING else 0.0
+        filling = source * rank.source_spares - rank.write_seconds
         if here > ROUNDING:
             if swept:
                 # The missing rows are put together, computed and then read with the others.
-                missing = 1.0 - share
                 cost = missing * (rank.compute_seconds - filling)
                 ledger.count(here, gain=reading - cost, read=1.0 + missing * source)
             elif share > 1.0 - ROUNDING:
                 ledger.count(here, gain=reading, read=1.0)
             else:
                 ledger.count(here, gain=filling, read=source)
-            there[slot] = share + (1.0 - share) * here
+            there[slot] += missing * here
             # What an epoch has added is not met again in that epoch.
             share = 1.0 if swept else share
         # A deeper row is computed from these once; then it is there itself, or the plan of that cut counts it.
@@ -114,15 +129,17 @@ def _left(rank: Situation, *, steps: int) -> Ledger:
     """Return what comes of beginning with the rows of a shallower cut."""
     ledger, sources = Ledger(), _by_view(rank.sources, rank.views)
     unread = [1.0] * rank.views
-    for slot, here, after in _stretches(rank):
+    for stretch in _stretches(rank):
+        slot, _, here, after = stretch
+        source = stretch.ahead(sources[slot])
         again = min(after, unread[slot])
         unread[slot] -= again
-        gain = sources[slot] * rank.source_spares
+        gain = source * rank.source_spares
         # Where some are missing they are computed up to that cut, and then all are read there.
-        read = 1.0 if _mixed(sources[slot], steps) else sources[slot]
+        read = 1.0 if _mixed(source, steps) else source
         ledger.count(here, gain=gain, read=read)
         ledger.count_later(again, gain=gain, read=read)
-        sources[slot] += (read - sources[slot]) * here
+        sources[slot] += (read - source) * here
     return ledger
 
 

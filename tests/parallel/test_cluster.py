@@ -71,6 +71,18 @@ def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_on
 
 
 @pytest.mark.slow
+def test_a_script_of_ones_own_fills_a_cache_of_each_node_or_one_for_all(nodes: Nodes, folder: Path) -> None:
+    worker = [sys.executable, "-W", "ignore", str(WORKERS / "own_on_nodes.py"), str(folder)]
+    done = nodes.run(HOROVODRUN, "-np", "2", "-H", "node0:1,node1:1", *worker, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = json.loads((folder / "found.json").read_text())
+    assert [rank["host"] for rank in ranks] == ["node0", "node1"]
+    assert len({rank[name]["digest"] for rank in ranks for name in ("none", "shared", "own")}) == 1, ranks
+    assert [rank["own"]["files"] for rank in ranks] == [["0of2.h5"], ["1of2.h5"]], ranks
+    assert [rank["shared"]["files"] for rank in ranks] == [["0of2.h5", "1of2.h5"]] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
 def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
     nodes: Nodes, folder: Path, size: int

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvfreeze.cache.planning.forecast import forecast
+from hvfreeze.cache.activations import PrefixActivations
+from hvfreeze.cache.planning.forecast import Forecast, forecast
 from hvfreeze.cache.planning.rates import Rates
 from hvfreeze.cache.planning.situation import Situation
 from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of
@@ -46,11 +47,17 @@ def situation(*, views: int, begin: int, move: int, end: int, **changes: Any) ->
     )
 
 
-def lived_through(directory: Path, *, views: int, begin: int, move: int, end: int) -> tuple[int, int]:
-    """Return the batches of rows that are read at cut 1 while it stays, and from it after the cut has moved to 3."""
-    net = FrozenNet()
+def lived_through(
+    directory: Path, *, views: int, begin: int, move: int, end: int, store: bool = True
+) -> tuple[list[int], Forecast | None]:
+    """Return the batches of rows read at cut 1 while it stays, from it after the cut has moved to 3, and at cut 3.
+
+    The forecast is that of the second stay, made when the cut moves.
+    """
+    net, said = FrozenNet(), None
     universe = (np.tile(IDS, views), np.repeat(np.arange(views), NUM_SAMPLES))
     cached, cuts = net.cached(directory), {begin: 1, move: 3}
+    before = 0
     for first in range(begin // STEPS * STEPS, end, STEPS):
         epoch = batches_of(NUM_SAMPLES, epoch=first // STEPS, views=views)
         coming = [(step, batch) for step, batch in enumerate(epoch, first) if begin <= step < end]
@@ -58,18 +65,27 @@ def lived_through(directory: Path, *, views: int, begin: int, move: int, end: in
             cached.announce([batch for _, batch in coming])
             cached.sweep()
         for step, batch in coming:
+            if step == move:
+                said = forecast(second_stay(cached, net, views=views, move=move, end=end))
+                before = cached.counters.rows_read
             if step in cuts:
-                cached.begin_cut(cuts[step], mark=net.mark(cuts[step]), universe=universe)
+                kept = store or step == begin
+                cached.begin_cut(cuts[step], mark=net.mark(cuts[step]), universe=universe, store=kept)
                 cached.announce([batch for later, batch in coming if later >= step])
                 cached.sweep()
-            if step == move:
-                read = cached.counters.rows_read
             cached.get(*batch)
-    rows = cached.counters.rows_read if move >= end else read
-    advanced = cached.counters.rows_advanced.get(1, 0)
+    rows, advanced = cached.counters.rows_read, cached.counters.rows_advanced.get(1, 0)
     cached.close()
-    assert rows % BATCH_ROWS == advanced % BATCH_ROWS == 0
-    return rows // BATCH_ROWS, advanced // BATCH_ROWS
+    found = [before, advanced, rows - before] if said else [rows, 0, 0]
+    assert all(count % BATCH_ROWS == 0 for count in found)
+    return [count // BATCH_ROWS for count in found], said
+
+
+def second_stay(cached: PrefixActivations, net: FrozenNet, *, views: int, move: int, end: int) -> Situation:
+    """What is known when the cut moves to 3."""
+    epochs = [(IDS, np.full_like(IDS, (move // STEPS + later) % views)) for later in range(views)]
+    shares = cached.shares(net.mark(3), 3, epochs)
+    return situation(views=views, begin=move, move=99, end=end, present=shares.present, sources=shares.sources)
 
 
 STAYS = {
@@ -90,8 +106,12 @@ STAYS = {
 def test_as_many_rows_are_read_as_was_said(name: str, tmp_path: Path) -> None:
     stay = STAYS[name]
     said = forecast(situation(**stay)).kept
-    here, later = lived_through(tmp_path, **stay)
+    (here, later, deeper), again = lived_through(tmp_path / "kept", **stay)
     assert (STEPS * said.read, STEPS * said.read_later) == pytest.approx((here, later)), said
+    if again is not None:
+        assert STEPS * again.kept.read == pytest.approx(later + deeper), again.kept
+        (_, later, deeper), _ = lived_through(tmp_path / "left", **stay, store=False)
+        assert deeper == 0 and STEPS * again.left.read == pytest.approx(later), again.left
 
 
 def test_a_batch_that_is_read_saves_what_computing_takes_and_storing_costs() -> None:

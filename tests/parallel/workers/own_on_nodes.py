@@ -1,0 +1,38 @@
+"""The image script, one rank on each node, with a cache that all nodes see and with one of each node's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.own_loop.optimizer import DistributedOptimizer
+from hvfreeze.ranks.equal_models import check_replicas
+from tests.parallel.workers.own_scripts import IMAGE, run
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    DistributedOptimizer.__init__.__kwdefaults__["settings"] = FreezeConfig(freeze="geometric")
+    shared, found = Path(sys.argv[1]), {}
+    places = {"shared": shared / "activations", "own": Path(os.environ["TMPDIR"]) / "activations"}
+    for name, directory in (("none", None), *places.items()):
+        cache = ["--cache-dir", str(directory)] if directory else []
+        model, optimizer, _ = run("image.cached" if directory else "image.voted", *IMAGE, *cache, "--epochs", "7")
+        optimizer.freezer.average_statistics()
+        digest = check_replicas(model, optimizer.world, step=optimizer.freezer.step)
+        files = sorted(path.name.rpartition("-")[2] for path in directory.glob("*.h5")) if directory else []
+        found[name] = {"digest": digest, "files": sorted(set(files))}
+    world: Any = optimizer.world
+    everyone = world.allgather_object({"host": os.uname().nodename, **found}, name="found")
+    if world.rank == 0:
+        (shared / "found.json").write_text(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    main()

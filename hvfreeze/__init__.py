@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _HOMES = {
-    "BatchActivations": "own_loop.cached_loader",
-    "CachedLoader": "own_loop.cached_loader",
+    "BatchActivations": "own_loop.cached.passes",
+    "CachedLoader": "own_loop.cached.loader",
     "Cadence": "freezing.cadence",
     "Chain": "chain.blocks",
     "DistributedOptimizer": "own_loop.optimizer",

@@ -11,6 +11,7 @@ from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.rules import parse_compression
 from hvfreeze.errors import DivergedError, UsageError
+from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
@@ -103,3 +104,18 @@ def begin_alike(optimizer: torch.optim.Optimizer, chain: Chain, world: World, *,
         )
     if all(created for _, created in everyone):
         optimizer.state.clear()
+
+
+def reducer_of(
+    world: World, optimizer: torch.optim.Optimizer, chain: Chain, *, compression: Any, passes: int
+) -> Reducer:
+    """Return what averages a script's gradients: the chain's, and at every cut those that only the optimizer has."""
+    known = {parameter for _, parameter in chain.named_parameters()}
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in known and p.requires_grad]
+    return Reducer(
+        world,
+        compression=compression_of(compression),
+        backward_passes_per_step=passes,
+        starts_itself=True,
+        always=[(f"beside.{number}", parameter) for number, parameter in enumerate(others)],
+    )

@@ -26,24 +26,23 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.frozen import prune_optimizer
 from hvfreeze.freezing.voting.weights import Voter
 from hvfreeze.own_loop.horovod_habits import (
     begin_alike,
     called_by_broadcast,
     check_arguments,
-    compression_of,
     create_state,
+    reducer_of,
 )
 from hvfreeze.own_loop.script_world import report_errors, script_world
+from hvfreeze.own_loop.stand_in import StandIn
 from hvfreeze.ranks.agreement import check_equal, together
-from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 
 logger = logging.getLogger("hvfreeze")
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(StandIn):
     """Wraps any torch optimizer: averages gradients over ranks, and freezes front blocks of the model by vote.
 
     It is the wrapped optimizer to schedulers and everybody else: the same groups, state and state_dict. With one
@@ -97,8 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the settings fit neither the model nor the world, or ranks were given different ones.
         """
-        self._inner = optimizer
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._stand_for(optimizer)
         self.world = script_world() if world is None else world
         report_errors(self.world)
         given = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs, "passes": backward_passes_per_step}
@@ -107,22 +105,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def build() -> Freezer:
             check_arguments(optimizer, steps_per_epoch, num_epochs, op, gradient_predivide_factor)
             chain = in_blocks(model, blocks=blocks, example=example)
-            known = {parameter for _, parameter in chain.named_parameters()}
-            others = [p for group in self._groups for p in group if p not in known and p.requires_grad]
-            reducer = Reducer(
-                self.world,
-                compression=compression_of(compression),
-                backward_passes_per_step=backward_passes_per_step,
-                starts_itself=True,
-                always=[(f"beside.{number}", parameter) for number, parameter in enumerate(others)],
-            )
+            reducer = reducer_of(self.world, optimizer, chain, compression=compression, passes=backward_passes_per_step)
+            cadence = Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs)
             return Freezer(
                 chain,
                 optimizer=optimizer,
                 reducer=reducer,
                 world=self.world,
                 settings=settings,
-                cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
+                cadence=cadence,
                 voter=voter,
             )
 
@@ -203,16 +194,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Expect so many backward passes before each `step` from now on."""
         self.reducer.backward_passes_per_step = passes
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, with every parameter in its group; frozen ones have no state."""
-        with self._all_parameters():
-            return self._inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, also one that it saved without hvfreeze."""
-        with self._all_parameters():
-            self._inner.load_state_dict(state_dict)
-
     def freezer_state_dict(self) -> dict[str, Any]:
         """Return this rank's cut, its history and what it observed since the last vote. Not a collective."""
         state = {"freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
@@ -231,33 +212,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if whole:
             self.reducer.load_state_dict(state["reducer"])
         self._began = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: ranks have settled which parameters travel."""
-        raise UsageError("add_param_group() after wrapping: add the group to the optimizer before DistributedOptimizer")
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups, with the parameters that still train."""
-        return self._inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state."""
-        return self._inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self._inner.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self._inner!r})"
 
     def _average(self) -> None:
         if self._synchronized and not self.reducer.exchanging:
@@ -284,13 +238,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if decision is not None and self.world.rank == 0:
             names = ", ".join(block.name for block in self.freezer.chain.blocks[: decision.cut_after])
             logger.info("step %d: frozen: %s (%s)", decision.step, names or "nothing", decision.reason)
-
-    @contextmanager
-    def _all_parameters(self) -> Iterator[None]:
-        """Put frozen parameters back into their groups for a moment."""
-        for group, original in zip(self._inner.param_groups, self._groups, strict=True):
-            group["params"] = list(original)
-        try:
-            yield
-        finally:
-            prune_optimizer(self._inner, self._groups)

@@ -16,13 +16,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hvfreeze.cache.activations import PrefixActivations
@@ -31,30 +29,16 @@ from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.chain.watched.calls import Inputs
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.own_loop.data_identity import data_identity
-from hvfreeze.own_loop.halves import autocast, halves_of, whole
+from hvfreeze.own_loop.cached.data_identity import data_identity
+from hvfreeze.own_loop.cached.halves import autocast, halves_of, whole
+from hvfreeze.own_loop.cached.passes import BatchActivations, Passes
+from hvfreeze.own_loop.cached.rows import fingerprint_of, is_steady
+from hvfreeze.own_loop.cached.samples import Ids, Samples, Split, inputs_and_labels
+from hvfreeze.own_loop.cached.sharing import ranks_that_see
 from hvfreeze.own_loop.optimizer import DistributedOptimizer
-from hvfreeze.own_loop.rows import fingerprint_of, is_steady
-from hvfreeze.own_loop.samples import Ids, Remembered, Samples, Split, inputs_and_labels
-from hvfreeze.own_loop.sharing import ranks_that_see
 from hvfreeze.ranks.agreement import together
 
 logger = logging.getLogger("hvfreeze")
-
-
-@dataclass(frozen=True)
-class BatchActivations:
-    """What the blocks before a cut gave for a batch.
-
-    Attributes:
-        cut: number of blocks; 0 stands for the inputs themselves.
-        tensor: their output, (B, ...); None at cut 0.
-        inputs: of the model, at cut 0; behind it, the tensors among them that the suffix looks at.
-    """
-
-    cut: int
-    tensor: Tensor | None
-    inputs: Any
 
 
 class CachedLoader:
@@ -115,13 +99,10 @@ class CachedLoader:
         self._group = ranks_that_see(self._directory, self._world) if store else (0, 1)
         self._seed, self._steady = seed, True
         self._moves_before, self._moves_followed = -1, 0
-        self._stored, self._whole = False, True
-        self._labels, self._inputs = (Remembered(len(self._samples), views) for _ in range(2))
-        self._given: Inputs | None = None
-        self._pairs: tuple[Ids, Ids] | None = None
+        self._stored, self._passes = False, Passes(self._samples, self._halves, dtype=autocast_dtype)
         self._activations = PrefixActivations(
-            run_blocks=self._run,
-            load_images=self._load,
+            run_blocks=self._passes.run,
+            load_images=self._passes.load,
             batch_rows=self._samples.batch_rows,
             directory=self._directory,
             shard=f"{self._world.rank}of{self._world.size}",
@@ -142,7 +123,7 @@ class CachedLoader:
             self._begin()
         elif batches and moves != self._moves_followed:
             self._follow(*batches[0])
-        self._samples.expect([pairs for pairs in batches if not self._is_at_hand(*pairs)])
+        self._samples.expect([pairs for pairs in batches if not self._needs_no_samples(*pairs)])
         self._activations.announce(batches if self._stored else [])
         for ids, views in batches:
             if len(self._freezer.cut_history) != self._moves_followed:
@@ -176,29 +157,19 @@ class CachedLoader:
 
     def _batch(self, ids: Ids, views: Ids) -> tuple[BatchActivations, Any]:
         inputs: Inputs | None = None
-        if self._is_at_hand(ids, views):
-            labels = self._labels.get(ids, views)
+        if self._needs_no_samples(ids, views):
+            labels = self._passes.labels.get(ids, views)
         else:
-            inputs, labels = self._read(ids, views)
-        if self._whole:
+            inputs, labels = self._passes.read(ids, views)
+        if self._passes.whole:
             return BatchActivations(0, None, inputs), labels
-        kept = self._inputs.get(ids, views) if inputs is None else self._halves.kept(inputs)
-        self._given, self._pairs = inputs, (ids, views)
+        kept = self._passes.inputs.get(ids, views) if inputs is None else self._halves.kept(inputs)
+        self._passes.expect(ids, views, inputs)
         return BatchActivations(self._activations.cut, self._activations.get(ids, views), kept), labels
 
-    def _read(self, ids: Ids, views: Ids) -> tuple[Inputs, Any]:
-        """Return the inputs and labels of these samples, and remember what will be asked for behind a cut."""
-        inputs, labels = self._samples.load(ids, views)
-        self._labels.put(ids, views, labels)
-        if not self._whole and not self._halves.needs_inputs:
-            self._inputs.put(ids, views, self._halves.kept(inputs))
-        return inputs, labels
-
-    def _is_at_hand(self, ids: Ids, views: Ids) -> bool:
+    def _needs_no_samples(self, ids: Ids, views: Ids) -> bool:
         """Tell whether a batch can be had without reading its samples."""
-        if self._whole or self._halves.needs_inputs or self._labels.get(ids, views) is None:
-            return False
-        return self._inputs.get(ids, views) is not None and self._activations.is_cached(ids, views)
+        return self._passes.remembers(ids, views) and self._activations.is_cached(ids, views)
 
     def _view_after(self, epochs: int) -> int:
         """Return the view of an epoch, so many after this one."""
@@ -207,7 +178,7 @@ class CachedLoader:
 
     def _begin(self) -> None:
         """Keep the rows of this cut, and compute those that nobody has, where they will be read again. Collective."""
-        cut, (inputs, _) = self._freezer.cut, self._samples.load(*self._some())
+        cut, (inputs, _) = self._freezer.cut, self._samples.load(*self._samples.some())
         if not all(self._world.allgather_object(self._can_be_left_at(cut, inputs), name="loader.cut")):
             self._run_whole()
             return
@@ -219,11 +190,11 @@ class CachedLoader:
         present = together(self._world, lambda: self._activations.present(mark, universe), name="loader.present")
         there = all(self._world.allgather_object(present.rows == len(universe[0]), name="loader.there"))
         if left <= len(views) and not there:
-            self._follow(*self._some())
+            self._follow(*self._samples.some())
             return
-        self._steady = is_steady(lambda given: self._run(given, 0, cut), inputs)
+        self._steady = is_steady(lambda given: self._passes.run(given, 0, cut), inputs)
         self._activations.begin_cut(cut, mark=mark, universe=universe, steady=self._steady)
-        self._moves_followed, self._stored, self._whole = len(self._freezer.cut_history), True, False
+        self._moves_followed, self._stored, self._passes.whole = len(self._freezer.cut_history), True, False
         self._fill(universe)
 
     def _fill(self, universe: tuple[Ids, Ids]) -> None:
@@ -235,7 +206,7 @@ class CachedLoader:
         self._samples.expect([(np.resize(ids[piece], rows), np.resize(views[piece], rows)) for piece in pieces])
         for piece in pieces:
             # One batch after the other, as in training: blocks inside a forward pass may need a batch's own inputs.
-            self._given, self._pairs = None, (ids[piece], views[piece])
+            self._passes.expect(ids[piece], views[piece])
             self._activations.get(ids[piece], views[piece])
         self._activations.publish()
         self._world.barrier(name="loader.filled")
@@ -249,11 +220,11 @@ class CachedLoader:
             self._run_whole()
         else:
             self._activations.begin_cut(cut, store=False)
-            self._whole = False
+            self._passes.whole = False
 
     def _run_whole(self) -> None:
         """Let the model run as a whole at this cut."""
-        self._moves_followed, self._stored, self._whole = len(self._freezer.cut_history), False, True
+        self._moves_followed, self._stored, self._passes.whole = len(self._freezer.cut_history), False, True
         self._activations.begin_cut(0)
 
     def _can_be_left_at(self, cut: int, inputs: Any) -> bool:
@@ -277,24 +248,3 @@ class CachedLoader:
             precision=self._dtype or torch.float32,
             batch_rows=self._samples.batch_rows,
         )
-
-    def _some(self) -> tuple[Ids, Ids]:
-        ids = np.resize(np.arange(len(self._samples), dtype=np.int64), self._samples.batch_rows)
-        return ids, np.zeros_like(ids)
-
-    def _load(self, ids: Ids, views: Ids) -> Any:
-        """Return the inputs of a padded batch, those of the batch at hand where they are these."""
-        pairs = self._pairs
-        these = pairs is not None and np.array_equal(pairs[0], ids) and np.array_equal(pairs[1], views)
-        if self._given is None or not these:
-            self._given, _ = self._read(ids, views)
-        self._pairs = (ids, views)
-        return self._given
-
-    def _run(self, x: Any, start: int, stop: int) -> Tensor:
-        inputs: Any = x if start == 0 else None
-        if start > 0 and self._halves.runs_inside and self._pairs is not None:
-            ids, views = self._pairs
-            inputs = self._load(np.resize(ids, len(x)), np.resize(views, len(x)))
-        with torch.no_grad(), autocast(self._dtype):
-            return self._halves.before(x, start, stop, inputs)

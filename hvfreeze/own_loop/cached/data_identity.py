@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from hvfreeze.cache.fingerprint import JSON, canonical, digest_tensors
 from hvfreeze.errors import UsageError
-from hvfreeze.own_loop.samples import Samples, own_draws
+from hvfreeze.own_loop.cached.samples import Samples, own_draws
 from hvfreeze.prefix.operations import Description
 
 SAMPLES_SHOWN = 16

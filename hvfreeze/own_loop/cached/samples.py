@@ -69,6 +69,11 @@ class Samples:
         assert self.loader.batch_sampler is not None
         return [np.asarray(batch, dtype=np.int64) for batch in self.loader.batch_sampler]
 
+    def some(self) -> tuple[Ids, Ids]:
+        """Return a batch's worth of samples, those with the lowest numbers, in their first view."""
+        ids = np.resize(np.arange(len(self), dtype=np.int64), self.batch_rows)
+        return ids, np.zeros_like(ids)
+
     def expect(self, batches: Sequence[tuple[Ids, Ids]]) -> None:
         """Read these (samples, views) next, in this order, in as many workers as the loader has."""
         self._expected = [[*zip(ids.tolist(), views.tolist())] for ids, views in batches]

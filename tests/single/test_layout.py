@@ -49,6 +49,16 @@ OWNERS = {
 }
 """Who may import a library; the doctor asks each in a process of its own what version it is."""
 MOST_ROOMS = 9
+MOST_LINES = 250
+LONGER = {
+    "cache/activations.py": "one class, all that training asks of the cache; its parts are in cache/store",
+    "cache/store/store.py": "one class, whose methods all look at the same rows and parts",
+    "hvfreeze/prefix/caching.py": "one class, what ranks decide together for the cache, and what opens it",
+    "hvfreeze/ranks/reducer.py": "one class, a third of it fields and what they mean; its parts are in ranks/exchange",
+}
+"""Files with more lines, and why two would be worse."""
+MOST_LINES_OF_A_FUNCTION = 60
+"""But for its docstring."""
 
 TO_BE_CUT: set[str] = set()
 
@@ -174,6 +184,36 @@ def test_no_folder_has_more_rooms_than_one_can_remember() -> None:
             rooms.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
     counts = {folder: len(inside - {"__init__.py"}) for folder, inside in rooms.items() if folder != "hvfreeze"}
     assert {folder: count for folder, count in counts.items() if count > MOST_ROOMS} == {}
+
+
+def too_long(tree: Sources) -> set[str]:
+    """Every file that is longer than a reader keeps in mind, and every function that is longer than a screen."""
+    found = {path for path, text in tree.items() if len(text.splitlines()) > MOST_LINES}
+    for path, text in tree.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[0]
+                start = first.end_lineno if ast.get_docstring(node) else node.lineno
+                header = first.lineno - node.lineno if ast.get_docstring(node) else 0
+                assert node.end_lineno is not None and start is not None
+                if header + node.end_lineno - start > MOST_LINES_OF_A_FUNCTION:
+                    found.add(f"{path}: {node.name}")
+    return found
+
+
+def test_no_file_and_no_function_is_longer_than_one_reads_at_once() -> None:
+    assert too_long(sources()) == set(LONGER), "part it by what it does; a name in LONGER that is not found can go"
+
+
+def test_a_planted_long_file_and_a_long_function_are_found() -> None:
+    function = "def f():\n" + '    """What it does.' + "\n" * MOST_LINES_OF_A_FUNCTION + '    """\n'
+    line = "    x = 1\n"
+    planted = {
+        "short.py": function + line * (MOST_LINES_OF_A_FUNCTION - 1),
+        "long.py": function + line * (MOST_LINES_OF_A_FUNCTION + 1),
+        "longer.py": "\n" * (MOST_LINES + 1),
+    }
+    assert too_long(planted) == {"long.py: f", "longer.py"}
 
 
 def test_every_folder_says_what_it_is() -> None:

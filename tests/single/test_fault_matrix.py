@@ -12,13 +12,14 @@ FAULTS = "tests/parallel/test_faults.py::"
 STALLS = "tests/parallel/test_stalls.py::"
 RANKS = "tests/parallel/test_bad_input_ranks.py::"
 CHECKPOINT = "tests/single/training/test_checkpoint.py::"
+REFUSED = "tests/single/training/test_refused_checkpoints.py::"
 CACHED = "tests/single/prefix/test_cached_program.py::"
 DAMAGED = "tests/single/prefix/test_damaged_caches.py::"
 CACHE = "tests/single/cache/"
 INPUT = "tests/single/test_bad_input.py::"
 STOPPED = FAULTS + "test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one"
 EVIL = DAMAGED + "test_damaged_and_evil_files_are_named_and_their_rows_computed_anew"
-WRONG = CHECKPOINT + "test_the_program_refuses_every_cut_of_a_checkpoint_and_one_of_which_a_setting_differs"
+WRONG = REFUSED + "test_the_program_refuses_every_cut_of_a_checkpoint_and_one_of_which_a_setting_differs"
 TORTURE = "tests/parallel/test_torture.py::test_a_few_flips_find_nothing_and_what_is_planted_is_found"
 
 MATRIX: dict[str, tuple[str, ...]] = {
@@ -29,7 +30,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "tests/parallel/test_torture.py::test_a_killed_run_comes_to_what_it_would_have_come_to",
     ),
     "a rank is killed while it writes cached rows: no file, or a whole one": (
-        CACHE + "test_faults.py::test_a_process_killed_at_any_write_leaves_no_file_or_a_complete_one",
+        CACHE + "test_several_jobs.py::test_a_process_killed_at_any_write_leaves_no_file_or_a_complete_one",
         "tests/parallel/test_torture.py::test_a_killed_run_comes_to_what_it_would_have_come_to",
     ),
     "a rank crashes or leaves without a word": (FAULTS + "test_a_rank_that_dies_ends_the_job",),
@@ -68,16 +69,16 @@ MATRIX: dict[str, tuple[str, ...]] = {
     # Checkpoints.
     "a bit of a checkpoint flips": (
         CHECKPOINT + "test_a_flipped_bit_anywhere_is_noticed",
-        CHECKPOINT + "test_the_program_refuses_a_damaged_checkpoint_and_goes_on_from_the_one_before",
+        REFUSED + "test_the_program_refuses_a_damaged_checkpoint_and_goes_on_from_the_one_before",
         TORTURE,
     ),
     "a checkpoint is cut short": (WRONG,),
     "a checkpoint of another model or with another setting: refused, and both values told": (
         WRONG,
-        CHECKPOINT + "test_the_program_refuses_a_checkpoint_of_another_model",
+        REFUSED + "test_the_program_refuses_a_checkpoint_of_another_model",
     ),
     "a checkpoint that holds code": (
-        CHECKPOINT + "test_the_program_runs_no_code_that_a_checkpoint_holds",
+        REFUSED + "test_the_program_runs_no_code_that_a_checkpoint_holds",
         INPUT + "test_weights_that_want_to_run_code_are_refused_and_do_not_run",
         "tests/single/test_plain_load.py::test_an_older_torch_loads_no_file",
     ),

@@ -1,15 +1,13 @@
+"""Disks that are full, fail or may not be written, and the budget."""
+
 from __future__ import annotations
 
 import errno
 import os
-import re
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +17,6 @@ from hvfreeze.cache.file.names import directory_bytes
 from hvfreeze.cache.file.reader import ActivationFile
 from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file
 
-ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 
 
@@ -114,180 +111,6 @@ def test_a_directory_that_cannot_be_written_is_a_cache_fault(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheFault, match="cannot be used"):
         open_store(tmp_path / "file" / "below", make_keys(4))
-
-
-LOCKER = """
-import sys
-from pathlib import Path
-from tests.single.cache.material import *
-keys = make_keys(40)
-store = open_store(Path(sys.argv[1]), keys, owner="the first job")
-fill(store, keys[:16], make_rows(40)[:16])
-print("building", flush=True)
-sys.stdin.readline()
-fill(store, keys, make_rows(40))
-store.close()
-"""
-
-
-def test_two_jobs_do_not_build_the_same_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    command = [sys.executable, "-c", LOCKER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdin is not None and first.stdout is not None
-        assert first.stdout.readline() == "building\n"
-        keys, rows = make_keys(40), make_rows(40)
-        store = open_store(tmp_path, keys)
-        assert fill(store, keys, rows) == 0
-        assert store.waiting and store.missing(keys).all()
-        (warning,) = caplog.messages
-        assert re.search(rf'{store.path} is being built by .*"pid": {first.pid}.*the first job', warning)
-        other = open_store(tmp_path, keys, shard="1of2")
-        fill(other, keys, rows)
-        other.close()
-        first.stdin.write("\n")
-        first.stdin.flush()
-        assert first.wait(timeout=60) == 0
-    store.refresh()
-    found = store.read(keys[:BATCH_ROWS])
-    assert store.complete and not store.waiting and found is not None and torch.equal(found, rows[:BATCH_ROWS])
-
-
-def test_a_file_whose_builder_is_gone_is_built_after_the_next_look(tmp_path: Path) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    first, second = open_store(tmp_path, keys), open_store(tmp_path, keys)
-    fill(first, keys[:16], rows[:16])
-    assert fill(second, keys, rows) == 0
-    first.discard()
-    assert fill(second, keys, rows) == 0
-    second.refresh()
-    assert fill(second, keys, rows) == 40
-    second.close()
-    assert list(tmp_path.iterdir()) == [second.path]
-
-
-@pytest.mark.parametrize("published", [16, 40])
-def test_rows_that_another_job_has_published_meanwhile_are_not_stored_twice(published: int, tmp_path: Path) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    late = open_store(tmp_path, keys)
-    early = open_store(tmp_path, keys)
-    fill(early, keys[:published], rows[:published])
-    early.close()
-    assert late.missing(keys).all()
-    assert fill(late, keys, rows) == 40 - published
-    late.close()
-    assert list(tmp_path.iterdir()) == [late.path]
-    file = ActivationFile(late.path)
-    file.verify()
-    assert file.manifest.capacity == 40
-    assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), rows)
-    for first in range(0, 40, BATCH_ROWS):
-        found = late.read(keys[first : first + BATCH_ROWS])
-        assert found is not None and torch.equal(found, rows[first : first + BATCH_ROWS])
-
-
-def test_rows_of_another_shape_published_meanwhile_are_refused_and_the_lock_let_go(tmp_path: Path) -> None:
-    keys = make_keys(40)
-    late, early = open_store(tmp_path, keys), open_store(tmp_path, keys)
-    fill(early, keys[:16], make_rows(16, shape=(7,)))
-    early.close()
-    with pytest.raises(CacheFault, match=r"holds rows of .*7.*, this run computes"):
-        fill(late, keys, make_rows(40))
-    late.discard()
-    assert list(tmp_path.iterdir()) == [early.path]
-
-
-def test_the_lock_of_a_killed_process_and_its_temporary_file_are_taken_over(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOCKER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        first.stdout.readline()
-        first.kill()
-        first.wait(timeout=60)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".tmp", ".lock"}
-    path = write_file(tmp_path)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-# Forks a child for each system call that publication makes, and lets the child kill itself just before it.
-KILLER = """
-import os, signal, sys
-from pathlib import Path
-from tests.single.cache.material import *
-from hvfreeze.cache.file.reader import ActivationFile
-
-directory, keys, rows = Path(sys.argv[1]), make_keys(40), make_rows(40)
-calls = 0
-
-def counted(real, fatal):
-    def call(*arguments, **options):
-        global calls
-        calls += 1
-        if calls == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return call
-
-def build(fatal, first):
-    for name in ("open", "pwrite", "posix_fallocate", "fsync", "replace", "unlink", "close"):
-        setattr(os, name, counted(getattr(os, name), fatal))
-    store = open_store(directory, keys)
-    fill(store, keys[first:], rows[first:])
-    store.close()
-
-for fatal in range(1, 1000):
-    child = os.fork()
-    if child == 0:
-        build(fatal, 0 if "partial" not in sys.argv else 16)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    path = open_store(directory, keys).path
-    state = "absent"
-    if path.exists():
-        file = ActivationFile(path)
-        file.verify()
-        state = f"{file.manifest.rows} rows"
-    print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else "done", state, flush=True)
-    if not os.WIFSIGNALED(status):
-        break
-    for left in directory.iterdir():
-        if left != path or "partial" not in sys.argv:
-            left.unlink()
-    if "partial" in sys.argv and path.exists() and file.manifest.rows == 40:
-        path.write_bytes(Path(sys.argv[2]).read_bytes())
-print(len(list(directory.iterdir())))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.fault
-def test_a_process_killed_at_any_write_leaves_no_file_or_a_complete_one(tmp_path: Path) -> None:
-    place = tmp_path / "cache"
-    place.mkdir()
-    command = [sys.executable, "-c", KILLER, str(place)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    *lines, left = done.stdout.splitlines()
-    assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
-    killed = {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]}
-    assert killed == {"absent", "40 rows"}
-
-
-@pytest.mark.slow
-@pytest.mark.fault
-def test_a_process_killed_while_it_completes_a_partial_file_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
-    place, keys = tmp_path / "cache", make_keys(40)
-    store = open_store(place, keys)
-    fill(store, keys[:16], make_rows(40)[:16])
-    store.close()
-    partial = tmp_path / "partial.h5"
-    partial.write_bytes(store.path.read_bytes())
-    command = [sys.executable, "-c", KILLER, str(place), str(partial), "partial"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    *lines, left = done.stdout.splitlines()
-    assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
-    killed = {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]}
-    assert killed == {"16 rows", "40 rows"}
 
 
 def test_the_budget_is_never_exceeded_over_files(tmp_path: Path) -> None:

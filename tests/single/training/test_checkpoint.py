@@ -1,12 +1,12 @@
+"""The file of a checkpoint: what it stands, and what is noticed."""
+
 from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import pickle
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,11 +20,10 @@ import torch
 
 from hvfreeze.errors import RefusedError
 from hvfreeze.training.checkpoints import file as checkpoint
-from tests.program import ROOT, call
+from tests.program import ROOT
+from tests.single.training.forging import Evil, forged
 
 KILLED_SAVES = Path(__file__).with_name("workers") / "killed_saves.py"
-SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "2"]
-SMALL += ["--threads", "1", "--freeze", "linear", "--interval", "3", "--freeze-warmup", "2", "--checkpoint-every", "1"]
 
 
 def state_after(step: int) -> dict[str, Any]:
@@ -51,12 +50,6 @@ def step_in(path: Path) -> int:
     step: int = state["step"]
     assert torch.equal(state["weights"], state_after(step)["weights"])
     return step
-
-
-def forged(shared: bytes, own: bytes = b"", **header: Any) -> bytes:
-    """A file around two sections whose digest is right."""
-    line = json.dumps({"step": 1, "size": 1, "sections": [len(shared), len(own)], **header}).encode() + b"\n"
-    return line + shared + own + hashlib.sha256(line + shared + own).hexdigest().encode()
 
 
 def test_what_was_saved_is_loaded_and_the_newest_two_are_kept(tmp_path: Path) -> None:
@@ -99,14 +92,6 @@ def test_another_number_of_ranks_cannot_resume(tmp_path: Path) -> None:
     path = save(tmp_path, 1, size=4)
     with pytest.raises(RefusedError, match=f"{path} was written by 4 ranks and cannot resume on 2"):
         checkpoint.open_checkpoint(path, size=2)
-
-
-class Evil:
-    def __init__(self, probe: Path) -> None:
-        self.probe = probe
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.probe),)
 
 
 @pytest.mark.parametrize("section", [0, 1], ids=["shared", "own"])
@@ -239,119 +224,3 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp
     assert len(found) > 20
     assert found == sorted(found)
     assert set(found) == {2, 3}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    outcome = call("train", *SMALL, "--run-dir", str(folder))
-    assert outcome.returncode == 0, str(outcome)
-    return folder
-
-
-def resume(folder: Path) -> Any:
-    return call("train", *SMALL, "--run-dir", str(folder), "--resume")
-
-
-def digest_of_run(folder: Path) -> str:
-    digest: str = json.loads((folder / "summary.json").read_text())["parameter_digest"]
-    return digest
-
-
-def test_the_program_refuses_a_damaged_checkpoint_and_goes_on_from_the_one_before(
-    finished: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(finished, tmp_path / "run")
-    (folder / "summary.json").unlink()
-    newest = checkpoint.newest(folder / "checkpoints")
-    assert newest is not None
-    damaged = bytearray(newest.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    newest.write_bytes(damaged)
-    logs = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "decisions.jsonl")}
-    refused = resume(folder)
-    assert refused.returncode == 3, str(refused)
-    assert len(refused.messages) == 1, str(refused)
-    assert f"{newest} is damaged" in refused.messages[0], str(refused)
-    assert {name: (folder / name).read_bytes() for name in logs} == logs
-    newest.unlink()
-    resumed = resume(folder)
-    assert resumed.returncode == 0, str(resumed)
-    assert digest_of_run(folder) == digest_of_run(finished)
-    assert (folder / "decisions.jsonl").read_bytes() == logs["decisions.jsonl"]
-
-
-def test_the_program_refuses_a_checkpoint_of_another_model(finished: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    outcome = call("train", *SMALL, "--model", "squeezenet1_1", "--run-dir", str(other))
-    assert outcome.returncode == 0, str(outcome)
-    folder = shutil.copytree(finished, tmp_path / "run")
-    theirs = checkpoint.newest(other / "checkpoints")
-    assert theirs is not None
-    (folder / "checkpoints" / theirs.name).write_bytes(theirs.read_bytes())
-    refused = resume(folder)
-    assert refused.returncode == 3, str(refused)
-    assert len(refused.messages) == 1, str(refused)
-    assert "another run's (model: 'squeezenet1_1' there, 'shufflenet_v2_x0_5' here)" in refused.messages[0], str(
-        refused
-    )
-
-
-def stopped_before_its_end(finished: Path, folder: Path) -> Path:
-    """A copy of a run that may be resumed; its newest checkpoint's path is returned."""
-    shutil.copytree(finished, folder)
-    (folder / "summary.json").unlink()
-    newest = checkpoint.newest(folder / "checkpoints")
-    assert newest is not None
-    return newest
-
-
-def test_the_program_refuses_every_cut_of_a_checkpoint_and_one_of_which_a_setting_differs(
-    finished: Path, tmp_path: Path
-) -> None:
-    newest = stopped_before_its_end(finished, tmp_path / "run")
-    whole = newest.read_bytes()
-    for kept in (*(len(whole) * tenth // 10 for tenth in range(10)), len(whole) - 1):
-        newest.write_bytes(whole[:kept])
-        refused = resume(tmp_path / "run")
-        assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
-        assert f"{newest} is damaged" in refused.messages[0], str(refused)
-    newest.write_bytes(whole)
-    opened = checkpoint.open_checkpoint(newest, size=1)
-    shared, own = (checkpoint.unpacked(opened.section(number), name="") for number in range(2))
-    for leaf, other in (("seed", 7), ("lr", 0.5), ("freeze", "static"), ("augment", "none")):
-        before = shared["run"][leaf]
-        forged_state = {**shared, "run": {**shared["run"], leaf: other}}
-        checkpoint.save(newest.parent, [checkpoint.packed(forged_state), checkpoint.packed(own)], step=opened.step)
-        refused = resume(tmp_path / "run")
-        assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
-        assert f"another run's ({leaf}: {other!r} there, {before!r} here)" in refused.messages[0], str(refused)
-    assert not (tmp_path / "run" / "summary.json").exists()
-
-
-def test_the_program_runs_no_code_that_a_checkpoint_holds(finished: Path, tmp_path: Path) -> None:
-    newest = stopped_before_its_end(finished, tmp_path / "run")
-    opened, probe = checkpoint.open_checkpoint(newest, size=1), tmp_path / "code-was-run"
-    for place in range(2):
-        sections = [bytes(opened.section(number).numpy()) for number in range(2)]
-        buffer = io.BytesIO()
-        torch.save({"step": opened.step, "evil": Evil(probe)}, buffer)
-        sections[place] = buffer.getvalue()
-        evil = tmp_path / f"evil{place}"
-        shutil.copytree(tmp_path / "run", evil)
-        (evil / "checkpoints" / newest.name).write_bytes(forged(*sections, step=opened.step))
-        refused = resume(evil)
-        assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
-        assert "holds more than plain values" in refused.messages[0] and not probe.exists(), str(refused)
-
-
-def test_the_program_refuses_logs_that_lack_lines(finished: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(finished, tmp_path / "run")
-    (folder / "summary.json").unlink()
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text(lines[0])
-    refused = resume(folder)
-    assert refused.returncode == 3, str(refused)
-    assert len(refused.messages) == 1, str(refused)
-    assert "metrics.jsonl has" in refused.messages[0], str(refused)
-    assert (folder / "metrics.jsonl").read_text() == lines[0]

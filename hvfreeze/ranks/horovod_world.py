@@ -28,13 +28,12 @@ from hvfreeze.ranks.machine.mpi_environment import (
     yield_when_crowded,
 )
 from hvfreeze.ranks.machine.stall_watch import STALL_SECONDS, StallWatch
-from hvfreeze.ranks.world import LoneRank, SoloWorld, World
+from hvfreeze.ranks.world import LENGTH_BYTES, LoneRank, SoloWorld, World, behind_length, taken_apart
 
 T = TypeVar("T")
 
 PIECE_BYTES = 2**30
 """What travels at once: MPI counts in 32 bits, and ends the job beyond."""
-LENGTH_BYTES = 8
 HEAD_BYTES = 1016
 """Of an object that is broadcast: as much travels with its length, which saves most of them a message."""
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
@@ -95,16 +94,9 @@ class HorovodWorld:
 
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value`."""
-        content = pickle.dumps(value)
-        mine = torch.frombuffer(bytearray(len(content).to_bytes(LENGTH_BYTES, "little") + content), dtype=torch.uint8)
-        gathered = self._collect(self._hvd.allgather_async, mine, name, self._set).numpy().tobytes()
-        values, start = [], 0
-        while start < len(gathered):
-            start += LENGTH_BYTES
-            end = start + int.from_bytes(gathered[start - LENGTH_BYTES : start], "little")
-            values.append(pickle.loads(gathered[start:end]))
-            start = end
-        return values
+        mine = torch.frombuffer(bytearray(behind_length(pickle.dumps(value))), dtype=torch.uint8)
+        gathered = self._collect(self._hvd.allgather_async, mine, name, self._set)
+        return [pickle.loads(content) for content in taken_apart(gathered.numpy().tobytes())]
 
     def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
         """Return on rank 0 every rank's `data`."""
@@ -131,7 +123,7 @@ class HorovodWorld:
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `root`'s value."""
         content = pickle.dumps(value) if self.rank == root else b""
-        head = len(content).to_bytes(LENGTH_BYTES, "little") + content[:HEAD_BYTES]
+        head = behind_length(content)[: LENGTH_BYTES + HEAD_BYTES]
         first = torch.frombuffer(bytearray(head.ljust(LENGTH_BYTES + HEAD_BYTES)), dtype=torch.uint8)
         self.broadcast_(first, name=f"{name}.head", root=root)
         received = first.numpy().tobytes()

@@ -16,6 +16,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+LENGTH_BYTES = 8
+"""What a message's length takes."""
+
 
 class World(Protocol):
     """One rank's view of a job, or of some of its ranks, which are then numbered anew from 0.
@@ -138,6 +141,22 @@ class LoneRank(SoloWorld):
     def abort(self, code: int) -> None:
         """End the whole job."""
         self._job.abort(code)
+
+
+def behind_length(content: bytes) -> bytes:
+    """Return a message that tells its length, so that several can travel in one piece; see `taken_apart`."""
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content
+
+
+def taken_apart(messages: bytes) -> list[bytes]:
+    """Return the contents of messages that lie one behind the other."""
+    contents, start = [], 0
+    while start < len(messages):
+        start += LENGTH_BYTES
+        end = start + int.from_bytes(messages[start - LENGTH_BYTES : start], "little")
+        contents.append(messages[start:end])
+        start = end
+    return contents
 
 
 def end_job_on_exception(world: World) -> None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.program import NOBODY, OFFLINE, Outcome, call, contents, save_photos, spawn, without_privileges
+from tests.program import Outcome, call, contents, spawn, without_privileges
+from tests.single.refusing import SMALL, refused
 
-SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "96", "--batch-size", "16"]
-SMALL += ["--epochs", "1", "--threads", "1"]
-TRAIN_ON = ["train", "--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
-TRAIN_ON += ["--data", "imagefolder", "--data-dir"]
 PROBE = "code-was-run"
 
 
@@ -30,26 +25,6 @@ class Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.probe,)
-
-
-def refused(outcome: Outcome, code: int, *fragments: str) -> None:
-    assert outcome.returncode == code, str(outcome)
-    assert len(outcome.messages) == 1, str(outcome)
-    assert "Traceback" not in outcome.stdout + outcome.stderr, str(outcome)
-    assert outcome.stderr.splitlines()[-1].endswith(outcome.messages[0]), f"more was said after the message\n{outcome}"
-    missing = [fragment for fragment in fragments if fragment not in outcome.messages[0]]
-    assert not missing, f"{missing} not in the message\n{outcome}"
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """A run directory that nothing may be written to."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    before = contents(folder)
-    yield folder
-    assert contents(folder) == before
 
 
 USAGE = [
@@ -173,71 +148,6 @@ def test_a_configuration_file_that_cannot_be_read_is_refused(run_dir: Path, tmp_
         refused(call("train", "--run-dir", str(run_dir), "--config", str(path)), 2, "--config", str(path))
 
 
-def train_on(folder: Path, run_dir: Path) -> Outcome:
-    return call(*TRAIN_ON, str(folder), "--run-dir", str(run_dir))
-
-
-def test_a_data_folder_that_is_absent_or_empty_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    refused(train_on(tmp_path / "absent", run_dir), 3, str(tmp_path / "absent"), "--data-dir")
-    (tmp_path / "empty").mkdir()
-    refused(train_on(tmp_path / "empty", run_dir), 3, str(tmp_path / "empty"), "class folders")
-    photos = save_photos(tmp_path / "photos")
-    for image in (photos / "train" / "b").iterdir():
-        image.unlink()
-    refused(train_on(photos, run_dir), 3, str(photos / "train" / "b"), "no image")
-
-
-def test_a_data_folder_that_may_not_be_read_is_refused() -> None:
-    # Not below pytest's own folder, which others than its owner cannot reach.
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run_dir, photos = folder / "run", save_photos(folder / "photos")
-        run_dir.mkdir()
-        folder.chmod(0o755)
-        if os.geteuid() == 0:
-            os.chown(run_dir, NOBODY, NOBODY)
-        (photos / "train" / "a").chmod(0)
-        with without_privileges():
-            outcome = train_on(photos, run_dir)
-        (photos / "train" / "a").chmod(0o700)
-        refused(outcome, 3, str(photos / "train" / "a"), "cannot be read (Permission denied)")
-        assert not contents(run_dir)
-
-
-def test_one_class_only_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    photos = save_photos(tmp_path / "photos", classes="a")
-    refused(train_on(photos, run_dir), 3, str(photos / "train"), "one class only")
-
-
-def test_a_damaged_image_is_named_before_training(run_dir: Path, tmp_path: Path) -> None:
-    photos = save_photos(tmp_path / "photos")
-    image = photos / "train" / "b" / "17.png"
-    whole = image.read_bytes()
-    image.write_bytes(whole[: len(whole) // 2])
-    refused(train_on(photos, run_dir), 3, str(image), "not an intact image")
-    image.write_bytes(b"")
-    refused(train_on(photos, run_dir), 3, str(image), "not an intact image")
-
-
-def test_a_damaged_image_that_is_streamed_is_named_when_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hvfreeze.training.making.assembling.memory_budget", lambda local_size: 0)
-    photos = save_photos(tmp_path / "photos")
-    image = photos / "test" / "b" / "02.png"
-    whole = image.read_bytes()
-    image.write_bytes(whole[: len(whole) // 2])
-    refused(train_on(photos, tmp_path / "run"), 3, str(image), "not an intact image")
-    image.write_bytes(whole)
-    again = call(*TRAIN_ON, str(photos), "--run-dir", str(tmp_path / "run"), "--resume")
-    assert again.returncode == 0, str(again)
-
-
-def test_images_of_several_sizes_need_an_image_size(run_dir: Path, tmp_path: Path) -> None:
-    photos = save_photos(tmp_path / "photos", sides=(32, 40))
-    refused(train_on(photos, run_dir), 2, str(photos), "32x32", "40x40", "--image-size")
-
-
 def test_weights_that_do_not_fit_are_refused(run_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
 
@@ -322,24 +232,6 @@ def test_each_kind_of_refusal_is_the_exit_code_of_the_process(finished: Path, ru
     refused(spawn("train", "--epoch", "2", "--run-dir", str(run_dir)), 2, "'--epoch'", "'--epochs'")
     refused(spawn("train", *SMALL, "--lr", "0.2", "--run-dir", str(finished), "--resume"), 3, "lr: 0.1 there, 0.2 here")
     assert contents(finished) == before
-
-
-def test_data_that_is_absent_is_refused_where_nothing_can_be_downloaded(run_dir: Path, tmp_path: Path) -> None:
-    empty = tmp_path / "data"
-    outcome = spawn(
-        "train",
-        *SMALL,
-        "--data",
-        "cifar10",
-        "--data-dir",
-        str(empty),
-        "--run-dir",
-        str(run_dir),
-        env=OFFLINE,
-        timeout=60,
-    )
-    refused(outcome, 3, "CIFAR10", str(empty), "cannot be downloaded", "--data-dir", "--data digits")
-    assert not list(empty.iterdir())
 
 
 def test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them(tmp_path: Path) -> None:

@@ -154,6 +154,8 @@ class Remembered:
         if self._spec is None:
             self._spec = spec
             self._columns = [torch.empty(len(self._known), *leaf.shape[1:], dtype=leaf.dtype) for leaf in leaves]
+        if spec != self._spec:
+            raise UsageError(f"labels or inputs come as {spec}, in the batch before as {self._spec}: give split=")
         if any(column.shape[1:] != leaf.shape[1:] for column, leaf in zip(self._columns, leaves, strict=True)):
             raise UsageError("labels or inputs have another shape than in the batch before: pad them to one length")
         for column, leaf in zip(self._columns, leaves, strict=True):

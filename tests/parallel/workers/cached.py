@@ -39,8 +39,8 @@ def main() -> None:
     world, root = open_world(), Path(sys.argv[1])
     end_job_on_exception(world)
     found: dict[str, Any] = {}
-    # What a family adds does not depend on the number of ranks: all three take part at one size.
-    for build in (resnet, mobilenet, vit) if world.size == 3 else (resnet,):
+    # What a family adds does not depend on the number of ranks: each takes part at one size or two.
+    for build in {2: (mobilenet,), 3: (resnet, vit)}.get(world.size, (resnet,)):
         let_runs_build(lambda classes, build=build: build())  # type: ignore[misc]
 
         def settings(name: str, build: Any = build, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hvfreeze.cache.activations import PrefixActivations
-from hvfreeze.cache.compute import Activations, NullActivations, RunBlocks
+from hvfreeze.cache.compute import Activations, LoadImages, NullActivations, RunBlocks
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.file.names import refusals
@@ -27,6 +27,19 @@ from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 
+NOTHING_KEPT: dict[str, Any] = {
+    "mode": "off",
+    "exact": True,
+    "bytes": 0,
+    "rows_written": 0,
+    "rows_read": 0,
+    "rows_read_predicted": 0.0,
+    "seconds_saved_predicted": 0.0,
+    "seconds_saved": 0.0,
+    "stays": [],
+}
+"""summary.json's `cache` of a run without one."""
+
 
 class NoCache:
     """`--cache off`: the prefix is computed in every epoch."""
@@ -41,19 +54,14 @@ class NoCache:
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
         """Do nothing. Collective in `Caching`."""
 
+    @property
+    def keeps(self) -> bool:
+        """Return False."""
+        return False
+
     def report(self) -> dict[str, Any]:
         """Return summary.json's `cache`. Collective in `Caching`."""
-        return {
-            "mode": "off",
-            "exact": True,
-            "bytes": 0,
-            "rows_written": 0,
-            "rows_read": 0,
-            "rows_read_predicted": 0.0,
-            "seconds_saved_predicted": 0.0,
-            "seconds_saved": 0.0,
-            "stays": [],
-        }
+        return dict(NOTHING_KEPT)
 
 
 @dataclass
@@ -65,7 +73,10 @@ class Caching:
     world: World
     split: Split
     recipe: Recipe
-    shuffled_globally: bool
+    shared: bool
+    """Whether no rank knows its own samples beforehand, so that each stores a fixed share and all read all."""
+    digest: Callable[[int], str]
+    """Cut -> digest of the prefix."""
     activations: PrefixActivations
     planner: Planner
     account: Account
@@ -89,8 +100,13 @@ class Caching:
         if self._cut == 0 or self.activations.failed is not None:
             self.activations.begin_cut(self._cut)
             return
-        self._mark = self.split.fingerprint(self.chain, cuts, self.recipe)
+        self._mark = self.split.fingerprint(self.chain, cuts, self.recipe, prefix=self.digest(self._cut))
         self._consider()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether rows of the current cut are kept. Not a collective."""
+        return self._cut > 0 and not self._declined and self.activations.failed is None
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
         """Announce an epoch's batches, and fill in what a partly filled cache lacks where that saves forwards.
@@ -136,17 +152,14 @@ class Caching:
         self._agree_on_failure()
         if use and self.activations.failed is None:
             self._tell_refusals(mark)
-        if use and self.activations.failed is None and self.shuffled_globally:
+        if use and self.activations.failed is None and self.shared:
             self._fill()
         elif not again:
             # What is left of the epoch under way, should the cut have moved in its middle.
             self.activations.sweep()
 
     def _fill(self) -> None:
-        """Compute rows before training goes on, because no rank knows its own samples beforehand. Collective.
-
-        Each rank computes a fixed share and all read all.
-        """
+        """Compute rows before training goes on, of which each rank stores a share and all read all. Collective."""
         self.activations.sweep(everything=True)
         self.activations.publish()
         self.world.barrier(name=f"cache.{self.split.name}")
@@ -202,6 +215,9 @@ def open_caching(
     run_blocks: RunBlocks,
     owner: str,
     say: Callable[[str], None],
+    load_images: LoadImages | None = None,
+    digest: Callable[[int], str] | None = None,
+    shared: bool = False,
 ) -> NoCache | Caching:
     """Return how `split`'s activations are kept; with `--cache auto` and views that never come again they are not.
 
@@ -217,6 +233,9 @@ def open_caching(
         run_blocks: runs frozen blocks.
         owner: names the run; only its own files are ever removed.
         say: tells the user a line; does nothing but on rank 0.
+        load_images: what rows are computed from; None is the split's images.
+        digest: cut -> digest of the prefix; None is that of the chain, all of whose blocks are here.
+        shared: samples of `split` are met by other ranks too, which read what this one stores.
 
     Collective: every rank of `world` must call this.
 
@@ -227,7 +246,7 @@ def open_caching(
 
     def load(ids: Ids, views: Ids) -> Tensor:
         with clock.within("data"), misses.loading():
-            return split.images.load(ids, views)
+            return (load_images or split.images.load)(ids, views)
 
     def compute(x: Tensor, start: int, stop: int) -> Tensor:
         with clock.within("forward"), misses.running(start, stop):
@@ -242,6 +261,7 @@ def open_caching(
     private = not settings.cache_shared
     prepare = partial(prepare_directory, outlook.directory, private=private)
     together(world, prepare, name=f"cache.directory.{split.name}")
+    shared, digest = shared or shuffled_globally, digest or partial(prefix_digest, chain)
     activations = PrefixActivations(
         run_blocks=compute,
         load_images=load,
@@ -249,14 +269,14 @@ def open_caching(
         directory=outlook.directory,
         shard=f"{world.rank}of{world.size}",
         stored=recipe.stored,
-        shared=shuffled_globally,
+        shared=shared,
         private=private,
         on_failure="stop" if settings.cache_failure == "stop" else "recompute",
         budget=outlook.budget,
         owner=owner,
         phase=clock.within,
-        prefix_digest=lambda cut: prefix_digest(chain, cut),
+        prefix_digest=digest,
     )
     account = Account(misses, activations.counters)
-    planner = Planner(world, split, recipe, outlook, run_blocks, misses, all_at_once=shuffled_globally)
-    return Caching(settings, chain, world, split, recipe, shuffled_globally, activations, planner, account, say)
+    planner = Planner(world, split, recipe, outlook, run_blocks, misses, all_at_once=shared)
+    return Caching(settings, chain, world, split, recipe, shared, digest, activations, planner, account, say)

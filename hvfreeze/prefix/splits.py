@@ -66,11 +66,16 @@ class Split:
         epochs = range(epoch, epoch + self.num_views)
         return [(self.ids, augment.view_of(self.ids, epoch=later, data_seed=seed)) for later in epochs]
 
-    def fingerprint(self, chain: Chain, cuts: Sequence[int], recipe: Recipe) -> Fingerprint:
-        """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far."""
+    def fingerprint(
+        self, chain: Chain, cuts: Sequence[int], recipe: Recipe, *, prefix: str | None = None
+    ) -> Fingerprint:
+        """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far.
+
+        Where blocks of the prefix lie on other ranks, `prefix` is its digest.
+        """
         transform, cut = self.images.transform, cuts[-1]
         return activation_fingerprint(
-            prefix=prefix_digest(chain, cut),
+            prefix=prefix_digest(chain, cut) if prefix is None else prefix,
             operations={"name": type(chain.model).__name__, "sha256": operations_digest(chain, cut)},
             cut=cut,
             data={"name": self.image_set.name, "sha256": self.image_set.identity()},

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from hvfreeze.config.optimizer import OptimizerConfig
-from hvfreeze.config.sections import CacheConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.solving import times_asked_for
 from hvfreeze.prefix.features import Features, Halves, open_features
-from hvfreeze.prefix.measuring import Horizon, Outlook, open_budget, suffix_seconds
 from hvfreeze.prefix.splits import Recipe, Split
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.caching import open_outlook
 from hvfreeze.strategies.freezing import open_freezer
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.strategies.replicas.exchange_plan import open_plan
@@ -39,7 +36,7 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     )
     halves = Halves(materials.chain, settings.precision)
     recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
-    outlook = open_outlook(materials, config.cache, settings, freezer)
+    outlook = open_outlook(materials, config.cache, settings, freezer, size=world.size)
     passes = passes_to_solve(materials, memory_bytes=outlook.memory_bytes) if config.head.exact else 1.0
 
     def features(split: Split, clock: PhaseClock) -> Features:
@@ -107,26 +104,6 @@ def check_arithmetic(materials: Materials, settings: OptimizerConfig) -> None:
         )
         error.everywhere = True
         raise error
-
-
-def open_outlook(materials: Materials, settings: CacheConfig, optimizer: OptimizerConfig, freezer: Freezer) -> Outlook:
-    """Return what plans for the cache must know of the run; training and evaluation pay from its one budget."""
-    world, place, per_epoch = materials.world, materials.place(settings), materials.corpus.plan.batches_per_epoch
-
-    def batches_trained(steps: int) -> float:
-        return steps * per_epoch / optimizer.steps_per_epoch(per_epoch)
-
-    def horizon() -> Horizon:
-        epoch = freezer.step // freezer.cadence.steps_per_epoch
-        return Horizon(freezer.epochs_left, freezer.epochs_until_move(), epoch)
-
-    return Outlook(
-        horizon=horizon,
-        suffix_seconds=lambda: suffix_seconds(materials.clock, batches=batches_trained(freezer.step)),
-        budget=open_budget(settings, place, size=world.size),
-        directory=place,
-        memory_bytes=memory_budget(world.local_size),
-    )
 
 
 def passes_to_solve(materials: Materials, *, memory_bytes: int) -> float:

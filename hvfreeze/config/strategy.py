@@ -11,7 +11,7 @@ STRATEGIES = ("replicas", "shared-trunk", "grid")
 OWN_FLAGS = {
     "replicas": (),
     "shared-trunk": ("heads", "tasks", "head_blocks", "labels", "trunk", "cut_by", "cut_at"),
-    "grid": ("parts", "replicas", "micro_batches", "pipeline", "cut_by", "cut_at"),
+    "grid": ("parts", "replicas", "micro_batches", "pipeline", "redeal", "cut_by", "cut_at"),
 }
 """The flags that only some strategies know. Their defaults are None, so that one is seen to be given."""
 
@@ -65,6 +65,12 @@ class StrategyConfig:
     pipeline: str | None = setting(
         None, "HOW", "grid: fill-drain (all forwards first) or 1f1b (fewest activations kept), the same bits; [1f1b]"
     )
+    redeal: str | None = setting(
+        None,
+        "HOW",
+        "grid: on (ranks whose blocks are all frozen, or cached, become further lines of the rest) or off (they wait); "
+        "[off]",
+    )
 
     def __post_init__(self) -> None:
         one_of("strategy", self.strategy, STRATEGIES)
@@ -84,6 +90,7 @@ class StrategyConfig:
             ("trunk", ("split", "whole")),
             ("cut_by", ("compute", "params", "count", "given")),
             ("pipeline", ("fill-drain", "1f1b")),
+            ("redeal", ("on", "off")),
         ):
             if getattr(self, flag) is not None:
                 one_of(flag.replace("_", "-"), getattr(self, flag), choices)
@@ -123,6 +130,11 @@ class StrategyConfig:
             f"start {parts * replicas} ranks, or leave one of the two out",
         )
         return parts
+
+    @property
+    def redeals(self) -> bool:
+        """Whether the ranks of a grid are dealt out anew when its front freezes."""
+        return self.redeal == "on"
 
     def _belongs(self, flag: str, value: Any) -> None:
         owners = [name for name, flags in OWN_FLAGS.items() if flag in flags]

@@ -42,15 +42,24 @@ def open_segments(
     Raises:
         UsageError: --cut-at does not fit.
     """
-    world, chain = materials.world, materials.chain
     by, starts = settings.cut_by or "compute", settings.starts()
     if by == "given":
-        return together(world, lambda: cut_at(starts, depth=depth, parts=parts), name="cutting.given")
+        return together(materials.world, lambda: cut_at(starts, depth=depth, parts=parts), name="cutting.given")
+    return cut_evenly(block_costs(materials, settings, measure)[:depth], parts=parts)
+
+
+def block_costs(
+    materials: Materials, settings: StrategyConfig, measure: Callable[[], Sequence[float]]
+) -> Sequence[float]:
+    """Return by --cut-by what each block costs, seconds where cuts are given; the same on all ranks.
+
+    Collective: every rank of the world must call this. Of what `measure` returns only rank 0's seconds count.
+    """
+    world, chain, by = materials.world, materials.chain, settings.cut_by
+    depth = len(chain.blocks)
     if by == "params":
-        costs: Sequence[float] = [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)]
-    elif by == "count":
-        costs = [1.0] * depth
-    else:
-        # Times differ between ranks and runs; where the cut is changes no bit.
-        costs = world.broadcast_object(list(measure()) if world.rank == 0 else [], name="cutting.seconds")
-    return cut_evenly(costs, parts=parts)
+        return [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)]
+    if by == "count":
+        return [1.0] * depth
+    # Times differ between ranks and runs; where the cut is changes no bit.
+    return world.broadcast_object(list(measure()) if world.rank == 0 else [], name="cutting.seconds")

@@ -35,7 +35,7 @@ CHOICES = {
     "grid": Choice(
         "hvfreeze.strategies.grid.opening:open_grid",
         lambda settings, world: settings.grid_parts(world.size),
-        lambda settings, place: place == 0,
+        lambda settings, place: place == 0 or settings.redeals,
     ),
 }
 

@@ -8,29 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from hvfreeze.chain.segments import Segment
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.prefix.caching import NOTHING_KEPT
 from hvfreeze.ranks.machine.share import peak_memory_bytes
 from hvfreeze.ranks.wire import LaneCounts
-from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What all ranks know of the run."""
-
-    parts: int
-    replicas: int
-    micro_batches: int
-    schedule: str
-
-    def plan_of(self, segments: tuple[Segment, ...]) -> Plan:
-        """Return how batches go through a line that is cut into `segments`."""
-        return Plan(segments, self.micro_batches, self.schedule)
-
-    def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint must have been made with."""
-        return {"parts": self.parts, "replicas": self.replicas, "micro_batches": self.micro_batches}
+from hvfreeze.strategies.grid.dealing.deal import Deal
+from hvfreeze.strategies.grid.dealing.moving import MOVING
+from hvfreeze.strategies.grid.facts import Facts
+from hvfreeze.strategies.grid.line.pipeline import EVALUATION, LANES
+from hvfreeze.strategies.grid.rows.entry import merged
+from hvfreeze.strategies.grid.rows.errands import ERRANDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +37,8 @@ class Share:
     cpu_seconds: float
     wait_seconds: float
     """For what its neighbours sent, in training."""
+    cache: Mapping[str, Any] | None
+    """What this rank answers for of the training samples' cache."""
 
 
 def share_of(
@@ -60,6 +49,7 @@ def share_of(
     counts: Mapping[str, LaneCounts],
     cpu_seconds: float,
     signal_bytes: int,
+    cache: Mapping[str, Any] | None,
 ) -> Share:
     """Return this rank's."""
     states = [value for state in freezer.optimizer.state.values() for value in state.values()]
@@ -72,22 +62,29 @@ def share_of(
         peak_memory_bytes=peak_memory_bytes(),
         cpu_seconds=cpu_seconds,
         wait_seconds=sum(counts[lane].wait_seconds for lane in LANES),
+        cache=cache,
     )
 
 
-def together_of(facts: Facts, segments: tuple[Segment, ...], shares: Sequence[Share]) -> dict[str, Any]:
-    """Return the entries of a report, of what all ranks had and did, in rank order."""
+def together_of(facts: Facts, deals: Sequence[Deal], shares: Sequence[Share]) -> dict[str, Any]:
+    """Return the entries of a report, of what all ranks had and did, in rank order; `deals` the run has had so far."""
+    cache: dict[str, Any] = {}
+    for share in shares:
+        cache = merged(cache, share.cache) if share.cache else cache
     return {
         # Partitions differ in size: what the rank that hands over most does.
         "allreduce_bytes": max(share.allreduce_bytes for share in shares),
         "other_collective_bytes": max(share.other_bytes for share in shares),
-        "cache": {"mode": "off", "exact": True, "bytes": 0, "rows_written": 0, "rows_read": 0},
+        "cache": {**(cache or NOTHING_KEPT), "mode": facts.cache},
         "grid": {
-            **facts.identity(),
+            **facts.shape(),
             "pipeline": facts.schedule,
-            "segments": [list(segment) for segment in segments],
+            "segments": [list(segment) for segment in deals[-1].segments],
+            "deals": [{**deal.plain(), "replicas": facts.replicas * facts.parts // deal.parts} for deal in deals],
             "wire_bytes": {lane: sum(share.sent[lane] for share in shares) for lane in LANES},
             "evaluation_wire_bytes": sum(share.sent[EVALUATION] for share in shares),
+            "errand_bytes": sum(share.sent[ERRANDS] for share in shares),
+            "moved_bytes": sum(share.sent[MOVING] for share in shares),
             "allreduce_bytes": [share.allreduce_bytes for share in shares],
             "parameter_bytes": [share.parameter_bytes for share in shares],
             "optimizer_bytes": [share.optimizer_bytes for share in shares],

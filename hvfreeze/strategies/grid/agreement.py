@@ -5,7 +5,9 @@ Each rank knows its own blocks' part of it alone, and the last one of a line the
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +89,29 @@ class Agreement:
             )
             error.everywhere = True
             raise error
+
+
+def digest_of(everyone: Sequence[Mapping[int, str]], names: Sequence[str], *, step: int) -> str:
+    """Return the digest over all blocks, which does not depend on where they are cut.
+
+    Args:
+        everyone: of each rank, the digests of the blocks that it holds.
+        names: of all blocks.
+        step: for the message.
+
+    Raises:
+        DivergedError: ranks hold different values of one block.
+    """
+    found: dict[int, str] = {}
+    for rank, digests in enumerate(everyone):
+        for block, digest in digests.items():
+            if found.setdefault(block, digest) != digest:
+                other = next(r for r, theirs in enumerate(everyone) if block in theirs)
+                raise DivergedError(
+                    f"block {names[block]} differs between ranks {other} and {rank} after step {step}; parameters must "
+                    "change by updates only"
+                )
+    return hashlib.sha256("\n".join(found[block] for block in sorted(found)).encode()).hexdigest()
 
 
 def squared_norm(reducer: Reducer) -> float:

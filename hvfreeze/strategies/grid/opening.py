@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
-from hvfreeze.chain.blocks import Chain
 from hvfreeze.chain.segments import Boundary, Segment
 from hvfreeze.config.tree import Config
 from hvfreeze.data.decoding import Images
-from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
 from hvfreeze.prefix.features import Halves
 from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.mesh import open_line, open_mesh
+from hvfreeze.ranks.mesh import Mesh, open_line, open_mesh
 from hvfreeze.ranks.wire import open_wire
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.cutting import example_images, open_segments
+from hvfreeze.strategies.cutting import block_costs, example_images, open_segments
 from hvfreeze.strategies.freezing import open_freezer
-from hvfreeze.strategies.grid.account import Facts
-from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline
+from hvfreeze.strategies.grid.dealing.deal import Deal, shorter_lines
+from hvfreeze.strategies.grid.dealing.holding import Holding, Place
+from hvfreeze.strategies.grid.dealing.moving import MOVING
+from hvfreeze.strategies.grid.facts import Facts, check_segments, facts_of
+from hvfreeze.strategies.grid.line.pipeline import EVALUATION, LANES, Pipeline
+from hvfreeze.strategies.grid.line.trial import Trial, sizes_of, try_blocks
+from hvfreeze.strategies.grid.rows.entry import AsImages, AsRows, Entry
+from hvfreeze.strategies.grid.rows.errands import ERRANDS, Errands
+from hvfreeze.strategies.grid.rows.keeping import Keeper, keeps_rows
 from hvfreeze.strategies.grid.strategy import Grid
-from hvfreeze.strategies.grid.trial import Trial, sizes_of, try_blocks
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.updates.objective import Objective
 
@@ -49,93 +54,101 @@ def open_grid(materials: Materials, config: Config) -> Grid:
         parts=facts.parts,
     )
     together(world, lambda: check_segments(segments, facts, config, materials.chain), name="grid.segments")
-    mesh = open_mesh(world, partitions=facts.parts)
-    line = open_line(mesh) if facts.parts > 1 and observes(config) else None
+    costs = block_costs(materials, config.strategy, lambda: trials[min(trials)].seconds)
+    places = open_places(world, facts, observing=observes(config))
     boundaries = {rows: trial.boundaries for rows, trial in trials.items()}
-    wire = open_wire(world, [*LANES, EVALUATION])
-
-    def pipeline(images: Images, clock: PhaseClock) -> Pipeline:
-        return Pipeline(
-            plan=facts.plan_of(segments),
-            mesh=mesh,
-            halves=halves,
-            wire=wire,
-            boundaries=boundaries,
-            load=lambda batch: images.load(batch.ids, batch.views),
-            objective=Objective(smoothing=config.optimizer.label_smoothing),
-            clock=clock,
-        )
-
     introduce(materials, facts, segments, boundaries[config.optimizer.batch_size])
-    images = (materials.feed.images, materials.evaluated)
-
-    def train(segment: Segment) -> Freezer:
-        return open_freezer(
-            materials,
-            materials.chain.named_parameters(*segment),
-            config.optimizer,
-            config.freeze,
-            world=mesh.replica_world,
-            held=segment,
-            join=join_of(line),
-        )
+    entries, pipelines = open_lines(materials, config, facts, halves, boundaries)
 
     def opened() -> Grid:
+        settings = config.optimizer
+        holding = Holding(
+            facts,
+            Deal(segments),
+            places,
+            materials.chain,
+            pipelines,
+            open_freezer=partial(train, materials, config),
+            settings=settings,
+            costs=costs,
+        )
         return Grid(
             facts,
-            mesh,
-            pipeline(images[0], materials.clock),
-            # Seconds of an evaluation are counted as a whole, by the loop.
-            pipeline(images[1], PhaseClock()),
-            images,
-            open_freezer=train,
-            settings=config.optimizer,
+            holding,
+            pipelines,
+            (materials.feed.images, materials.evaluated),
+            entries,
+            settings=settings,
             world=world,
             clock=materials.clock,
+            say=materials.say,
         )
 
     return together(world, opened, name="grid.freezer")
 
 
-def facts_of(config: Config, materials: Materials) -> Facts:
-    """Return the grid's shape.
+def open_lines(
+    materials: Materials,
+    config: Config,
+    facts: Facts,
+    halves: Halves,
+    boundaries: Mapping[int, Sequence[Boundary]],
+) -> tuple[tuple[Entry, Entry], tuple[Pipeline, Pipeline]]:
+    """Return where batches come in, and this rank's part in its line, both for training and for evaluation.
 
-    Raises:
-        UsageError: settings do not fit each other, or the model.
+    Collective: every rank of the world must call this.
     """
-    settings, rows, blocks = config.strategy, config.optimizer.batch_size, len(materials.chain.blocks)
-    parts = settings.grid_parts(materials.world.size)
-    check_settings(config)
-    if parts > blocks:
-        raise UsageError(
-            f"--parts ({parts}) must be at most {blocks}, the blocks of {config.model.model} with --blocks "
-            f"{config.model.blocks}; use fewer parts, or finer --blocks"
+    world, keeper = materials.world, Keeper(materials, config)
+    kept = together(world, lambda: keeps_rows(config, facts, world), name="grid.rows")
+    wire = open_wire(world, [*LANES, EVALUATION, ERRANDS, MOVING])
+
+    def errands(mesh: Mesh, deal: Deal, reader: int) -> Errands:
+        return Errands(mesh, deal.segments, reader, halves=halves, wire=wire, boundaries=boundaries)
+
+    def opened(name: str, images: Images, clock: PhaseClock) -> tuple[Entry, Pipeline]:
+        entry = AsRows(name, world, errands, partial(keeper.open, name, clock)) if kept else AsImages()
+        pipeline = Pipeline(
+            halves=halves,
+            wire=wire,
+            boundaries=boundaries,
+            load=lambda batch: images.load(batch.ids, batch.views),
+            entry=entry,
+            objective=Objective(smoothing=config.optimizer.label_smoothing),
+            clock=clock,
         )
-    number = settings.micro_batches
-    if number is not None and number > rows:
-        raise UsageError(f"--micro-batches ({number}) must be at most --batch-size ({rows})")
-    if number is None:
-        # Two samples at least: BatchNorm cannot normalise one.
-        number = max(1, min(2 * parts, rows // 2)) if parts > 1 else 1
-    return Facts(
-        parts=parts,
-        replicas=materials.world.size // parts,
-        micro_batches=number,
-        schedule=settings.pipeline or "1f1b",
+        return entry, pipeline
+
+    training = opened("train", materials.feed.images, materials.clock)
+    # Seconds of an evaluation are counted as a whole, by the loop.
+    evaluation = opened("test", materials.evaluated, PhaseClock())
+    return (training[0], evaluation[0]), (training[1], evaluation[1])
+
+
+def train(materials: Materials, config: Config, place: Place, segment: Segment) -> Freezer:
+    """Return what trains the blocks of `segment` on a rank that stands at `place`."""
+    return open_freezer(
+        materials,
+        materials.chain.named_parameters(*segment),
+        config.optimizer,
+        config.freeze,
+        world=place.mesh.replica_world,
+        held=segment,
+        join=join_of(place.line),
     )
 
 
-def check_settings(config: Config) -> None:
-    """Refuse settings of which nothing could come."""
-    kind = config.optimizer.compression.partition(":")[0]
-    for flag, value, fits, why in (
-        ("cache", config.cache.cache, config.cache.cache == "off", "a grid keeps no activations"),
-        ("mixup", config.optimizer.mixup, config.optimizer.mixup == 0, "no rank has both images and labels of pairs"),
-        ("compression", config.optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
-        ("optimizer", config.optimizer.optimizer, config.optimizer.optimizer != "lars", "choose sgd or adamw"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy grid: {why}")
+def open_places(world: World, facts: Facts, *, observing: bool) -> dict[int, Place]:
+    """Return this rank's place in lines of every length that there may be, the run's first one first.
+
+    Collective: every rank of the world must call this, while nothing else is on its way.
+    """
+    shorter = shorter_lines(facts.parts, micro_batches=facts.micro_batches)
+    places = {}
+    # Now, and not when ranks are dealt out anew: a run that is resumed begins with the deal that it had.
+    for parts in [facts.parts, *(shorter if facts.redeals else [])]:
+        mesh = open_mesh(world, partitions=parts)
+        places[parts] = Place(mesh, open_line(mesh) if parts > 1 and observing else None)
+    return places
 
 
 def try_sizes(materials: Materials, config: Config, halves: Halves, facts: Facts) -> dict[int, Trial]:
@@ -143,20 +156,6 @@ def try_sizes(materials: Materials, config: Config, halves: Halves, facts: Facts
     images = example_images(materials, rows=config.optimizer.batch_size)
     rows = {*sizes_of(len(images), facts.micro_batches), len(images)}
     return {number: try_blocks(materials.chain, halves.part, images[:number]) for number in sorted(rows)}
-
-
-def check_segments(segments: Sequence[Segment], facts: Facts, config: Config, chain: Chain) -> None:
-    """Refuse cuts that leave a rank without parameters."""
-    if len(segments) < facts.parts:
-        raise UsageError(
-            f"--cut-at ({config.strategy.cut_at}) must be {facts.parts - 1} numbers with --parts {facts.parts}"
-        )
-    for start, stop in segments:
-        if not chain.named_parameters(start, stop):
-            names = ", ".join(block.name for block in chain.blocks[start:stop])
-            raise UsageError(
-                f"--parts ({facts.parts}): one part, {names}, has no parameters; cut it elsewhere (--cut-at)"
-            )
 
 
 def observes(config: Config) -> bool:

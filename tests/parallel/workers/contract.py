@@ -20,10 +20,18 @@ from hvfreeze.training.making.preparing import prepare
 from tests.parallel.workers.checking import run_checks
 
 BATCH, STEPS, RATE = 6, 4, 0.05
+CACHED = {"augment": "views:2", "cache": "on"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "replicas": {"freeze": "linear", "interval": 2, "freeze_warmup": 2, "augment": "views:2", "cache": "on"},
-    "shared-trunk": {"heads": 3, "head_blocks": 2, "labels": "ride", "augment": "views:2", "cache": "on"},
-    "grid": {"freeze": "linear", "interval": 2, "freeze_warmup": 2, "micro_batches": 2},
+    "replicas": {"freeze": "linear", "interval": 2, "freeze_warmup": 2, **CACHED},
+    "shared-trunk": {"heads": 3, "head_blocks": 2, "labels": "ride", **CACHED},
+    "grid": {
+        "freeze": "linear",
+        "interval": 2,
+        "freeze_warmup": 2,
+        "augment": "views:2",
+        "cache": "on",
+        "redeal": "on",
+    },
 }
 """What a strategy is tried with; it should move, keep and exchange all that it can."""
 MODELS = {"grid": "resnet20"}
@@ -48,7 +56,9 @@ UNFIT: dict[str, list[dict[str, Any]]] = {
         {"compression": "powersgd:2"},
         {"cut_by": "given", "cut_at": "3,2,1"},
         {"freeze": "static", "cut": 99},
-        {"cache": "on", "augment": "none"},
+        {"micro_batches": 4, "redeal": "off"},
+        {"micro_batches": 5},
+        {"vote_weight": "1,1,1,1,1"},
     ],
 }
 """What a strategy must refuse, on all ranks."""
@@ -74,8 +84,9 @@ class Trial:
             "strategy": self.name,
             "run_dir": str(self.root / f"{self.name}-{self.count}"),
         }
-        if self.name == "grid" and self.world.size == 4:
-            base["parts"] = 2
+        if self.name == "grid":
+            # Samples of a batch that every number of partitions divides.
+            base |= {"parts": 2 if self.world.size == 4 else None, "micro_batches": 3 if self.world.size == 3 else 2}
         return prepare(from_dict({**base, **SETTINGS[self.name], **changes}), self.world)
 
     def train(self, job: Job, *, first: int, last: int, disturbed: bool = False) -> str:

@@ -19,7 +19,7 @@ from hvfreeze.data.batches import open_feeds
 from hvfreeze.errors import DivergedError, NumericsError
 from hvfreeze.freezing import freezer
 from hvfreeze.ranks.world import SoloWorld, World
-from hvfreeze.strategies.grid.trial import Trial as Tried
+from hvfreeze.strategies.grid.line.trial import Trial as Tried
 from hvfreeze.training.making.samples import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.grid import Grid
@@ -158,7 +158,10 @@ def check_a_grid_that_splits_no_batch_is_replicas_with_their_votes(trial: Trial)
     parts = max(parts for parts in range(1, size + 1) if size % parts == 0 and (parts < size or size != 4))
     replicas = size // parts
     some = trial.world.among(range(replicas))
-    for kind in ({"freeze": "static", "cut": FROZEN}, {**VOTED, "vote_weight": "loss"}):
+    for kind in (
+        {"freeze": "static", "cut": FROZEN, "optimizer": "adamw", "accumulate": 2, "momentum": 0.8},
+        {**VOTED, "vote_weight": "loss"},
+    ):
         name = kind["freeze"]
         summary = run(trial.grid(name, (parts, replicas, 1), **kind), trial.world)
         if some is not None:
@@ -177,6 +180,30 @@ def check_a_grid_that_splits_no_batch_is_replicas_with_their_votes(trial: Trial)
         if name == "static":
             see_that_frozen_ranges_are_silent(summary)
         trial.world.barrier(name="test.votes")
+
+
+def check_compressed_and_clipped_gradients_are_those_of_replicas(trial: Trial) -> None:
+    if trial.world.size != 2:
+        return
+    alone = trial.world.among([0])
+    for name, shape, kind in (
+        ("fp16", (1, 2, 1), {"compression": "fp16"}),
+        ("clipped", (2, 1, 1), {"clip_grad": 0.5, "lr": SMALL_LR}),
+    ):
+        some = trial.world if shape[1] == 2 else alone
+        run(trial.grid(name, shape, **kind), trial.world)
+        if some is not None:
+            run(
+                trial.config(f"{name}-plain", shares=shape[1], blocks="residual", **{"lr": rate_of(shape), **kind}),
+                some,
+            )
+        if trial.world.rank == 0:
+            found, expected = trial.model(name), trial.model(f"{name}-plain")
+            assert name == "clipped" or differing(found, expected) == []
+            for key in expected:
+                # PyTorch clips to a norm that is larger by a millionth.
+                torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-5)
+        trial.world.barrier(name="test.options")
 
 
 def see_that_frozen_ranges_are_silent(summary: dict[str, Any]) -> None:

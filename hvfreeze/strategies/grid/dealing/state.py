@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -47,15 +48,17 @@ def redealt(
     """Yield for each of `segments` the state with which a grid of another shape goes on.
 
     Running statistics are those of all replicas' batches together. Every rank is taken for the one that has handed over
-    most gradients.
+    most gradients; what all have sent to neighbours is the first rank's.
     """
     tensors: dict[str, list[Tensor]] = {}
     optimizer: dict[str, Any] = {}
     exponents: dict[str, int] = {}
     handed_over = [0, 0]
     first: Named = {}
+    sent: Counter[str] = Counter()
     for own in owns:
         first = first or own
+        sent.update(own["sent"])
         for name, tensor in own["tensors"].items():
             # Parameters are equal on all replicas, BatchNorm's statistics are each one's own.
             if name not in tensors or name.endswith(("running_mean", "running_var")):
@@ -65,7 +68,7 @@ def redealt(
         handed_over = [max(pair) for pair in zip(handed_over, own["bytes"], strict=True)]
     values = pooled(tensors)
     freezer = Freezer.redealt(first["freezer"], restep=restep)
-    for segment in segments:
+    for rank, segment in enumerate(segments):
         mine = [name for name, _ in tensors_of(chain, segment)]
         yield {
             "tensors": {name: values[name] for name in mine},
@@ -73,6 +76,7 @@ def redealt(
             "freezer": freezer,
             "reducer": {**first["reducer"], "exponents": {n: exponents[n] for n in mine if n in exponents}},
             "bytes": handed_over,
+            "sent": dict(sent) if rank == 0 else dict.fromkeys(sent, 0),
         }
 
 

@@ -4,15 +4,16 @@
 
 Several models on one frozen trunk, split over three ranks or whole on each: time, processor seconds, bytes, memory,
 ways of labels, batch sizes, and a cache that lets the line fall silent. One model in a grid of partitions and replicas:
-its speed under the pipeline's bound, memory and bytes by the formula, and against replicas on two nodes at 1 Gbit/s of
-the local cluster; these runs come last, and `--only` leaves them out where there can be no cluster.
+its speed under the pipeline's bound, memory and bytes by the formula; ranks whose blocks are frozen or cached, dealt
+out anew or waiting; and against replicas on two nodes at 1 Gbit/s of the local cluster; these runs come last, and
+`--only` leaves them out where there can be no cluster.
 """
 
 from __future__ import annotations
 
 import sys
 
-from analysis.parts.strategies import grid_runs, trunk_runs
+from analysis.parts.strategies import grid_runs, redealing_runs, trunk_runs
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset
 from analysis.sweeps.questions import Answer, Drawing, Experiment
@@ -23,7 +24,7 @@ from hvfreeze.report.tables import Table
 
 def runs(preset: Preset) -> list[PlannedRun]:
     """Return the runs on this machine."""
-    return [*trunk_runs.planned(preset), *grid_runs.planned(preset)]
+    return [*trunk_runs.planned(preset), *grid_runs.planned(preset), *redealing_runs.planned(preset)]
 
 
 def then(preset: Preset, results: Results) -> list[PlannedRun]:
@@ -33,12 +34,12 @@ def then(preset: Preset, results: Results) -> list[PlannedRun]:
 
 def answers(results: Results) -> list[Answer]:
     """Return what both strategies cost and give."""
-    return [*trunk_runs.answers(results), *grid_runs.answers(results)]
+    return [*trunk_runs.answers(results), *grid_runs.answers(results), *redealing_runs.answers(results)]
 
 
 def tables(results: Results) -> list[Table]:
     """Return both strategies' tables."""
-    return [*trunk_runs.tables(results), *grid_runs.tables(results)]
+    return [*trunk_runs.tables(results), *grid_runs.tables(results), *redealing_runs.tables(results)]
 
 
 def drawings(results: Results) -> list[Drawing]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis import strategies
-from analysis.parts.strategies import grid_runs
+from analysis.parts.strategies import grid_runs, redealing_runs
 from analysis.sweeps import experiment as sweep
 from analysis.sweeps import writeup
 from analysis.sweeps.launching import Site
@@ -27,9 +27,19 @@ def test_every_run_is_one_that_the_program_accepts_and_nodes_come_last() -> None
     for preset in (SMOKE, REDUCED):
         planned = sweep.plan(strategies.EXPERIMENT, preset, sweep.Results(Path()))
         assert all(run.config().strategy.strategy in ("grid", "shared-trunk") for run in planned)
-        assert all("weights" not in run.flags for run in planned if run.label.startswith("grid"))
+        assert all("weights" not in run.flags for run in planned if run.flags["strategy"] == "grid")
         nodes = [run.nodes for run in planned]
         assert nodes == sorted(nodes) and max(nodes) == (0 if preset.is_smoke else 2)
+
+
+def test_a_line_takes_what_its_slowest_rank_takes_and_ranks_that_wait_take_nothing() -> None:
+    halves, whole = [(0, 1), (1, 2)], [(0, 2)]
+    frozen = {"cut": 1, "cached": False}
+    assert redealing_runs.step_work([1.0, 1.0], halves, **frozen, micro_batches=8) == 3 * (8 + 1)
+    assert redealing_runs.step_work([1.0, 1.0], whole, **frozen, micro_batches=4) == 4 * 4
+    cached = {"cut": 1, "cached": True}
+    assert redealing_runs.step_work([1.0, 1.0], halves, **cached, micro_batches=8) == 3 * 8
+    assert redealing_runs.step_work([1.0, 1.0], whole, **cached, micro_batches=4) == 3 * 4
 
 
 def told(planned: PlannedRun) -> dict[str, Any]:
@@ -59,6 +69,11 @@ def told(planned: PlannedRun) -> dict[str, Any]:
             "replicas": 1,
             "micro_batches": 2,
             "segments": [[0, 5], [5, 11]] if ranks == 2 else [[0, 11]],
+            "deals": [
+                {"replicas": 1, "parts": ranks, "segments": [[0, 5], [5, 11]] if ranks == 2 else [[0, 11]]},
+                *([{"replicas": 2, "parts": 1, "segments": [[0, 11]]}] if planned.flags.get("redeal") == "on" else []),
+            ],
+            "moved_bytes": 10**6 if planned.flags.get("redeal") == "on" else 0,
             "wire_bytes": {"activations": 1, "errors": 0},
             "allreduce_bytes": [0] * ranks,
             "parameter_bytes": [10**6 // ranks] * ranks,
@@ -80,11 +95,13 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monk
     monkeypatch.setattr(sweep, "launch", launched)
     monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
     results = carried_out(strategies.EXPERIMENT, SMOKE, tmp_path)
-    trunk, *_, memory = strategies.tables(results)
+    trunk, *_, memory, dealt = strategies.tables(results)
     fits = {row[0]: row[-1] for row in trunk.rows}
     assert fits == {"whole": "-", "split": "yes", "cached": "-"}
     assert {row[0]: row[-1] for row in memory.rows} == {"grid-1x1-m2": "NO", "grid-2x1-m2": "NO"}
     assert [row[1] for row in memory.rows] == ["2.0 MB", "1.0 MB 1.0 MB"]
-    cost, silent = strategies.answers(results)
+    assert [row[1] for row in dealt.rows] == ["1 x 2", "1 x 2 then 2 x 1"] * 2 and dealt.rows[3][3] == "2.00x"
+    cost, silent, again = strategies.answers(results)
+    assert "cached: " in again.text and "2.00x predicted" in again.text
     assert "0.25x of their processor seconds" in cost.text
     assert silent.text.startswith(f"{8 * 24 * 64 * 32 + 8 * 16 * 4096}, 0")

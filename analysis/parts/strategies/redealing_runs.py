@@ -1,0 +1,130 @@
+"""Ranks of a grid whose blocks are frozen, or cached: dealt out anew, or waiting. The runs, and what they say.
+
+A block that trains takes a forward pass and a backward pass of twice the time, one that is frozen a forward pass, one
+that is cached nothing. A line of P ranks takes the time of its slowest, M + P - 1 times for M micro-batches; ranks that
+have nothing to do count for nothing. Lines that share a batch have each their part of M.
+Source: He et al., "PipeTransformer", ICML 2021, arXiv 2102.03161.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from analysis.parts.strategies.grid_runs import grid_of, run, runs_with, throughput_ratio
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.questions import Answer
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import shown
+from hvfreeze.chain.blocks import Chain, cut_into_blocks
+from hvfreeze.chain.models import build_model
+from hvfreeze.chain.segments import Segment, work_of
+from hvfreeze.report.tables import Table
+from hvfreeze.report.units import factor, megabytes
+from hvfreeze.runs.reading import Run
+
+CUT = 5
+"""Blocks of resnet20 that are frozen: all of the first partition, which is cut there."""
+KINDS = {"frozen": "off", "cached": "on"}
+"""What the frozen blocks are -> --cache."""
+
+
+def planned(preset: Preset) -> list[PlannedRun]:
+    """Return the runs: each kind with ranks that wait, and with ranks that are dealt out anew."""
+    shape = (2, 1, 2) if preset.is_smoke else (2, 1, 8)
+    runs = []
+    for kind, cache in KINDS.items():
+        for redeal in ("off", "on"):
+            changes: dict[str, Value] = {"freeze": "static", "cut": CUT, "cut_by": "given", "cut_at": str(CUT)}
+            changes |= {"cache": cache, "redeal": redeal, "augment": "none", "evaluate_every": 3, "epochs": 3}
+            made = run(preset, shape, seed=0, changes=changes)
+            runs.append(PlannedRun(label=label_of(kind, redeal), seed=0, flags=made.flags, ranks=made.ranks))
+    return runs
+
+
+def label_of(kind: str, redeal: str) -> str:
+    """Return what a run is called."""
+    return f"{kind}-{'redealt' if redeal == 'on' else 'waiting'}"
+
+
+def chain_of(run: Run) -> Chain:
+    """Return the chain that a run has trained."""
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(run.settings["model"], num_classes=10, image_size=run.settings["image_size"]).model
+    return cut_into_blocks(model, scheme="residual")
+
+
+def step_work(
+    work: Sequence[float], segments: Sequence[Segment], *, cut: int, cached: bool, micro_batches: int
+) -> float:
+    """Return how long a line's step takes, in forward passes' operations of a micro-batch.
+
+    Args:
+        work: of each block's forward pass.
+        segments: by partition.
+        cut: frozen blocks.
+        cached: whether they cost nothing.
+        micro_batches: that go through this line.
+    """
+    each = [0.0 if cached and block < cut else one * (1 if block < cut else 3) for block, one in enumerate(work)]
+    parts = [sum(each[start:stop]) for start, stop in segments]
+    working = sum(part > 0 for part in parts)
+    return max(parts) * (micro_batches + working - 1)
+
+
+def predicted_gain(waiting: Run, redealt: Run) -> float:
+    """Return how many times as fast a step should be with ranks that are dealt out anew, where each has a core."""
+    size, takes = waiting.settings["image_size"], []
+    work = [float(number) for number in work_of(chain_of(waiting), torch.zeros(1, 3, size, size))]
+    for one in (waiting, redealt):
+        grid, deal = grid_of(one), grid_of(one)["deals"][-1]
+        lines = deal["replicas"] // grid["replicas"]
+        takes.append(
+            step_work(
+                work,
+                deal["segments"],
+                cut=one.settings["cut"],
+                cached=one.settings["cache"] == "on",
+                micro_batches=grid["micro_batches"] // lines,
+            )
+        )
+    return takes[0] / takes[1]
+
+
+def pairs(results: Results) -> list[tuple[str, Run, Run]]:
+    """Return the kinds whose two runs are there, with both."""
+    found = []
+    for kind in KINDS:
+        waiting, redealt = (runs_with(results, label_of(kind, redeal)) for redeal in ("off", "on"))
+        if waiting and redealt:
+            found.append((kind, waiting[0], redealt[0]))
+    return found
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return what dealing ranks out anew brings."""
+    found, told = pairs(results), []
+    for kind, waiting, redealt in found:
+        gain = throughput_ratio(results, label_of(kind, "on"), label_of(kind, "off"))
+        told.append(f"{kind}: {shown(gain, factor)} as fast, {factor(predicted_gain(waiting, redealt))} predicted")
+    if not told:
+        return []
+    text = f"The first of two partitions is frozen; its rank becomes a second line of all blocks. {'; '.join(told)}."
+    return [Answer(question="Does dealing ranks out anew pay, against letting them wait?", text=text, n=gain.n)]
+
+
+def tables(results: Results) -> list[Table]:
+    """Return speed beside the prediction, and what travels."""
+    rows = []
+    for kind, waiting, redealt in pairs(results):
+        gain = throughput_ratio(results, label_of(kind, "on"), label_of(kind, "off"))
+        predicted = predicted_gain(waiting, redealt)
+        for one, told in ((waiting, ("", "")), (redealt, (shown(gain, factor), factor(predicted)))):
+            grid = grid_of(one)
+            sent = (grid["wire_bytes"]["activations"], sum(grid["allreduce_bytes"]), grid["moved_bytes"])
+            lines = " then ".join(f"{deal['replicas']} x {deal['parts']}" for deal in grid["deals"])
+            label = label_of(kind, one.settings["redeal"])
+            rows.append((label, lines, *told, *(megabytes(number) for number in sent)))
+    columns = ("Run", "Lines x ranks", "Over ranks that wait", "Predicted", "Activations", "Gradients", "Blocks moved")
+    return [Table(title="Ranks dealt out anew", columns=columns, rows=tuple(rows))] if rows else []

@@ -180,6 +180,6 @@ def introduce(materials: Materials, facts: Facts, segments: tuple[Segment, ...],
     cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in segments)
     sent = facts.plan_of(segments).bytes_per_step(batch, cut=0)
     materials.say(
-        f"grid: {facts.parts} parts (blocks {cuts}) x {facts.replicas} replicas, {facts.micro_batches} micro-batches, "
+        f"grid: parts {facts.parts} (blocks {cuts}), replicas {facts.replicas}, micro-batches {facts.micro_batches}, "
         f"{facts.schedule}; bytes a step in a line: {', '.join(f'{lane} {number}' for lane, number in sent.items())}"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvfreeze.errors import UsageError
-from hvfreeze.own_loop.samples import Remembered
+from hvfreeze.own_loop.cached.samples import Remembered
 
 IDS, VIEWS = np.array([2, 0]), np.zeros(2, np.int64)
 

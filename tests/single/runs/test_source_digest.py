@@ -13,7 +13,7 @@ def test_any_other_source_of_any_module_has_another_digest(tmp_path: Path) -> No
     assert source_digest(copy) == source_digest()
     modules = sorted(copy.rglob("*.py"))
     assert any(module.parent.name == "file" for module in modules), "the cache's modules count too"
-    for module in (modules[0], copy / "cache" / "plan.py", copy / "strategies" / "strategy.py"):
+    for module in (modules[0], copy / "cache" / "planning" / "plan.py", copy / "strategies" / "strategy.py"):
         text = module.read_text()
         module.write_text(text + "\n")
         assert source_digest(copy) != source_digest(), module

@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("workers") / "grid.py"
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("size", sizes(2, 3, 4, of=(2, 3, 4)))
+@pytest.mark.parametrize("size", sizes(2, 3, 4))
 def test_a_grid_trains_the_model_that_one_process_would(size: int, tmp_path: Path) -> None:
     result = mpirun(size, WORKER, args=[str(tmp_path)], timeout=240)
     assert result.returncode == 0, str(result)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from analysis.parts.cached_epochs import saved_by_clocks
-from analysis.parts.networks.tables import kept, table
+from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from hvfreeze.report.units import seconds
@@ -153,8 +153,9 @@ def network(root: Path) -> str:
         return NOTHING_YET
     return (
         "ResNet-18 at 32 pixels, 64 images a rank, one rank a node: images a second, and in brackets the part of as "
-        "many times one node's\n([numbers, forecasts, limits](analysis/results/network/README.md)). The first four "
-        f"ways are `--compression` of ours.\n\n{table(rows)}"
+        "many times the fastest way's\non one node ([numbers, forecasts, limits](analysis/results/network/README.md)). "
+        "The first four "
+        f"ways are `--compression` of ours.\n\n{table(rows)}\n\n{verdicts(rows)}"
     )
 
 

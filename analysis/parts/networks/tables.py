@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NETWORKS = [(1, "")] + [(nodes, limit) for limit in ("200mbit", "1gbit", "10gbit", "") for nodes in (2, 4)]
+LIMITS = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "": "no limit"}
 WAYS = ("auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
 
 
@@ -18,10 +19,15 @@ def kept(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def best_alone(rows: Sequence[dict[str, str]]) -> float:
+    """Return images/s on one node of the fastest way: nothing travels there, so they differ by noise and overhead."""
+    return max((float(row["images_per_second"]) for row in rows if row["nodes"] == "1"), default=float("nan"))
+
+
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Return images/s by network and way, and the part of as many single nodes that ours, uncompressed, make."""
+    """Return images/s by network and way, and the part of as many times the fastest way's on one node."""
     paces = {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
-    alone = paces.get(("1", "", "uncompressed"), float("nan"))
+    alone = best_alone(rows)
     lines = [f"| nodes | link | {' | '.join(WAYS)} |", "|---:|---|" + "---:|" * len(WAYS)]
     for nodes, bandwidth in NETWORKS:
         found = [paces.get((str(nodes), bandwidth, way)) for way in WAYS]
@@ -29,6 +35,29 @@ def table(rows: Sequence[dict[str, str]]) -> str:
             cells = [f"{pace:.0f} ({pace / nodes / alone:.2f})" for pace in found if pace is not None]
             lines.append(f"| {nodes} | {bandwidth or 'unlimited'} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def verdicts(rows: Sequence[dict[str, str]]) -> str:
+    """Return in words what `auto` makes of networks, and who is faster where; nothing while rows are missing."""
+    paces = {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
+    if len(paces) < len(NETWORKS) * len(WAYS):
+        return ""
+    alone, free = best_alone(rows), paces["4", "", "uncompressed"]
+    made = [
+        f"at {LIMITS[limit]} two nodes train {paces['2', limit, 'auto'] / (2 * alone):.2f} of twice what one does, "
+        f"four {paces['4', limit, 'auto'] / free:.2f} of what they do without a limit"
+        for limit in ("1gbit", "200mbit")
+    ]
+    faster = {
+        way: [
+            f"{nodes} nodes at {LIMITS[limit]}"
+            for nodes, limit in NETWORKS
+            if nodes > 1 and paces[str(nodes), limit, way] > paces[str(nodes), limit, "auto"]
+        ]
+        for way in ("Horovod fp16", "DDP + PowerSGD")
+    }
+    lost = "; ".join(f"{way} on {', '.join(where)}" for way, where in faster.items() if where)
+    return f"With `auto`, {'; '.join(made)}. Faster than it: {lost or 'neither of the other two'}."
 
 
 def forecasts(rows: Sequence[dict[str, str]]) -> str:

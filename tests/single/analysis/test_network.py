@@ -1,0 +1,37 @@
+"""What is said of the networks follows from the rows that are kept."""
+
+from __future__ import annotations
+
+from analysis.parts.networks.tables import NETWORKS, WAYS, table, verdicts
+
+
+def rows(**paces: float) -> list[dict[str, str]]:
+    """Images a second by way: 100 a node on every network, but for those that are given."""
+    return [
+        {
+            "nodes": str(nodes),
+            "bandwidth": limit,
+            "way": way,
+            "images_per_second": str(paces.get(f"{way} {nodes} {limit}", 100.0 * nodes)),
+        }
+        for nodes, limit in NETWORKS
+        for way in WAYS
+    ]
+
+
+def test_a_part_of_as_many_nodes_and_who_was_faster_are_said() -> None:
+    found = rows(**{"auto 2 1gbit": 180.0, "auto 4 200mbit": 100.0, "Horovod fp16 4 200mbit": 101.0})
+    said = verdicts(found)
+    assert "at 1 Gbit/s two nodes train 0.90 of twice what one does, four 1.00 of" in said
+    assert "at 200 Mbit/s two nodes train 1.00 of twice what one does, four 0.25 of" in said
+    assert said.endswith(
+        "Faster than it: Horovod fp16 on 2 nodes at 1 Gbit/s, 4 nodes at 200 Mbit/s; DDP + PowerSGD on 2 nodes at "
+        "1 Gbit/s, 4 nodes at 200 Mbit/s."
+    )
+    assert "neither" in verdicts(rows())
+    assert "| 2 | 1gbit | 180 (0.90) |" in table(found)
+
+
+def test_nothing_is_said_while_rows_are_missing() -> None:
+    assert verdicts(rows()[:-1]) == ""
+    assert verdicts([]) == ""

@@ -30,10 +30,11 @@ from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish
+from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
 
-SECONDS = 240.0
+SECONDS = 900.0
 """After which a network's job hangs."""
 
 
@@ -52,17 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if rest and not options.all:
         parser.error(f"unknown arguments: {' '.join(rest)}")
-    require_cluster()
-    rows = kept(options.out / "rows.csv")
-    for nodes, bandwidth in NETWORKS[:2] if options.quick else NETWORKS:
-        if not any((row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth) for row in rows):
-            rows += [
-                {key: str(value) for key, value in row.items()} for row in rows_of(nodes, bandwidth, options.quick)
-            ]
-            publish(options.out / "rows.csv", to_csv(rows))
-            publish(options.out / "README.md", readme(rows))
-            print("\n".join(line(row) for row in rows if (row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth)))
+    try:
+        require_cluster()
+        measure_missing(options.out, quick=options.quick)
+    except HvfreezeError as error:
+        print(f"network: error: {error}", file=sys.stderr)
+        return error.exit_code
     return others(rest) if options.all else 0
+
+
+def measure_missing(out: Path, *, quick: bool) -> None:
+    """Measure every network that has no rows yet, and write them up one by one.
+
+    Raises:
+        RefusedError: a job failed; what was measured before is kept.
+    """
+    rows = kept(out / "rows.csv")
+    for nodes, bandwidth in NETWORKS[:2] if quick else NETWORKS:
+        if not any((row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth) for row in rows):
+            rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, bandwidth, quick)]
+            publish(out / "rows.csv", to_csv(rows))
+            publish(out / "README.md", readme(rows))
+            print("\n".join(line(row) for row in rows if (row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth)))
 
 
 def others(arguments: Sequence[str]) -> int:
@@ -83,7 +95,13 @@ def rows_of(nodes: int, bandwidth: str, quick: bool) -> list[dict[str, Any]]:
         job += ["--worker", str(found), str(scratch), *(["--quick"] if quick else [])]
         command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
         variables = {**environment(os.environ), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=SECONDS)
+        try:
+            subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=SECONDS)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            how = "hangs" if isinstance(error, subprocess.TimeoutExpired) else f"ended with code {error.returncode}"
+            raise RefusedError(
+                f"{nodes} nodes at {bandwidth or 'no limit'}: the job {how}; run it again to go on"
+            ) from error
         told = json.loads(found.read_text(encoding="utf-8"))
     return [row_of(nodes, bandwidth, way, told["seconds"][way], told["told"][way]) for way in WAYS]
 

@@ -1,6 +1,6 @@
 """What a training step costs at every cut, live and cached, on 1, 2 and 4 ranks; `analysis.peers` counts with it.
 
-    python -m analysis.step_costs                     both image sizes, 12 minutes, into analysis/results/step_costs
+    python -m analysis.step_costs                     both image sizes, 35 minutes, into analysis/results/step_costs
     python -m analysis.step_costs --quick             only see that everything runs
 
 Accuracies of a comparison repeat exactly, wherever and beside whatever its runs were made; seconds do not. So steps are

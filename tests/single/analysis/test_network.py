@@ -25,8 +25,8 @@ def test_a_part_of_as_many_nodes_and_who_was_faster_are_said() -> None:
     assert "at 1 Gbit/s two nodes train 0.90 of twice what one does, four 1.00 of" in said
     assert "at 200 Mbit/s two nodes train 1.00 of twice what one does, four 0.25 of" in said
     assert said.endswith(
-        "Faster than it: Horovod fp16 on 2 nodes at 1 Gbit/s, 4 nodes at 200 Mbit/s; DDP + PowerSGD on 2 nodes at "
-        "1 Gbit/s, 4 nodes at 200 Mbit/s."
+        "Faster than it: Horovod fp16 on 4 nodes at 200 Mbit/s, 2 nodes at 1 Gbit/s; DDP + PowerSGD on 4 nodes at "
+        "200 Mbit/s, 2 nodes at 1 Gbit/s."
     )
     assert "neither" in verdicts(rows())
     assert "| 2 | 1gbit | 180 (0.90) |" in table(found)

@@ -140,9 +140,8 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
     return (
         "# Training on 1, 2 and 4 nodes, by network and by way of exchanging gradients\n\n"
         "Images a second, and in brackets the part of as many times the fastest way's on one node. ResNet-18 at "
-        f"32 pixels, {BATCH_ROWS} images a rank and step, nothing frozen, one rank a node, one thread a rank. PowerSGD has "
-        "rank "
-        f"{LOW_RANK} everywhere.\n\n{table(rows)}\n\n"
+        f"32 pixels, {BATCH_ROWS} images a rank and step, nothing frozen, one rank a node, one thread a rank. "
+        f"PowerSGD has rank {LOW_RANK} everywhere.\n\n{table(rows)}\n\n"
         f"What a step was forecast to take after the first few, and took:\n\n{forecasts(rows)}\n\n"
         "## Limits\n\n"
         "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"

@@ -161,7 +161,7 @@ def round_of(life: Life, chance: random.Random, *, expected: dict[str, Any], lon
         left = job.clear_up()
     # What a hang leaves is told as a hang.
     faults += ["orphans"] if left and code is not None else []
-    said = (job.out / "output").read_text(errors="replace")
+    said = (job.out / "output").read_text(errors="replace").replace(f"{ROOT}/", "")
     faults += ["traceback"] if "Traceback" in said else []
     why = state_is_whole(life)
     faults += ["corrupt"] if why else []

@@ -61,7 +61,7 @@ class Ledger:
         for signal, to in sorted({(entry["signal"], entry["to"]) for entry in kills}):
             mine = [entry for entry in kills if (entry["signal"], entry["to"]) == (signal, to)]
             took = [entry["ended_after"] for entry in mine]
-            codes = ", ".join(f"{code} ({n}x)" for code, n in sorted(Counter(e["code"] for e in mine).items()))
+            codes = ", ".join(f"{code} ({n}x)" for code, n in sorted(Counter(str(e["code"]) for e in mine).items()))
             yield f"| {signal} | {to} | {len(mine)} | {statistics.median(took):.1f} | {max(took):.1f} | {codes} |"
 
     def write_up(self, **provenance: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.parallel import pool
 from tests.parallel.mpirun import environment
+from tests.program import contents
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -54,3 +55,14 @@ def standing_processes_stay() -> Iterator[None]:
     """Fails the test that ends a standing process, as one does that closes a descriptor that is not its own."""
     yield
     pool.check()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A run directory that nothing may be written to."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before

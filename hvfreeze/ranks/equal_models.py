@@ -25,6 +25,8 @@ def broadcast_model(model: nn.Module, world: World) -> None:
     Raises:
         DivergedError: a rank's model has other parameters or buffers than rank 0's; on all ranks.
     """
+    if world.size == 1:
+        return
     state = model.state_dict()
     mine = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in state.items()]
     _require_equal(world.allgather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), name="initial"))

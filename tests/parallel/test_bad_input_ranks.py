@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,6 @@ def refused(result: Any, code: int, *fragments: str) -> None:
     assert "Traceback" not in result.stdout + result.stderr, str(result)
     missing = [fragment for fragment in fragments if fragment not in said[0]]
     assert not missing, f"{missing} not in the message\n{result}"
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """A run directory that nothing may be written to."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    before = contents(folder)
-    yield folder
-    assert contents(folder) == before
 
 
 def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> Result:

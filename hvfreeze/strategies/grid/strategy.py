@@ -33,7 +33,7 @@ from hvfreeze.strategies.grid.facts import Facts
 from hvfreeze.strategies.grid.line.micro_batches import joined
 from hvfreeze.strategies.grid.line.pipeline import Pipeline
 from hvfreeze.strategies.grid.rows.entry import Entry
-from hvfreeze.strategies.grid.rows.frozen import FrozenPrefix
+from hvfreeze.strategies.grid.rows.frozen import SpreadPrefix
 from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult, WholeModel
 
 
@@ -71,7 +71,7 @@ class Grid:
         self._settings, self._say = settings, say
         self._agreement = Agreement(world, replicas=facts.replicas, clips=settings.clip_grad is not None)
         self._before: dict[str, int] = {}
-        self._prefix = FrozenPrefix(world, self.chain)
+        self._prefix = SpreadPrefix(world, self.chain)
         self._others: list[Batch] = []
         """The evaluation batches for which other lines of this replica answer."""
         self._cpu_start = time.process_time()
@@ -179,7 +179,7 @@ class Grid:
             raise RefusedError(f"the checkpoint is of a grid of {theirs}, and this is one of {self.facts.identity()}")
         self.holding.put_back(deals, own)
         self._agreement.replicas, self._agreement.bytes = self.holding.mesh.replicas, own["signals"]
-        self._prefix = FrozenPrefix(self.world, self.chain)
+        self._prefix = SpreadPrefix(self.world, self.chain)
         counts = self.training.wire.counts
         self._before = {lane: sent - counts[lane].bytes_sent for lane, sent in own["sent"].items()}
 

@@ -25,8 +25,11 @@ def run_epoch(activations: Activations, batches: Batches, *, sweep: bool = False
 
 def check_epoch(activations: Activations, net: FrozenNet, batches: Batches, *, sweep: bool = False) -> None:
     """The epoch's batches have the bits and strides of an epoch without a cache."""
+    check_outputs(run_epoch(activations, batches, sweep=sweep), net, activations.cut, batches)
+
+
+def check_outputs(outputs: Sequence[Tensor], net: FrozenNet, cut: int, batches: Batches) -> None:
+    """These are the bits and strides of an epoch without a cache."""
     reference = net.null()
-    reference.begin_cut(activations.cut)
-    outputs = run_epoch(activations, batches, sweep=sweep)
-    expected = run_epoch(reference, batches)
-    assert all(same_bits(left, right) for left, right in zip(outputs, expected, strict=True))
+    reference.begin_cut(cut)
+    assert all(same_bits(left, right) for left, right in zip(outputs, run_epoch(reference, batches), strict=True))

@@ -22,7 +22,7 @@ from hvfreeze.ranks.world import World
 from hvfreeze.strategies.grid.dealing.deal import Deal
 from hvfreeze.strategies.grid.dealing.holding import Holding
 from hvfreeze.strategies.grid.rows.errands import Errands
-from hvfreeze.strategies.grid.rows.frozen import FrozenPrefix
+from hvfreeze.strategies.grid.rows.frozen import SpreadPrefix
 
 
 class OpenFeatures(Protocol):
@@ -45,7 +45,7 @@ class AsImages:
     depth = 0
     reader = 0
 
-    def begin_epoch(self, batches: Sequence[Batch], holding: Holding, prefix: FrozenPrefix) -> list[str]:
+    def begin_epoch(self, batches: Sequence[Batch], holding: Holding, prefix: SpreadPrefix) -> list[str]:
         """Do nothing. Collective in `AsRows`."""
         return []
 
@@ -87,7 +87,7 @@ class AsRows:
         self._lines: list[str] = []
         """That a reader has for the user."""
 
-    def begin_epoch(self, batches: Sequence[Batch], holding: Holding, prefix: FrozenPrefix) -> list[str]:
+    def begin_epoch(self, batches: Sequence[Batch], holding: Holding, prefix: SpreadPrefix) -> list[str]:
         """Get ready for these batches, or micro-batches, of this rank's line, in order; return lines for the user.
 
         What the cache does now and then, such as to compare a file's rows, is done here.
@@ -169,7 +169,7 @@ class AsRows:
         together(self._world, self.close, name=f"grid.cache.{self._name}.close")
         self._features = None
 
-    def _follow(self, holding: Holding, errands: Errands, prefix: FrozenPrefix) -> Features:
+    def _follow(self, holding: Holding, errands: Errands, prefix: SpreadPrefix) -> Features:
         if self._features is None:
             self._features = self._open_features(holding, errands, digest=prefix.digest, say=self._lines.append)
         if self._cuts != prefix.cuts:

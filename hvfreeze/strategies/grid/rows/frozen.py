@@ -10,7 +10,7 @@ from hvfreeze.chain.segments import Segment, tensors_of
 from hvfreeze.ranks.world import World
 
 
-class FrozenPrefix:
+class SpreadPrefix:
     """The first blocks of a chain, those that are frozen; `cuts` is what the cut has been, the present one last."""
 
     def __init__(self, world: World, chain: Chain) -> None:

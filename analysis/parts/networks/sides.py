@@ -20,11 +20,15 @@ from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED, rotated
 from analysis.benchmarks.material import HeldBatch, HeldSteps, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
+from hvfreeze.ranks.exchange.forecast import CANDIDATES
+from hvfreeze.strategies.replicas.trial import TRIED_STEPS
 
 BATCH_ROWS, SIDE_PIXELS = 64, 32
 LOW_RANK = 4
 FIRST_STEPS, WARM_STEPS, WARM_AGAIN = 5, 8, 1
 """Steps of ours before it compresses; untimed steps of each way at first, and when Horovod was started anew."""
+TRYING_STEPS = FIRST_STEPS + len(CANDIDATES) * TRIED_STEPS + 1
+"""After which `auto` has made its choice."""
 ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 3, 2.0, 2, 10
 
 
@@ -35,6 +39,7 @@ class Way:
     step: Callable[[], float]
     mode: str
     tell: Callable[[], dict[str, Any]] = dict
+    warm: int = WARM_STEPS
 
 
 def measure(out: Path, scratch: Path, *, quick: bool) -> None:
@@ -49,7 +54,7 @@ def measure(out: Path, scratch: Path, *, quick: bool) -> None:
                 ranks.use(mode)
                 for name, way in ways.items():
                     if way.mode == mode:
-                        warm = WARM_AGAIN if number else WARM_STEPS
+                        warm = WARM_AGAIN if number or quick else way.warm
                         seconds[name] += timed(ranks, way, warm=warm, quick=quick)
         ranks.use(UNFUSED)
         told = {name: way.tell() for name, way in ways.items()}
@@ -81,7 +86,8 @@ def ways_of(ranks: Ranks, scratch: Path, *, batch_rows: int) -> dict[str, Way]:
     def ours(name: str, compression: str) -> Way:
         job = setting.job(name, compression=compression)
         replicas_of(job).reducer.uncompressed_steps = FIRST_STEPS
-        return Way(HeldSteps(job).step, UNFUSED, replicas_of(job).plan.report)
+        warm = TRYING_STEPS if compression == "auto" else WARM_STEPS
+        return Way(HeldSteps(job).step, UNFUSED, replicas_of(job).plan.report, warm=warm)
 
     return {
         "auto": ours("auto", "auto"),

@@ -14,6 +14,8 @@ CANDIDATES = ("none", "fp16", *(f"powersgd:{rank}" for rank in (32, 16, 8, 4, 2)
 """In order of what they change: each keeps less of a gradient than the one before."""
 CLOSE = 1.05
 """A step as long as the shortest times this is as good: the transfer hides."""
+WORTH_TRYING = 1.5
+"""A forecast that is so many times the shortest may yet be wrong, one that is more is not."""
 EXPOSED_SHARE = 0.1
 """The part of a step that waiting for an exchange may take before it should be made less often."""
 
@@ -88,6 +90,13 @@ def choose(forecasts: Mapping[str, Forecast]) -> str:
     """Return the first compression in their order whose step is next to none longer than the shortest."""
     shortest = min(each.step for each in forecasts.values())
     return next(name for name, each in forecasts.items() if each.step <= CLOSE * shortest)
+
+
+def worth_trying(forecasts: Mapping[str, Forecast], chosen: str) -> tuple[str, ...]:
+    """Return `chosen`, and what changes more and may be as short: steps themselves are to tell."""
+    shortest, names = min(each.step for each in forecasts.values()), list(forecasts)
+    behind = names[names.index(chosen) + 1 :]
+    return (chosen, *(name for name in behind if forecasts[name].step <= WORTH_TRYING * shortest))
 
 
 def batches_that_hide(exposed: float, batch_seconds: float) -> int:

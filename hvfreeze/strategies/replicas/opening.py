@@ -14,7 +14,7 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.caching import open_outlook
 from hvfreeze.strategies.freezing import open_freezer
 from hvfreeze.strategies.replicas.door import Replicas
-from hvfreeze.strategies.replicas.exchange_plan import open_plan
+from hvfreeze.strategies.replicas.measured_plan import open_plan
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.updates.objective import Objective
 from hvfreeze.updates.update import Update, arithmetic_of, needs_equal_arithmetic

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,7 +20,8 @@ from hvfreeze.ranks import reducer
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.world import World, end_job_on_exception
-from hvfreeze.strategies.replicas import exchange_plan
+from hvfreeze.strategies.replicas import measured_plan
+from hvfreeze.strategies.replicas.trial import Trial
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job
 from hvfreeze.training.making.preparing import prepare
@@ -139,6 +141,23 @@ def check_auto_is_what_it_chose(world: World, root: Path, **settings: Any) -> No
     assert {"none", "fp16", "powersgd:32", "powersgd:2"} <= set(told["forecast"]) and "step_seconds" in told
 
 
+def check_what_is_tried(world: World, root: Path, **settings: Any) -> None:
+    """Compare runs that are stopped while compressions are tried with the one that never was; clocks tell a tale."""
+    add, taken = Trial.add, {"powersgd:8": 3.0, "powersgd:4": 1.0, "powersgd:2": 1.0}
+    changes = {
+        "TRIED_STEPS": 3,
+        "choose": lambda forecasts: "powersgd:8",
+        "worth_trying": lambda forecasts, chosen: tuple(taken),
+    }
+    tale = patch.object(Trial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
+    with patch.multiple(measured_plan, **changes), tale:
+        check_resume(world, root, "tried", everywhere=False, **settings, compression="auto", checkpoint_every="3s")
+    if world.rank == 0:
+        told = json.loads((root / "tried-straight/summary.json").read_text())["exchange"]
+        assert told["compression"] == "powersgd:4", "the next is no faster"
+        assert told["tried"] == taken
+
+
 def check_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
     """Compare one rank's run with the loop that anybody would write."""
     changes = {"schedule": "constant", "accumulate": accumulate}
@@ -184,13 +203,15 @@ def main() -> None:
     reducer.UNCOMPRESSED_STEPS = 3
     thin = {"precision": "bfloat16", "compression": "powersgd:2", "accumulate": 3}
     # Clocks decide what auto chooses; here it is always the same.
-    exchange_plan.choose = lambda forecasts: "powersgd:2" if len(forecasts) > 1 else "none"
+    measured_plan.choose = lambda forecasts: "powersgd:2" if len(forecasts) > 1 else "none"
     if world.size == 3:
         thin["compression"] = "auto"
     scheduled = check_resume(world, root, "scheduled", everywhere=False, **SCHEDULED, checkpoint_every="3s", **thin)
     if world.size > 1:
         other = {**thin, "compression": "powersgd:2" if world.size == 3 else "auto"}
         check_auto_is_what_it_chose(world, root, **SCHEDULED, checkpoint_every="3s", **other)
+    if world.size == 2:
+        check_what_is_tried(world, root)
     if world.size == 1:
         for accumulate in (1, 3):
             check_plain_pytorch(world, root, accumulate=accumulate)

@@ -1,0 +1,237 @@
+"""What the network costs a run: measured, told, and with --compression auto acted upon.
+
+The network is measured before training, a rank's own steps in the first few, which are exchanged in full precision
+anyway. Then rank 0 forecasts a step with each compression, and with `auto` chooses, and tries in a few steps each
+whether those that change more are faster; when the cut has moved it chooses again, from the same measurements. Clocks
+decide here, so what was chosen is in the record and in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hvfreeze.ranks.exchange.forecast import (
+    CANDIDATES,
+    EXPOSED_SHARE,
+    Forecast,
+    Steps,
+    batches_that_hide,
+    choose,
+    forecast,
+    worth_trying,
+)
+from hvfreeze.ranks.exchange.layout import messages_of
+from hvfreeze.ranks.exchange.network import Network, measure_network
+from hvfreeze.ranks.exchange.own_cost import own_seconds
+from hvfreeze.ranks.reducer import Reducer
+from hvfreeze.ranks.world import World
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.replicas.exchange_plan import ExchangePlan, NoPlan
+from hvfreeze.strategies.replicas.trial import TRIED_STEPS, Trial
+
+APART = ("checkpoint", "evaluate")
+"""Phases that are no part of a step."""
+MOST_STEPS = 1000
+"""Whose median is reported."""
+
+
+class MeasuredPlan:
+    """Watches the first steps, forecasts, and has the reducer compress as is chosen.
+
+    Args:
+        reducer: what is planned for.
+        clock: where the seconds of a step go.
+        world: all ranks.
+        network: what a message costs.
+        asked: --compression.
+        accumulate: batches a step.
+        say: tells the user a line.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        clock: PhaseClock,
+        world: World,
+        network: Network,
+        *,
+        asked: str,
+        accumulate: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._reducer, self._clock, self._world, self._network = reducer, clock, world, network
+        self._asked, self._accumulate, self._say = asked, accumulate, say
+        self._trial: Trial | None = None
+        self._trying: list[float] = []
+        self._steps: Steps | None = None
+        self._forecasts: dict[str, Forecast] = {}
+        self._watched: list[tuple[dict[str, float], dict[str, float]]] = []
+        self._spent = clock.read()
+        self._measured: deque[float] = deque(maxlen=MOST_STEPS)
+        self._carried = 0
+        self._moved = False
+
+    def after_step(self) -> None:
+        """Count a step; after the first few choose by forecast, then by what steps took. Collective."""
+        spent, before = self._clock.read(), self._spent
+        taken = {phase: spent[phase] - before[phase] for phase in spent if phase not in APART}
+        self._spent = spent
+        if self._trial is None:
+            self._watched.append((taken, dict(self._reducer.ready_seconds)))
+            if self._reducer.steps >= self._reducer.uncompressed_steps:
+                self._steps = slowest(self._world.allgather_object(self._seen(), name="exchange.steps"))
+                self._choose()
+                self._tell()
+        elif not self._trial.over:
+            self._try(sum(taken.values()), self._trial)
+        elif not self._moved:
+            self._measured.append(sum(taken.values()))
+
+    def follow(self) -> None:
+        """Choose anew for the parameters that are carried now. Collective."""
+        if self._trial is not None and len(self._reducer.carried) != self._carried:
+            self._moved = True
+            before, chosen = self._trial.now, self._choose().now
+            if chosen != before:
+                self._say(f"compression {chosen} at this cut, {before} before")
+
+    def report(self) -> dict[str, Any]:
+        """Return what was measured, forecast and chosen; seconds of a step are those at the first cut."""
+        line_rate = self._network.line_rate(self._world.size)
+        found: dict[str, Any] = {"bits_per_second": line_rate, "latency_seconds": self._network.latency_seconds}
+        if self._trial is not None:
+            # The first step after the choice lays out anew.
+            steps = list(self._measured)[1:]
+            found |= {
+                "compression": self._trial.now,
+                "tried": dict(self._trial.medians),
+                "forecast": {name: asdict(each) for name, each in self._forecasts.items()},
+                "step_seconds": statistics.median(steps) if steps else None,
+            }
+        return {"exchange": found}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was chosen and why."""
+        return {
+            "trial": None if self._trial is None else self._trial.state_dict(),
+            "trying": list(self._trying),
+            "network": asdict(self._network),
+            "steps": None if self._steps is None else asdict(self._steps),
+            "forecasts": {name: asdict(each) for name, each in self._forecasts.items()},
+            "moved": self._moved,
+            "carried": self._carried,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep to what was chosen; to be called before the reducer's state is put back."""
+        if state.get("trial") is None:
+            return
+        self._trial, self._trying = Trial.of_state(state["trial"]), list(state["trying"])
+        self._moved, self._carried = state["moved"], state["carried"]
+        self._network, self._steps = Network(**state["network"]), Steps(**state["steps"])
+        self._forecasts = {name: Forecast(**each) for name, each in state["forecasts"].items()}
+        if self._asked == "auto":
+            self._reducer.compression = self._trial.now
+
+    def _seen(self) -> Steps:
+        """Return this rank's own steps; those in which memory and libraries come up to speed do not count."""
+        watched = self._watched[len(self._watched) // 3 :]
+        ready = {
+            name: statistics.median(times[name] for _, times in watched if name in times) for name in watched[-1][1]
+        }
+        backward = statistics.median(taken["backward"] for taken, _ in watched) / self._accumulate
+        computing = statistics.median(sum(taken.values()) - taken["allreduce"] for taken, _ in watched)
+        # Halves are made in the backward pass, and from the first step on.
+        own = own_seconds(self._reducer.carried, "fp16") if self._asked == "fp16" else 0.0
+        return Steps(ready=ready, backward=backward - own, rest=computing - backward)
+
+    def _choose(self) -> Trial:
+        """Forecast a step with each compression on rank 0; all ranks begin with what it chooses. Collective."""
+        found: tuple[dict[str, Forecast], tuple[str, ...]] | None = None
+        if self._world.rank == 0:
+            forecasts = self._forecast()
+            asked = (self._asked,)
+            found = forecasts, worth_trying(forecasts, choose(forecasts)) if self._asked == "auto" else asked
+        told = self._world.broadcast_object(found, name="exchange.chosen")
+        assert told is not None
+        forecasts, names = told
+        if not self._moved:
+            self._forecasts = forecasts
+        self._trial, self._trying, self._carried = Trial(names), [], len(self._reducer.carried)
+        self._use(self._trial.now)
+        return self._trial
+
+    def _try(self, seconds: float, trial: Trial) -> None:
+        """Count a step of what is tried; after enough, all ranks go on as rank 0's clock says. Collective then."""
+        self._trying.append(seconds)
+        if len(self._trying) == TRIED_STEPS:
+            trial.add(self._world.broadcast_object(self._trying, name="exchange.tried"))
+            self._trying = []
+            self._use(trial.now)
+            if trial.over:
+                told = ", ".join(f"{name} {1e3 * median:.0f}" for name, median in trial.medians.items())
+                self._say(f"a step with what was tried, ms: {told}; {trial.now} is kept")
+
+    def _use(self, compression: str) -> None:
+        """Exchange by it from the next step on, where --compression leaves that open."""
+        if self._asked == "auto" and compression != self._reducer.compression:
+            self._reducer.compress(compression)
+
+    def _forecast(self) -> dict[str, Forecast]:
+        assert self._steps is not None
+        named, size, bucket_bytes = self._reducer.carried, self._world.size, self._reducer.bucket_bytes
+        names, found = [name for name, _ in named], {}
+        for compression in dict.fromkeys([*CANDIDATES, *([] if self._asked == "auto" else [self._asked])]):
+            messages = messages_of(named, compression=compression, size=size, bucket_bytes=bucket_bytes)
+            own = own_seconds(named, compression)
+            found[compression] = forecast(messages, names, self._steps, self._network, own_seconds=own)
+        return found
+
+    def _tell(self) -> None:
+        """Say what the network costs, and what can be done about it."""
+        assert self._steps is not None and self._trial is not None
+        chosen = self._trial.now
+        rate, milliseconds = self._network.line_rate(self._world.size) / 1e6, 1e3 * self._network.latency_seconds
+        steps = ", ".join(
+            f"{name} {1e3 * each.step:.0f}" + (f" ({1e3 * each.exposed:.0f} waiting)" if each.exposed > 5e-4 else "")
+            for name, each in self._forecasts.items()
+        )
+        is_chosen = " is chosen" if self._asked == "auto" else ""
+        self._say(f"network: {rate:.0f} Mbit/s from each rank through the exchange, {milliseconds:.1f} ms a message")
+        self._say(f"a step with each compression, ms: {steps}; {chosen}{is_chosen}")
+        exposed, compute = self._forecasts[chosen].exposed, self._steps.compute
+        if exposed > EXPOSED_SHARE * compute:
+            number = batches_that_hide(exposed, compute / self._accumulate)
+            self._say(
+                f"waiting for the exchange takes {100 * exposed / (exposed + compute):.0f} % of a step; with "
+                f"--accumulate {number} it would take a tenth, of steps of {number} batches each"
+            )
+
+
+def slowest(everyone: list[Steps]) -> Steps:
+    """Return the steps of the rank that all others wait for."""
+    return max(everyone, key=lambda steps: steps.compute)
+
+
+def open_plan(
+    reducer: Reducer,
+    clock: PhaseClock,
+    world: World,
+    *,
+    asked: str,
+    accumulate: int,
+    say: Callable[[str], None],
+) -> ExchangePlan:
+    """Return the run's plan; the network is measured where there is one, or where --compression auto asks.
+
+    Collective: every rank of `world` must call this.
+    """
+    several_nodes = any(size < world.size for size in world.allgather_object(world.local_size, name="exchange.nodes"))
+    if world.size == 1 or not (several_nodes or asked == "auto"):
+        return NoPlan()
+    network = measure_network(world)
+    return MeasuredPlan(reducer, clock, world, network, asked=asked, accumulate=accumulate, say=say)

@@ -17,6 +17,7 @@ from analysis import (
     exact_head,
     peers,
     peers64,
+    peers_more,
     pixels64,
     scaling,
     static_sweep,
@@ -35,7 +36,7 @@ EXPERIMENTS = (
     scaling.EXPERIMENT,
     pixels64.EXPERIMENT,
 )
-LONGER = (exact_head.EXPERIMENT, strategies.EXPERIMENT, peers.EXPERIMENT, peers64.EXPERIMENT)
+LONGER = (exact_head.EXPERIMENT, strategies.EXPERIMENT, peers.EXPERIMENT, peers_more.EXPERIMENT, peers64.EXPERIMENT)
 """What heads that are solved give, what a chain on several ranks costs, and what else a user could do: each a command
 of its own, and peers take hours."""
 EVERY = (*EXPERIMENTS, *LONGER)

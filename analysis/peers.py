@@ -1,6 +1,8 @@
 """Which way of fine-tuning gives the most accuracy for the seconds that one has? All that a user could do instead.
 
-    python -m analysis.peers --preset reduced --data-dir DIR --weights FILE        32 pixels; analysis.peers64: 64
+    python -m analysis.peers --preset reduced --data-dir DIR --weights FILE
+
+1 000 and 5 000 samples at 32 pixels; analysis.peers_more: 20 000 samples, analysis.peers64: 64 pixels.
 
 Full fine-tuning, the last stage alone, the same from a cache, the head alone from a cache, linear probing before full
 fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both with rows stored) or
@@ -13,7 +15,7 @@ a run cost on an idle one (analysis.step_costs).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -30,6 +32,8 @@ HELD_OUT = 0.2
 TITLE = "Accuracy against time: every way of fine-tuning"
 BUDGETS = {1_000: (2, 4, 8, 16), 5_000: (1, 2, 4, 8), 20_000: (1, 2, 4)}
 """Training samples -> epochs."""
+FEWER, MORE = (1_000, 5_000), (20_000,)
+"""Training samples of an experiment: more take hours more."""
 BATCHES = {1_000: 32, 5_000: 64, 20_000: 64}
 """Training samples -> batch of a rank: fewer samples, more steps an epoch than the preset's batch would leave."""
 SEEDS = {1_000: 5, 5_000: 5, 20_000: 3}
@@ -106,9 +110,10 @@ def known_peers() -> dict[str, Peer]:
     return {name: peer for name, peer in PEERS.items() if not peer.needs or peer.needs in leaves()}
 
 
-def cells(preset: Preset) -> Iterator[tuple[Cell, Peer]]:
+def cells(preset: Preset, counts: Sequence[int]) -> Iterator[tuple[Cell, Peer]]:
     """Yield every peer at every number of samples and budget of epochs."""
-    budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else BUDGETS
+    held = {samples: epochs for samples, epochs in BUDGETS.items() if samples in counts}
+    budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else held
     for samples, epochs in budgets.items():
         for name, peer in known_peers().items():
             if samples > peer.most_samples or (preset.is_smoke and name not in SMOKE_PEERS):
@@ -138,10 +143,10 @@ def work(preset: Preset, cell: Cell, peer: Peer, *, larger: int) -> dict[str, Va
     }
 
 
-def runs(preset: Preset, *, larger: int) -> list[PlannedRun]:
+def runs(preset: Preset, *, larger: int, counts: Sequence[int]) -> list[PlannedRun]:
     """Return the runs that choose a learning rate for every peer, number of samples and budget."""
     planned = []
-    for cell, peer in cells(preset):
+    for cell, peer in cells(preset, counts):
         if not peer.rate_of:
             for lr in preset.few(LEARNING_RATES):
                 flags = {**work(preset, cell, peer, larger=larger), "validation_fraction": HELD_OUT, "lr": lr}
@@ -149,10 +154,10 @@ def runs(preset: Preset, *, larger: int) -> list[PlannedRun]:
     return planned
 
 
-def then(preset: Preset, results: Results, *, larger: int) -> list[PlannedRun]:
+def then(preset: Preset, results: Results, *, larger: int, counts: Sequence[int]) -> list[PlannedRun]:
     """Return the runs that are tested, each at its cell's learning rate; a seed's runs follow each other in time."""
     rates, planned = best_rates(results.rows), []
-    chosen = list(cells(preset))
+    chosen = list(cells(preset, counts))
     for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
         for cell, peer in chosen:
             if preset.is_smoke or seed < SEEDS[cell.samples]:
@@ -163,13 +168,13 @@ def then(preset: Preset, results: Results, *, larger: int) -> list[PlannedRun]:
     return planned
 
 
-def at(name: str, larger: int) -> Experiment:
-    """Return the experiment at so many times the preset's image size."""
+def at(name: str, *, larger: int = 1, counts: Sequence[int] = FEWER) -> Experiment:
+    """Return the experiment at so many times the preset's image size, for these numbers of training samples."""
     return Experiment(
         name=name,
         title=TITLE + (f", images {larger} times as large" if larger > 1 else ""),
-        runs=lambda preset: runs(preset, larger=larger),
-        then=lambda preset, results: then(preset, results, larger=larger),
+        runs=lambda preset: runs(preset, larger=larger, counts=counts),
+        then=lambda preset, results: then(preset, results, larger=larger, counts=counts),
         chooses_lr=True,
         answers=answers_of,
         tables=tables_of,
@@ -186,7 +191,7 @@ def at(name: str, larger: int) -> Experiment:
     )
 
 
-EXPERIMENT = at("peers", 1)
+EXPERIMENT = at("peers")
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from analysis.peers import at
+from analysis.peers import FEWER, MORE, at
 from analysis.sweeps.experiment import main
 
-EXPERIMENT = at("peers64", 2)
+EXPERIMENT = at("peers64", larger=2, counts=(*FEWER, *MORE))
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from analysis import lp_ft, peers, peers64
+from analysis import lp_ft, peers, peers64, peers_more
 from analysis.parts import peers_answers
 from analysis.parts.peers_labels import Cell, best_rates, cell_of
 from analysis.sweeps import experiment as sweep
@@ -61,16 +61,14 @@ def test_every_planned_run_is_a_configuration_that_the_program_accepts() -> None
 
 def test_the_reduced_presets_take_at_most_eight_hours_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    planned = [
-        run for each in (peers.EXPERIMENT, peers64.EXPERIMENT) for run in sweep.plan(each, REDUCED, Results(Path()))
-    ]
+    every = (peers.EXPERIMENT, peers_more.EXPERIMENT, peers64.EXPERIMENT)
+    planned = [run for each in every for run in sweep.plan(each, REDUCED, Results(Path()))]
     assert total_seconds(planned, REDUCED) < 8 * 3600
 
 
 def test_accuracy_at_1_000_and_5_000_samples_has_five_seeds_and_at_20_000_three() -> None:
-    tested = [
-        run for run in sweep.plan(peers.EXPERIMENT, REDUCED, Results(Path())) if "validation_fraction" not in run.flags
-    ]
+    every = [run for each in (peers, peers_more) for run in sweep.plan(each.EXPERIMENT, REDUCED, Results(Path()))]
+    tested = [run for run in every if "validation_fraction" not in run.flags]
     for samples, seeds in ((1_000, 5), (5_000, 5), (20_000, 3)):
         for label in {run.label for run in tested if run.flags["train_samples"] == samples}:
             assert {run.seed for run in tested if run.label == label} == set(range(seeds))
@@ -82,18 +80,18 @@ def test_the_exact_head_waits_for_the_version_that_has_it(monkeypatch: pytest.Mo
     assert "exact" not in peers.known_peers()
     monkeypatch.setattr(peers, "leaves", lambda: {**without, "head_fit": None})
     assert peers.known_peers()["exact"].flags["head_fit"] == "exact"
-    chosen = [cell for cell, _ in peers.cells(REDUCED) if cell.peer == "exact"]
+    chosen = [cell for cell, _ in peers.cells(REDUCED, list(peers.BUDGETS)) if cell.peer == "exact"]
     assert {(cell.samples, cell.epochs) for cell in chosen} == {(samples, 1) for samples in peers.BUDGETS}
 
 
 def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:
     budgets = {samples: [] for samples in peers.BUDGETS}  # type: dict[int, list[int]]
-    for cell, _ in peers.cells(REDUCED):
+    for cell, _ in peers.cells(REDUCED, list(peers.BUDGETS)):
         if cell.peer == "auto":
             budgets[cell.samples].append(cell.epochs)
     assert budgets == {1_000: [1], 5_000: [1, 4], 20_000: [1]}
-    assert not [run for run in peers.runs(REDUCED, larger=1) if "auto" in run.label]
-    used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), larger=1)}
+    assert not [run for run in peers.runs(REDUCED, larger=1, counts=peers.FEWER) if "auto" in run.label]
+    used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), larger=1, counts=peers.FEWER)}
     assert used["n5000-auto-e4"]["lr"] == 0.05 and used["n5000-auto-e4"]["epochs"] == 4
 
 
@@ -110,7 +108,7 @@ def test_each_budget_has_the_learning_rate_that_was_best_for_it() -> None:
     ]
     rates = best_rates(rows)
     assert {cell.label: lr for cell, lr in rates.items()} == {"n1000-full-e2": 0.1, "n1000-full-e4": 0.02}
-    planned = peers.then(REDUCED, Results(Path(), rows), larger=1)
+    planned = peers.then(REDUCED, Results(Path(), rows), larger=1, counts=peers.FEWER)
     used = {run.label: run.flags["lr"] for run in planned}
     assert used["n1000-full-e4"] == used["n1000-ddp-e16"] == 0.02
     assert used["n1000-full-e2"] == 0.1

@@ -56,6 +56,10 @@ def publish(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
+UNVOTED = ("none", "static")
+"""Ways of freezing in which nobody votes."""
+
+
 def row_of(plan: Mapping[str, Any], run: Run) -> Row:
     """Return a kept run as plain numbers. `step_*` are seconds of rank 0 per step, in the epochs after the first."""
     summary, settings = run.summary or {}, run.settings
@@ -82,7 +86,9 @@ def row_of(plan: Mapping[str, Any], run: Run) -> Row:
 
 
 def vote_columns(run: Run) -> Row:
-    """Return the number of votes, of moves, and of votes in which ranks proposed different cuts."""
+    """Return the number of votes, of moves, and of votes in which ranks proposed different cuts; None without votes."""
+    if run.settings["freeze"] in UNVOTED:
+        return dict.fromkeys(("votes", "moves", "disagreements"))
     votes = [line for line in run.decisions if line["proposals"]]
     split = sum(len(set(line["proposals"])) > 1 for line in votes)
     moves = sum(line["cut_after"] != line["cut_before"] for line in votes)

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from analysis.sweeps.estimates import bits_per_second, duration
+from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.front import Budget, Front
 from analysis.sweeps.results import Results, best_lr
-from analysis.sweeps.rows import cell
+from analysis.sweeps.rows import cell, read_rows
 
 
 def test_the_front_is_linear_between_budgets_and_flat_beyond() -> None:
@@ -63,6 +64,15 @@ def test_cells_come_back_as_what_they_were() -> None:
         "1gbit",
         "1,0,0,0",
     ]
+
+
+@pytest.mark.parametrize("experiment", ["static_sweep", "adaptive", "votes"])
+def test_vote_columns_are_empty_where_nobody_votes_and_numbers_where_ranks_do(experiment: str) -> None:
+    rows = read_rows(RESULTS / experiment)
+    voting = {row["freeze"] for row in rows if row["votes"] is not None}
+    silent = {row["freeze"] for row in rows if {row["votes"], row["moves"], row["disagreements"]} == {None}}
+    assert silent <= {"none", "static"} and not voting & {"none", "static"}
+    assert voting | silent == {row["freeze"] for row in rows}
 
 
 def test_rates_and_durations_are_read_and_written() -> None:

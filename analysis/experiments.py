@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from analysis import (
     adaptive,
+    auto_parts,
     baseline,
     caching,
     communication,
@@ -36,7 +37,14 @@ EXPERIMENTS = (
     scaling.EXPERIMENT,
     pixels64.EXPERIMENT,
 )
-LONGER = (exact_head.EXPERIMENT, strategies.EXPERIMENT, peers.EXPERIMENT, peers_more.EXPERIMENT, peers64.EXPERIMENT)
+LONGER = (
+    exact_head.EXPERIMENT,
+    auto_parts.EXPERIMENT,
+    strategies.EXPERIMENT,
+    peers.EXPERIMENT,
+    peers_more.EXPERIMENT,
+    peers64.EXPERIMENT,
+)
 """What heads that are solved give, what a chain on several ranks costs, and what else a user could do: each a command
 of its own, and peers take hours."""
 EVERY = (*EXPERIMENTS, *LONGER)

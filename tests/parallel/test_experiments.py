@@ -24,7 +24,7 @@ from tests.parallel.startup.handover import STANDING
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 ON_NODES = {"communication", "scaling", "strategies"}
-SELDOM = ("pixels64", "strategies")
+SELDOM = ("pixels64", "strategies", "auto_parts")
 """Long, and what each does others do too."""
 NAMES = [*(experiment.name for experiment in EXPERIMENTS), "exact_head", "peers"]
 
@@ -48,7 +48,9 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in known.items() if name == STANDING or not name.startswith(of_tests)}
 
 
-@pytest.mark.parametrize("name", [seldom(name) if name in SELDOM else name for name in (*NAMES, "strategies")])
+@pytest.mark.parametrize(
+    "name", [seldom(name) if name in SELDOM else name for name in (*NAMES, "strategies", "auto_parts")]
+)
 def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path) -> None:
     if name in ON_NODES and launch([str(ROOT / "launch/cluster"), "check"]).returncode != 0:
         pytest.skip("no local cluster on this machine; launch/cluster check says why")

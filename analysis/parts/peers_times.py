@@ -57,11 +57,13 @@ def seconds_of(row: Row, costs: Costs) -> float | None:
     kinds = costs.get(f"{row['ranks']} ranks, batches of {row['batch_size']}") if costs else None
     if kinds is None or cell_of(row["label"]).peer in SOLVED:
         return None
-    steps, epoch = int(row["steps"]), int(row["steps"]) // int(row["epochs"])
+    probing_epochs = PROBE_EPOCHS if row["program"] == "analysis.lp_ft" else 0
+    # A row's epochs are those that were asked for, its steps all that were made.
+    steps, epoch = int(row["steps"]), int(row["steps"]) // (int(row["epochs"]) + probing_epochs)
     if row["program"] == "analysis.ddp":
         return steps * kinds["ddp"]
-    if row["program"] == "analysis.lp_ft":
-        probing = PROBE_EPOCHS * epoch
+    if probing_epochs:
+        probing = probing_epochs * epoch
         probed = sum(stored_steps([DEEPEST] * probing, kinds, again=PROBE_VIEWS * epoch))
         return probed + float(steps - probing) * kinds["live0"]
     cuts = list(cuts_of(str(row["cut_history"]), steps=steps))

@@ -46,7 +46,7 @@ PLAIN: dict[str, Any] = {
             {"cut_history": "0@0 2@10 4@30", "final_cut": 4, "cache": "on", "augment": "views:2"},
             10 * 10.0 + 20 * 8.0 + 10 * (6.0 - (8.0 - 0.5)),
         ),
-        ({"program": "analysis.lp_ft", "steps": 140, "epochs": 14}, 20 * 5.0 + 80 * 0.2 + 40 * 10.0),
+        ({"program": "analysis.lp_ft", "steps": 140, "epochs": 4}, 20 * 5.0 + 80 * 0.2 + 40 * 10.0),
     ],
 )
 def test_a_run_takes_what_its_steps_cost(changes: dict[str, Any], expected: float) -> None:

@@ -9,12 +9,29 @@ from analysis.parts.peers_times import timed
 from analysis.sweeps.questions import Answer, Drawing
 from analysis.sweeps.results import Results, with_front
 from analysis.sweeps.statistics import is_below, shown, signed_points
-from analysis.writing.charts import IN_TIME, accuracy_time_chart
+from analysis.writing.ways import Way, ways_chart
 from hvfreeze.report.tables import Table
 from hvfreeze.report.units import factor, megabytes, percent, seconds
 
 SLACK = 0.005
 """Half a point: who is as near as this to the best of full fine-tuning has reached it."""
+
+
+WORDS = {
+    "full": "full fine-tuning",
+    "ddp": "full, by DDP over gloo",
+    "last-stage": "last stage and head",
+    "last-stage-cached": "the same, cached",
+    "head-cached": "head, cached",
+    "lp-ft": "head, then full (LP-FT)",
+    "voted": "frozen by vote",
+    "autofreeze": "AutoFreeze, cached",
+    "pipetransformer": "PipeTransformer, cached",
+    "composer": "Composer's freezing",
+    "exact": "head solved exactly",
+    "auto": "--freeze auto",
+}
+"""Ways as a reader of a figure knows them."""
 
 
 def by_samples(results: Results) -> list[tuple[int, Results]]:
@@ -93,11 +110,26 @@ def tables_of(results: Results) -> list[Table]:
 
 
 def drawings_of(results: Results) -> list[Drawing]:
-    """Return accuracy against time, a figure for each number of samples."""
+    """Return accuracy against time, a panel for each number of samples."""
+    found = by_samples(results)
+    if not found:
+        return []
+    labels = [label for _, own in found for label in own.labels]
+    caption = (
+        f"Accuracy against training time, a line from a way's smallest budget of epochs to its largest; mean and 95 % "
+        f"interval, {results.count(labels)}."
+    )
+    panels = {f"{samples} training samples": ways_of(own) for samples, own in found}
+    figure = ways_chart(panels, reference=WORDS["full"], ours=(WORDS["exact"], WORDS["auto"]))
+    return [Drawing(name="front", caption=caption, figure=figure)]
+
+
+def ways_of(results: Results) -> list[Way]:
+    """Return each way with its budgets, the smallest first."""
+    labels = sorted(results.labels, key=lambda label: cell_of(label).epochs)
     found = []
-    for samples, own in by_samples(results):
-        others = [label for label in own.labels if cell_of(label).peer != "full"]
-        caption = f"{IN_TIME}, {samples} samples; mean and 95 % interval, {own.count(own.labels)}."
-        figure = accuracy_time_chart(own, others)
-        found.append(Drawing(name=f"accuracy-time-n{samples}", caption=caption, figure=figure))
+    for peer in dict.fromkeys(cell_of(label).peer for label in results.labels):
+        mine = [label for label in labels if cell_of(label).peer == peer]
+        points = [(results.mean(label, "train_seconds"), results.mean(label, "test_accuracy")) for label in mine]
+        found.append(Way(WORDS.get(peer, peer), points))
     return found

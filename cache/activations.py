@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,20 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.compute import Counters, LoadImages, PaddedPrefix, Pairs, RunBlocks
-from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.compute import LoadImages, PaddedPrefix, Pairs, RunBlocks
 from hvfreeze.cache.file.disk import Budget, Disk
 from hvfreeze.cache.file.names import Present, find_present
-from hvfreeze.cache.file.rows import Keys, pack_keys, unpack_keys
+from hvfreeze.cache.file.rows import Keys, pack_keys
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.planning.sweeping import sweep_of
+from hvfreeze.cache.serving.filling import Filler
+from hvfreeze.cache.serving.giving_up import GivingUp
+from hvfreeze.cache.serving.meter import Meter, Phase
+from hvfreeze.cache.serving.prefetch import Prefetcher
+from hvfreeze.cache.serving.reading import Reader
+from hvfreeze.cache.serving.sharing import Sharing
 from hvfreeze.cache.store.index import Mask
-from hvfreeze.cache.store.levels import Level, Levels
-from hvfreeze.cache.store.prefetch import Prefetcher, Request, requests_for
+from hvfreeze.cache.store.levels import Levels
 from hvfreeze.cache.store.shares import Shares, shares_of
 from hvfreeze.cache.store.store import Store
-
-logger = logging.getLogger(__name__)
 
 
 class PrefixActivations:
@@ -49,7 +47,7 @@ class PrefixActivations:
         owner: str = "",
         disk: Disk | None = None,
         prefetch: int = 2,
-        phase: Callable[[str], AbstractContextManager[None]] | None = None,
+        phase: Phase | None = None,
         prefix_digest: Callable[[int], str] | None = None,
     ) -> None:
         """Open nothing yet.
@@ -71,12 +69,6 @@ class PrefixActivations:
             phase: called with "cache_read" or "cache_write" around what training waits for.
             prefix_digest: cut -> `digest_tensors` of that prefix; guards old rows when the cut moves.
         """
-        self.failed: str | None = None
-        self.counters = Counters()
-        self._prefix = PaddedPrefix(run_blocks, batch_rows=batch_rows, stored=stored)
-        self._load_images = load_images
-        self._on_failure = on_failure
-        self._phase = phase or (lambda name: nullcontext())
         open_store = partial(
             Store,
             directory,
@@ -89,9 +81,21 @@ class PrefixActivations:
             owner=owner,
             disk=disk,
         )
-        self.directory, self._shard, self._private, self._steady = directory, shard, private, True
+        meter = Meter(phase)
+        self.counters = meter.counters
+        self.directory, self._shard, self._private = directory, shard, private
+        self._load_images, self._prefix = load_images, PaddedPrefix(run_blocks, batch_rows=batch_rows, stored=stored)
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
         self._prefetcher = Prefetcher(self._levels, depth=prefetch)
+        self._giving_up = GivingUp(self._levels, self._prefetcher, stops=on_failure == "stop")
+        self._reader = Reader(self._prefetcher, self._giving_up, meter, pad=self._prefix.pad)
+        self._filler = Filler(self._prefix, load_images, self._levels, self._reader, self._giving_up, meter)
+        self._sharing = Sharing(self._levels, self._prefetcher, self._filler, self._giving_up)
+
+    @property
+    def failed(self) -> str | None:
+        """Why the cache was given up; None while it is in use."""
+        return self._giving_up.reason
 
     @property
     def cut(self) -> int:
@@ -137,10 +141,10 @@ class PrefixActivations:
         self._prefetcher.forget()
         wanted = store and cut > 0 and self.failed is None and mark is not None and universe is not None
         keys = pack_keys(*universe) if wanted and universe is not None else None
-        with self._guard():
+        with self._giving_up.guard():
             self._levels.move(cut, mark=mark, universe=keys)
-            self._steady = steady
-            self._compare_files()
+            self._filler.steady = steady
+            self._filler.compare_files()
 
     def present(self, mark: Fingerprint, universe: Pairs) -> Present:
         """Return which rows of `universe`, (sample ids, views), could be read at a cut with the fingerprint `mark`.
@@ -148,10 +152,9 @@ class PrefixActivations:
         Raises:
             CacheFault: a file of this fingerprint cannot be used.
         """
-        current, keys = self._levels.current, pack_keys(*universe)
-        if current is not None and current.store.mark.digest == mark.digest:
-            return Present(current.store.num_present, np.sort(keys[current.store.missing(keys)]))
-        return find_present(self.directory, mark, keys, shard=self._shard, private=self._private)
+        keys = pack_keys(*universe)
+        found = self._levels.present(mark, keys)
+        return found or find_present(self.directory, mark, keys, shard=self._shard, private=self._private)
 
     def shares(self, mark: Fingerprint, cut: int, epochs: Sequence[Pairs]) -> Shares:
         """Return how much of each of `epochs`, (sample ids, views), is there for a cut with the fingerprint `mark`.
@@ -170,7 +173,7 @@ class PrefixActivations:
         """
         if self._levels.waiting:
             self.refresh()
-        self._prefetcher.announce(requests_for(batches, pad=self._prefix.pad))
+        self._reader.announce(batches)
 
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
         """Tell whether `get` will need no images for this batch."""
@@ -178,31 +181,15 @@ class PrefixActivations:
 
     def missing(self, sample_ids: Keys, views: Keys) -> Mask:
         """Tell for each of these rows, (rows,) each, whether it is not cached at the current cut."""
-        keys = pack_keys(sample_ids, views)
-        current = self._levels.current
-        return np.ones(len(keys), dtype=bool) if current is None else current.store.missing(keys)
+        return self._levels.missing(pack_keys(sample_ids, views))
 
     def sweep(self, *, everything: bool = False) -> int:
-        """Compute missing rows of the announced batches, if that saves forwards of the batches; see `sweep_of`.
+        """Compute missing rows of the announced batches, if that saves forwards of them; return how many were stored.
 
         Args:
-            everything: the whole universe instead, whatever it takes.
-
-        Returns:
-            Rows stored.
+            everything: the whole universe instead, whatever it takes; see `sweep_of`.
         """
-        batches, rows = [request.keys for request in self._prefetcher.upcoming], self._prefix.batch_rows
-        sweep = sweep_of(self._levels, batches, batch_rows=rows, everything=everything)
-        if sweep is None:
-            return 0
-        before = self.counters.rows_written
-        for chunk in sweep.chunks:
-            if self.failed is None and not sweep.level.store.waiting:
-                request = self._request(*unpack_keys(chunk))
-                self._compute(request, self._read(request), at=sweep.level)
-        self._prefetcher.forget()
-        self._prefetcher.look_up()
-        return self.counters.rows_written - before
+        return self._filler.sweep(everything=everything)
 
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
         """Return the prefix's output for these samples and views, each (rows,); with cut 0 the images.
@@ -218,40 +205,28 @@ class PrefixActivations:
         if self.cut == 0:
             return self._load_images(sample_ids, views)
         self.counters.batches += 1
-        request = self._prefetcher.next_for(sample_ids, views) or self._request(sample_ids, views)
-        found = self._read(request)
+        request = self._reader.announced(sample_ids, views)
+        found = self._reader.read(request)
         if found is not None and found[0].cut == self.cut:
             self.counters.rows_read += len(sample_ids) if counted is None else counted
             return found[1] if len(sample_ids) == self._prefix.batch_rows else found[1][: len(sample_ids)]
-        return self._compute(request, found)[: len(sample_ids)]
+        return self._filler.compute(request, found)[: len(sample_ids)]
 
     def publish(self) -> None:
-        """Make the rows stored so far readable for other processes, and take in theirs (see `shared`)."""
-        self._prefetcher.forget()
-        if self._levels.current is not None:
-            with self._guard():
-                self._levels.current.store.publish()
+        """Make the rows stored so far readable for other processes, even if more are to come."""
+        self._sharing.publish()
 
     def verify_share(self, rank: int, size: int) -> dict[str, str]:
         """Verify this rank's share of shared files; return what `accept` of all ranks needs, joined."""
-        verified: dict[str, str] = {}
-        if self._levels.current is not None:
-            with self._guard():
-                verified = self._levels.current.store.published.verify_share(rank, size)
-        return verified
+        return self._sharing.verify_share(rank, size)
 
     def accept(self, verified: Mapping[str, str]) -> None:
         """Take files for verified that other ranks have, see `Published.accept`."""
-        if self._levels.current is not None:
-            self._levels.current.store.published.accept(verified)
+        self._sharing.accept(verified)
 
     def refresh(self) -> None:
         """Take in rows that other processes have published."""
-        self._prefetcher.forget()
-        if self._levels.current is not None:
-            with self._guard():
-                self._levels.current.store.refresh()
-                self._compare_files()
+        self._sharing.refresh()
 
     def disable(self, reason: str, *, told: bool = False) -> None:
         """Go on without a cache: what is not published is removed, what is stays for others.
@@ -260,11 +235,7 @@ class PrefixActivations:
             reason: for the user.
             told: another process says it.
         """
-        if self.failed is None:
-            self.failed = reason
-            logger.log(logging.INFO if told else logging.WARNING, "going on without the activation cache: %s", reason)
-        self._prefetcher.forget()
-        self._levels.discard()
+        self._giving_up.give_up(reason, told=told)
 
     def close(self) -> None:
         """Publish what was stored at the current cut and let go of all files.
@@ -273,54 +244,5 @@ class PrefixActivations:
             CacheFault: it could not be written, and failures are to stop the run.
         """
         self._prefetcher.close()
-        with self._guard():
+        with self._giving_up.guard():
             self._levels.close()
-
-    def _compare_files(self) -> None:
-        """Compute a few rows of every file that has come into use, and refuse a file that holds others."""
-        store = self._levels.current.store if self._levels.current else None
-        while store is not None and len(keys := store.published.to_compare()):
-            self.counters.comparisons += 1
-            images = self._load_images(*unpack_keys(self._prefix.pad(keys)))
-            store.published.compare(self._prefix.run(images, 0, self._levels.stops(0)), steady=self._steady)
-
-    def _request(self, sample_ids: Keys, views: Keys) -> Request:
-        return requests_for([(sample_ids, views)], pad=self._prefix.pad)[0]
-
-    def _read(self, request: Request) -> tuple[Level, Tensor] | None:
-        start = time.perf_counter()
-        found = None
-        with self._phase("cache_read"), self._guard():
-            found = self._prefetcher.take(request)
-        self.counters.read_seconds += time.perf_counter() - start
-        return found
-
-    def _compute(self, request: Request, found: tuple[Level, Tensor] | None, *, at: Level | None = None) -> Tensor:
-        """Return the output (batch_rows, ...) for a request; missing rows are on their way to the disk.
-
-        It is that of the current cut, or of the older one that `at` names.
-        """
-        if found is None:
-            start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
-        else:
-            start, exact, x = found[0].cut, found[0].store.exact, found[1]
-            advanced = self.counters.rows_advanced
-            advanced[start] = advanced.get(start, 0) + len(request.sample_ids)
-        self.counters.forwards += 1
-        output = self._prefix.run(x, start, self._levels.stops(start, end=at.cut if at else None))
-        began = time.perf_counter()
-        with self._phase("cache_write"), self._guard():
-            self.counters.rows_written += self._levels.append(request.keys, output, exact=exact, at=at)
-        self.counters.write_seconds += time.perf_counter() - began
-        return output
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Let what goes wrong with the cache inside end its use, or the run."""
-        try:
-            yield
-        except CacheFault as fault:
-            if self._on_failure == "stop":
-                self._levels.discard()
-                raise
-            self.disable(str(fault))

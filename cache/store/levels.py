@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFull
+from hvfreeze.cache.file.names import Present
 from hvfreeze.cache.file.rows import Keys
 from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.store.index import Mask
 from hvfreeze.cache.store.parts import Place
 from hvfreeze.cache.store.store import Store
 
@@ -79,6 +82,16 @@ class Levels:
         """Return the levels from which rows of `mark` would be computed at `cut`, shallowest first."""
         via, levels = via_of(mark), self._all()
         return tuple(level for level in levels if level.cut < cut and self._is_valid(level, via=via))
+
+    def missing(self, keys: Keys) -> Mask:
+        """Tell for each of `keys` (rows,) whether its row is not there at the current cut."""
+        return self.current.store.missing(keys) if self.current else np.ones(len(keys), dtype=bool)
+
+    def present(self, mark: Fingerprint, keys: Keys) -> Present | None:
+        """Return which rows of `keys` are there, where `mark` is the fingerprint of the current cut's; else None."""
+        if self.current is None or self.current.store.mark.digest != mark.digest:
+            return None
+        return Present(self.current.store.num_present, np.sort(keys[self.missing(keys)]))
 
     def move(self, cut: int, *, mark: Fingerprint | None, universe: Keys | None) -> None:
         """Move to `cut`; with a fingerprint and a universe its rows are stored.

@@ -21,6 +21,9 @@ HANDOVER_SECONDS = 0.0005
 BYTES_PER_SECOND = 4e9
 AVERAGED_READS = 4
 
+Found = tuple[Level, Tensor]
+"""What is cached for a batch, (batch_rows, ...), and the level that it is of."""
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -55,7 +58,7 @@ class Prefetcher:
         self._depth = depth
         self._usual_excess = 0.0
         self._upcoming: deque[Request] = deque()
-        self._started: deque[Future[tuple[Level, Tensor] | None]] = deque()
+        self._started: deque[Future[Found | None]] = deque()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
 
     def announce(self, requests: Sequence[Request]) -> None:
@@ -73,7 +76,7 @@ class Prefetcher:
         """Return the next announced request, if it is for this batch."""
         return self._upcoming[0] if self._upcoming and self._upcoming[0].is_for(sample_ids, views) else None
 
-    def take(self, request: Request) -> tuple[Level, Tensor] | None:
+    def take(self, request: Request) -> Found | None:
         """Return the cached activations for `request`, None when some are missing; one not announced disturbs nothing.
 
         Raises:
@@ -108,7 +111,7 @@ class Prefetcher:
         self.forget()
         self._reader.shutdown(wait=True)
 
-    def _read(self, request: Request) -> tuple[Level, Tensor] | None:
+    def _read(self, request: Request) -> Found | None:
         found = request.found or self._levels.locate(request.keys)
         if found is None:
             return None

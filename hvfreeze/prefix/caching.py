@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from hvfreeze.cache.activations import PrefixActivations
-from hvfreeze.cache.compute import Activations, LoadImages, NullActivations, RunBlocks
+from hvfreeze.cache.compute import Activations, NullActivations
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.file.names import refusals
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.sections import CacheConfig, DataConfig
+from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.batches import Batch
-from hvfreeze.data.draws import Ids
 from hvfreeze.prefix.account import Account, summary_of
-from hvfreeze.prefix.measuring import Misses, Outlook
 from hvfreeze.prefix.planning import Planner
-from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
+from hvfreeze.prefix.splits import RowSource
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
-from hvfreeze.runs.clock import PhaseClock
 
 NOTHING_KEPT: dict[str, Any] = {
     "mode": "off",
@@ -69,14 +61,8 @@ class Caching:
     """`--cache on` or `auto`: rows are kept at a cut, and later epochs read them."""
 
     settings: CacheConfig
-    chain: Chain
     world: World
-    split: Split
-    recipe: Recipe
-    shared: bool
-    """Whether no rank knows its own samples beforehand, so that each stores a fixed share and all read all."""
-    digest: Callable[[int], str]
-    """Cut -> digest of the prefix."""
+    source: RowSource
     activations: PrefixActivations
     planner: Planner
     account: Account
@@ -100,7 +86,7 @@ class Caching:
         if self._cut == 0 or self.activations.failed is not None:
             self.activations.begin_cut(self._cut)
             return
-        self._mark = self.split.fingerprint(self.chain, cuts, self.recipe, prefix=self.digest(self._cut))
+        self._mark = self.source.fingerprint(cuts)
         self._consider()
 
     @property
@@ -122,7 +108,7 @@ class Caching:
 
     def _consider(self, *, again: bool = False) -> None:
         """Plan, and begin to keep the rows of this cut where that pays or was asked for. Collective."""
-        mark, universe, cut = self._mark, self.split.universe(), self._cut
+        mark, universe, cut = self._mark, self.source.split.universe(), self._cut
         assert mark is not None
         try:
             asked = self.settings.cache == "on"
@@ -137,7 +123,7 @@ class Caching:
         self._declined = not use
         if again and not use:
             return
-        if self.split.name == "train":
+        if self.source.split.name == "train":
             when = ", looked at again" if again else ""
             decided = f"cache {self.settings.cache} at cut {self._cut}{when}: {plan.reason}"
             self.say(f"{decided}; log.txt has the table\n{plan.table()}" if len(plan.rows) > 1 else decided)
@@ -148,11 +134,11 @@ class Caching:
             steady = self.planner.steady
             self.activations.begin_cut(self._cut, mark=mark, universe=universe, store=use, steady=steady)
 
-        together(self.world, begin, name=f"cache.begin.{self.split.name}")
+        together(self.world, begin, name=f"cache.begin.{self.source.split.name}")
         self._agree_on_failure()
         if use and self.activations.failed is None:
             self._tell_refusals(mark)
-        if use and self.activations.failed is None and self.shared:
+        if use and self.activations.failed is None and self.source.shared:
             self._fill()
         elif not again:
             # What is left of the epoch under way, should the cut have moved in its middle.
@@ -162,11 +148,11 @@ class Caching:
         """Compute rows before training goes on, of which each rank stores a share and all read all. Collective."""
         self.activations.sweep(everything=True)
         self.activations.publish()
-        self.world.barrier(name=f"cache.{self.split.name}")
+        self.world.barrier(name=f"cache.{self.source.split.name}")
         self.activations.refresh()
         # Each file is hashed once by all ranks together: reading is everybody's, and hashing takes as long.
         mine = self.activations.verify_share(self.world.rank, self.world.size)
-        theirs = self.world.allgather_object(mine, name=f"cache.verified.{self.split.name}")
+        theirs = self.world.allgather_object(mine, name=f"cache.verified.{self.source.split.name}")
         self.activations.accept({name: digest for verified in theirs for name, digest in verified.items()})
         self._agree_on_failure()
 
@@ -196,87 +182,7 @@ class Caching:
         }
 
     def _agree_on_failure(self) -> None:
-        reasons = self.world.allgather_object(self.activations.failed, name=f"cache.failed.{self.split.name}")
+        reasons = self.world.allgather_object(self.activations.failed, name=f"cache.failed.{self.source.split.name}")
         for rank, reason in enumerate(reasons):
             if reason is not None and self.activations.failed is None:
                 self.activations.disable(f"rank {rank}: {reason}", told=True)
-
-
-def open_caching(
-    settings: CacheConfig,
-    data: DataConfig,
-    chain: Chain,
-    world: World,
-    split: Split,
-    recipe: Recipe,
-    *,
-    outlook: Outlook,
-    clock: PhaseClock,
-    run_blocks: RunBlocks,
-    owner: str,
-    say: Callable[[str], None],
-    load_images: LoadImages | None = None,
-    digest: Callable[[int], str] | None = None,
-    shared: bool = False,
-) -> NoCache | Caching:
-    """Return how `split`'s activations are kept; with `--cache auto` and views that never come again they are not.
-
-    Args:
-        settings: whether, where and how.
-        data: how training samples are shown; in shuffle `global` every rank meets all, and rows can only be shared.
-        chain: the model.
-        world: the ranks that decide together.
-        split: the samples.
-        recipe: how rows are computed.
-        outlook: what plans need to know.
-        clock: told of what training waits for.
-        run_blocks: runs frozen blocks.
-        owner: names the run; only its own files are ever removed.
-        say: tells the user a line; does nothing but on rank 0.
-        load_images: what rows are computed from; None is the split's images.
-        digest: cut -> digest of the prefix; None is that of the chain, all of whose blocks are here.
-        shared: samples of `split` are met by other ranks too, which read what this one stores.
-
-    Collective: every rank of `world` must call this.
-
-    Raises:
-        CacheFault: the cache directory of some rank cannot be used; on all ranks.
-    """
-    misses = Misses()
-
-    def load(ids: Ids, views: Ids) -> Tensor:
-        with clock.within("data"), misses.loading():
-            return (load_images or split.images.load)(ids, views)
-
-    def compute(x: Tensor, start: int, stop: int) -> Tensor:
-        with clock.within("forward"), misses.running(start, stop):
-            return run_blocks(x, start, stop)
-
-    shuffled_globally = data.shuffle == "global"
-    if settings.cache == "off" or not data.cacheable() or (shuffled_globally and not settings.cache_shared):
-        if settings.cache == "auto" and split.name == "train":
-            say("cache auto: off, because with this --augment and --shuffle no row would be read again")
-        return NoCache(NullActivations(run_blocks=compute, load_images=load, batch_rows=recipe.batch_rows))
-    # Now, and not hours later at the first cut: a directory that cannot be used is the user's to change.
-    private = not settings.cache_shared
-    prepare = partial(prepare_directory, outlook.directory, private=private)
-    together(world, prepare, name=f"cache.directory.{split.name}")
-    shared, digest = shared or shuffled_globally, digest or partial(prefix_digest, chain)
-    activations = PrefixActivations(
-        run_blocks=compute,
-        load_images=load,
-        batch_rows=recipe.batch_rows,
-        directory=outlook.directory,
-        shard=f"{world.rank}of{world.size}",
-        stored=recipe.stored,
-        shared=shared,
-        private=private,
-        on_failure="stop" if settings.cache_failure == "stop" else "recompute",
-        budget=outlook.budget,
-        owner=owner,
-        phase=clock.within,
-        prefix_digest=digest,
-    )
-    account = Account(misses, activations.counters)
-    planner = Planner(world, split, recipe, outlook, run_blocks, misses, all_at_once=shared)
-    return Caching(settings, chain, world, split, recipe, shared, digest, activations, planner, account, say)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Images
-from hvfreeze.prefix.caching import Caching, NoCache, open_caching
-from hvfreeze.prefix.measuring import Outlook
-from hvfreeze.prefix.splits import Recipe, Split
-from hvfreeze.ranks.world import World
+from hvfreeze.prefix.caching import Caching, NoCache
+from hvfreeze.prefix.opening import CacheTerms, open_caching
+from hvfreeze.prefix.splits import Recipe, RowSource, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
 
 
@@ -91,34 +90,17 @@ class Features:
         self.caching.activations.close()
 
 
-def open_features(
-    settings: CacheConfig,
-    data: DataConfig,
-    halves: Halves,
-    world: World,
-    split: Split,
-    recipe: Recipe,
-    *,
-    outlook: Outlook,
-    clock: PhaseClock,
-    owner: str,
-    say: Callable[[str], None],
-) -> Features:
-    """Return the features of `split`, kept as `settings` say; for the rest see `open_caching`.
+def open_features(terms: CacheTerms, halves: Halves, split: Split, recipe: Recipe, *, clock: PhaseClock) -> Features:
+    """Return the features of `split` for a rank that has all blocks, kept as `terms` say; see `open_caching`.
 
-    Collective: every rank of `world` must call this.
+    Collective: every rank of the terms' world must call this.
     """
-    caching = open_caching(
-        settings,
-        data,
-        halves.chain,
-        world,
-        split,
-        recipe,
-        outlook=outlook,
-        clock=clock,
+    source = RowSource(
+        split=split,
+        recipe=recipe,
+        chain=halves.chain,
+        digest=partial(prefix_digest, halves.chain),
+        load_images=split.images.load,
         run_blocks=halves.prefix,
-        owner=owner,
-        say=say,
     )
-    return Features(split.images, caching)
+    return Features(split.images, open_caching(terms, source, clock=clock))

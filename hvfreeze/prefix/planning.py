@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hvfreeze.cache.compute import RunBlocks
 from hvfreeze.cache.planning.plan import Plan, make_plan, reads_again
 from hvfreeze.cache.planning.rates import Rates
 from hvfreeze.cache.planning.situation import Situation
 from hvfreeze.cache.store.shares import Shares
 from hvfreeze.data.draws import Ids
 from hvfreeze.prefix.measuring import Misses, Outlook, Trial, rates_of
-from hvfreeze.prefix.splits import Recipe, Split
+from hvfreeze.prefix.splits import RowSource
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.world import World
 
@@ -32,18 +31,14 @@ class Planner:
     """Plans for one split, at one cut after another.
 
     Attributes:
-        all_at_once: rows that are kept are computed before training goes on.
         steady: whether a row's bits at this cut do not depend on its place in a batch.
         exact: whether that was so at all cuts so far.
     """
 
     world: World
-    split: Split
-    recipe: Recipe
+    source: RowSource
     outlook: Outlook
-    run_blocks: RunBlocks
     misses: Misses
-    all_at_once: bool = False
     steady: bool = True
     exact: bool = True
     _cut: int = 0
@@ -64,9 +59,9 @@ class Planner:
         Raises:
             CacheFault: the cache directory cannot be used on some rank; raised on all.
         """
-        name = self.split.name
+        name = self.source.split.name
         epoch = self.outlook.horizon().epoch
-        shares = together(self.world, lambda: look(self.split.coming(epoch)), name=f"cache.look.{name}")
+        shares = together(self.world, lambda: look(self.source.split.coming(epoch)), name=f"cache.look.{name}")
         # Measuring a directory takes most of a second, which a run that would read nothing is spared.
         outlines = self.world.allgather_object(self._outline(shares), name="cache.outlines")
         worth = asked or reads_again(outlines)
@@ -94,28 +89,28 @@ class Planner:
 
     def _try(self) -> None:
         """Load a batch and run it through the prefix, where there are samples."""
-        if len(self.split.ids):
-            ids = np.resize(self.split.ids, self.recipe.batch_rows)
+        if len(self.source.split.ids):
+            ids = np.resize(self.source.split.ids, self.source.recipe.batch_rows)
             start = time.perf_counter()
-            images = self.split.images.load(ids, np.zeros_like(ids))
+            images = self.source.split.images.load(ids, np.zeros_like(ids))
             self._image_seconds = time.perf_counter() - start
-            self._trial = self.outlook.trial(self._cut, self.run_blocks, images)
+            self._trial = self.outlook.trial(self._cut, self.source.run_blocks, images)
             self.misses.measured = self._image_seconds + self._trial.seconds
         self.steady = self._trial is None or self._trial.exact
         self.exact = self.exact and self.steady
 
     def _outline(self, shares: Shares) -> Situation:
         """Return what is known before anything is measured."""
-        passes, horizon = self.split.passes_per_epoch, self.outlook.horizon()
-        training = self.split.name == "train"
+        passes, horizon = self.source.split.passes_per_epoch, self.outlook.horizon()
+        training = self.source.split.name == "train"
         left, until_move, passed = (horizon.trained if training else horizon.evaluated)(passes=passes)
         return Situation(
             image_seconds=0.0,
             prefix_seconds=0.0,
             suffix_seconds=0.0,
-            batch_rows=self.recipe.batch_rows,
-            rows=len(self.split.ids),
-            views=self.split.num_views,
+            batch_rows=self.source.recipe.batch_rows,
+            rows=len(self.source.split.ids),
+            views=self.source.split.num_views,
             row_bytes=0,
             epochs_left=left,
             epochs_until_move=until_move,
@@ -123,21 +118,21 @@ class Planner:
             present=shares.present,
             sources=shares.sources,
             rows_rewritten=shares.rows_to_complete,
-            all_at_once=self.all_at_once,
+            all_at_once=self.source.shared,
             memory_bytes=self.outlook.memory_bytes,
             rates=FREE_OF_CHARGE,
         )
 
     def _situation(self, shares: Shares, *, measured: bool) -> Situation:
         trial = self._trial
-        stored = self.recipe.stored or (trial.dtype if trial else None)
+        stored = self.source.recipe.stored or (trial.dtype if trial else None)
         row_bytes = trial.row_elements * stored.itemsize if trial and stored else 0
-        probed = (self.outlook.directory, row_bytes or PROBED_ROW_BYTES, self.recipe.batch_rows)
+        probed = (self.outlook.directory, row_bytes or PROBED_ROW_BYTES, self.source.recipe.batch_rows)
         found = replace(
             self._outline(shares),
             image_seconds=self._image_seconds,
             prefix_seconds=max(0.0, self.misses.seconds_per_batch() - self._image_seconds),
-            suffix_seconds=self.outlook.suffix_seconds() if self.split.name == "train" else 0.0,
+            suffix_seconds=self.outlook.suffix_seconds() if self.source.split.name == "train" else 0.0,
             row_bytes=row_bytes,
             rates=rates_of(*probed) if measured else FREE_OF_CHARGE,
         )

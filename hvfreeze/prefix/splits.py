@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from hvfreeze.cache.compute import LoadImages, RunBlocks
 from hvfreeze.cache.file.rows import TYPE_BY_NAME
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, digest_tensors
 from hvfreeze.chain.blocks import Chain
@@ -91,6 +92,27 @@ class Split:
             threads=torch.get_num_threads(),
             via=rounded_before(cuts) if recipe.stored is not None else (),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """What the rows of a split are, and what computes them."""
+
+    split: Split
+    recipe: Recipe
+    chain: Chain
+    digest: Callable[[int], str]
+    """Cut -> digest of the prefix, wherever its blocks are."""
+    load_images: LoadImages
+    """(sample ids, views) -> what rows are computed from."""
+    run_blocks: RunBlocks
+    """Runs frozen blocks."""
+    shared: bool = False
+    """Whether samples are met by other ranks too, so that each stores a fixed share and all read all."""
+
+    def fingerprint(self, cuts: Sequence[int]) -> Fingerprint:
+        """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far."""
+        return self.split.fingerprint(self.chain, cuts, self.recipe, prefix=self.digest(cuts[-1]))
 
 
 def prefix_digest(chain: Chain, cut: int) -> str:

@@ -7,8 +7,9 @@ from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.solving import times_asked_for
-from hvfreeze.prefix.features import Features, Halves, open_features
-from hvfreeze.prefix.splits import Recipe, Split
+from hvfreeze.prefix.features import Halves, open_features
+from hvfreeze.prefix.opening import CacheTerms
+from hvfreeze.prefix.splits import Recipe
 from hvfreeze.ranks.agreement import together
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.caching import open_outlook
@@ -38,24 +39,19 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
     outlook = open_outlook(materials, config.cache, settings, freezer, size=world.size)
     passes = passes_to_solve(materials, memory_bytes=outlook.memory_bytes) if config.head.exact else 1.0
-
-    def features(split: Split, clock: PhaseClock) -> Features:
-        return open_features(
-            config.cache,
-            config.data,
-            halves,
-            world,
-            split,
-            recipe,
-            outlook=outlook,
-            clock=clock,
-            owner=str(materials.directory),
-            say=materials.say,
-        )
-
-    training = features(materials.trained(passes_per_epoch=passes), materials.clock)
+    terms = CacheTerms(
+        settings=config.cache,
+        data=config.data,
+        world=world,
+        outlook=outlook,
+        owner=str(materials.directory),
+        say=materials.say,
+    )
+    trained = materials.trained(passes_per_epoch=passes)
+    tested = materials.tested(passes_per_epoch=1 / config.run.evaluate_every)
+    training = open_features(terms, halves, trained, recipe, clock=materials.clock)
     # Seconds of an evaluation are counted as a whole, by the loop.
-    evaluation = features(materials.tested(passes_per_epoch=1 / config.run.evaluate_every), PhaseClock())
+    evaluation = open_features(terms, halves, tested, recipe, clock=PhaseClock())
     plan = open_plan(
         freezer.reducer,
         materials.clock,

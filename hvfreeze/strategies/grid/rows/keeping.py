@@ -9,10 +9,10 @@ import numpy as np
 
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
-from hvfreeze.prefix.caching import open_caching
 from hvfreeze.prefix.features import Features
 from hvfreeze.prefix.measuring import Outlook
-from hvfreeze.prefix.splits import Recipe, Split
+from hvfreeze.prefix.opening import CacheTerms, open_caching
+from hvfreeze.prefix.splits import Recipe, RowSource, Split
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.caching import open_outlook
@@ -48,23 +48,24 @@ class Keeper:
         config, split, rows = self._config, self._split(name, holding), self._config.optimizer.batch_size
         if name == "train":
             rows //= holding.facts.micro_batches
-        caching = open_caching(
-            config.cache,
-            config.data,
-            holding.chain,
-            holding.mesh.replica_world,
-            split,
-            Recipe(batch_rows=rows, precision=config.optimizer.precision, kept_as=config.cache.cache_dtype),
-            outlook=replace(self._outlook_of(holding), _trials={}),
-            clock=clock,
-            run_blocks=errands.run,
-            owner=str(self._materials.directory),
-            say=say,
-            load_images=lambda ids, views: errands.load(split.images, ids, views),
+        source = RowSource(
+            split=split,
+            recipe=Recipe(batch_rows=rows, precision=config.optimizer.precision, kept_as=config.cache.cache_dtype),
+            chain=holding.chain,
             digest=digest,
+            load_images=lambda ids, views: errands.load(split.images, ids, views),
+            run_blocks=errands.run,
             shared=name == "train" and holding.lines > 1,
         )
-        return Features(split.images, caching)
+        terms = CacheTerms(
+            settings=config.cache,
+            data=config.data,
+            world=holding.mesh.replica_world,
+            outlook=replace(self._outlook_of(holding), _trials={}),
+            owner=str(self._materials.directory),
+            say=say,
+        )
+        return Features(split.images, open_caching(terms, source, clock=clock))
 
     def _split(self, name: str, holding: Holding) -> Split:
         if name == "train":

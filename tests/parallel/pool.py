@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).with_name("standing.py")
 FRESH = "HVFREEZE_TEST_FRESH"
 """Set, it makes every rank a new process that loads PyTorch itself."""
 ROOM_FOR_VARIABLES = {"HVFREEZE_TEST_ROOM": " " * 65536}
-"""See `show_variables` in standing.py."""
+"""See `show_variables` in startup/becoming.py."""
 
 
 @dataclass

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.faulted import FAULTY, IMPATIENT, only_message
 from tests.parallel.mpirun import TIMED_OUT, Result, mpirun
-from tests.parallel.test_faults import FAULTY, IMPATIENT, only_message
 
 TRAINING = ["--model", "resnet20", "--train-samples", "80", "--validation-fraction", "0.2", "--batch-size", "16"]
 TRAINING += ["--epochs", "2", "--threads", "1", "--lr", "0.05", "--checkpoint-every", "1", "--json"]

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = "tests/parallel/test_faults.py::"
+RESUMING = "tests/parallel/test_resuming.py::"
 STALLS = "tests/parallel/test_stalls.py::"
 RANKS = "tests/parallel/test_bad_input_ranks.py::"
 CHECKPOINT = "tests/single/training/test_checkpoint.py::"
@@ -17,7 +18,8 @@ CACHED = "tests/single/prefix/test_cached_program.py::"
 DAMAGED = "tests/single/prefix/test_damaged_caches.py::"
 CACHE = "tests/single/cache/"
 INPUT = "tests/single/test_bad_input.py::"
-STOPPED = FAULTS + "test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one"
+DIRECTORIES = "tests/single/test_bad_run_directories.py::"
+STOPPED = RESUMING + "test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one"
 EVIL = DAMAGED + "test_damaged_and_evil_files_are_named_and_their_rows_computed_anew"
 WRONG = REFUSED + "test_the_program_refuses_every_cut_of_a_checkpoint_and_one_of_which_a_setting_differs"
 TORTURE = "tests/parallel/test_torture.py::test_a_few_flips_find_nothing_and_what_is_planted_is_found"
@@ -64,7 +66,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
     ),
     "resumed on another number of ranks: refused, or by a flag and recorded": (
         STOPPED,
-        FAULTS + "test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked_for",
+        RESUMING + "test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked_for",
     ),
     # Checkpoints.
     "a bit of a checkpoint flips": (
@@ -87,7 +89,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "cached rows are swapped": (EVIL, CACHE + "test_integrity.py::test_a_range_copied_over_another_is_refused"),
     "a bit of a cache file's format flips": (
         EVIL,
-        CACHE + "test_integrity.py::test_no_bit_flip_anywhere_in_a_file_is_used_silently",
+        CACHE + "test_bit_flips.py::test_no_bit_flip_anywhere_in_a_file_is_used_silently",
     ),
     "a cache file is cut short, or rows of it were never written": (EVIL,),
     "cached rows of weights or statistics that differ in a bit": (
@@ -109,8 +111,8 @@ MATRIX: dict[str, tuple[str, ...]] = {
         FAULTS + "test_an_error_that_only_one_rank_meets_ends_the_job",
     ),
     "a folder that cannot be written": (
-        INPUT + "test_a_run_directory_that_cannot_be_written_is_refused",
-        INPUT + "test_a_read_only_file_system_is_refused",
+        DIRECTORIES + "test_a_run_directory_that_cannot_be_written_is_refused",
+        DIRECTORIES + "test_a_read_only_file_system_is_refused",
         CACHED + "test_an_impossible_directory_is_refused_before_training",
     ),
     "two jobs in one cache directory, or in one run directory": (
@@ -168,7 +170,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "tests/single/launch/test_scripts.py::test_threads_and_yielding_follow_from_ranks_and_cores",
     ),
     "secrets among the variables: in no file, in no output, on no other host": (
-        INPUT + "test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them",
+        DIRECTORIES + "test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them",
         "tests/single/launch/test_scripts.py::test_only_named_variables_reach_a_launcher",
     ),
 }

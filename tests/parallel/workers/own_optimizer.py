@@ -4,78 +4,32 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 import hvfreeze
-from hvfreeze.errors import DivergedError, UsageError
+from hvfreeze.errors import UsageError
 from hvfreeze.own_loop.optimizer import DistributedOptimizer
 from hvfreeze.own_loop.script_world import RunningWorld, script_world
 from hvfreeze.ranks.equal_models import check_replicas
 from hvfreeze.ranks.horovod_world import HorovodWorld
 from hvfreeze.ranks.world import World
 from tests.parallel.mpirun import report
-from tests.parallel.workers import own_text_model
+from tests.parallel.workers import own_refusals, own_text_model
+from tests.parallel.workers.own_image_model import (
+    OPTIMIZERS,
+    abandon,
+    assert_alike,
+    average_by_hand,
+    batches,
+    image_model,
+    parameters,
+    raises,
+)
 from tests.parallel.workers.wrapped import STEPS, wrap
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, weight_decay=1e-2),
-}
-
-
-def image_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    # No bias before a BatchNorm: its gradient is nothing but rounding, which Adam would make a step of.
-    first = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
-    body = [first, nn.Conv2d(6, 6, 3), nn.Conv2d(6, 4, 3)]
-    return nn.Sequential(*body, nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 5))
-
-
-def batches(rank: int, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    torch.manual_seed(rank)  # dropout
-    for _ in range(steps):
-        yield torch.randn(6, 3, 8, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator)
-
-
-def parameters(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def assert_alike(world: World, ours: nn.Module, theirs: nn.Module) -> None:
-    """One rank gives the same bits; of several, sums in another order may round differently."""
-    for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
-        if world.size == 1:
-            assert torch.equal(mine, reference)
-        torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-4)
-
-
-def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except kind as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"nobody said '{words}'")
-
-
-def abandon(optimizer: DistributedOptimizer) -> None:
-    """Let what is on its way arrive, so that its name is free for the next optimizer."""
-    optimizer.reducer.starts_itself = False  # which would say again what is wrong
-    optimizer.reducer.finish()
-
-
-def average_by_hand(model: nn.Module, world: World) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        if parameter.grad is not None:
-            parameter.grad = world.allreduce_sum(parameter.grad / world.size, name=f"test.hand.{number}")
 
 
 def train_by_hand(model: nn.Module, optimizer: Any, world: World, schedule: Any, order: str, to_none: bool) -> None:
@@ -175,26 +129,6 @@ def check_passes_add_up_and_the_last_may_be_fewer(world: World) -> None:
     abandon(wrapped)
 
 
-def check_what_would_lose_gradients_is_refused(world: World) -> None:
-    model = image_model()
-    optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
-    images, labels = next(batches(world.rank))
-    functional.cross_entropy(model(images), labels).backward()
-    raises(UsageError, "zero_grad() between backward() and step()", optimizer.zero_grad)
-    optimizer.step()
-    functional.cross_entropy(model(images), labels).backward()
-    if world.size > 1:
-        with optimizer.skip_synchronize():
-            raises(UsageError, "without synchronize() before it", optimizer.step)
-    optimizer.step()
-    if world.size > 1:
-        optimizer.zero_grad()
-        functional.cross_entropy(model(images), labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        raises(UsageError, "call synchronize() before they are clipped", optimizer.step)
-        abandon(optimizer)
-
-
 def check_thin_gradients_travel_twice_in_one_order(world: World) -> None:
     model = image_model()
     optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world, compression="powersgd:1")
@@ -204,28 +138,6 @@ def check_thin_gradients_travel_twice_in_one_order(world: World) -> None:
         optimizer.step()
     optimizer.freezer.average_statistics()
     check_replicas(model, world, step=STEPS)
-
-
-def check_unequal_ranks_are_refused(world: World) -> None:
-    model = image_model()
-    last = world.rank == world.size - 1 and world.size > 1
-    wrong = {"steps_per_epoch": 3 if last else 4}
-    if world.size > 1:
-        sgd = OPTIMIZERS["sgd"](model.parameters())
-        raises(UsageError, "steps_per_epoch is 4 on rank 0 and 3 on rank", lambda: wrap(model, sgd, world, **wrong))
-        optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
-        with torch.no_grad():
-            model[2].bias.add_(float(last))
-        images, labels = next(batches(world.rank))
-        functional.cross_entropy(model(images), labels).backward()
-        raises(DivergedError, "hvd.broadcast_parameters", optimizer.step)
-        optimizer.reducer.finish()
-    raises(UsageError, "LBFGS", lambda: wrap(model, torch.optim.LBFGS(model.parameters()), world))
-    raises(
-        UsageError,
-        "op (9) must be hvd.Average",
-        lambda: wrap(model, torch.optim.SGD([*model.parameters()]), world, op=9),
-    )
 
 
 def check_horovods_broadcast_creates_state_and_moves_nothing(world: World) -> None:
@@ -284,7 +196,7 @@ def open_as_scripts_do(how: str) -> World:
 def main(how: str) -> None:
     torch.set_num_threads(1)
     world = open_as_scripts_do(how)
-    found = sorted({**vars(own_text_model), **globals()}.items())
+    found = sorted({**vars(own_text_model), **vars(own_refusals), **globals()}.items())
     checks = [check for name, check in found if name.startswith("check_") and name != "check_replicas"]
     for check in checks:
         check(world)

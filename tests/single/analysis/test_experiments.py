@@ -10,7 +10,6 @@ import pytest
 from analysis import adaptive, baseline, figures, scaling, static_sweep, summary, votes
 from analysis.parts.ring import LATENCY, Model, Point, fit
 from analysis.sweeps import experiment as sweep
-from analysis.sweeps import writeup
 from analysis.sweeps.presets import REDUCED, SMOKE
 from analysis.sweeps.questions import Answer
 from analysis.sweeps.results import open_results
@@ -18,19 +17,9 @@ from analysis.sweeps.rows import read_rows
 from analysis.writing import paper
 from hvfreeze.errors import RefusedError
 from hvfreeze.ranks.reducer import BUCKET_BYTES
-from tests.single.analysis.runs_material import a_vote, carried_out, made_up
+from tests.single.analysis.runs_material import a_vote, carried_out
 
-
-@pytest.fixture(autouse=True)
-def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "launch", made_up)
-    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
-
-
-@pytest.fixture
-def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are drawn but not written, which takes most of the time."""
-    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
+pytestmark = pytest.mark.usefixtures("no_training")
 
 
 def test_the_studys_speed_ups_are_those_of_its_seconds() -> None:

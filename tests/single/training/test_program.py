@@ -30,14 +30,6 @@ def digest(folder: Path) -> str:
     return str(json.loads((folder / "summary.json").read_text())["parameter_digest"])
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    outcome = train(folder)
-    assert outcome.returncode == 0, str(outcome)
-    return folder
-
-
 @pytest.fixture
 def run_dir(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from hvfreeze.training.checkpoints import file as checkpoint
@@ -17,14 +16,6 @@ from tests.single.training.forging import Evil, forged
 
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "2"]
 SMALL += ["--threads", "1", "--freeze", "linear", "--interval", "3", "--freeze-warmup", "2", "--checkpoint-every", "1"]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    outcome = call("train", *SMALL, "--run-dir", str(folder))
-    assert outcome.returncode == 0, str(outcome)
-    return folder
 
 
 def resume(folder: Path) -> Any:

@@ -1,0 +1,76 @@
+"""A run directory that holds another run or cannot be used is refused and left alone; a run's own is private."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.program import call, contents, spawn, without_privileges
+from tests.single.refusing import SMALL, refused
+
+
+def test_a_directory_that_holds_another_run_is_left_alone(finished: Path) -> None:
+    before = contents(finished)
+    refused(call("train", *SMALL, "--run-dir", str(finished)), 2, "--run-dir", str(finished), "--resume")
+    again = ["train", *SMALL, "--run-dir", str(finished), "--resume"]
+    refused(call(*again, "--lr", "0.5"), 3, str(finished), "lr: 0.1 there, 0.5 here")
+    refused(call(*again, "--seed", "1", "--epochs", "3"), 3, "seed: 0 there, 1 here")
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize("text", [b"", b"[1, 2]", b"optimizer: 3", b"optimizer: {lr: [", b"\xff\xfe\x00"])
+def test_a_run_whose_configuration_is_damaged_is_not_resumed(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(text)
+    refused(call("train", *SMALL, "--run-dir", str(tmp_path), "--resume"), 3, "config.yaml", "damaged")
+    assert contents(tmp_path) == {"config.yaml": text}
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "run"):
+        refused(call("train", *SMALL, "--run-dir", str(path)), 2, "--run-dir", str(path), "choose another")
+    assert file.read_text() == "mine"
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    with without_privileges():
+        refused(call("train", *SMALL, "--run-dir", str(closed)), 2, str(closed), "Permission denied")
+        refused(call("train", *SMALL, "--run-dir", str(closed / "run")), 2, str(closed), "Permission denied")
+    assert not contents(closed)
+
+
+def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount a file system here")
+    try:
+        refused(call("train", *SMALL, "--run-dir", str(tmp_path / "run")), 2, "--run-dir", "Read-only file system")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_each_kind_of_refusal_is_the_exit_code_of_the_process(finished: Path, run_dir: Path, tmp_path: Path) -> None:
+    before = contents(finished)
+    refused(spawn("train", "--epoch", "2", "--run-dir", str(run_dir)), 2, "'--epoch'", "'--epochs'")
+    refused(spawn("train", *SMALL, "--lr", "0.2", "--run-dir", str(finished), "--resume"), 3, "lr: 0.1 there, 0.2 here")
+    assert contents(finished) == before
+
+
+def test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "run", "hunter2-5f1d"
+    outcome = spawn("train", *SMALL, "--run-dir", str(folder), env={"FAKE_API_KEY": secret})
+    assert outcome.returncode == 0, str(outcome)
+    modes = {str(path.relative_to(tmp_path)): oct(path.stat().st_mode & 0o777) for path in [folder, *folder.rglob("*")]}
+    wanted = {name: oct(0o700 if (tmp_path / name).is_dir() else 0o600) for name in modes}
+    assert modes == wanted
+    names = {"config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl", "summary.json", "checkpoints"}
+    assert names <= {os.path.basename(name) for name in modes}
+    for path, content in contents(folder).items():
+        assert secret.encode() not in (content or b""), path
+        assert b"FAKE_API_KEY" not in (content or b""), path
+    assert secret not in outcome.stdout + outcome.stderr

@@ -117,17 +117,24 @@ def check_resume(world: World, root: Path, name: str, *, everywhere: bool, **set
     if everywhere:
         stops = list(range(STEPS * EPOCHS))
     for stop in stops:
-        directory = root / f"{name}-{stop}"
-        interrupted(configuration(directory, world.size, **settings), world, after=stop)
-        resumed = run(configuration(directory, world.size, resume=True, **settings), world)
-        assert resumed["parameter_digest"] == straight["parameter_digest"], f"{name}: differs when stopped after {stop}"
-        assert resumed["cut_history"] == straight["cut_history"]
-        assert resumed["allreduce_bytes"] == straight["allreduce_bytes"]
-        if world.rank == 0:
-            for kind in ("metrics", "decisions"):
-                assert lines(directory, kind) == lines(root / f"{name}-straight", kind), f"{kind} differ after {stop}"
+        check_resumed_after(stop, straight, world, root, name, **settings)
     history: list[list[int]] = straight["cut_history"]
     return history
+
+
+def check_resumed_after(
+    stop: int, straight: dict[str, Any], world: World, root: Path, name: str, **settings: Any
+) -> None:
+    """Compare a run that is stopped after so many steps with one of the same settings that never was."""
+    directory = root / f"{name}-{stop}"
+    interrupted(configuration(directory, world.size, **settings), world, after=stop)
+    resumed = run(configuration(directory, world.size, resume=True, **settings), world)
+    assert resumed["parameter_digest"] == straight["parameter_digest"], f"{name}: differs when stopped after {stop}"
+    assert resumed["cut_history"] == straight["cut_history"]
+    assert resumed["allreduce_bytes"] == straight["allreduce_bytes"]
+    if world.rank == 0:
+        for kind in ("metrics", "decisions"):
+            assert lines(directory, kind) == lines(root / f"{name}-straight", kind), f"{kind} differ after {stop}"
 
 
 def check_auto_is_what_it_chose(world: World, root: Path, **settings: Any) -> None:
@@ -150,12 +157,12 @@ def check_what_is_tried(world: World, root: Path, **settings: Any) -> None:
         "worth_trying": lambda forecasts, chosen: tuple(taken),
     }
     tale = patch.object(Trial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
+    settings |= {"compression": "auto", "checkpoint_every": "3s"}
     with patch.multiple(measured_plan, **changes), tale:
-        check_resume(world, root, "tried", everywhere=False, **settings, compression="auto", checkpoint_every="3s")
-    if world.rank == 0:
-        told = json.loads((root / "tried-straight/summary.json").read_text())["exchange"]
-        assert told["compression"] == "powersgd:4", "the next is no faster"
-        assert told["tried"] == taken
+        straight = run(configuration(root / "tried-straight", world.size, **settings), world)
+        check_resumed_after(4, straight, world, root, "tried", **settings)
+    assert straight["exchange"]["compression"] == "powersgd:4", "the next is no faster"
+    assert straight["exchange"]["tried"] == taken
 
 
 def check_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:

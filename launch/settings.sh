@@ -24,7 +24,7 @@ hvfreeze_settings() {
     export HOROVOD_FUSION_THRESHOLD=${HOROVOD_FUSION_THRESHOLD:-0}
     # A rank that the others have waited for so long is named and ends the job, whether it is stopped or goes astray.
     export HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=${HOROVOD_STALL_SHUTDOWN_TIME_SECONDS:-600}
-    # Who stops when all others have left escapes them: mpirun itself ends the job after so many seconds, with code 110.
+    # A rank that is stopped together with what watches it escapes that: mpirun ends the job after so many seconds, with code 110.
     export MPIEXEC_TIMEOUT=${MPIEXEC_TIMEOUT:-${HVFREEZE_DEADLINE:-86400}}
 
     # The network between the nodes, where the first one found is the wrong one (docker0, a management network).

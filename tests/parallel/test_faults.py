@@ -73,6 +73,24 @@ def test_a_stopped_rank_ends_the_job_at_the_deadline(culprit: int, tmp_path: Pat
     assert_waited_no_longer_than_it_may(said)
 
 
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (3, 2)])
+def test_a_rank_that_is_stopped_when_the_run_is_complete_ends_the_job_which_stays_complete(
+    size: int, culprit: int, tmp_path: Path
+) -> None:
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    undisturbed = train(size, "-", straight, "--epochs", "1")
+    assert undisturbed.returncode == 0, str(undisturbed)
+    result = train(size, f"{culprit}:-4:stop", folder, "--epochs", "1", env=IMPATIENT)
+    assert result.returncode == 128 + signal.SIGKILL, str(result)
+    assert f"rank {culprit} on " in only_message(result) and "after it had left MPI" in only_message(result)
+    assert epochs(folder) == epochs(straight)
+    for name in ("model.pt", "decisions.jsonl"):
+        assert (folder / name).read_bytes() == (straight / name).read_bytes(), name
+    again = train(size, "-", folder, "--epochs", "1", "--resume")
+    assert again.returncode == 0 and "is complete; nothing to do" in again.stdout + again.stderr, str(again)
+    assert summary(folder)["parameter_digest"] == summary(straight)["parameter_digest"]
+
+
 def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
     result = train(3, "1:3:spin", tmp_path / "run", env=IMPATIENT)
     assert result.returncode == 6, str(result)

@@ -46,6 +46,8 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "a rank is stopped: the job ends at the limit and 10 s, and names it": (
         FAULTS + "test_a_stopped_rank_ends_the_job_at_the_deadline",
         STALLS + "test_a_rank_that_does_not_come_is_named_and_ends_the_job",
+        FAULTS + "test_a_rank_that_is_stopped_when_the_run_is_complete_ends_the_job_which_stays_complete",
+        STALLS + "test_a_rank_that_is_stopped_when_nobody_is_left_to_notice_is_named_and_ends_the_job",
     ),
     "a rank never comes: named, with what is waited for, at the limit and 10 s": (
         FAULTS + "test_a_rank_that_does_not_come_ends_the_job_at_the_deadline",

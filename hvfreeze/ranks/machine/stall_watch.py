@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.errors import StallError
+from hvfreeze.ranks.machine.end_guard import guard_end
 from hvfreeze.ranks.machine.mpi_environment import claimed_rank
 
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -67,9 +68,11 @@ class StallWatch:
         atexit.register(self.disconnect)
 
     def disconnect(self) -> None:
-        """Make no more MPI calls."""
+        """Make no more MPI calls. Others need not wait for this rank from now on: a process of its own watches it."""
         with self._lock:
-            self._comm = None
+            left, self._comm = self._comm, None
+        if left is not None:
+            guard_end(claimed_rank(os.environ), self._limit)
 
     def _watch(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """The program with faults built in: `faulty.py RANK:STEP:FAULT,... ARGUMENTS` does what hvfreeze ARGUMENTS does.
 
 A fault happens on one rank before it makes the step. Step -3 is before ranks know each other, -2 the beginning and -1
-the end of the preparation; `-` is no fault.
+the end of the preparation, -4 is when the rank has left MPI; `-` is no fault.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from hvfreeze.updates import objective
 
 make_step = loop.train_step
 start = horovod_world.open_world
+leave = horovod_world.leave_mpi
 
 
 def replicas_of(job: Job) -> Replicas:
@@ -174,7 +175,12 @@ def build_in(faults: str) -> None:
         wanted.get((world.rank, -1), nothing)(job)
         return job
 
+    def faulty_end(mpi: Any) -> None:
+        leave(mpi)
+        wanted.get((claimed_rank(os.environ), -4), nothing)(None)
+
     horovod_world.open_world = faulty_start
+    horovod_world.leave_mpi = faulty_end
     loop.train_step = faulty_step
     hvfreeze.training.run.prepare = faulty_preparation  # type: ignore[attr-defined]
 

@@ -1,15 +1,21 @@
-"""`stalling.py RANK STAGE FAULT`: rank RANK stops (or spins) at a stage of a job's life; the others go on and wait."""
+"""`stalling.py RANK STAGE FAULT LIMIT`: rank RANK stops (or spins) at a stage of a job's life; others go on and wait.
+
+The stages in their order: start, collective, wire, close, shutdown, leave, left, exit, teardown. From when ranks know
+each other they may wait for LIMIT seconds: how long they take to start is the machine's affair.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+from functools import partial
 
 import torch
 
 import hvfreeze.ranks.horovod_world as horovod_world
-from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.horovod_world import HorovodWorld, open_world
 from hvfreeze.ranks.machine.mpi_environment import claimed_rank
 from hvfreeze.ranks.wire import open_wire
 from hvfreeze.ranks.world import end_job_on_exception
@@ -26,15 +32,36 @@ def at(name: str) -> None:
             pass
 
 
-def stop_before_leaving(mpi: object) -> None:
+def leave(mpi: object) -> None:
     at("leave")
     leave_mpi(mpi)
+    at("left")
 
 
-horovod_world.leave_mpi = stop_before_leaving
+class Last:
+    """Is taken apart with the modules, when all else has been done at the interpreter's exit."""
+
+    def __init__(self) -> None:
+        # Its own, because the modules' names may have gone before.
+        self.stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+        self.here = (stage, culprit) == ("teardown", claimed_rank(os.environ))
+
+    def __del__(self) -> None:
+        if self.here:
+            self.stop()
+
+
+horovod_world.leave_mpi = leave
+# Registered first, it is called last.
+atexit.register(at, "exit")
+last = Last()
 at("start")
 world = open_world()
+assert isinstance(world, HorovodWorld)
 end_job_on_exception(world)
+world.watch._limit = float(sys.argv[4])
+shutdown = world._hvd.shutdown
+world._hvd.shutdown = lambda: (at("shutdown"), shutdown())
 wire = open_wire(world, ["activations"])
 at("collective")
 world.allreduce_sum(torch.ones(4), name="loss")

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,17 +73,33 @@ def test_who_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch, seen: Sequen
 
 def places_of(process: int, pipe: str) -> list[str]:
     """The numbers under which a process has a pipe open."""
-    return [entry.name for entry in Path(f"/proc/{process}/fd").iterdir() if os.readlink(entry) == pipe]
+    found = []
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found += [entry.name] if os.readlink(entry) == pipe else []
+    return found
 
 
 def guards_of(process: int) -> list[int]:
     """The guards that a process has started."""
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [pid for pid in map(int, children) if "end_guard.py" in command_of(pid)]
+    return [pid for pid in children_of(process) if "end_guard.py" in command_of(pid)]
+
+
+def children_of(process: int) -> list[int]:
+    """What a process has started."""
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def guard_of(process: int) -> int:
+    """The guard of a process that has started it."""
+    # Its command shows a moment after it is there.
+    wait_until(lambda: guards_of(process), what="the guard")
+    (guard,) = guards_of(process)
+    return guard
 
 
 @pytest.fixture
-def guarded() -> subprocess.Popen[str]:
+def guarded() -> Iterator[subprocess.Popen[str]]:
     """A process that has a guard, in a group of its own."""
     process = subprocess.Popen(
         [sys.executable, "-c", STAYS.format(limit=3600)],
@@ -92,44 +109,48 @@ def guarded() -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
-    return process
+    with process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "up\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_guard_is_in_its_ranks_group_and_not_ended_by_what_asks_ranks_to_leave(
     guarded: subprocess.Popen[str],
 ) -> None:
-    with guarded:
-        (guard,) = guards_of(guarded.pid)
-        assert os.getpgid(guard) == guarded.pid
-        # It hears of the end at once: its rank alone holds the other end of the pipe.
-        pipe = os.readlink(f"/proc/{guard}/fd/0")
-        assert (places_of(guard, pipe), len(places_of(guarded.pid, pipe))) == (["0"], 1)
-        os.kill(guard, signal.SIGUSR1)
-        lines = dict(line.split(":\t") for line in Path(f"/proc/{guard}/status").read_text().splitlines())
-        assert int(lines["ShdPnd"], 16) == 1 << (signal.SIGUSR1 - 1), lines
-        guarded.kill()
+    guard = guard_of(guarded.pid)
+    assert os.getpgid(guard) == guarded.pid
+    # It hears of the end at once: its rank alone holds the other end of the pipe.
+    pipe = os.readlink(f"/proc/{guard}/fd/0")
+    assert (places_of(guard, pipe), len(places_of(guarded.pid, pipe))) == (["0"], 1)
+    lines = dict(line.split(":\t") for line in Path(f"/proc/{guard}/status").read_text().splitlines())
+    assert int(lines["SigBlk"], 16) == 1 << (signal.SIGUSR1 - 1), lines
+    guarded.kill()
+    guarded.wait()
     wait_until(lambda: not command_of(guard), what="the guard's end")
 
 
 def test_a_guard_ends_with_its_rank_also_where_others_hold_the_pipe(guarded: subprocess.Popen[str]) -> None:
-    with guarded:
-        (guard,) = guards_of(guarded.pid)
-        held = os.open(f"/proc/{guard}/fd/0", os.O_WRONLY)
-        guarded.kill()
+    guard = guard_of(guarded.pid)
+    held = os.open(f"/proc/{guard}/fd/0", os.O_WRONLY)
+    guarded.kill()
+    guarded.wait()
     wait_until(lambda: not command_of(guard), what="the guard's end")
     os.close(held)
 
 
 def test_a_process_is_stopped_until_it_is_let_go_on() -> None:
+    found = []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not end_guard.is_stopped(process.pid)
         for number, option in ((signal.SIGSTOP, os.WUNTRACED), (signal.SIGCONT, os.WCONTINUED)):
+            found.append(end_guard.is_stopped(process.pid))
             process.send_signal(number)
             os.waitpid(process.pid, option)
-            assert end_guard.is_stopped(process.pid) == (number == signal.SIGSTOP)
+        found.append(end_guard.is_stopped(process.pid))
         process.kill()
-    assert not end_guard.is_stopped(process.pid)
+    assert [*found, end_guard.is_stopped(process.pid)] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -137,7 +158,7 @@ def test_no_limit_is_no_guard(limit: int) -> None:
     words = [sys.executable, "-c", STAYS.format(limit=limit)]
     with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
-        assert guards_of(process.pid) == []
+        assert children_of(process.pid) == []
         process.kill()
 
 

@@ -47,24 +47,26 @@ def ready(ranks: int, variables: Mapping[str, str]) -> str:
         variables: What tests give a process; only the first call's count.
 
     Raises:
-        AssertionError: a standing process has ended.
+        AssertionError: see `check`.
     """
+    check()
     with _starting:
         for number in range(ranks):
             if number not in _standing:
                 _standing[number] = _start(number, variables)
-            _check(number, _standing[number])
     return _common
 
 
 def check() -> None:
-    """See to it that every standing process is there.
+    """See to it that every standing process is there. One that is not is forgotten: who asks next gets a new one.
 
     Raises:
-        AssertionError: one has ended.
+        AssertionError: some have ended since the last call; with what they said.
     """
-    for number, standing in list(_standing.items()):
-        _check(number, standing)
+    with _starting:
+        ended = {number: one for number, one in _standing.items() if one.process.poll() is not None}
+        said = [_last_words(number, _standing.pop(number)) for number in ended]
+    assert not said, "\n".join(said)
 
 
 def processes() -> list[int]:
@@ -103,8 +105,10 @@ def _start(number: int, variables: Mapping[str, str]) -> _Standing:
     return _Standing(process, said)
 
 
-def _check(number: int, standing: _Standing) -> None:
-    if standing.process.poll() is None:
-        return
-    standing.said.seek(0)
-    raise AssertionError(f"standing process {number} has ended: {standing.said.read().decode(errors='replace')}")
+def _last_words(number: int, standing: _Standing) -> str:
+    code = standing.process.returncode
+    assert standing.process.stdin is not None
+    standing.process.stdin.close()
+    with standing.said as said:
+        said.seek(0)
+        return f"standing process {number} has ended with {code}: {said.read().decode(errors='replace')}"

@@ -84,6 +84,22 @@ def test_what_becomes_of_one_rank_is_the_jobs_result_and_the_next_job_is_undistu
     assert not before or pool.processes()[:2] == before[:2]
 
 
+def test_standing_processes_that_end_fail_one_test_with_what_they_said_and_the_next_gets_new_ones() -> None:
+    assert mpirun(3, VISIBLE, timeout=60, every_rank_reports=False).returncode == 0
+    first, _, third = before = pool.processes()[:3]
+    for process in (first, third):
+        os.kill(process, signal.SIGABRT)
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(
+        AssertionError, match=r"(?s)process 0 has ended with -6: .*Fatal.*process 2 has ended with -6: .*Fatal"
+    ):
+        pool.check()
+    pool.check()
+    ranks = mpirun(3, VISIBLE, args=["parent"], timeout=60).ranks
+    assert [rank["parent"] for rank in ranks] == pool.processes()[:3]
+    assert [one == other for one, other in zip(before, pool.processes()[:3], strict=True)] == [False, True, False]
+
+
 def test_a_process_that_a_copy_forked_and_left_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.parallel.mpirun.GRACE_SECONDS", 1.0)
     with pytest.raises(AssertionError, match="still alive after the job's end"):

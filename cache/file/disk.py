@@ -96,7 +96,9 @@ def free_bytes(directory: Path) -> int:
 
 
 def prepare_directory(directory: Path, *, private: bool = True) -> None:
-    """Make `directory` where it is missing, and try to make a file in it.
+    """Make `directory` and the folders above it where they are missing, and try to make a file in it.
+
+    What is made is for this user alone if `private`, else as the umask says.
 
     A full disk is no reason to refuse: what lies there may still be read. It stops writing where that begins.
 
@@ -104,7 +106,9 @@ def prepare_directory(directory: Path, *, private: bool = True) -> None:
         CacheFault: it cannot be used, or anybody may replace what lies in it.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+        # One by one: `parents=True` gives its mode to the last folder only.
+        for folder in (*reversed(directory.parents), directory):
+            folder.mkdir(exist_ok=True, mode=0o700 if private else 0o777)
         mode = directory.stat().st_mode
         with tempfile.TemporaryFile(dir=directory):
             pass

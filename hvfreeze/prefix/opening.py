@@ -73,7 +73,9 @@ def open_caching(terms: CacheTerms, source: RowSource, *, clock: PhaseClock) -> 
         rows = source.recipe.batch_rows
         return NoCache(NullActivations(run_blocks=timed.run_blocks, load_images=timed.load_images, batch_rows=rows))
     # Now, and not hours later at the first cut: a directory that cannot be used is the user's to change.
-    prepare = partial(prepare_directory, terms.outlook.directory, private=not settings.cache_shared)
+    # Without a directory of its own the cache lies in the run's, which is made here first and is always private.
+    private = settings.cache_dir is None or not settings.cache_shared
+    prepare = partial(prepare_directory, terms.outlook.directory, private=private)
     together(terms.world, prepare, name=f"cache.directory.{name}")
     source = replace(source, shared=source.shared or terms.shuffled_globally)
     activations = PrefixActivations(

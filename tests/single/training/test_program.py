@@ -43,6 +43,14 @@ def test_a_run_is_private_and_logs_what_it_said(finished: Path) -> None:
     assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d shufflenet_v2_x0_5 \(", log) and "epoch   0 | cut 0" in log
 
 
+@pytest.mark.parametrize("sharing", [[], ["--cache-shared"]])
+def test_a_run_is_private_that_has_its_cache_inside(tmp_path: Path, sharing: list[str]) -> None:
+    folder = tmp_path / "run"
+    outcome = train(folder, "--freeze", "static", "--cut", "5", "--augment", "none", "--cache", "on", *sharing)
+    assert outcome.returncode == 0, str(outcome)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "cache")] == [0o700, 0o700]
+
+
 def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path, tmp_path: Path) -> None:
     outcome = train(run_dir, "--epochs", "2", "--resume")
     assert outcome.returncode == 0, str(outcome)

@@ -120,12 +120,15 @@ def stages_of(
         costs: what --epochs is counted in; None where a time budget chooses the steps, all stages are then there.
     """
     settings = config.optimizer
-    per_epoch = settings.steps_per_epoch(batches_per_epoch)
     if not config.freeze.auto:
-        epochs = settings.epochs if costs or config.head.exact else 1
-        return (Stage(name=TRAIN, config=config, steps=per_epoch * epochs, batches_per_epoch=batches_per_epoch),)
+        steps = settings.steps_per_epoch(batches_per_epoch) * (settings.epochs if costs or config.head.exact else 1)
+        return (Stage(name=TRAIN, config=config, steps=steps, batches_per_epoch=batches_per_epoch),)
     solve = Stage(
-        name=SOLVE, config=solving(config), steps=per_epoch, batches_per_epoch=batches_per_epoch, shown_cut=deepest
+        name=SOLVE,
+        config=solving(config),
+        steps=batches_per_epoch,
+        batches_per_epoch=batches_per_epoch,
+        shown_cut=deepest,
     )
     last_solve = config.freeze.has("last-solve")
     # Without a solution behind it, tuning has nothing that the guard could compare.
@@ -150,13 +153,13 @@ def stages_of(
 
 
 def solving(config: Config) -> Config:
-    """Return the settings with which stages solve the head: fixed views for fresh draws, and no pairs of samples."""
+    """Return the settings with which stages solve the head: fixed views for fresh draws, no pairs, no groups."""
     criterion, cut = SOLVED
     data = config.data if config.data.cacheable() else replace(config.data, augment="none", recipe="crop")
     return replace(
         config,
         data=data,
-        optimizer=replace(config.optimizer, epochs=1, mixup=0.0),
+        optimizer=replace(config.optimizer, epochs=1, mixup=0.0, accumulate=1),
         freeze=replace(config.freeze, freeze=criterion, cut=cut, auto_without="none"),
     )
 

@@ -47,6 +47,12 @@ def test_a_run_without_stages_is_one() -> None:
     assert [stage.batches(steps) for steps in (0, 1, 3, 4, 5, 12)] == [0, 3, 9, 10, 13, 30]
 
 
+def test_groups_of_batches_are_for_tuning_alone() -> None:
+    solve, tune, last = planned(epochs=9, accumulate=3)
+    assert solve == last and (solve.config.optimizer.accumulate, solve.steps, solve.epochs) == (1, 20, 1)
+    assert (tune.config.optimizer.accumulate, tune.steps_per_epoch) == (3, 6)
+
+
 def test_tuning_leaves_out_what_the_guard_judges_by_and_parts_can_be_left_out() -> None:
     solve, tune, last = planned(epochs=4)
     assert tune.guarded and tune.batches_per_epoch == 18 and not solve.guarded

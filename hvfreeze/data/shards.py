@@ -12,6 +12,8 @@ from hvfreeze.config.rules import number_list, one_of, parse_dirichlet, rule
 from hvfreeze.data.draws import Ids, shuffled
 from hvfreeze.errors import UsageError
 
+OWNERS = "a shard is a rank's, with --strategy grid a replica's, with shared-trunk that of all ranks"
+
 
 def apportion(weights: ArrayLike, total: int) -> Ids:
     """Return which of the weights wins each of `total` seats, in order (Sainte-Lague's divisor rule).
@@ -83,7 +85,7 @@ def _shard_weights(shard_sizes: str | Sequence[float], size: int) -> NDArray[np.
             return np.ones(size)
         shard_sizes = number_list("shard-sizes", shard_sizes, also="equal")
     shown = ",".join(f"{entry:g}" for entry in shard_sizes)
-    rule(len(shard_sizes) == size, "shard-sizes", shown, f"one number for each of the {size} ranks")
+    rule(len(shard_sizes) == size, "shard-sizes", shown, f"one number for each of the {size} shards", OWNERS)
     weights = np.asarray(shard_sizes, dtype=np.float64)
     rule(bool((np.isfinite(weights) & (weights > 0)).all()), "shard-sizes", shown, "positive, finite numbers")
     return weights
@@ -195,7 +197,7 @@ def plan_shards(
     rule(shuffle == "shard" or alike, "shuffle", shuffle, "shard with --partition dirichlet or --shard-sizes", remedy)
     rule(batch_size >= 1, "batch-size", batch_size, "at least 1")
     if len(ids) < size:
-        raise UsageError(f"{len(ids)} training samples are fewer than {size} ranks; use more samples or fewer ranks")
+        raise UsageError(f"{len(ids)} training samples are fewer than {size} shards; use more samples or fewer ranks")
     if shuffle == "global":
         shards, counts = [np.sort(ids)] * size, [len(ids) // size] * size
     else:
@@ -207,7 +209,7 @@ def plan_shards(
 
 def _num_batches(counts: list[int], *, batch_size: int) -> int:
     smallest = min(counts)
-    holds = f"rank {counts.index(smallest)} of {len(counts)} holds {smallest} of {sum(counts)} samples"
+    holds = f"shard {counts.index(smallest)} of {len(counts)} has {smallest} of {sum(counts)} samples"
     way_out = f"use --batch-size {smallest} or less" if smallest else "use more samples or less uneven shards"
     rule(batch_size <= smallest, "batch-size", batch_size, "no larger than the smallest shard", f"{holds}, {way_out}")
     return smallest // batch_size

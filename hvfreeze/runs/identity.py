@@ -103,7 +103,10 @@ def changes(
     held, settings = absolute(held), absolute(settings)
     others = other_run(held, settings)
     if others:
-        raise RefusedError(f"--resume: {place} holds another run ({'; '.join(others)})")
+        raise RefusedError(
+            f"--resume: {place} holds another run ({'; '.join(others)}); give what it began with, as "
+            f"--config {place}/config.yaml does, or choose another --run-dir"
+        )
     rounded = inexact(held, settings, before, now)
     if rounded and not run["resume_inexact"]:
         raise RefusedError(

@@ -105,7 +105,22 @@ def test_fewer_samples_than_ranks_are_refused(run_dir: Path, tmp_path: Path) -> 
     photos = save_photos(tmp_path / "photos", training=1)
     arguments = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos)]
     result = hvfreeze(3, "train", *arguments, "--batch-size", "1", "--run-dir", str(run_dir))
-    refused(result, 2, "2 training samples are fewer than 3 ranks")
+    refused(result, 2, "2 training samples are fewer than 3 shards")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "told"),
+    [
+        (2, "--batch-size 1", "--batch-size (1)"),
+        (3, "--batch-size 1 --strategy shared-trunk --head-blocks 2 --augment none", "--batch-size (1)"),
+        (4, "--batch-size 8 --strategy grid --parts 2 --micro-batches 8", "--micro-batches (8) of --batch-size (8)"),
+    ],
+)
+def test_single_values_that_no_batchnorm_can_normalise_are_refused(
+    run_dir: Path, ranks: int, flags: str, told: str
+) -> None:
+    small = ["--model", "shufflenet_v2_x0_5", "--image-size", "16", "--train-samples", "48"]
+    refused(hvfreeze(ranks, "train", *small, *flags.split(), "--run-dir", str(run_dir)), 2, told, "BatchNorm")
 
 
 def test_damaged_images_of_all_shards_are_named_in_one_message(run_dir: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def violations(tree: Sources) -> set[str]:
 
 def is_shared_by_strategies(path: str, module: str) -> bool:
     """Whether `module` is a file of strategies/ that its strategies share, or a part of the very same strategy."""
-    shared = ("strategy", "schedules", "cutting", "freezing", "caching")
+    shared = ("strategy", "schedules", "cutting", "freezing", "caching", "normalising")
     name, mine = module.split(".")[2], path.removesuffix(".py").split("/")[2]
     return name in shared or name == mine
 

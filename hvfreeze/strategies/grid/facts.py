@@ -13,6 +13,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
 from hvfreeze.strategies.grid.dealing.deal import shorter_lines
 from hvfreeze.strategies.grid.line.plan import Plan
+from hvfreeze.strategies.normalising import check_rows
 from hvfreeze.strategies.strategy import Materials
 
 
@@ -59,6 +60,8 @@ def facts_of(config: Config, materials: Materials) -> Facts:
     number = settings.micro_batches or default_micro_batches(parts, rows=rows, redeals=settings.redeals)
     if number > rows:
         raise UsageError(f"--micro-batches ({number}) must be at most --batch-size ({rows})")
+    asked = f"--micro-batches ({number}) of --batch-size ({rows})"
+    check_rows(materials, start=config.freeze.cut or 0, rows=rows // number, asked=asked)
     if settings.redeals and parts > 1 and not shorter_lines(parts, micro_batches=number):
         raise UsageError(
             f"--micro-batches ({number}) must be a multiple of {smallest_factor(parts)} with --redeal on and --parts "

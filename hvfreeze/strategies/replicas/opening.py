@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
@@ -14,6 +16,7 @@ from hvfreeze.ranks.agreement import together
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.caching import open_outlook
 from hvfreeze.strategies.freezing import open_freezer
+from hvfreeze.strategies.normalising import check_rows
 from hvfreeze.strategies.replicas.door import Replicas
 from hvfreeze.strategies.replicas.measured_plan import open_plan
 from hvfreeze.strategies.strategy import Materials
@@ -27,10 +30,14 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     Collective: every rank of the world must call this.
 
     Raises:
-        UsageError: the freeze settings do not fit the model or the world; on all ranks.
+        UsageError: the freeze settings or the batch do not fit the model or the world; on all ranks.
     """
     world, settings = materials.world, config.optimizer
     check_arithmetic(materials, settings)
+    if not config.head.exact:
+        start, asked = config.freeze.cut or 0, f"--batch-size ({settings.batch_size})"
+        check = partial(check_rows, materials, start=start, rows=settings.batch_size, asked=asked)
+        together(world, check, name="rows")
     named = materials.chain.model.named_parameters()
     freezer = together(
         world, lambda: open_freezer(materials, named, settings, config.freeze, world=world), name="freezer"

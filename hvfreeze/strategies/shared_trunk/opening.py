@@ -23,6 +23,7 @@ from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.wire import LoopWire, Wire, open_wire
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.cutting import example_images, open_segments
+from hvfreeze.strategies.normalising import check_rows
 from hvfreeze.strategies.shared_trunk.account import Facts
 from hvfreeze.strategies.shared_trunk.features import Handed, TrunkFeatures, caches, open_stores
 from hvfreeze.strategies.shared_trunk.heads import Head, hold_still
@@ -51,6 +52,8 @@ def open_shared_trunk(materials: Materials, config: Config) -> SharedTrunk:
     together(world, lambda: check_depths(tasks, chain), name="trunk.depths")
     blocks, whole = len(chain.blocks), config.strategy.trunk == "whole"
     cut, depth = blocks - max(task.blocks for task in tasks), blocks - min(task.blocks for task in tasks)
+    rows, asked = settings.batch_size, f"--batch-size ({settings.batch_size})"
+    together(world, lambda: check_rows(materials, start=cut, rows=rows, asked=asked), name="trunk.rows")
     mine = range(world.rank, len(tasks), world.size)
     heads = together(
         world,

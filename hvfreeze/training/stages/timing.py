@@ -61,7 +61,8 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
             chain.run(images_of(feed, batch), 0, blocks)
 
     def step() -> None:
-        chain.model.train()
+        # BatchNorm cannot train on one value: where there is but one, the strategy will say so.
+        chain.model.train(len(batch.labels) > 1)
         with autocast():
             with torch.no_grad():
                 prefix = chain.run(images_of(feed, batch), 0, cut)

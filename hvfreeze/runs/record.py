@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -118,8 +119,8 @@ class Record:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Append an epoch's line."""
-        self._append("metrics", line)
+        """Append an epoch's line; numbers that are not finite become null."""
+        self._append("metrics", finite(line))
 
     def decision(self, decision: DataclassInstance) -> None:
         """Append a vote's line: the fields of a dataclass of plain values."""
@@ -164,3 +165,12 @@ class Record:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise RefusedError(f"{path} cannot be written: {reason_of(error)}") from error
+
+
+def finite(value: Any) -> Any:
+    """Return plain values with None, which is null, for each number that is not finite: JSON has no other."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,6 +5,7 @@ What a step is, the strategy knows: which blocks run on which rank, and what cro
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -177,6 +178,8 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         f"epoch {epoch:3d} | cut {job.course.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
         f"{shown} | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
     )
+    if loss is not None and not math.isfinite(loss):
+        progress.line("note: the loss on what was evaluated is not finite: its answers overflow; lower --lr")
 
 
 def end_stage(job: Job, progress: Progress) -> None:

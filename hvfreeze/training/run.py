@@ -21,6 +21,7 @@ from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.publishing import publish, publishing
 from hvfreeze.runs.reading import SUMMARY, read_object
+from hvfreeze.runs.record import finite
 from hvfreeze.strategies.strategy import WholeModel
 from hvfreeze.training.checkpoints.best import best_path, out_of_patience
 from hvfreeze.training.checkpoints.file import newest
@@ -178,7 +179,7 @@ def conclude(job: Job) -> dict[str, Any]:
     if job.config.run.keep == "best":
         summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
     summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)
-    summary = job.world.broadcast_object(summary, name="summary")
+    summary = job.world.broadcast_object(finite(summary), name="summary")
     together(job.world, lambda: job.record.summary(summary), name="summary.write")
     return summary
 

@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from hvfreeze.runs.lock import Lock
+from hvfreeze.training import loop
+from hvfreeze.training.evaluation import Score
 from tests.program import ROOT, Outcome, call, contents
 
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "40", "--batch-size", "16", "--validation-fraction", "0.2"]
@@ -49,6 +51,17 @@ def test_a_run_is_private_that_has_its_cache_inside(tmp_path: Path, sharing: lis
     outcome = train(folder, "--freeze", "static", "--cut", "5", "--augment", "none", "--cache", "on", *sharing)
     assert outcome.returncode == 0, str(outcome)
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "cache")] == [0o700, 0o700]
+
+
+def test_a_loss_that_overflows_in_an_evaluation_is_said_and_records_stay_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "evaluate", lambda *_: {"model": Score(loss=float("nan"), accuracy=0.25)})
+    outcome = train(tmp_path / "run", "--keep", "best")
+    assert outcome.returncode == 0 and "is not finite" in outcome.stdout, str(outcome)
+    line, summary = ((tmp_path / "run" / name).read_text() for name in ("metrics.jsonl", "summary.json"))
+    assert json.loads(line, parse_constant=pytest.fail)["test_loss"] is None
+    assert json.loads(summary, parse_constant=pytest.fail)["kept"]["model"]["loss"] is None
 
 
 def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.networks.tables import kept, table, verdicts
+from analysis.parts.peers_answers import best_full, by_samples
+from analysis.parts.peers_labels import cell_of
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
-from hvfreeze.report.units import seconds
+from hvfreeze.report.units import percent, seconds
 
 NOTHING_YET = "No results are recorded yet."
 REFERENCES = {"static_sweep": "groups0", "adaptive": "full", "caching": "full", "pixels64": "full"}
@@ -159,5 +161,29 @@ def network(root: Path) -> str:
     )
 
 
-PARTS = {"front": front, "cache": cache, "bench": bench, "network": network}
+def ways(root: Path) -> str:
+    """Return the figure of all ways, and what `--freeze auto` alone comes to beside full fine-tuning."""
+    lines = []
+    for samples, own in by_samples(open_results(root, "peers")):
+        auto, full = f"n{samples}-auto-e1", best_full(own)
+        if own.of(auto):
+            lines.append(
+                f"- {samples} images: {shown(own.mean(auto, 'test_accuracy'), percent, count=True)} in "
+                f"{seconds(own.mean(auto, 'train_seconds').mean)}; full fine-tuning comes to "
+                f"{shown(own.mean(full, 'test_accuracy'), percent)} in "
+                f"{seconds(own.mean(full, 'train_seconds').mean)}, {cell_of(full).epochs} epochs at the best of three "
+                f"learning rates; {shown(own.over_front(auto), signed_points)} against full fine-tuning that is "
+                "trained as long."
+            )
+    if not lines:
+        return NOTHING_YET
+    return (
+        "![Accuracy against training time of twelve ways of fine-tuning](analysis/results/peers/figures/front.png)\n\n"
+        "ResNet-18 pretrained on CIFAR-100, fine-tuned on a few images of CIFAR-10 at 32 pixels, 2 ranks, 95 % "
+        "intervals\n([every way, number and log](analysis/results/peers/README.md)). `--freeze auto`, with no other "
+        "choice made:\n\n" + "\n".join(lines)
+    )
+
+
+PARTS = {"ways": ways, "front": front, "cache": cache, "bench": bench, "network": network}
 """Markers of README.md, with what stands between them, besides the table of answers."""

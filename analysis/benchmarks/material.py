@@ -39,6 +39,9 @@ NEVER = 10**9
 
 OBSERVED = FreezeConfig(freeze="gradient-norm", interval=NEVER, freeze_warmup=NEVER)
 
+MANY_EPOCHS = 10**5
+"""More than any case makes of a job."""
+
 HeldBatch = tuple[Tensor, Tensor]
 """Images or activations, (B, C, H, W), and (B,) labels."""
 

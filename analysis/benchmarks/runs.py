@@ -42,6 +42,13 @@ def mean_loss(job: Job) -> float:
 
 
 def epoch_of(job: Job) -> float:
-    """Make the next epoch of a job; return the mean of all losses so far. Collective: every rank must call this."""
-    train_epoch(job, job.step // job.steps_per_epoch, Silence())
+    """Make the next epoch of a job; return the mean of all losses so far. Collective: every rank must call this.
+
+    Raises:
+        ValueError: the run has no more epochs, so that there is nothing to time.
+    """
+    before = job.step
+    train_epoch(job, before // job.steps_per_epoch, Silence())
+    if job.step == before:
+        raise ValueError(f"epoch {before // job.steps_per_epoch} is behind the run's end: give the setting more epochs")
     return mean_loss(job)

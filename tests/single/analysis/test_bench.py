@@ -14,6 +14,9 @@ from analysis import bench
 from analysis.benchmarks import launching, table
 from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS
 from analysis.benchmarks.judging import Row, judge
+from analysis.benchmarks.material import Setting
+from analysis.benchmarks.runs import epoch_of
+from hvfreeze.ranks.world import SoloWorld
 from tests.single.analysis.bench_clock import Clock
 
 FIELDS = {"name", "ratio", "bound", "ok", "n", "low", "high", "what"}
@@ -112,3 +115,11 @@ def test_ranks_are_started_without_what_another_job_or_the_user_set(monkeypatch:
     assert not {"HOROVOD_CYCLE_TIME", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"} & set(found)
     assert (found["OMP_NUM_THREADS"], found["OMPI_MCA_mpi_yield_when_idle"]) == ("1", "1")
     assert found["PATH"].startswith(str(Path(sys.executable).parent))
+
+
+def test_an_epoch_behind_the_runs_end_is_not_timed(tmp_path: Path) -> None:
+    setting = Setting(world=SoloWorld(), scratch=tmp_path, batch_rows=2, steps=1, epochs=1)
+    job = setting.job("short")
+    epoch_of(job)
+    with pytest.raises(ValueError, match="epoch 1 is behind the run's end"):
+        epoch_of(job)

@@ -123,6 +123,7 @@ EXPERIMENT = Experiment(
     limits=(
         "CIFAR-10 at 32 pixels and one network that was trained on CIFAR-100; at 64 pixels tuning gives more.",
         "One number of samples and one number of epochs.",
+        "Runs that lack a part were made beside another job on other cores: accuracies repeat, times do not.",
     ),
 )
 

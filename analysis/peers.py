@@ -184,6 +184,8 @@ def at(name: str, *, larger: int = 1, counts: Sequence[int] = FEWER) -> Experime
             "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
             "The last stage from its cache, votes and the rival library take the rates of those that they vary.",
             "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
+            "Set-up and evaluation are left out. Whoever counts them gains less: they take as long in every way.",
+            "Seeds 3 and 4 were made of full fine-tuning, exact and auto only.",
             "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
             "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
             "Ranks share one machine and its memory: no network is involved.",

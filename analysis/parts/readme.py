@@ -180,8 +180,10 @@ def ways(root: Path) -> str:
     return (
         "![Accuracy against training time of twelve ways of fine-tuning](analysis/results/peers/figures/front.png)\n\n"
         "ResNet-18 pretrained on CIFAR-100, fine-tuned on a few images of CIFAR-10 at 32 pixels, 2 ranks, 95 % "
-        "intervals\n([every way, number and log](analysis/results/peers/README.md)). `--freeze auto`, with no other "
-        "choice made:\n\n" + "\n".join(lines)
+        "intervals\n([every way, number and log](analysis/results/peers/README.md)). `--freeze auto` has no "
+        "learning rate to choose:\n\n"
+        + "\n".join(lines)
+        + "\n\nThat is training time: starting, reading images and evaluating take as long in every way, beside it."
     )
 
 

@@ -108,7 +108,9 @@ def prepare_directory(directory: Path, *, private: bool = True) -> None:
     try:
         # One by one: `parents=True` gives its mode to the last folder only.
         for folder in (*reversed(directory.parents), directory):
-            folder.mkdir(exist_ok=True, mode=0o700 if private else 0o777)
+            # What is there may be a file, which is told by what is tried below it.
+            if not folder.exists():
+                folder.mkdir(exist_ok=True, mode=0o700 if private else 0o777)
         mode = directory.stat().st_mode
         with tempfile.TemporaryFile(dir=directory):
             pass

@@ -119,7 +119,7 @@ def test_a_cut_of_the_finer_split_on_a_boundary_of_the_coarser_is_run_once() -> 
 def readme(tmp_path: Path, no_files: None) -> Path:
     path = tmp_path / "README.md"
     parts = "\n".join(
-        f"<!-- {part} -->\n<!-- /{part} -->" for part in ("front", "results", "bench", "network", "cache")
+        f"<!-- {part} -->\n<!-- /{part} -->" for part in ("ways", "front", "results", "bench", "network", "cache")
     )
     path.write_text(f"# x\n\n{parts}\n\nrest\n")
     carried_out(static_sweep.EXPERIMENT, REDUCED, tmp_path)

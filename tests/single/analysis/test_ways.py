@@ -5,7 +5,7 @@ from __future__ import annotations
 from analysis.parts.peers_answers import WORDS, by_samples
 from analysis.parts.peers_labels import cell_of
 from analysis.parts.peers_times import timed
-from analysis.parts.readme import ways
+from analysis.parts.readme import milliseconds, ways
 from analysis.peers import PEERS
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.results import open_results
@@ -44,3 +44,8 @@ def test_what_was_kept_has_times_and_readme_names_each_number_of_samples() -> No
     for samples, own in by_samples(results):
         assert any(cell_of(label).peer == "auto" for label in own.labels)
         assert f"- {samples} images: " in told
+
+
+def test_a_benchmark_tells_its_time_also_where_the_time_cap_ended_it() -> None:
+    told = "a step, cut 1, against the same by hand; 12.30 ms against 11.00 ms"
+    assert milliseconds(told) == milliseconds(f"{told}; the time cap ended it") == "12.30 ms"

@@ -168,8 +168,15 @@ def then(preset: Preset, results: Results, *, larger: int, counts: Sequence[int]
     return planned
 
 
-def at(name: str, *, larger: int = 1, counts: Sequence[int] = FEWER) -> Experiment:
-    """Return the experiment at so many times the preset's image size, for these numbers of training samples."""
+def at(name: str, *, larger: int = 1, counts: Sequence[int] = FEWER, limits: Sequence[str] = ()) -> Experiment:
+    """Return the experiment at so many times the preset's image size, for these numbers of training samples.
+
+    Args:
+        name: of its module.
+        larger: times the preset's image size.
+        counts: numbers of training samples.
+        limits: of its own results, beside those that all have.
+    """
     return Experiment(
         name=name,
         title=TITLE + (f", images {larger} times as large" if larger > 1 else ""),
@@ -185,15 +192,15 @@ def at(name: str, *, larger: int = 1, counts: Sequence[int] = FEWER) -> Experime
             "The last stage from its cache, votes and the rival library take the rates of those that they vary.",
             "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
             "Set-up and evaluation are left out. Whoever counts them gains less: they take as long in every way.",
-            "Seeds 3 and 4 were made of full fine-tuning, exact and auto only.",
             "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
             "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
             "Ranks share one machine and its memory: no network is involved.",
+            *limits,
         ),
     )
 
 
-EXPERIMENT = at("peers")
+EXPERIMENT = at("peers", limits=("Seeds 3 and 4 were made of full fine-tuning, exact and auto only.",))
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -9,7 +9,7 @@ from pathlib import Path
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.parts.peers_answers import best_full, by_samples
-from analysis.parts.peers_labels import cell_of
+from analysis.parts.peers_labels import Cell, cell_of
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from hvfreeze.report.units import percent, seconds
@@ -166,7 +166,7 @@ def ways(root: Path) -> str:
     """Return the figure of all ways, and what `--freeze auto` alone comes to beside full fine-tuning."""
     lines = []
     for samples, own in by_samples(open_results(root, "peers")):
-        auto, full = f"n{samples}-auto-e1", best_full(own)
+        auto, full = Cell(samples=samples, peer="auto", epochs=1).label, best_full(own)
         if own.of(auto):
             lines.append(
                 f"- {samples} images: {shown(own.mean(auto, 'test_accuracy'), percent, count=True)} in "

@@ -19,6 +19,11 @@ def kept(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def paces_of(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], float]:
+    """Return images/s by (nodes, link, way)."""
+    return {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
+
+
 def best_alone(rows: Sequence[dict[str, str]]) -> float:
     """Return images/s on one node of the fastest way: nothing travels there, so they differ by noise and overhead."""
     return max((float(row["images_per_second"]) for row in rows if row["nodes"] == "1"), default=float("nan"))
@@ -26,7 +31,7 @@ def best_alone(rows: Sequence[dict[str, str]]) -> float:
 
 def table(rows: Sequence[dict[str, str]]) -> str:
     """Return images/s by network and way, and the part of as many times the fastest way's on one node."""
-    paces = {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
+    paces = paces_of(rows)
     alone = best_alone(rows)
     lines = [f"| nodes | link | {' | '.join(WAYS)} |", "|---:|---|" + "---:|" * len(WAYS)]
     for nodes, bandwidth in NETWORKS:
@@ -39,7 +44,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 def verdicts(rows: Sequence[dict[str, str]]) -> str:
     """Return in words what `auto` makes of networks, and who is faster where; nothing while rows are missing."""
-    paces = {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
+    paces = paces_of(rows)
     if len(paces) < len(NETWORKS) * len(WAYS):
         return ""
     alone, free = best_alone(rows), paces["4", "", "uncompressed"]

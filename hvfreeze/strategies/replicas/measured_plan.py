@@ -130,7 +130,7 @@ class MeasuredPlan:
         """Keep to what was chosen; to be called before the reducer's state is put back."""
         if state.get("trial") is None:
             return
-        self._trial, self._trying = Trial.of_state(state["trial"]), list(state["trying"])
+        self._trial, self._trying = Trial(**state["trial"]), list(state["trying"])
         self._moved, self._carried = state["moved"], state["carried"]
         self._network, self._steps = Network(**state["network"]), Steps(**state["steps"])
         self._forecasts = {name: Forecast(**each) for name, each in state["forecasts"].items()}

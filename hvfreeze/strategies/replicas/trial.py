@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from hvfreeze.ranks.exchange.forecast import CLOSE
 
@@ -21,22 +21,22 @@ class Trial:
     Args:
         names: the compressions, in order of what they change; the first is what a forecast chose. Of one alone nothing
             is tried.
+        medians: seconds of the steps of those that were tried already, in that order.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-        self._medians: dict[str, float] = {}
-        self._best, self._over = self._names[0], len(self._names) == 1
+    def __init__(self, names: Sequence[str], medians: Mapping[str, float] | None = None) -> None:
+        self._names, self._medians = tuple(names), dict(medians or {})
 
     @property
     def over(self) -> bool:
         """Whether `now` stays."""
-        return self._over
+        return len(self._names) == 1 or len(self._medians) == len(self._names) or self._overshot
 
     @property
     def now(self) -> str:
         """What the next steps are exchanged by."""
-        return self._best if self._over else self._names[len(self._medians)]
+        tried = len(self._medians)
+        return self._names[tried if not self.over else max(0, tried - 1 - self._overshot)]
 
     @property
     def medians(self) -> Mapping[str, float]:
@@ -45,20 +45,14 @@ class Trial:
 
     def add(self, seconds: Sequence[float]) -> None:
         """Count the TRIED_STEPS steps of `now`, and go on or stop: to be worth it, more change must save a part."""
-        name, taken = self.now, statistics.median(seconds[1:])
-        ahead = not self._medians or CLOSE * taken < self._medians[self._best]
-        self._medians[name] = taken
-        if ahead:
-            self._best = name
-        self._over = not ahead or len(self._medians) == len(self._names)
+        self._medians[self.now] = statistics.median(seconds[1:])
+
+    @property
+    def _overshot(self) -> bool:
+        """Whether the last saved too little over the one before it."""
+        taken = list(self._medians.values())
+        return len(taken) > 1 and CLOSE * taken[-1] >= taken[-2]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the trial has come."""
-        return {"names": list(self._names), "medians": dict(self._medians), "best": self._best, "over": self._over}
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the trial that has come as far."""
-        trial = cls(state["names"])
-        trial._medians, trial._best, trial._over = dict(state["medians"]), state["best"], state["over"]
-        return trial
+        """Return how far the trial has come, as `Trial(**state)` takes it."""
+        return {"names": list(self._names), "medians": dict(self._medians)}

@@ -44,7 +44,7 @@ def test_a_trial_goes_on_from_its_state(rounds: int) -> None:
     trial = Trial(list(taken))
     for _ in range(rounds):
         trial.add([taken[trial.now]] * TRIED_STEPS)
-    again = Trial.of_state(json.loads(json.dumps(trial.state_dict())))
+    again = Trial(**json.loads(json.dumps(trial.state_dict())))
     assert (again.now, again.over, dict(again.medians)) == (trial.now, trial.over, dict(trial.medians))
     assert follow(again, taken) == "c"
 

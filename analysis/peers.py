@@ -25,6 +25,7 @@ from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Experiment
 from analysis.sweeps.results import Results
+from analysis.sweeps.rows import read_rows
 from hvfreeze.config.tree import leaves
 
 LEARNING_RATES = (0.02, 0.05, 0.1)
@@ -34,6 +35,8 @@ BUDGETS = {1_000: (2, 4, 8, 16), 5_000: (1, 2, 4, 8), 20_000: (1, 2, 4)}
 """Training samples -> epochs."""
 FEWER, MORE = (1_000, 5_000), (20_000,)
 """Training samples of an experiment: more take hours more."""
+KNOWN = 5_000
+"""Training samples whose learning rates are taken where no others were tried."""
 BATCHES = {1_000: 32, 5_000: 64, 20_000: 64}
 """Training samples -> batch of a rank: fewer samples, more steps an epoch than the preset's batch would leave."""
 SEEDS = {1_000: 5, 5_000: 5, 20_000: 3}
@@ -105,18 +108,52 @@ PEERS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What peers are compared on.
+
+    Attributes:
+        larger: times the preset's image size.
+        counts: numbers of training samples.
+        peers: who takes part.
+        most_seeds: of each number of samples.
+        rates_of: the experiment whose learning rates are taken; only the longest budget of full fine-tuning, which
+            everybody is held against, then chooses its own. Empty tries all for everyone.
+    """
+
+    larger: int = 1
+    counts: Sequence[int] = FEWER
+    peers: Sequence[str] = tuple(PEERS)
+    most_seeds: int = MANY
+    rates_of: str = ""
+
+    def chooses(self, cell: Cell, peer: Peer) -> bool:
+        """Return whether learning rates are tried for a cell."""
+        longest = cell.peer == "full" and cell.epochs == max(BUDGETS.get(cell.samples, (cell.epochs,)))
+        return longest if self.rates_of else not peer.rate_of
+
+    def rates(self, results: Results) -> dict[Cell, float]:
+        """Return the learning rate of every cell that one is known for."""
+        if not self.rates_of:
+            return best_rates(results.rows)
+        kept = best_rates(read_rows(results.directory.parent / self.rates_of))
+        known = {cell: lr for cell, lr in kept.items() if cell.samples == KNOWN}
+        nearest = {replace(cell, samples=count): lr for cell, lr in known.items() for count in self.counts}
+        return {**nearest, **kept, **best_rates(results.rows)}
+
+
 def known_peers() -> dict[str, Peer]:
     """Return the peers that this version of the program can run."""
     return {name: peer for name, peer in PEERS.items() if not peer.needs or peer.needs in leaves()}
 
 
-def cells(preset: Preset, counts: Sequence[int]) -> Iterator[tuple[Cell, Peer]]:
+def cells(preset: Preset, ground: Ground) -> Iterator[tuple[Cell, Peer]]:
     """Yield every peer at every number of samples and budget of epochs."""
-    held = {samples: epochs for samples, epochs in BUDGETS.items() if samples in counts}
+    held = {samples: epochs for samples, epochs in BUDGETS.items() if samples in ground.counts}
     budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else held
     for samples, epochs in budgets.items():
         for name, peer in known_peers().items():
-            if samples > peer.most_samples or (preset.is_smoke and name not in SMOKE_PEERS):
+            if samples > peer.most_samples or name not in (SMOKE_PEERS if preset.is_smoke else ground.peers):
                 continue
             for budget in budgets_of(peer, samples, epochs):
                 yield Cell(samples=samples, peer=name, epochs=budget), peer
@@ -143,64 +180,71 @@ def work(preset: Preset, cell: Cell, peer: Peer, *, larger: int) -> dict[str, Va
     }
 
 
-def runs(preset: Preset, *, larger: int, counts: Sequence[int]) -> list[PlannedRun]:
-    """Return the runs that choose a learning rate for every peer, number of samples and budget."""
+def runs(preset: Preset, ground: Ground) -> list[PlannedRun]:
+    """Return the runs that choose learning rates, each for a peer, a number of samples and a budget."""
     planned = []
-    for cell, peer in cells(preset, counts):
-        if not peer.rate_of:
+    for cell, peer in cells(preset, ground):
+        if ground.chooses(cell, peer):
             for lr in preset.few(LEARNING_RATES):
-                flags = {**work(preset, cell, peer, larger=larger), "validation_fraction": HELD_OUT, "lr": lr}
+                flags = {**work(preset, cell, peer, larger=ground.larger), "validation_fraction": HELD_OUT, "lr": lr}
                 planned.append(preset.run(cell.tried(lr), preset.lr_seeds[0], flags, program=peer.program))
     return planned
 
 
-def then(preset: Preset, results: Results, *, larger: int, counts: Sequence[int]) -> list[PlannedRun]:
+def then(preset: Preset, results: Results, ground: Ground) -> list[PlannedRun]:
     """Return the runs that are tested, each at its cell's learning rate; a seed's runs follow each other in time."""
-    rates, planned = best_rates(results.rows), []
-    chosen = list(cells(preset, counts))
-    for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
+    rates, planned = ground.rates(results), []
+    chosen = list(cells(preset, ground))
+    for seed in preset.seeds if preset.is_smoke else range(min(ground.most_seeds, max(SEEDS.values()))):
         for cell, peer in chosen:
             if preset.is_smoke or seed < SEEDS[cell.samples]:
                 chosen_rate = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
                 lr = chosen_rate if peer.lr is None else peer.lr
-                flags = {**work(preset, cell, peer, larger=larger), "lr": lr}
+                flags = {**work(preset, cell, peer, larger=ground.larger), "lr": lr}
                 planned.append(preset.run(cell.label, seed, flags, program=peer.program))
     return planned
 
 
-def at(name: str, *, larger: int = 1, counts: Sequence[int] = FEWER, limits: Sequence[str] = ()) -> Experiment:
-    """Return the experiment at so many times the preset's image size, for these numbers of training samples.
+def at(name: str, ground: Ground, *, limits: Sequence[str]) -> Experiment:
+    """Return the experiment on this ground.
 
     Args:
         name: of its module.
-        larger: times the preset's image size.
-        counts: numbers of training samples.
+        ground: who is compared on what.
         limits: of its own results, beside those that all have.
     """
     return Experiment(
         name=name,
-        title=TITLE + (f", images {larger} times as large" if larger > 1 else ""),
-        runs=lambda preset: runs(preset, larger=larger, counts=counts),
-        then=lambda preset, results: then(preset, results, larger=larger, counts=counts),
+        title=TITLE + (f", images {ground.larger} times as large" if ground.larger > 1 else ""),
+        runs=lambda preset: runs(preset, ground),
+        then=lambda preset, results: then(preset, results, ground),
         chooses_lr=True,
         answers=answers_of,
         tables=tables_of,
         drawings=drawings_of,
         shown=1,
         limits=(
-            "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
-            "The last stage from its cache, votes and the rival library take the rates of those that they vary.",
+            *limits,
             "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
             "Set-up and evaluation are left out. Whoever counts them gains less: they take as long in every way.",
             "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
             "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
             "Ranks share one machine and its memory: no network is involved.",
-            *limits,
         ),
     )
 
 
-EXPERIMENT = at("peers", limits=("Seeds 3 and 4 were made of full fine-tuning, exact and auto only.",))
+OWN_RATES = (
+    "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
+    "The last stage from its cache, votes and the rival library take the rates of those that they vary.",
+)
+TAKEN_RATES = (
+    f"Learning rates are those chosen at 32 pixels, of {KNOWN} samples where there were not as many.",
+    "For the longest budget of full fine-tuning three were tried on one seed.",
+)
+EXPERIMENT = at(
+    "peers", Ground(), limits=(*OWN_RATES, "Seeds 3 and 4 were made of full fine-tuning, exact and auto only.")
+)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

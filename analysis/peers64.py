@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from analysis.peers import FEWER, MORE, at
+from analysis.peers import TAKEN_RATES, Ground, at
 from analysis.sweeps.experiment import main
 
-EXPERIMENT = at("peers64", larger=2, counts=(*FEWER, *MORE))
+PEERS = ("full", "last-stage-cached", "exact", "auto")
+"""At 32 pixels nobody else was ahead of full fine-tuning for as many seconds."""
+
+GROUND = Ground(larger=2, peers=PEERS, most_seeds=3, rates_of="peers")
+EXPERIMENT = at("peers64", GROUND, limits=TAKEN_RATES)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

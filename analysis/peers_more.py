@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from analysis.peers import MORE, at
+from analysis.peers import MORE, TAKEN_RATES, Ground, at
+from analysis.peers64 import PEERS
 from analysis.sweeps.experiment import main
 
-EXPERIMENT = at("peers_more", counts=MORE)
+GROUND = Ground(counts=MORE, peers=PEERS, rates_of="peers")
+EXPERIMENT = at("peers_more", GROUND, limits=TAKEN_RATES)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -23,6 +23,7 @@ from hvfreeze.errors import RefusedError, UsageError
 from tests.single.analysis.runs_material import made_up
 from tests.single.report.run_directories import write_run
 
+EVERYWHERE = peers.Ground(counts=list(peers.BUDGETS))
 FEW = dataclasses.replace(REDUCED, data="digits", model="resnet18")
 
 
@@ -80,39 +81,62 @@ def test_the_exact_head_waits_for_the_version_that_has_it(monkeypatch: pytest.Mo
     assert "exact" not in peers.known_peers()
     monkeypatch.setattr(peers, "leaves", lambda: {**without, "head_fit": None})
     assert peers.known_peers()["exact"].flags["head_fit"] == "exact"
-    chosen = [cell for cell, _ in peers.cells(REDUCED, list(peers.BUDGETS)) if cell.peer == "exact"]
+    chosen = [cell for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.peer == "exact"]
     assert {(cell.samples, cell.epochs) for cell in chosen} == {(samples, 1) for samples in peers.BUDGETS}
 
 
 def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:
     budgets = {samples: [] for samples in peers.BUDGETS}  # type: dict[int, list[int]]
-    for cell, _ in peers.cells(REDUCED, list(peers.BUDGETS)):
+    for cell, _ in peers.cells(REDUCED, EVERYWHERE):
         if cell.peer == "auto":
             budgets[cell.samples].append(cell.epochs)
     assert budgets == {1_000: [1], 5_000: [1, 4], 20_000: [1]}
-    assert not [run for run in peers.runs(REDUCED, larger=1, counts=peers.FEWER) if "auto" in run.label]
-    used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), larger=1, counts=peers.FEWER)}
+    assert not [run for run in peers.runs(REDUCED, peers.Ground()) if "auto" in run.label]
+    used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), peers.Ground())}
     assert used["n5000-auto-e4"]["lr"] == 0.05 and used["n5000-auto-e4"]["epochs"] == 4
 
 
-def test_each_budget_has_the_learning_rate_that_was_best_for_it() -> None:
-    def tried(label: str, lr: float, accuracy: float) -> dict[str, Any]:
-        return {"label": label, "lr": lr, "test_accuracy": accuracy, "validation_fraction": 0.2}
+def tried(label: str, accuracy: float) -> dict[str, Any]:
+    lr = float(label.partition("-")[0].removeprefix("lr"))
+    return {"label": label, "lr": lr, "test_accuracy": accuracy, "validation_fraction": 0.2}
 
+
+def test_each_budget_has_the_learning_rate_that_was_best_for_it() -> None:
     rows = [
-        tried("lr0.02-n1000-full-e2", 0.02, 0.5),
-        tried("lr0.1-n1000-full-e2", 0.1, 0.6),
-        tried("lr0.02-n1000-full-e4", 0.02, 0.7),
-        tried("lr0.1-n1000-full-e4", 0.1, 0.6),
-        {**tried("n1000-full-e4", 9.0, 1.0), "validation_fraction": 0.0},
+        tried("lr0.02-n1000-full-e2", 0.5),
+        tried("lr0.1-n1000-full-e2", 0.6),
+        tried("lr0.02-n1000-full-e4", 0.7),
+        tried("lr0.1-n1000-full-e4", 0.6),
+        {**tried("lr9-n1000-full-e4", 1.0), "label": "n1000-full-e4", "validation_fraction": 0.0},
     ]
     rates = best_rates(rows)
     assert {cell.label: lr for cell, lr in rates.items()} == {"n1000-full-e2": 0.1, "n1000-full-e4": 0.02}
-    planned = peers.then(REDUCED, Results(Path(), rows), larger=1, counts=peers.FEWER)
+    planned = peers.then(REDUCED, Results(Path(), rows), peers.Ground())
     used = {run.label: run.flags["lr"] for run in planned}
     assert used["n1000-full-e4"] == used["n1000-ddp-e16"] == 0.02
     assert used["n1000-full-e2"] == 0.1
     assert used["n1000-voted-e8"] == peers.LEARNING_RATES[0]
+
+
+def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    kept = [
+        tried("lr0.1-n5000-full-e1", 0.9),
+        tried("lr0.05-n5000-full-e4", 0.9),
+        tried("lr0.1-n1000-full-e4", 0.9),
+        tried("lr0.05-n5000-last-stage-e2", 0.9),
+    ]
+    read = {tmp_path / "peers": kept}
+    monkeypatch.setattr(peers, "read_rows", read.__getitem__)
+    ground = peers.Ground(counts=(1_000, 20_000), peers=peers64.PEERS, rates_of="peers")
+    tries = {run.label for run in peers.runs(REDUCED, ground)}
+    assert tries == {f"lr{lr:g}-{cell}" for lr in peers.LEARNING_RATES for cell in ("n1000-full-e16", "n20000-full-e4")}
+    own = [tried("lr0.02-n20000-full-e4", 0.9)]
+    planned = peers.then(REDUCED, Results(tmp_path / "peers_more", own), ground)
+    used = {run.label: run.flags["lr"] for run in planned}
+    assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == 0.02
+    assert used["n1000-full-e4"] == 0.1
+    assert used["n20000-last-stage-cached-e2"] == 0.05
+    assert {cell_of(label).peer for label in used} == set(peers64.PEERS)
 
 
 def test_labels_are_read_as_they_are_written() -> None:

@@ -1,6 +1,7 @@
 """What a training step costs at every cut, live and cached, on 1, 2 and 4 ranks; `analysis.peers` counts with it.
 
     python -m analysis.step_costs                     both image sizes, 35 minutes, into analysis/results/step_costs
+    python -m analysis.step_costs --image-size 64 --ranks 2       these only, merged into what is there
     python -m analysis.step_costs --quick             only see that everything runs
 
 Accuracies of a comparison repeat exactly, wherever and beside whatever its runs were made; seconds do not. So steps are
@@ -38,11 +39,11 @@ FACTS = ("processor", "cores", "versions")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Time the steps and return the exit code."""
     options = parse(arguments)
-    sizes = IMAGE_SIZES[:1] if options.quick else IMAGE_SIZES
+    sizes = IMAGE_SIZES[:1] if options.quick else options.image_size or IMAGE_SIZES
     try:
         for image_size in sizes:
-            kept: dict[str, Any] = {"commit": commit(), **facts(), "seconds": {}}
-            for ranks in RANKS[1:2] if options.quick else RANKS:
+            kept = begun(file_of(options.results, image_size), {"commit": commit(), **facts()})
+            for ranks in RANKS[1:2] if options.quick else options.ranks or RANKS:
                 for rows in (8,) if options.quick else BATCH_SIZES:
                     found = timed(ranks, rows, image_size, seconds=0.0 if options.quick else SECONDS)
                     kept["seconds"][f"{ranks} ranks, batches of {rows}"] = found
@@ -58,9 +59,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.step_costs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--image-size", type=int, nargs="+", choices=IMAGE_SIZES, help="these only")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, help="these numbers only")
     parser.add_argument("--quick", action="store_true", help="tiny batches, few steps: see that everything runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of all experiments' results")
     return parser.parse_args(arguments)
+
+
+def begun(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept at a path, to be added to; begins anew where that was another source or machine."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    same = {key: found.get(key) for key in now} == now
+    return found if same else {**now, "seconds": {}}
 
 
 def facts() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from analysis import step_costs
 from analysis.parts.peers_times import file_of, seconds_of, timed
 from analysis.sweeps.results import Results
 
@@ -61,3 +62,11 @@ def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -
     rows = [PLAIN, {**PLAIN, "label": "n5000-exact-e1"}, {**PLAIN, "ranks": 3}, {**PLAIN, "image_size": 64}]
     found = timed(Results(tmp_path / "peers", rows))
     assert [row["train_seconds"] for row in found.rows] == [400.0, 3.0, 3.0, 3.0]
+
+
+def test_steps_are_added_to_those_of_the_same_source_and_machine_only(tmp_path: Path) -> None:
+    path, now = tmp_path / "64px.json", {"commit": "abc", "cores": 4}
+    assert step_costs.begun(path, now) == {**now, "seconds": {}}
+    path.write_text(json.dumps({**now, "seconds": {"2 ranks": {"live0": [1.0]}}}))
+    assert step_costs.begun(path, now)["seconds"] == {"2 ranks": {"live0": [1.0]}}
+    assert step_costs.begun(path, {**now, "cores": 2}) == {"commit": "abc", "cores": 2, "seconds": {}}

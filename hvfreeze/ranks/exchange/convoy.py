@@ -66,13 +66,16 @@ class Convoy:
 
     def finish(self, check: Callable[[Parcel], None]) -> int:
         """Return when all sums are there, and the bytes that had still to be sent; `check` sees each parcel before."""
-        payload = 0
+        payload, finished, poll = 0, 0, self._world.poll
         while self._advanced < len(self.parcels):
-            payload += self._go_on()
-        for parcel in self.parcels:
-            check(parcel)
-            payload += parcel.finish(self._send, self._world.wait)
-        return payload
+            # What low rank has yet to compute for groups that are there fills the wait for the last ones' first sums.
+            behind = self.low_rank[finished : self._advanced]
+            if behind and not self.parcels[self._advanced].has_arrived(poll) and behind[0].has_arrived(poll):
+                payload += self._finish(behind[0], check)
+                finished += 1
+            else:
+                payload += self._go_on()
+        return payload + sum(self._finish(parcel, check) for parcel in self.parcels[finished:])
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return by parameter what low rank keeps from step to step, copied."""
@@ -82,6 +85,10 @@ class Convoy:
         """Continue from the entries whose parameters are here."""
         for parcel in self.low_rank:
             parcel.load_state_dict(state)
+
+    def _finish(self, parcel: Parcel, check: Callable[[Parcel], None]) -> int:
+        check(parcel)
+        return parcel.finish(self._send, self._world.wait)
 
     def _go_on(self) -> int:
         parcel = self.parcels[self._advanced]

@@ -11,7 +11,7 @@ from torch import nn
 from hvfreeze.config.rules import parse_compression
 from hvfreeze.ranks.exchange.buckets import Bucket, lay_out_buckets, runs_of
 from hvfreeze.ranks.exchange.halves import HalfCopy
-from hvfreeze.ranks.exchange.low_rank import LowRank, fits, groups_of, lay_out_low_rank, matrix_shape
+from hvfreeze.ranks.exchange.low_rank import LowRank, fits, matrix_shape
 from hvfreeze.ranks.world import World
 
 
@@ -46,6 +46,29 @@ def thin_and_whole(named: Sequence[tuple[str, nn.Parameter]], compression: str) 
     kind, rank = parse_compression(compression)
     thin = [slot for slot, (_, one) in enumerate(named) if kind == "powersgd" and fits(one, rank=rank)]
     return thin, sorted(set(range(len(named))) - set(thin))
+
+
+def groups_of(named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, group_bytes: int) -> list[list[int]]:
+    """Return groups of `slots` of at least `group_bytes` of gradients, the last first; it depends on them alone.
+
+    What is left at the end is a smaller group.
+    """
+    groups: list[list[int]] = [[]]
+    for slot in reversed(slots):
+        if sum(named[one][1].nbytes for one in groups[-1]) >= group_bytes:
+            groups.append([])
+        groups[-1].append(slot)
+    return [group for group in groups if group]
+
+
+def lay_out_low_rank(
+    named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int, group_bytes: int
+) -> list[LowRank]:
+    """Return the parameters at `slots`, in the groups of `groups_of`."""
+    return [
+        LowRank(f"gradients.low-rank.{number}", [named[slot] for slot in group], group, size=size, rank=rank)
+        for number, group in enumerate(groups_of(named, slots, group_bytes=group_bytes))
+    ]
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,11 @@ from hvfreeze.errors import UsageError
 from hvfreeze.ranks.exchange.buckets import Send
 from hvfreeze.ranks.world import World
 
-ELEMENTS_AT_ONCE = 2**18
-"""A mebibyte: what is written stays in a core's own cache until it is read again."""
+ROWS_TOGETHER = 16
+PROJECTED_AT_ONCE = 2**16
+"""Elements, a quarter of a mebibyte: so little is multiplied as it lies, more is copied into another order first."""
+DECOMPRESSED_AT_ONCE = 2**19
+"""Two mebibytes: what is written is still in the processor when it is read again."""
 
 
 @dataclass
@@ -37,23 +40,41 @@ class Matrix:
     """
 
     error: Tensor
+    """M while a step is under way."""
     error_shaped: Tensor
     """The same with the parameter's shape and strides, as is `gradient_shaped`."""
     gradient: Tensor
     gradient_shaped: Tensor
     left: Tensor
     right: Tensor
+    basis: Tensor | None = None
+    """P of the last step, n x r with orthonormal columns."""
 
-    @property
-    def rows_at_once(self) -> int:
-        """Rows of the matrix that are decompressed, and taken from the error, before they leave the processor."""
-        return max(1, ELEMENTS_AT_ONCE // self.error.shape[1])
+    def parts(self, elements: int) -> list[slice]:
+        """Return runs of rows that have about so many elements, and are multiples of what products are fast for."""
+        n, m = self.error.shape
+        rows = max(1, elements // m // ROWS_TOGETHER) * ROWS_TOGETHER
+        return [slice(start, start + rows) for start in range(0, n, rows)]
 
-    def decompress(self, basis: Tensor) -> None:
-        """Let `gradient` be P Q^T, and `error` what that leaves out; `basis` is P, n x r with orthonormal columns."""
-        for start in range(0, len(basis), self.rows_at_once):
-            rows = slice(start, start + self.rows_at_once)
-            torch.mm(basis[rows], self.right, out=self.gradient[rows])
+    def add(self, gradient: Tensor | None) -> None:
+        """Let `error` be M = gradient + error, None for no gradient, and `left` be (M Q)^T."""
+        if gradient is not None:
+            self.error_shaped.add_(gradient)
+        torch.mm(self.right, self.error.t(), out=self.left)
+
+    def project(self) -> None:
+        """Let `basis` be P, made orthonormal, and `right` be (M^T P)^T."""
+        self.basis = torch.linalg.qr(self.left.t()).Q
+        first, *others = self.parts(PROJECTED_AT_ONCE)
+        torch.mm(self.basis[first].t(), self.error[first], out=self.right)
+        for rows in others:
+            self.right.addmm_(self.basis[rows].t(), self.error[rows])
+
+    def decompress(self) -> None:
+        """Let `gradient` be P Q^T, and `error` what that leaves out."""
+        assert self.basis is not None
+        for rows in self.parts(DECOMPRESSED_AT_ONCE):
+            torch.mm(self.basis[rows], self.right, out=self.gradient[rows])
             self.error[rows].sub_(self.gradient[rows])
 
 
@@ -93,7 +114,6 @@ class LowRank:
             at, left, right = at + n * m, left + n * rank, right + m * rank
         self._in_order = list(self._matrices.values())
         self._handles: list[Any] = []
-        self._bases: list[Tensor] = []
         self._left_behind = False
 
     @property
@@ -107,19 +127,16 @@ class LowRank:
 
     def lay_down(self, place: int, gradient: Tensor | None) -> Tensor:
         """Take this rank's gradient of the slot at `place`, None for zero; return where the average will be."""
-        matrix = self._in_order[place]
-        if gradient is not None:
-            matrix.error_shaped.add_(gradient)
-        torch.mm(matrix.right, matrix.error.t(), out=matrix.left)
+        self._in_order[place].add(gradient)
         self.missing -= 1
-        return matrix.gradient_shaped
+        return self._in_order[place].gradient_shaped
 
     def start(self, send: Send) -> None:
         """Start all P on their way."""
         self._handles = send(self._lefts.mul_(1 / self._size), f"{self.name}.left")
 
     def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
-        """Tell whether all P have arrived, so that `go_on` need not wait."""
+        """Tell whether all P have arrived, so that `go_on` need not wait; then all Q, so that `finish` need not."""
         return all(poll(handle) for handle in self._handles)
 
     def go_on(self, send: Send, wait: Callable[[Any], object]) -> int:
@@ -132,9 +149,8 @@ class LowRank:
             self._errors.zero_()
             self._left_behind = True
             return 0
-        self._bases = [torch.linalg.qr(matrix.left.t()).Q for matrix in self._in_order]
-        for matrix, basis in zip(self._in_order, self._bases, strict=True):
-            torch.mm(basis.t(), matrix.error, out=matrix.right)
+        for matrix in self._in_order:
+            matrix.project()
         self._handles = send(self._rights.mul_(1 / self._size), f"{self.name}.right")
         return self._rights.nbytes
 
@@ -145,9 +161,14 @@ class LowRank:
         if self._left_behind:
             self.flat.fill_(torch.nan)
             return 0
-        for matrix, basis in zip(self._in_order, self._bases, strict=True):
-            matrix.decompress(basis)
+        for matrix in self._in_order:
+            matrix.decompress()
         return 0
+
+    def witness(self) -> Tensor:
+        """Return a number that is not finite where an entry of the average is not."""
+        # P's columns are orthonormal: no entry of P Q^T is larger than the sum of a row of Q.
+        return (self.flat[:1] if self._left_behind else self._rights).abs().sum()
 
     def probe(self) -> str:
         """Return a digest of what this rank makes of fixed numbers, in all shapes of its matrices."""
@@ -155,8 +176,8 @@ class LowRank:
         for matrix in self._in_order:
             left, right = (torch.rand(thin.shape, generator=generator) - 0.5 for thin in (matrix.left, matrix.right))
             basis = torch.linalg.qr(left.t()).Q
-            for start in range(0, len(basis), matrix.rows_at_once):
-                digest.update(torch.mm(basis[start : start + matrix.rows_at_once], right).numpy())
+            for rows in matrix.parts(DECOMPRESSED_AT_ONCE):
+                digest.update(torch.mm(basis[rows], right).numpy())
             digest.update(matrix.right.numpy())
         return digest.hexdigest()
 
@@ -174,29 +195,6 @@ class LowRank:
             matrix.error.copy_(state[name]["error"])
             if matrix.right.shape == state[name]["right"].shape:
                 matrix.right.copy_(state[name]["right"])
-
-
-def groups_of(named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, group_bytes: int) -> list[list[int]]:
-    """Return groups of `slots` of at least `group_bytes` of gradients, the last first; it depends on them alone.
-
-    What is left at the end is a smaller group.
-    """
-    groups: list[list[int]] = [[]]
-    for slot in reversed(slots):
-        if sum(named[one][1].nbytes for one in groups[-1]) >= group_bytes:
-            groups.append([])
-        groups[-1].append(slot)
-    return [group for group in groups if group]
-
-
-def lay_out_low_rank(
-    named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int, group_bytes: int
-) -> list[LowRank]:
-    """Return the parameters at `slots`, in the groups of `groups_of`."""
-    return [
-        LowRank(f"gradients.low-rank.{number}", [named[slot] for slot in group], group, size=size, rank=rank)
-        for number, group in enumerate(groups_of(named, slots, group_bytes=group_bytes))
-    ]
 
 
 def check_arithmetic(parcels: Sequence[LowRank], world: World, *, compression: str) -> None:

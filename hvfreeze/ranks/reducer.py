@@ -193,10 +193,10 @@ class Reducer:
 
     def gradients_are_finite(self) -> bool:
         """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
-        flats = [parcel.flat for parcel in self._convoy.parcels]
-        tensors = flats or [p.grad for _, p in self._named if p.grad is not None]
         # A sum costs one pass and is not finite when an entry is not.
-        return bool(torch.isfinite(torch.stack([tensor.sum() for tensor in tensors]).sum())) if tensors else True
+        found = [parcel.witness() for parcel in self._convoy.parcels]
+        found = found or [p.grad.sum() for _, p in self._named if p.grad is not None]
+        return bool(torch.isfinite(torch.stack(found).sum())) if found else True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's next exchange depends on besides its gradients; with powersgd as large as those."""

@@ -89,6 +89,11 @@ class Bucket:
         self.half.unscale(self.flat)
         return 0
 
+    def witness(self) -> Tensor:
+        """Return a number that is not finite where an entry of the average is not."""
+        # A sum costs one pass; halves that fitted need none: every rank's largest exponent has been seen.
+        return torch.zeros(()) if self.half is not None and self.half.fitted else self.flat.sum()
+
 
 def runs_of(named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, bucket_bytes: int) -> list[list[int]]:
     """Return runs of `slots` of one type and about `bucket_bytes`, the last first; it depends on the parameters alone.

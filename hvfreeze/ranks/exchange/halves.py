@@ -39,7 +39,7 @@ class HalfCopy:
         self._wire = torch.zeros(numel + size, dtype=torch.float16)
         self.values, self._tops = self._wire[:numel], self._wire[numel:]
         self._names, self._rank, self._size, self._exponents = names, rank, size, exponents
-        self._shift = 0
+        self._shift, self.fitted = 0, False
 
     @property
     def tail_bytes(self) -> int:
@@ -69,7 +69,8 @@ class HalfCopy:
         top = float(self._tops.max())
         if ALL_ZERO < top < NOT_FINITE:
             self._exponents.update(dict.fromkeys(self._names, int(top) - self._shift))
-        return top > TOP or ALL_ZERO < top < BOTTOM
+        self.fitted = top <= TOP and not ALL_ZERO < top < BOTTOM
+        return not self.fitted
 
     def unscale(self, flat: Tensor) -> None:
         """Undo the scale in the sum; exact."""

@@ -106,6 +106,7 @@ def check_halves_lose_no_small_gradient_and_no_large_one(world: World) -> None:
                 lost = (got == 0) & (wanted.abs() > 1e-4 * wanted.abs().max())
                 assert not lost.any(), "values were flushed to zero"
         same_everywhere(world, grads(named), "halves")
+        assert reducer.gradients_are_finite()
         elements = sum(map(math.prod, SHAPES))
         if steady and factor > 1e-20:
             assert reducer.payload_bytes - before == 2 * elements
@@ -120,10 +121,11 @@ def check_halves_lose_no_small_gradient_and_no_large_one(world: World) -> None:
             backward(other, gradients(world.rank, step, factor=factor))
             again.finish()
             assert all(torch.equal(a, b) for a, b in zip(grads(named), grads(other), strict=True)), "resumed otherwise"
-    reducer.begin()
-    backward(named, [g * (math.nan if world.rank == world.size - 1 else 1) for g in gradients(world.rank, 0)])
-    reducer.finish()
-    assert not reducer.gradients_are_finite()
+    for step, factor in enumerate((math.nan, 1.0, math.inf)):
+        reducer.begin()
+        backward(named, [g * (factor if world.rank == world.size - 1 else 1) for g in gradients(world.rank, step)])
+        reducer.finish()
+        assert reducer.gradients_are_finite() == math.isfinite(factor)
 
 
 def check_double_precision_is_kept_and_others_are_refused(world: World) -> None:

@@ -45,6 +45,7 @@ CASES = (
     Case("frozen", tuple(f"frozen_step_cut{cut}" for cut in CUTS), 14),
     Case("inputs", ("data_and_logging",), 14),
     Case("exchange", ("allreduce_bytes", "compression_fp16", "compression_powersgd4", "compression_powersgd16"), 10),
+    Case("exchange", ("compression_powersgd4_64px",), 30),
     Case(
         "cached",
         (*(f"cached_step_cut{cut}" for cut in CUTS), "cached_step_224px_cut2", "cached_step_224px_cut4"),

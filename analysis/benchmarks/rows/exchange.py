@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from torch import nn
@@ -20,15 +20,19 @@ COMPRESSIONS = {
     "compression_powersgd4": "powersgd:4",
     "compression_powersgd16": "powersgd:16",
 }
+AT_64 = {"compression_powersgd4_64px": "powersgd:4"}
+"""The same parameters in steps four times as long."""
 
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
     if NAME in wanted:
         yield bytes_handed_over(ranks, scratch)
-    names = [name for name in COMPRESSIONS if name in wanted]
-    if names:
-        yield from compressed(ranks, names, pace, scratch)
+    for rows, side in ((COMPRESSIONS, 32), (AT_64, 64)):
+        chosen = {name: compression for name, compression in rows.items() if name in wanted}
+        if chosen:
+            setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS), side=side)
+            yield from compressed(ranks, chosen, setting, pace)
 
 
 def bytes_handed_over(ranks: Ranks, scratch: Path) -> Row:
@@ -61,22 +65,21 @@ def row_of(found: dict[int, float]) -> Row:
     )
 
 
-def compressed(ranks: Ranks, names: Sequence[str], pace: Pace, scratch: Path) -> Iterator[Row]:
+def compressed(ranks: Ranks, compressions: Mapping[str, str], setting: Setting, pace: Pace) -> Iterator[Row]:
     """Yield a row for each compression: our step with it over that without. Collective."""
-    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS))
     duels = [
         Duel(
             name=name,
             ours=name,
             reference="none",
             bound=1.03,
-            what=f"training step of a ResNet-18, 32 px, nothing frozen, with --compression {COMPRESSIONS[name]}, "
+            what=f"training step of a ResNet-18, {setting.side} px, nothing frozen, with --compression {compression}, "
             "against without, through the memory of one machine",
             alike=False,
         )
-        for name in names
+        for name, compression in compressions.items()
     ]
-    sides = [side(setting, "none", "none"), *(side(setting, name, COMPRESSIONS[name]) for name in names)]
+    sides = [side(setting, name, compression) for name, compression in {"none": "none", **compressions}.items()]
     yield from hold(ranks, sides, duels, pace=pace)
 
 

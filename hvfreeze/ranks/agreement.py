@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.plain_load import load_plain
 from hvfreeze.ranks.world import World
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+PACK_BYTES = 2**22
+"""Of small tensors that travel together: each message waits for all ranks."""
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def together(world: World, work: Callable[[], T], *, name: str) -> T:
@@ -97,17 +100,66 @@ def check_equal(world: World, what: str, mine: dict[str, Any], *, apart: Sequenc
                 raise error
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in memory, so that it can be put together from its bytes with the same strides."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Dense: the elements fill their memory without gaps."""
+    dtype: torch.dtype
+    num_bytes: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Layout:
+        """Return a tensor's layout, contiguous where it is not dense."""
+        # What is dense keeps its strides in a new tensor, what is not does not.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return cls(name, tuple(tensor.shape), tuple(strides), tensor.dtype, tensor.nbytes)
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's memory, uint8 [bytes]; shared with it where it lies right."""
+        if tensor.stride() != self.strides:
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+    def formed(self, memory: Tensor) -> Tensor:
+        """Undo `bytes_of`, sharing the vector's memory."""
+        return memory.view(self.dtype).as_strided(self.shape, self.strides)
+
+
 def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
     """Return on rank 0 the tensors of all ranks together, by their names; on the others an empty dict.
 
-    Collective: every rank of `world` must call this.
+    Rank 0's own are not copied, and what the others send comes a few tensors at a time and stays where it has come, so
+    that rank 0 needs no memory but the result's. Collective: every rank of `world` must call this.
     """
-    buffer = io.BytesIO()
-    torch.save({key: tensor.detach() for key, tensor in named}, buffer)
-    found: dict[str, Tensor] = {}
-    for part in world.gather_bytes(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), name=name):
-        found |= load_plain(io.BytesIO(part.numpy().tobytes()))
+    own = {key: tensor.detach() for key, tensor in named}
+    packs = [] if world.rank == 0 else list(packs_of([(Layout.of(key, tensor), tensor) for key, tensor in own.items()]))
+    found = own if world.rank == 0 else {}
+    everyone = world.allgather_object([[layout for layout, _ in pack] for pack in packs], name=f"{name}.layouts")
+    for rank, theirs in enumerate(everyone):
+        for number, layouts in enumerate(theirs):
+            mine = [layout.bytes_of(tensor) for layout, tensor in packs[number]] if rank == world.rank else [NOTHING]
+            parts = world.gather_bytes(torch.cat(mine), name=f"{name}.{rank}.{number}")
+            if world.rank == 0:
+                memories = parts[rank].split([layout.num_bytes for layout in layouts])
+                for layout, memory in zip(layouts, memories, strict=True):
+                    found[layout.name] = layout.formed(memory if len(layouts) == 1 else memory.clone())
     return found
+
+
+def packs_of(each: Sequence[tuple[Layout, Tensor]]) -> Iterator[list[tuple[Layout, Tensor]]]:
+    """Yield tensors in their order, as many together as `PACK_BYTES` hold, one at least."""
+    pack: list[tuple[Layout, Tensor]] = []
+    for layout, tensor in each:
+        if pack and sum(other.num_bytes for other, _ in pack) + layout.num_bytes > PACK_BYTES:
+            yield pack
+            pack = []
+        pack.append((layout, tensor))
+    if pack:
+        yield pack
 
 
 def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:

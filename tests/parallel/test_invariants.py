@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 def test_parts_of_a_users_own_loop_keep_replicas_equal_and_frozen_blocks_still(size: int) -> None:
     result = mpirun(size, WORKERS / "invariants.py", timeout=150)
     assert result.returncode == 0, result
-    assert all(len(rank["checks"]) == 13 for rank in result.ranks), result
+    assert all(len(rank["checks"]) == 14 for rank in result.ranks), result
 
 
 @pytest.mark.parametrize(("size", "stops"), [(1, "some"), (2, "some"), (3, "some"), (4, "some"), seldom(2, "all")])

@@ -13,7 +13,7 @@ import hvfreeze.ranks.horovod_world
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import DivergedError
-from hvfreeze.ranks import equal_models
+from hvfreeze.ranks import agreement, equal_models
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.world import World
 from hvfreeze.training.making import samples
@@ -72,6 +72,27 @@ def check_every_ranks_bytes_arrive_whole_at_rank_0(world: World) -> None:
         assert all(torch.equal(theirs, ours) for theirs, ours in zip(received, sent))
     else:
         assert received == []
+
+
+def check_tensors_of_all_ranks_come_together_at_rank_0(world: World) -> None:
+    """As they lie in memory, in as many messages as it takes; rank 0's own are not copied."""
+
+    def of(rank: int) -> list[tuple[str, torch.Tensor]]:
+        weight = torch.arange(60.0).add(rank).view(2, 5, 2, 3).contiguous(memory_format=torch.channels_last)
+        count = torch.tensor(rank, dtype=torch.int64)
+        return [(f"{rank}.{name}", t) for name, t in (("weight", weight), ("count", count), ("none", torch.empty(0)))]
+
+    usual, mine = agreement.PACK_BYTES, of(world.rank)
+    for size in (1, 250, usual):
+        agreement.PACK_BYTES = size
+        found = agreement.gather_tensors(world, mine, name=f"test.tensors.{size}")
+        expected = dict(each for rank in range(world.size) for each in of(rank)) if world.rank == 0 else {}
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+            assert found[name].stride() == tensor.stride()
+        assert world.rank > 0 or all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in mine)
+    agreement.PACK_BYTES = usual
 
 
 def check_a_tree_of_images_is_read_by_one_rank_and_known_to_all(world: World) -> None:

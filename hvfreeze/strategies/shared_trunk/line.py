@@ -110,6 +110,8 @@ class Line:
     _first: int = 0
     """Sequence number of the first of `_batches`."""
     _trained: int = 0
+    _coming: int = 0
+    """How many of `_batches` will enter the line."""
     _kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Features by batch and depth, and under depth 0 labels, that this rank has computed for itself."""
 
@@ -117,7 +119,7 @@ class Line:
         """Expect to be asked for these batches, in this order. All ranks must call this with the same batches."""
         self.finish()
         self._first += len(self._batches)
-        self._batches, self._trained = list(batches), 0
+        self._batches, self._trained, self._coming = list(batches), 0, len(batches)
         place = self.plan.place_of(self.rank)
         self._operations = deque(tick_schedule(place, places=self.plan.places, batches=len(self._batches)))
 
@@ -138,9 +140,9 @@ class Line:
 
         Every message is received then. The wire is not drained: another line's messages may be on it, and stay there.
         """
-        begun = batches_begun(self._trained, places=self.plan.places, batches=len(self._batches))
+        self._coming = batches_begun(self._trained, places=self.plan.places, batches=len(self._batches))
         for operation in self._operations:
-            if operation.batch < begun:
+            if operation.batch < self._coming:
                 self._forward(operation.batch) if operation.kind == "forward" else self._receive(operation.batch)
         self._operations.clear()
         self._kept.clear()
@@ -161,6 +163,7 @@ class Line:
                 labels = self._get_labels(sum(map(len, plan.rows)), self.rank - 1, index, len(batch.ids))
         if labels is not None and plan.labels == "direct":
             self._deal_labels(labels, index, range(len(plan.rows)))
+        self._expect(index)
         self.forwards += 1
         for depth in range(start + 1, stop + 1):
             with self.clock.within("forward"):
@@ -200,6 +203,21 @@ class Line:
             source = 0 if plan.labels == "direct" else plan.source_of(depths[-1])
             labels = self._get_labels(len(rows), source, index, len(self._batches[index].ids))
         return Served(features, labels)
+
+    def _expect(self, index: int) -> None:
+        """Start to receive while this rank computes: this batch's features, and what its segment takes next.
+
+        Nothing may be left unreceived: behind place 0, the next batch has entered the line when this one's turn ends.
+        """
+        plan = self.plan
+        wanted = [("features", d, plan.source_of(d), index) for d in plan.depths[self.rank]]
+        if self.rank > 0 and index + 1 < self._coming:
+            wanted.append(("activations", plan.segments[self.rank][0], self.rank - 1, index + 1))
+        for lane, depth, source, batch in wanted:
+            if source != self.rank:
+                boundary = self.boundaries[depth]
+                shape, seq = (boundary.num_elements,), self._first + batch
+                self.wire.expect(shape, dtype=boundary.dtype, source=source, lane=self.lanes + lane, seq=seq)
 
     def _put(self, tensor: Tensor, to: int, lane: str, index: int) -> None:
         self.wire.put(tensor, to=to, lane=self.lanes + lane, seq=self._first + index)

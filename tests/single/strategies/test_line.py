@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from hvfreeze.chain.segments import Boundary
 from hvfreeze.data.batches import Batch
-from hvfreeze.ranks.wire import LoopWire
+from hvfreeze.ranks.wire import LoopWire, Wire
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, Plan
 
@@ -33,16 +40,18 @@ def test_the_bytes_of_a_batch_are_known_beforehand() -> None:
     assert sent["ride"]["labels"] == 8 * 2 * (2 * 4 + 1 + 2 + 1), "four over each of two hops, then to ranks 0, 1 and 3"
 
 
-def line(plan: Plan, seen: list[int]) -> Line:
+def line(
+    plan: Plan, seen: list[int], *, rank: int = 0, wire: Wire | None = None, boundaries: Sequence[Boundary] = BOUNDARIES
+) -> Line:
     def load(batch: Batch) -> Tensor:
         seen.append(int(batch.ids[0]))
         return torch.from_numpy(batch.ids).float()[:, None]
 
     return Line(
         plan=plan,
-        rank=0,
-        wire=LoopWire(LANES),
-        boundaries=BOUNDARIES,
+        rank=rank,
+        wire=LoopWire(LANES) if wire is None else wire,
+        boundaries=boundaries,
         run=lambda x, start, stop: x * 10 + stop,
         load=load,
         labels_of=lambda batch: torch.from_numpy(np.stack([batch.ids, -batch.ids])),
@@ -77,3 +86,59 @@ def test_where_nobody_has_a_head_nothing_is_computed() -> None:
     idle = line(Plan(((0, 3),), ((),), ((),)), seen)
     idle.begin([batch(1)])
     assert idle.serve().features == {} and idle.forwards == 0 and seen == []
+
+
+Address = tuple[int, int, str, int]
+"""From, to, lane and number."""
+
+
+class Between(LoopWire):
+    """The wire of one of several lines in threads; `expected` are messages that it has begun to receive."""
+
+    def __init__(self, rank: int, mail: dict[Address, SimpleQueue[Tensor]]) -> None:
+        super().__init__(LANES)
+        self.rank, self.mail = rank, mail
+        self.expected: Counter[tuple[int, str, int]] = Counter()
+        self.early = 0
+
+    def put(self, tensor: Tensor, *, to: int, lane: str, seq: int = 0) -> None:
+        self.mail.setdefault((self.rank, to, lane, seq), SimpleQueue()).put(tensor.clone())
+
+    def expect(self, shape: Sequence[int], *, dtype: torch.dtype, source: int, lane: str, seq: int = 0) -> None:
+        self.expected[source, lane, seq] += 1
+
+    def get(
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, source: int, lane: str, seq: int = 0
+    ) -> Tensor:
+        if self.expected[source, lane, seq]:
+            self.expected[source, lane, seq] -= 1
+            self.early += 1
+        tensor = self.mail.setdefault((source, self.rank, lane, seq), SimpleQueue()).get(timeout=20)
+        assert tuple(tensor.shape) == tuple(shape)
+        return tensor
+
+
+@pytest.mark.parametrize("served", [0, 1, 2, 6])
+def test_what_a_rank_has_begun_to_receive_comes_however_early_the_line_is_ended(served: int) -> None:
+    plan = Plan(THREE, ((3,), (2, 3), (3,)), ((0,), (1,), (2,)))
+    mail: dict[Address, SimpleQueue[Tensor]] = {}
+    wires = [Between(rank, mail) for rank in range(3)]
+    barrier = threading.Barrier(3)
+
+    def work(rank: int) -> list[float]:
+        own = line(plan, [], rank=rank, wire=wires[rank], boundaries=[Boundary((1, 1), (1, 1), torch.float32)] * 4)
+        found = []
+        for first in (0, 10):
+            own.begin([batch(first + number) for number in range(6)])
+            found += [float(own.serve().features[3][0, 0]) for _ in range(served)]
+            own.finish()
+            # As in training: no rank begins anew before all have ended.
+            barrier.wait(timeout=20)
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3)))
+    assert found == [[1000 * (first + n) + 123 for first in (0, 10) for n in range(served)]] * 3
+    assert not any(wire.expected.total() for wire in wires), "a receive was begun for what nobody sends"
+    assert all(queue.empty() for queue in mail.values()), "a message was left on the wire"
+    assert not served or all(wire.early for wire in wires)

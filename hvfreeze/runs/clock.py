@@ -18,10 +18,11 @@ PHASES = (
     "checkpoint",
     "evaluate",
 )
+BESIDE_TRAINING = ("checkpoint", "evaluate")
 
 
 class PhaseClock:
-    """Adds up wall-clock seconds by phase.
+    """Adds up wall-clock seconds by phase, and this process's processor seconds, of all its threads, in them.
 
     `enter` switches the phase; `within` interrupts it and comes back. Time that no phase claimed, such as the loop's
     own, belongs to the phase before it, so that the phases add up to the whole.
@@ -29,14 +30,17 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._processor = dict.fromkeys(PHASES, 0.0)
         self._phase = "data"
-        self._since = time.perf_counter()
+        self._since, self._processor_since = time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> str:
         """Count time for `phase` from now on; return the phase that ended."""
-        now = time.perf_counter()
+        now, used = time.perf_counter(), time.process_time()
         self.seconds[self._phase] += now - self._since
-        ended, self._phase, self._since = self._phase, phase, now
+        self._processor[self._phase] += used - self._processor_since
+        self._since, self._processor_since = now, used
+        ended, self._phase = self._phase, phase
         return ended
 
     @contextmanager
@@ -50,12 +54,17 @@ class PhaseClock:
 
     def restart(self) -> None:
         """Forget the time since the last switch, such as set-up before the first step."""
-        self._since = time.perf_counter()
+        self._since, self._processor_since = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
         """Return the seconds by phase up to now."""
         self.enter(self._phase)
         return dict(self.seconds)
+
+    def processor_seconds(self) -> float:
+        """Return the processor seconds of training up to now: those of all phases but evaluation and checkpoints."""
+        self.enter(self._phase)
+        return sum(used for phase, used in self._processor.items() if phase not in BESIDE_TRAINING)
 
 
 def train_seconds(seconds: dict[str, float]) -> float:

@@ -149,8 +149,10 @@ def conclude(job: Job) -> dict[str, Any]:
     Collective: every rank of the world must call this.
     """
     job.strategy.settle()
-    digest = job.strategy.check(step=job.step)
-    export(job, digest=digest)
+    # Not training, in which the clock would have it.
+    with job.clock.within("checkpoint"):
+        digest = job.strategy.check(step=job.step)
+        export(job, digest=digest)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
     report = job.course.report()

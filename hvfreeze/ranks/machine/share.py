@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
 from pathlib import Path
 
 from hvfreeze.ranks.world import World
@@ -53,17 +52,3 @@ def memory_budget(local_size: int) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 // 3 // local_size
     return 2**30 // local_size
-
-
-def forget_peak_memory() -> None:
-    """Let `peak_memory_bytes` count from now on; where the kernel does not allow it, it goes on as before."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_bytes() -> int:
-    """Return the most memory that this process has had resident so far, in bytes; 0 where the kernel does not say."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.prefix.caching import NOTHING_KEPT
-from hvfreeze.ranks.machine.share import peak_memory_bytes
+from hvfreeze.ranks.machine.memory import peak_memory_bytes
 from hvfreeze.ranks.wire import LaneCounts
 from hvfreeze.strategies.grid.dealing.deal import Deal
 from hvfreeze.strategies.grid.dealing.moving import MOVING
@@ -35,6 +35,7 @@ class Share:
     peak_memory_bytes: int
     """Resident since training began, of the whole process, the program itself included."""
     cpu_seconds: float
+    """In training, of all its threads."""
     wait_seconds: float
     """For what its neighbours sent, in training."""
     cache: Mapping[str, Any] | None

@@ -9,7 +9,6 @@ Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from hvfreeze.data.decoding import Images
 from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.ranks.agreement import gather_tensors
-from hvfreeze.ranks.machine.share import forget_peak_memory
+from hvfreeze.ranks.machine.memory import end_set_up
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.grid.account import share_of, together_of
@@ -74,8 +73,7 @@ class Grid:
         self._prefix = SpreadPrefix(world, self.chain)
         self._others: list[Batch] = []
         """The evaluation batches for which other lines of this replica answer."""
-        self._cpu_start = time.process_time()
-        forget_peak_memory()
+        end_set_up()
 
     @property
     def freezer(self) -> Freezer:
@@ -200,7 +198,7 @@ class Grid:
             tensors_of(self.chain, self.holding.segment),
             sent=self._bytes_sent(),
             counts=self.training.wire.counts,
-            cpu_seconds=time.process_time() - self._cpu_start,
+            cpu_seconds=self.clock.processor_seconds(),
             signal_bytes=self._agreement.bytes,
             cache=self.entries[0].report(),
         )

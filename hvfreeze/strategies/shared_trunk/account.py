@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvfreeze.chain.segments import Segment
-from hvfreeze.ranks.machine.share import peak_memory_bytes
+from hvfreeze.ranks.machine.memory import peak_memory_bytes
+from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 
@@ -51,6 +52,9 @@ class Share:
     forwards: int
     """Training batches that its segment has seen."""
     cpu_seconds: float
+    """In training, of all its threads."""
+    forward_seconds: float
+    """Of its segment and its heads, in training."""
     peak_memory_bytes: int
     """Resident since training began, of the whole process, the program itself included."""
     wait_seconds: float
@@ -61,7 +65,7 @@ class Share:
 
 
 def share_of(
-    training: TrunkFeatures, evaluation: TrunkFeatures, *, trunk_bytes: int, sent: dict[str, int], cpu_seconds: float
+    training: TrunkFeatures, evaluation: TrunkFeatures, *, trunk_bytes: int, sent: dict[str, int], clock: PhaseClock
 ) -> Share:
     """Return this rank's."""
     stores = list((training.stores or {}).values())
@@ -76,7 +80,8 @@ def share_of(
         seconds_saved=of_a_batch * training.batches_silent - took if stores else 0.0,
         trunk_bytes=trunk_bytes,
         forwards=training.line.forwards,
-        cpu_seconds=cpu_seconds,
+        cpu_seconds=clock.processor_seconds(),
+        forward_seconds=clock.seconds["forward"],
         peak_memory_bytes=peak_memory_bytes(),
         wait_seconds=sum(count.wait_seconds for count in counts.values()),
         sent=sent,
@@ -106,6 +111,7 @@ def together_of(facts: Facts, shares: list[Share]) -> dict[str, Any]:
             "trunk_bytes": [share.trunk_bytes for share in shares],
             "forwards": [share.forwards for share in shares],
             "cpu_seconds": [share.cpu_seconds for share in shares],
+            "forward_seconds": [share.forward_seconds for share in shares],
             "peak_memory_bytes": [share.peak_memory_bytes for share in shares],
             "wait_seconds": [share.wait_seconds for share in shares],
         },

@@ -9,7 +9,6 @@ Source: McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pi
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.errors import DivergedError, NumericsError, RefusedError
 from hvfreeze.freezing.frozen import Seal
 from hvfreeze.ranks.agreement import gather_tensors
-from hvfreeze.ranks.machine.share import forget_peak_memory
+from hvfreeze.ranks.machine.memory import end_set_up, give_back
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.moves import Move
@@ -69,7 +68,6 @@ class SharedTrunk:
         self._settle_in: Callable[[], None] | None = settle_in
         self._steps, self._signal_bytes = 0, 0
         self._before: dict[str, int] = {}
-        self._cpu_start = time.process_time()
         self._seal = Seal([*chain.named_parameters(*segment), *chain.named_buffers(*segment)])
 
     @property
@@ -87,7 +85,7 @@ class SharedTrunk:
         if self._settle_in is not None:
             self._settle_in()
             self._settle_in = None
-            forget_peak_memory()
+            end_set_up()
         (self.training if training else self.evaluation).begin_epoch(batches)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
@@ -152,6 +150,7 @@ class SharedTrunk:
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield each model; on rank 0 with the trunk, of which it keeps one copy, and one head at a time."""
         mine = self.segment if self.world.rank == 0 or not self.facts.whole else (0, 0)
+        give_back()
         trunk = gather_tensors(self.world, tensors_of(self.chain, mine), name="trunk.model")
         heads = {head.task.name: head for head in self.heads}
         for name, classes in zip(self.facts.names, self.facts.classes, strict=True):
@@ -204,7 +203,7 @@ class SharedTrunk:
             self.evaluation,
             trunk_bytes=segment_bytes(self.chain, self.segment),
             sent=self._bytes_sent(),
-            cpu_seconds=time.process_time() - self._cpu_start,
+            clock=self.clock,
         )
         found = together_of(self.facts, self.world.allgather_object(mine, name="trunk.report"))
         return {"other_collective_bytes": self._signal_bytes, "cut_history": [Move(0, 0, self.cut)], **found}

@@ -64,7 +64,7 @@ EXPERIMENT = Experiment(
         "Ranks share one machine; those that outnumber its cores take turns, and say nothing of speed.",
         "Networks are small and runs short: times are of tens of steps.",
         "A head's forward pass has no clock of its own; the prediction takes it for half of its backward pass.",
-        "Peak memory is the whole process's from the first step on, most of which is PyTorch.",
+        "Peak memory is the process's from the first step on, mostly PyTorch's; at the end rank 0 joins the models.",
     ),
 )
 

@@ -24,6 +24,7 @@ from hvfreeze.runs.reading import Run
 
 RANKS = 3
 BATCH = 32
+STEPS, HEAVY_STEPS = 120, 40
 BATCHES = (8, 16, 64, 128)
 LABELS = ("ride", "direct", "replay")
 BACKWARD_OF_HEAD = 1.5
@@ -34,7 +35,8 @@ def planned(preset: Preset) -> list[PlannedRun]:
     """Return the runs; their learning rate and accuracy do not matter here."""
     split: dict[str, Value] = {"heads": RANKS}
     whole: dict[str, Value] = {**split, "trunk": "whole"}
-    heavy: dict[str, Value] = {"head_blocks": 2}
+    # A ResNet's last stage, two blocks, and its last layer.
+    heavy: dict[str, Value] = {"head_blocks": 3, "train_samples": samples(HEAVY_STEPS)}
     if preset.is_smoke:
         cached: dict[str, Value] = {**split, "augment": "none", "cache": "on", "epochs": 2}
         return [run(preset, *each, seed=0) for each in (("whole", whole), ("split", split), ("cached", cached))]
@@ -57,15 +59,22 @@ def run(preset: Preset, label: str, changes: dict[str, Value], *, seed: int) -> 
     flags: dict[str, Value] = {
         **preset.common(),
         "strategy": "shared-trunk",
+        # Stages are few: they cannot be shared out evenly, and the line goes at the pace of its slowest rank.
+        "blocks": preset.coarse if preset.is_smoke else preset.fine,
         "image_size": 32 if preset.is_smoke else 64,
         "batch_size": 8 if preset.is_smoke else BATCH,
-        "train_samples": 64 if preset.is_smoke else 1280 * 8 // 7,
+        "train_samples": 64 if preset.is_smoke else samples(STEPS),
         "validation_fraction": 0.125,
         "epochs": 1,
         "schedule": "constant",
         "checkpoint_every": "0",
     }
     return PlannedRun(label=f"trunk-{label}", seed=seed, flags={**flags, **changes}, ranks=RANKS)
+
+
+def samples(steps: int) -> int:
+    """Return how many samples make so many steps when an eighth of them is held out."""
+    return steps * BATCH * 8 // 7
 
 
 def runs_with(results: Results, label: str) -> list[Run]:
@@ -80,7 +89,7 @@ def trunk_of(run: Run) -> dict[str, Any]:
 
 
 def cpu_seconds(run: Run) -> float:
-    """Return the processor seconds of all ranks."""
+    """Return the processor seconds of all ranks in training."""
     return float(sum(trunk_of(run)["cpu_seconds"]))
 
 
@@ -96,7 +105,8 @@ def predicted_bytes(run: Run) -> dict[str, int]:
     """
     settings, trunk = run.settings, trunk_of(run)
     with torch.random.fork_rng(devices=[]):
-        chain = cut_into_blocks(build_model(settings["model"], num_classes=10, image_size=settings["image_size"]).model)
+        model = build_model(settings["model"], num_classes=10, image_size=settings["image_size"]).model
+        chain = cut_into_blocks(model, scheme=settings["blocks"])
     chain.model.eval()
     images = torch.zeros(settings["batch_size"], 3, settings["image_size"], settings["image_size"])
     depth = len(chain.blocks) - (settings["head_blocks"] or 1)
@@ -130,16 +140,28 @@ def cpu_ratio(results: Results, suffix: str = "") -> Interval:
     return paired_ratio(ours, theirs)
 
 
+def memory_ratios(results: Results, suffix: str = "") -> str:
+    """Return for each rank the split trunk's peak memory over the whole trunk's, paired by seed."""
+    ours, theirs = (
+        {r.settings["seed"]: trunk_of(r)["peak_memory_bytes"] for r in runs_with(results, f"{k}{suffix}")}
+        for k in ("split", "whole")
+    )
+    ranks = range(min(len(peaks) for peaks in [*ours.values(), *theirs.values()]))
+    each = [paired_ratio(*({seed: of[rank] for seed, of in side.items()} for side in (ours, theirs))) for rank in ranks]
+    return ", ".join(shown(ratio, factor) for ratio in each)
+
+
 def answers(results: Results) -> list[Answer]:
     """Return what is said of shared trunks."""
     found = []
-    for suffix, heads in (("", "linear heads"), ("-heavy", "heads of two blocks")):
+    for suffix, heads in (("", "linear heads"), ("-heavy", "heads of a stage and a last layer")):
         if runs_with(results, f"whole{suffix}") and runs_with(results, f"split{suffix}"):
             time = results.gain(f"trunk-whole{suffix}", f"trunk-split{suffix}")
             predicted, processor = predicted_ratio(results, suffix), cpu_ratio(results, suffix)
             text = (
                 f"{shown(time, factor, count=True)} of the time of whole trunks ({shown(predicted, factor)} predicted) "
-                f"and {shown(processor, factor)} of their processor seconds."
+                f"and {shown(processor, factor)} of their processor seconds; peak memory by rank "
+                f"{memory_ratios(results, suffix)} of theirs."
             )
             slower = time.n > 1 and time.low > 1
             found.append(
@@ -184,7 +206,11 @@ def tables(results: Results) -> list[Table]:
                     shown(mean_interval([cpu_seconds(r) for r in of]), seconds),
                     shown(mean_interval([max(trunk_of(r)["wait_seconds"]) for r in of]), seconds),
                     " ".join(megabytes(number) for number in trunk["trunk_bytes"]),
-                    " ".join(megabytes(number) for number in trunk["peak_memory_bytes"]),
+                    " ".join(f"{number:.1f} s" for number in trunk.get("forward_seconds", [])),
+                    *(
+                        " ".join(megabytes(number) for number in told["peak_memory_bytes"])
+                        for told in (run.metrics[-1]["trunk"], trunk)
+                    ),
                     megabytes(sum(sent.values())),
                     fits,
                 )
@@ -195,7 +221,9 @@ def tables(results: Results) -> list[Table]:
         "Processor, all ranks",
         "Longest wait",
         "Trunk by rank",
-        "Peak memory by rank",
+        "Forward by rank",
+        "Peak memory by rank, training",
+        "And to the end",
         "Sent",
         "As predicted",
     )

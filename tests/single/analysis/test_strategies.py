@@ -46,9 +46,11 @@ def told(planned: PlannedRun) -> dict[str, Any]:
     """What such a run's summary might tell of its strategy; the split trunk sent what the formula says."""
     ranks, common = planned.ranks, {"cpu_seconds": [1.0] * planned.ranks, "wait_seconds": [0.1] * planned.ranks}
     common["peak_memory_bytes"] = [10**8] * ranks
+    common["forward_seconds"] = [0.3] * ranks
     if "heads" in planned.flags:
         whole = planned.flags.get("trunk") == "whole"
         common["cpu_seconds"] = [2.0 if whole else 0.5] * ranks
+        common["peak_memory_bytes"] = [10**8] * ranks if whole else [9 * 10**7, 8 * 10**7, 7 * 10**7]
         # ShuffleNet at 32 pixels: 8 rows of 24 x 8 x 8 behind the stem, 1024 x 1 x 1 features for two other ranks.
         sent = {"activations": 8 * 24 * 64 * 4 * 8, "features": 8 * 2 * 8 * 1024 * 4, "labels": 0}
         return {
@@ -103,5 +105,5 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monk
     assert [row[1] for row in dealt.rows] == ["1 x 2", "1 x 2 then 2 x 1"] * 2 and dealt.rows[3][3] == "2.00x"
     cost, silent, again = strategies.answers(results)
     assert "cached: " in again.text and "2.00x predicted" in again.text
-    assert "0.25x of their processor seconds" in cost.text
+    assert "0.25x of their processor seconds; peak memory by rank 0.90x, 0.80x, 0.70x of theirs" in cost.text
     assert silent.text.startswith(f"{8 * 24 * 64 * 32 + 8 * 16 * 4096}, 0")

@@ -16,7 +16,7 @@ from tests.single.analysis.runs_material import carried_out, made_up
 
 
 def test_the_whole_and_what_is_solved_alone_are_the_runs_that_peers_make_too() -> None:
-    theirs = {run.name: run for run in peers.then(REDUCED, Results(Path(), []), larger=1, counts=peers.FEWER)}
+    theirs = {run.name: run for run in peers.then(REDUCED, Results(Path(), []), peers.Ground())}
     shared = [run for run in auto_parts.runs(REDUCED) if run.name in theirs]
     assert {run.label for run in shared} == {auto_parts.WHOLE, auto_parts.SOLVED}
     assert [run.identity() for run in shared] == [theirs[run.name].identity() for run in shared]

@@ -14,6 +14,8 @@ from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from hvfreeze.report.units import percent, seconds
 
+COMPARISONS = ("peers", "peers_more", "peers64")
+"""Experiments that compare all ways of fine-tuning."""
 NOTHING_YET = "No results are recorded yet."
 REFERENCES = {"static_sweep": "groups0", "adaptive": "full", "caching": "full", "pixels64": "full"}
 """Experiments whose runs are held against the front, with the label of full fine-tuning in each."""
@@ -164,28 +166,32 @@ def network(root: Path) -> str:
 
 def ways(root: Path) -> str:
     """Return the figure of all ways, and what `--freeze auto` alone comes to beside full fine-tuning."""
-    lines = []
-    for samples, own in by_samples(open_results(root, "peers")):
-        auto, full = Cell(samples=samples, peer="auto", epochs=1).label, best_full(own)
-        if own.of(auto):
-            lines.append(
-                f"- {samples} images: {shown(own.mean(auto, 'test_accuracy'), percent, count=True)} in "
-                f"{seconds(own.mean(auto, 'train_seconds').mean)}; full fine-tuning comes to "
-                f"{shown(own.mean(full, 'test_accuracy'), percent)} in "
-                f"{seconds(own.mean(full, 'train_seconds').mean)}, {cell_of(full).epochs} epochs at the best of three "
-                f"learning rates; {shown(own.over_front(auto), signed_points)} against full fine-tuning that is "
-                "trained as long."
-            )
+    lines = [line for name in COMPARISONS for line in beside_full(root, name)]
     if not lines:
         return NOTHING_YET
     return (
         "![Accuracy against training time of twelve ways of fine-tuning](analysis/results/peers/figures/front.png)\n\n"
-        "ResNet-18 pretrained on CIFAR-100, fine-tuned on a few images of CIFAR-10 at 32 pixels, 2 ranks, 95 % "
-        "intervals\n([every way, number and log](analysis/results/peers/README.md)). `--freeze auto` has no "
-        "learning rate to choose:\n\n"
+        "ResNet-18 pretrained on CIFAR-100, fine-tuned on a few images of CIFAR-10, 2 ranks, 95 % intervals; the "
+        "figure is of 32 pixels.\n`--freeze auto` has no learning rate to choose; full fine-tuning has the best that "
+        "was tried, and as many epochs as serve it best:\n\n"
         + "\n".join(lines)
         + "\n\nThat is training time: starting, reading images and evaluating take as long in every way, beside it."
     )
+
+
+def beside_full(root: Path, name: str) -> Iterator[str]:
+    """Yield a line for each number of samples of an experiment: `--freeze auto` beside full fine-tuning."""
+    for samples, own in by_samples(open_results(root, name)):
+        auto, full = Cell(samples=samples, peer="auto", epochs=1).label, best_full(own)
+        if own.of(auto):
+            yield (
+                f"- [{samples} images at {own.of(auto)[0]['image_size']} pixels](analysis/results/{name}/README.md): "
+                f"{shown(own.mean(auto, 'test_accuracy'), percent, count=True)} in "
+                f"{seconds(own.mean(auto, 'train_seconds').mean)}; full fine-tuning comes to "
+                f"{shown(own.mean(full, 'test_accuracy'), percent)} in "
+                f"{seconds(own.mean(full, 'train_seconds').mean)}, {cell_of(full).epochs} epochs; "
+                f"{shown(own.over_front(auto), signed_points)} against full fine-tuning that is trained as long."
+            )
 
 
 PARTS = {"ways": ways, "front": front, "cache": cache, "bench": bench, "network": network}

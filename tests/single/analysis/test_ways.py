@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from analysis.parts.peers_answers import WORDS, by_samples
 from analysis.parts.peers_labels import cell_of
 from analysis.parts.peers_times import timed
-from analysis.parts.readme import milliseconds, ways
+from analysis.parts.readme import COMPARISONS, milliseconds, ways
 from analysis.peers import PEERS
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.results import open_results
@@ -37,13 +39,15 @@ def test_every_way_has_a_name_for_readers() -> None:
     assert WORDS.keys() == PEERS.keys()
 
 
-def test_what_was_kept_has_times_and_readme_names_each_number_of_samples() -> None:
-    results = open_results(RESULTS, "peers")
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_what_was_kept_has_times_and_readme_names_each_number_of_samples(name: str) -> None:
+    results = open_results(RESULTS, name)
     assert all(row["train_seconds"] > 0 for row in timed(results).rows)
     told = ways(RESULTS)
     for samples, own in by_samples(results):
         assert any(cell_of(label).peer == "auto" for label in own.labels)
-        assert f"- {samples} images: " in told
+        size = own.rows[0]["image_size"]
+        assert f"- [{samples} images at {size} pixels](analysis/results/{name}/README.md): " in told
 
 
 def test_a_benchmark_tells_its_time_also_where_the_time_cap_ended_it() -> None:

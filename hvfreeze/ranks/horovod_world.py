@@ -21,6 +21,7 @@ from torch import Tensor
 from hvfreeze.errors import DivergedError, StallError, UsageError
 from hvfreeze.ranks.machine.mpi_environment import (
     claimed_size,
+    interrupt_ends_job,
     leave_mpi,
     seconds_in,
     start_mpi,
@@ -50,15 +51,14 @@ class HorovodWorld:
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
         import horovod.torch as hvd
 
-        with self.watch.waiting("start"):
+        with self.watch.waiting("start"), interrupt_ends_job():
             # Whoever initialises MPI finalises it: this order lets Horovod end, and start anew. Where Horovod cannot be
             # imported, MPI is not initialised: its end would wait for the other ranks'.
             self.mpi = start_mpi()
             hvd.init()
             self.hosts: list[str] = self.mpi.COMM_WORLD.allgather(socket.gethostname())
             self.watch.connect(self.mpi, self.mpi.COMM_WORLD.Dup(), self.hosts)
-        self._hvd = hvd
-        self._set = hvd.global_process_set
+        self._hvd, self._set = hvd, hvd.global_process_set
         self._sets: dict[tuple[int, ...], Any] = {}
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()

@@ -79,6 +79,27 @@ def test_a_rank_that_is_stopped_when_nobody_is_left_to_notice_is_named_and_ends_
     assert LIMIT <= int(match[1]) <= LIMIT + 10, str(result)
 
 
+@pytest.mark.parametrize(("size", "culprit", "stage"), [(2, 1, "start"), (3, 0, "start"), (3, 2, "leave")])
+def test_an_interrupt_of_one_rank_while_mpi_begins_or_ends_is_the_jobs(
+    size: int, culprit: int, stage: str, tmp_path: Path
+) -> None:
+    program = [
+        "train",
+        "--epochs",
+        "1",
+        "--train-samples",
+        "64",
+        "--batch-size",
+        "16",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    worker = WORKER.with_name("interrupted.py")
+    result = mpirun(size, worker, timeout=90, args=[str(culprit), stage, *program], every_rank_reports=False)
+    assert result.returncode == 130, str(result)
+    assert "hvfreeze: interrupted" in result.stderr and "waited" not in result.stderr, str(result)
+
+
 def test_a_world_that_is_not_closed_does_not_disturb_the_exit() -> None:
     result = mpirun(2, WORKER.with_name("unclosed.py"), timeout=60)
     assert result.returncode == 0, result

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +89,19 @@ def leave_mpi(mpi: Any) -> None:
     """Leave MPI together with all ranks; threads go on meanwhile."""
     if not mpi.Is_finalized():
         ctypes.CDLL(mpi.__file__).MPI_Finalize()
+
+
+@contextmanager
+def interrupt_ends_job() -> Iterator[None]:
+    """End the whole job by an interrupt, which may have come to this rank alone, once MPI has begun.
+
+    Leaving alone, at its exit this rank would wait in MPI for the others, and they for this rank.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            print("hvfreeze: interrupted", file=sys.stderr, flush=True)
+            mpi.COMM_WORLD.Abort(128 + signal.SIGINT)
+        raise

@@ -117,8 +117,8 @@ class Ground:
         counts: numbers of training samples.
         peers: who takes part.
         most_seeds: of each number of samples.
-        rates_of: the experiment whose learning rates are taken; only the longest budget of full fine-tuning, which
-            everybody is held against, then chooses its own. Empty tries all for everyone.
+        rates_of: the experiment whose learning rates are taken, but for the longest budget of full fine-tuning on no
+            more than KNOWN samples, which everybody is held against. Empty tries all for everyone.
     """
 
     larger: int = 1
@@ -129,14 +129,13 @@ class Ground:
 
     def chooses(self, cell: Cell, peer: Peer) -> bool:
         """Return whether learning rates are tried for a cell."""
-        longest = cell.peer == "full" and cell.epochs == max(BUDGETS.get(cell.samples, (cell.epochs,)))
-        return longest if self.rates_of else not peer.rate_of
+        longest = cell.epochs == max(BUDGETS.get(cell.samples, (cell.epochs,)))
+        held_against = cell.peer == "full" and longest and cell.samples <= KNOWN
+        return held_against if self.rates_of else not peer.rate_of
 
     def rates(self, results: Results) -> dict[Cell, float]:
         """Return the learning rate of every cell that one is known for."""
-        if not self.rates_of:
-            return best_rates(results.rows)
-        kept = best_rates(read_rows(results.directory.parent / self.rates_of))
+        kept = best_rates(read_rows(results.directory.parent / self.rates_of)) if self.rates_of else {}
         known = {cell: lr for cell, lr in kept.items() if cell.samples == KNOWN}
         nearest = {replace(cell, samples=count): lr for cell, lr in known.items() for count in self.counts}
         return {**nearest, **kept, **best_rates(results.rows)}
@@ -240,7 +239,7 @@ OWN_RATES = (
 )
 TAKEN_RATES = (
     f"Learning rates are those chosen at 32 pixels, of {KNOWN} samples where there were not as many.",
-    "For the longest budget of full fine-tuning three were tried on one seed.",
+    f"For the longest budget of full fine-tuning on at most {KNOWN} three were tried on one seed.",
 )
 EXPERIMENT = at(
     "peers", Ground(), limits=(*OWN_RATES, "Seeds 3 and 4 were made of full fine-tuning, exact and auto only.")

@@ -129,12 +129,12 @@ def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget
     monkeypatch.setattr(peers, "read_rows", read.__getitem__)
     ground = peers.Ground(counts=(1_000, 20_000), peers=peers64.PEERS, rates_of="peers")
     tries = {run.label for run in peers.runs(REDUCED, ground)}
-    assert tries == {f"lr{lr:g}-{cell}" for lr in peers.LEARNING_RATES for cell in ("n1000-full-e16", "n20000-full-e4")}
-    own = [tried("lr0.02-n20000-full-e4", 0.9)]
+    assert tries == {f"lr{lr:g}-n1000-full-e16" for lr in peers.LEARNING_RATES}
+    own = [tried("lr0.02-n1000-full-e16", 0.9)]
     planned = peers.then(REDUCED, Results(tmp_path / "peers_more", own), ground)
     used = {run.label: run.flags["lr"] for run in planned}
-    assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == 0.02
-    assert used["n1000-full-e4"] == 0.1
+    assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == 0.05
+    assert used["n1000-full-e4"] == 0.1 and used["n1000-full-e16"] == 0.02
     assert used["n20000-last-stage-cached-e2"] == 0.05
     assert {cell_of(label).peer for label in used} == set(peers64.PEERS)
 

@@ -12,7 +12,8 @@ from analysis.peers64 import PEERS
 from analysis.sweeps.experiment import main
 
 GROUND = Ground(counts=MORE, peers=PEERS, rates_of="peers")
-EXPERIMENT = at("peers_more", GROUND, limits=TAKEN_RATES)
+OWN = ("Made so far: one seed of full fine-tuning and of auto, whose time was taken beside another job.",)
+EXPERIMENT = at("peers_more", GROUND, limits=(*TAKEN_RATES, *OWN))
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

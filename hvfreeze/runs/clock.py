@@ -19,6 +19,7 @@ PHASES = (
     "evaluate",
 )
 BESIDE_TRAINING = ("checkpoint", "evaluate")
+"""Phases that are no part of a step."""
 
 
 class PhaseClock:

@@ -29,12 +29,10 @@ from hvfreeze.ranks.exchange.network import Network, measure_network
 from hvfreeze.ranks.exchange.own_cost import own_seconds
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
-from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.clock import BESIDE_TRAINING, PhaseClock
 from hvfreeze.strategies.replicas.exchange_plan import ExchangePlan, NoPlan
 from hvfreeze.strategies.replicas.trial import TRIED_STEPS, Trial
 
-APART = ("checkpoint", "evaluate")
-"""Phases that are no part of a step."""
 MOST_STEPS = 1000
 """Whose median is reported."""
 
@@ -78,7 +76,7 @@ class MeasuredPlan:
     def after_step(self) -> None:
         """Count a step; after the first few choose by forecast, then by what steps took. Collective."""
         spent, before = self._clock.read(), self._spent
-        taken = {phase: spent[phase] - before[phase] for phase in spent if phase not in APART}
+        taken = {phase: spent[phase] - before[phase] for phase in spent if phase not in BESIDE_TRAINING}
         self._spent = spent
         if self._trial is None:
             self._watched.append((taken, dict(self._reducer.ready_seconds)))

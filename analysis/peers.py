@@ -116,7 +116,6 @@ class Ground:
         larger: times the preset's image size.
         counts: numbers of training samples.
         peers: who takes part.
-        most_seeds: of each number of samples.
         rates_of: the experiment whose learning rates are taken, but for the longest budget of full fine-tuning on no
             more than KNOWN samples, which everybody is held against. Empty tries all for everyone.
     """
@@ -124,7 +123,6 @@ class Ground:
     larger: int = 1
     counts: Sequence[int] = FEWER
     peers: Sequence[str] = tuple(PEERS)
-    most_seeds: int = MANY
     rates_of: str = ""
 
     def chooses(self, cell: Cell, peer: Peer) -> bool:
@@ -194,7 +192,7 @@ def then(preset: Preset, results: Results, ground: Ground) -> list[PlannedRun]:
     """Return the runs that are tested, each at its cell's learning rate; a seed's runs follow each other in time."""
     rates, planned = ground.rates(results), []
     chosen = list(cells(preset, ground))
-    for seed in preset.seeds if preset.is_smoke else range(min(ground.most_seeds, max(SEEDS.values()))):
+    for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
         for cell, peer in chosen:
             if preset.is_smoke or seed < SEEDS[cell.samples]:
                 chosen_rate = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])

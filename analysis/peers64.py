@@ -13,7 +13,7 @@ from analysis.sweeps.experiment import main
 PEERS = ("full", "last-stage-cached", "exact", "auto")
 """Ours, what they are held against, and at 32 pixels the strongest of the others that store rows."""
 
-GROUND = Ground(larger=2, peers=PEERS, most_seeds=3, rates_of="peers")
+GROUND = Ground(larger=2, peers=PEERS, rates_of="peers")
 OWN = (
     "Made so far: full fine-tuning and auto without tuning. Of the others, and of auto that tunes, nothing yet.",
     "Auto was timed while another job was busy on cores of its own.",

@@ -88,8 +88,13 @@ def last_arrival(messages: Sequence[Message], ready: Sequence[float], network: N
 
 def choose(forecasts: Mapping[str, Forecast]) -> str:
     """Return the first compression in their order whose step is next to none longer than the shortest."""
-    shortest = min(each.step for each in forecasts.values())
-    return next(name for name, each in forecasts.items() if each.step <= CLOSE * shortest)
+    return first_of_the_shortest({name: each.step for name, each in forecasts.items()})
+
+
+def first_of_the_shortest(seconds: Mapping[str, float]) -> str:
+    """Return the first name whose `seconds` are next to none more than the fewest."""
+    fewest = min(seconds.values())
+    return next(name for name, each in seconds.items() if each <= CLOSE * fewest)
 
 
 def worth_trying(forecasts: Mapping[str, Forecast], chosen: str) -> tuple[str, ...]:

@@ -6,14 +6,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvfreeze.ranks.exchange.forecast import CLOSE
+from hvfreeze.ranks.exchange.forecast import first_of_the_shortest
 
 TRIED_STEPS = 6
 """Of each compression; the first, which lays out anew, does not count."""
+PATIENCE = 2
+"""Rank 16 may save nothing over rank 32 where rank 8 does: clocks err, and a sum's cost jumps with its size."""
 
 
 class Trial:
-    """Goes on to the next compression as long as each makes steps shorter than the best so far.
+    """Goes on to the next compression until PATIENCE in a row save too little; keeps the first of the shortest steps.
 
     A forecast knows what a rank computes and what the network carries. It does not know what ranks that share a
     processor's memory take from each other, nor what a message costs the processor that sends it; steps do.
@@ -30,13 +32,14 @@ class Trial:
     @property
     def over(self) -> bool:
         """Whether `now` stays."""
-        return len(self._names) == 1 or len(self._medians) == len(self._names) or self._overshot
+        return len(self._names) == 1 or len(self._medians) == len(self._names) or self._in_vain == PATIENCE
 
     @property
     def now(self) -> str:
         """What the next steps are exchanged by."""
-        tried = len(self._medians)
-        return self._names[tried if not self.over else max(0, tried - 1 - self._overshot)]
+        if self._medians and self.over:
+            return first_of_the_shortest(self._medians)
+        return self._names[len(self._medians)]
 
     @property
     def medians(self) -> Mapping[str, float]:
@@ -48,10 +51,11 @@ class Trial:
         self._medians[self.now] = statistics.median(seconds[1:])
 
     @property
-    def _overshot(self) -> bool:
-        """Whether the last saved too little over the one before it."""
-        taken = list(self._medians.values())
-        return len(taken) > 1 and CLOSE * taken[-1] >= taken[-2]
+    def _in_vain(self) -> int:
+        """How many were tried since the first of the shortest."""
+        if not self._medians:
+            return 0
+        return len(self._medians) - 1 - list(self._medians).index(first_of_the_shortest(self._medians))
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the trial has come, as `Trial(**state)` takes it."""

@@ -19,9 +19,12 @@ def follow(trial: Trial, taken: dict[str, float]) -> str:
 @pytest.mark.parametrize(
     ("taken", "kept", "tried"),
     [
-        # The second saves next to nothing, and so the third is never met.
-        ({"a": 1.0, "b": 0.97, "c": 0.1}, "a", 2),
-        ({"a": 1.0, "b": 1.5, "c": 0.1}, "a", 2),
+        # Two save next to nothing, and so the fourth is never met.
+        ({"a": 1.0, "b": 0.97, "c": 0.96, "d": 0.1}, "a", 3),
+        ({"a": 1.0, "b": 1.5, "c": 1.2, "d": 0.1}, "a", 3),
+        # One that saves nothing over the one before it does not keep the next from being met.
+        ({"a": 1.0, "b": 1.5, "c": 0.6, "d": 0.5}, "d", 4),
+        ({"a": 1.0, "b": 1.0, "c": 0.6, "d": 0.58, "e": 0.6}, "c", 5),
         ({"a": 1.0, "b": 0.9, "c": 0.88}, "b", 3),
         ({"a": 1.0, "b": 0.9, "c": 0.8}, "c", 3),
     ],

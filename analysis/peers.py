@@ -31,7 +31,7 @@ from hvfreeze.config.tree import leaves
 LEARNING_RATES = (0.02, 0.05, 0.1)
 HELD_OUT = 0.2
 TITLE = "Accuracy against time: every way of fine-tuning"
-BUDGETS = {1_000: (2, 4, 8, 16), 5_000: (1, 2, 4, 8), 20_000: (1, 2, 4)}
+BUDGETS = {1_000: (2, 4, 8, 16), 5_000: (1, 2, 4, 8), 20_000: (1, 2, 4, 8)}
 """Training samples -> epochs."""
 FEWER, MORE = (1_000, 5_000), (20_000,)
 """Training samples of an experiment: more take hours more."""
@@ -102,7 +102,7 @@ PEERS = {
         lr=0.05,
         once=True,
         # What eight hours for all peers leave room for.
-        tuned=MappingProxyType({SMOKE_SAMPLES: (4,), 5_000: (4,)}),
+        tuned=MappingProxyType({SMOKE_SAMPLES: (4,), 5_000: (4,), 20_000: (4,)}),
         needs="auto_without",
     ),
 }

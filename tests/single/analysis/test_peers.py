@@ -90,7 +90,7 @@ def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:
     for cell, _ in peers.cells(REDUCED, EVERYWHERE):
         if cell.peer == "auto":
             budgets[cell.samples].append(cell.epochs)
-    assert budgets == {1_000: [1], 5_000: [1, 4], 20_000: [1]}
+    assert budgets == {1_000: [1], 5_000: [1, 4], 20_000: [1, 4]}
     assert not [run for run in peers.runs(REDUCED, peers.Ground()) if "auto" in run.label]
     used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), peers.Ground())}
     assert used["n5000-auto-e4"]["lr"] == 0.05 and used["n5000-auto-e4"]["epochs"] == 4

@@ -3,7 +3,8 @@
     python -m analysis.communication --preset reduced --data-dir DIR --weights FILE
 
 One rank a node, on nodes of the local cluster (root and network namespaces needed; `launch/cluster check` says). Bytes
-are counted at each node's interface, epoch by epoch. A few steps an epoch; the spread is over epochs after the first.
+are counted at each node's interface, epoch by epoch. A few steps an epoch; the spread is over epochs after the first,
+with low rank after those in which it has not set in.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
+from analysis.sweeps.rows import unlike
 from analysis.sweeps.statistics import NOTHING, Interval, mean_interval, shown
 from analysis.writing.charts import bar_chart
 from hvfreeze.report.figures import plot_phases
@@ -25,14 +27,20 @@ from hvfreeze.runs.reading import Run
 NODES = (1, 2, 4)
 BANDWIDTHS = ("", "1gbit", "200mbit")
 FROZEN: dict[str, Value] = {"freeze": "static", "cut": 4}
+LOW_RANK: dict[str, Value] = {"compression": "powersgd:4"}
 VARIANTS: dict[str, dict[str, Value]] = {
     "full": {},
     "fp16": {"compression": "fp16"},
+    "powersgd": LOW_RANK,
     "frozen": FROZEN,
     "frozen-fp16": {**FROZEN, "compression": "fp16"},
     "frozen-cached": {**FROZEN, "cache": "on"},
+    "frozen-cached-powersgd": {**FROZEN, "cache": "on", **LOW_RANK},
 }
 BATCH, STEPS, EPOCHS = 64, 4, 6
+MORE_EPOCHS = 2
+"""That low rank is given: it sets in after the first ten steps."""
+CACHED = "frozen-cached"
 NETWORK = (2, "1gbit")
 """The network that the answer is about."""
 
@@ -55,7 +63,7 @@ def short(preset: Preset, name: str, nodes: int, bandwidth: str, flags: dict[str
     batch = preset.batch_size if preset.is_smoke else BATCH
     work: dict[str, Value] = {
         "batch_size": batch,
-        "epochs": 2 if preset.is_smoke else EPOCHS,
+        "epochs": 2 if preset.is_smoke else EPOCHS + (MORE_EPOCHS if flags.items() >= LOW_RANK.items() else 0),
         # A tenth is held out and evaluated on, for time is all that matters.
         "train_samples": nodes * batch * (STEPS + 1),
         "validation_fraction": 0.1,
@@ -78,9 +86,9 @@ def label_of(name: str, nodes: int, bandwidth: str) -> str:
 
 
 def phase(run: Run, *names: str) -> Interval:
-    """Return seconds a step in some phases, over the epochs after the first."""
-    found = []
-    for before, line in zip(run.metrics, run.metrics[1:]):
+    """Return seconds a step in some phases, over the epochs that are timed."""
+    found, left_out = [], unlike(run)
+    for before, line in list(zip(run.metrics, run.metrics[1:]))[max(0, left_out - 1) :]:
         spent = sum(line["seconds"].get(name, 0.0) for name in names)
         found.append(spent / (line["step"] - before["step"]))
     return mean_interval(found)
@@ -114,25 +122,27 @@ def answers(results: Results) -> list[Answer]:
     one = {name: measured(results, name, 1, "") for name in VARIANTS}
     there = {name: run for name, run in two.items() if run is not None}
     alone = {name: run for name, run in one.items() if run is not None}
-    if not {"full", "frozen", "frozen-cached"} <= there.keys() & alone.keys():
+    if not there.keys() & alone.keys() >= VARIANTS.keys():
         return []
     sent = {name: results.mean(label_of(name, *NETWORK), "wire_bytes_per_step") for name in VARIANTS}
     waits = {name: phase(run, "allreduce") for name, run in there.items()}
     ranked = sorted(there, key=lambda name: step(there[name]).mean)
     steps = ", ".join(f"{name} {shown(step(there[name]), milliseconds)}" for name in ranked)
-    cached, cached_alone = pace(there["frozen-cached"]), pace(alone["frozen-cached"])
+    low, alone_cached = pace(there[f"{CACHED}-powersgd"]), pace(alone[CACHED])
     text = (
         f"At 1 Gbit/s two nodes train {shown(pace(there['full']), images)} in full, one node "
-        f"{shown(pace(alone['full']), images)}; with four of six stages frozen and cached {shown(cached, images)} "
-        f"against {shown(cached_alone, images)}. A full step of batch {BATCH} takes "
+        f"{shown(pace(alone['full']), images)}, two with low rank (powersgd:4) "
+        f"{shown(pace(there['powersgd']), images)}; with four of six stages frozen and "
+        f"cached {shown(pace(there[CACHED]), images)}, one node {shown(alone_cached, images)}, two with low rank "
+        f"{shown(low, images)}. A full step of batch {BATCH} takes "
         f"{shown(step(there['full']), milliseconds, count=True)} there, {shown(waits['full'], milliseconds)} of it "
-        f"exposed waiting for {megabytes(sent['full'].mean)} on the wire; frozen "
-        f"{shown(waits['frozen'], milliseconds)} for {megabytes(sent['frozen'].mean)}. Steps "
+        f"exposed waiting for {megabytes(sent['full'].mean)} on the wire; with low rank "
+        f"{shown(waits['powersgd'], milliseconds)} for {megabytes(sent['powersgd'].mean)}. Steps "
         f"there, the shortest first: {steps}."
     )
     question = "6. What does communication cost, with freezing and caching, against one node?"
-    # The method's own setting, not the plain one, is what is judged.
-    negative = cached.n > 1 and cached_alone.n > 1 and cached.high < cached_alone.low
+    # The method with what a slow network asks for, not the plain loop, is what is judged.
+    negative = low.n > 1 and alone_cached.n > 1 and low.high < alone_cached.low
     return [Answer(question=question, text=text, n=waits["full"].n, negative=negative)]
 
 
@@ -221,8 +231,7 @@ EXPERIMENT = Experiment(
     drawings=drawings,
     limits=(
         "The nodes are network namespaces of one machine: links are limited, processors are shared.",
-        "Four ranks share two cores (marked *): their compute takes twice as long and hides more of the exchange.",
-        "Ranks that waited did not give up their cores, as launch/ now makes them do: compute is longer for it.",
+        "More ranks than cores (marked *) compute as much longer, and hide more of the exchange.",
         "No latency is added to the links; every run is one run, its spread is over epochs.",
     ),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 from analysis.sweeps.kept import COUNTED, PLAN, UNCOUNTED, kept_run
 from analysis.sweeps.provenance import made_columns
+from hvfreeze.ranks.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.reading import Run, load_run
 
@@ -61,7 +62,7 @@ UNVOTED = ("none", "static")
 
 
 def row_of(plan: Mapping[str, Any], run: Run) -> Row:
-    """Return a kept run as plain numbers. `step_*` are seconds of rank 0 per step, in the epochs after the first."""
+    """Return a kept run as plain numbers. `step_*` are seconds of rank 0 per step, in the epochs after `unlike`."""
     summary, settings = run.summary or {}, run.settings
     row: Row = {
         "run": run.name,
@@ -95,24 +96,35 @@ def vote_columns(run: Run) -> Row:
     return {"votes": len(votes), "moves": moves, "disagreements": split}
 
 
+def unlike(run: Run) -> int:
+    """Return how many of a run's first epochs are unlike those that follow, which are timed; one is left to be timed.
+
+    The first, in which memory and libraries come up to speed, and those in which low rank has not set in.
+    """
+    steps = UNCOMPRESSED_STEPS if run.settings["compression"].startswith("powersgd") else 0
+    begun = 1 + next((place for place, line in enumerate(run.metrics) if line["step"] > steps), 0)
+    return min(begun, len(run.metrics) - 1)
+
+
 def steady_columns(run: Run) -> Row:
-    """Return seconds per step by phase over the epochs after the first, over all where there is one only."""
-    first, lines = (run.metrics[0]["step"], run.metrics[1:]) if len(run.metrics) > 1 else (0, run.metrics)
+    """Return seconds per step by phase over the epochs after `unlike`, over all where there is one only."""
+    left_out = unlike(run)
+    first, lines = (run.metrics[left_out - 1]["step"] if left_out else 0), run.metrics[left_out:]
     steps = max(1, lines[-1]["step"] - first)
     columns = {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) / steps for phase in COUNTED}
     return {"step_seconds": sum(columns.values()), **{f"step_{phase}": value for phase, value in columns.items()}}
 
 
 def wire_bytes_per_step(run: Run) -> float | None:
-    """Return the bytes that the busiest node sent per step after the first epoch, None where nobody counted."""
+    """Return the bytes that the busiest node sent per step after `unlike` epochs, None where nobody counted."""
     path = run.directory / "wire.json"
     if not path.exists():
         return None
     sent: dict[int, dict[str, int]] = {
         int(epochs): nodes for epochs, nodes in json.loads(path.read_text(encoding="utf-8")).items()
     }
-    first, last = min(sent), max(sent)
-    if first == last:
+    first, last = min((epochs for epochs in sent if epochs >= unlike(run)), default=0), max(sent)
+    if not 0 < first < last:
         return None
     steps = run.metrics[last - 1]["step"] - run.metrics[first - 1]["step"]
     return float(max(sent[last][node] - sent[first][node] for node in sent[last]) / steps)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from analysis.sweeps.estimates import bits_per_second, duration
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.front import Budget, Front
 from analysis.sweeps.results import Results, best_lr
-from analysis.sweeps.rows import cell, read_rows
+from analysis.sweeps.rows import cell, read_rows, steady_columns, unlike, wire_bytes_per_step
+from hvfreeze.runs.reading import Run
 
 
 def test_the_front_is_linear_between_budgets_and_flat_beyond() -> None:
@@ -79,3 +81,27 @@ def test_rates_and_durations_are_read_and_written() -> None:
     assert bits_per_second("200mbit") == 2e8
     assert bits_per_second("") == float("inf")
     assert [duration(seconds) for seconds in (30, 600, 7200)] == ["30 s", "10 min", "2.0 h"]
+
+
+@pytest.mark.parametrize(
+    ("compression", "epochs", "left_out"), [("none", 6, 1), ("fp16", 1, 0), ("powersgd:4", 6, 3), ("powersgd:4", 2, 1)]
+)
+def test_epochs_before_low_rank_sets_in_are_not_timed(
+    compression: str, epochs: int, left_out: int, tmp_path: Path
+) -> None:
+    metrics = [
+        {"step": 4 * (epoch + 1), "seconds": {"forward": 9.0 if epoch < left_out else 1.0}} for epoch in range(epochs)
+    ]
+    run = Run(
+        name="low-rank",
+        directory=tmp_path,
+        config={"exchange": {"compression": compression}},
+        environment={},
+        metrics=tuple(metrics),
+        decisions=(),
+        summary=None,
+    )
+    assert unlike(run) == left_out
+    assert steady_columns(run)["step_seconds"] == pytest.approx(0.25)
+    (tmp_path / "wire.json").write_text(json.dumps({str(epoch + 1): {"node0": 8 * epoch} for epoch in range(epochs)}))
+    assert wire_bytes_per_step(run) == (2.0 if epochs > 1 else None)

@@ -4,7 +4,7 @@
 
 On the local cluster of launch/, settings in turn; DIR gets rows.csv and README.md, and a network whose rows it has is
 not measured again. Ours are those of `hvfreeze.ranks.machine.mpi_environment.tune_open_mpi`, where nothing is set
-beforehand.
+beforehand. With several ranks a node, also Open MPI's hierarchical sums: first in each node, then between nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.units import factor
 from hvfreeze.runs.environment import facts_of_this_rank
 
-NETWORKS = ((2, "1gbit"), (3, "1gbit"), (4, "1gbit"), (2, "200mbit"))
+NETWORKS = ((2, "1gbit", 1), (3, "1gbit", 1), (4, "1gbit", 1), (2, "200mbit", 1), (2, "1gbit", 2))
+"""Nodes, link, ranks a node."""
 REPEATS, EXCHANGES = 4, 4
 THEIRS = {
     "OMPI_MCA_btl_tcp_eager_limit": "65536",
@@ -49,6 +50,7 @@ THEIRS = {
 }
 """Open MPI 4.1.4's own values."""
 SETTINGS: dict[str, dict[str, str]] = {"Open MPI's": THEIRS, "ours": {}}
+HIERARCHICAL = {"OMPI_MCA_coll_han_priority": "100"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,11 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work(options.worker)
         return 0
     rows, lines = kept(options.out / "rows.csv"), []
-    for nodes, bandwidth in NETWORKS:
-        if not any((row["nodes"], row["bandwidth"]) == (nodes, bandwidth) for row in rows):
-            rows += measure(nodes, bandwidth)
+    for network in NETWORKS:
+        if not measured(rows, *network):
+            rows += measure(*network)
             publish(options.out / "rows.csv", to_csv(rows))
-        lines.append(verdict(rows, nodes, bandwidth))
+        lines.append(verdict(rows, *network))
         print(lines[-1], flush=True)
         publish(options.out / "README.md", readme(lines))
     return 0
@@ -76,43 +78,60 @@ def kept(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        numbers = {"nodes": int, "repeat": int, "payload_bytes": int, "seconds": float}
+        numbers = {"nodes": int, "ranks_a_node": int, "repeat": int, "payload_bytes": int, "seconds": float}
         return [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
-def measure(nodes: int, bandwidth: str) -> list[dict[str, Any]]:
+def measured(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int) -> list[dict[str, Any]]:
+    """Return a network's rows."""
+    return [row for row in rows if (row["nodes"], row["bandwidth"], row["ranks_a_node"]) == (nodes, bandwidth, each)]
+
+
+def settings(each: int) -> dict[str, dict[str, str]]:
+    """Return what is compared with so many ranks a node."""
+    return {**SETTINGS, "node by node": HIERARCHICAL} if each > 1 else SETTINGS
+
+
+def measure(nodes: int, bandwidth: str, each: int) -> list[dict[str, Any]]:
     """Return a row per job: the median seconds of its exchanges."""
     rows = []
-    cluster = REDUCED.run("exchange", 0, ranks=nodes, nodes=nodes, bandwidth=bandwidth)
+    cluster = REDUCED.run("exchange", 0, ranks=nodes * each, nodes=nodes, bandwidth=bandwidth)
     with nodes_up(cluster) as (name, _), tempfile.TemporaryDirectory() as folder:
         for repeat in range(REPEATS):
-            for setting, variables in SETTINGS.items():
+            for setting, variables in settings(each).items():
                 found = Path(folder) / f"{repeat}-{setting}.json"
-                job = [str(ROOT / "launch/horovodrun.sh"), "-np", str(nodes), "env"]
+                job = [str(ROOT / "launch/horovodrun.sh"), "-np", str(nodes * each), "env"]
                 job += [f"{key}={value}" for key, value in variables.items()]
                 job += [sys.executable, "-m", "analysis.exchange", "--worker", str(found)]
                 command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
                 subprocess.run(command, cwd=ROOT, env=environment(os.environ), check=True, stdout=subprocess.DEVNULL)
                 told = json.loads(found.read_text(encoding="utf-8"))
-                row = {"nodes": nodes, "bandwidth": bandwidth, "settings": setting, "repeat": repeat}
-                rows.append({**row, "payload_bytes": told["bytes"], "seconds": statistics.median(told["seconds"])})
+                row = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "settings": setting}
+                seconds = statistics.median(told["seconds"])
+                rows.append({**row, "repeat": repeat, "payload_bytes": told["bytes"], "seconds": seconds})
     return rows
 
 
-def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str) -> str:
+def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int) -> str:
     """Return what the rows say of a network."""
-    there = [row for row in rows if (row["nodes"], row["bandwidth"]) == (nodes, bandwidth)]
-    taken = {name: {row["repeat"]: row["seconds"] for row in there if row["settings"] == name} for name in SETTINGS}
+    there = measured(rows, nodes, bandwidth, each)
+    names = list(settings(each))
+    taken = {name: {row["repeat"]: row["seconds"] for row in there if row["settings"] == name} for name in names}
     payload = there[0]["payload_bytes"]
     line_rate = 8 * 2 * (nodes - 1) / nodes * payload / bits_per_second(bandwidth)
     spans = ", ".join(
         f"{name} {shown(mean_interval(list(values.values())), milliseconds)}" for name, values in taken.items()
     )
-    gain = paired_ratio(taken["Open MPI's"], taken["ours"])
+    gains = " and ".join(
+        f"{shown(paired_ratio(taken[name], taken['ours']), factor, count=True)} as fast as {name}"
+        for name in names
+        if name != "ours"
+    )
     times = mean_interval(list(taken["ours"].values())).mean / line_rate
+    ranks = f" of {each} ranks" if each > 1 else ""
     return (
-        f"{nodes} nodes at {bandwidth}/s, {payload / 1e6:.1f} MB: {spans}; a ring at line rate "
-        f"{milliseconds(line_rate)}, and ours {times:.2f} times that; ours is {shown(gain, factor, count=True)} as fast"
+        f"{nodes} nodes{ranks} at {bandwidth}/s, {payload / 1e6:.1f} MB: {spans}; a ring of nodes at line rate "
+        f"{milliseconds(line_rate)}, and ours {times:.2f} times that; ours is {gains}"
     )
 
 

@@ -146,6 +146,7 @@ def nodes_up(planned: PlannedRun) -> Iterator[tuple[str, dict[str, int]]]:
     program, name = str(CLUSTER), f"sweep{os.getpid()}"
     limit = ["--bandwidth", planned.bandwidth] if planned.bandwidth else []
     up = [program, "up", "--name", name, "--nodes", str(planned.nodes), "--owner", str(os.getpid()), *limit]
+    up += ["--slots", str(-(-planned.ranks // planned.nodes))]
     said = subprocess.run(up, capture_output=True, text=True, check=False)
     if said.returncode != 0:
         raise RefusedError(f"run {planned.name} needs a local cluster: {said.stderr.strip()}")

@@ -15,6 +15,7 @@ from analysis import (
     baseline,
     caching,
     communication,
+    compression,
     exact_head,
     peers,
     peers64,
@@ -39,14 +40,15 @@ EXPERIMENTS = (
 )
 LONGER = (
     exact_head.EXPERIMENT,
+    compression.EXPERIMENT,
     auto_parts.EXPERIMENT,
     strategies.EXPERIMENT,
     peers.EXPERIMENT,
     peers_more.EXPERIMENT,
     peers64.EXPERIMENT,
 )
-"""What heads that are solved give, what a chain on several ranks costs, and what else a user could do: each a command
-of its own, and peers take hours."""
+"""What heads that are solved give, what a compressed exchange and a chain on several ranks cost, and what else a user
+could do: each a command of its own, and peers take hours."""
 EVERY = (*EXPERIMENTS, *LONGER)
 INTERRUPTED = 130
 

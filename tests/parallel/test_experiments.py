@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 ON_NODES = {"communication", "scaling", "strategies"}
 SELDOM = ("pixels64", "strategies", "auto_parts")
 """Long, and what each does others do too."""
-NAMES = [*(experiment.name for experiment in EXPERIMENTS), "exact_head", "peers"]
+NAMES = [*(experiment.name for experiment in EXPERIMENTS), "exact_head", "compression", "peers"]
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,13 @@ EXAMPLES = """examples:
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze train --data cifar10 --weights DEFAULT \\
       --image-size 64 --lr 0.02 --schedule cosine --freeze percentile --augment views:2 --cache auto
       four nodes; later epochs read the frozen blocks' output from the cache
-  mpirun -np 4 hvfreeze train --data imagefolder --data-dir photos --weights DEFAULT --freeze auto --cache auto
+  mpirun -np 4 hvfreeze train --data imagefolder --data-dir photos --weights DEFAULT --image-size 128 \\
+      --freeze auto --cache auto
       no learning rate to choose: the head is solved on every block's features; add --epochs 8, and blocks are tuned too
   hvfreeze train --data imagefolder --data-dir photos --image-size 128 --freeze static --cut 3
       your own images in photos/train/<class>/ and photos/test/<class>/, the first three blocks frozen
-  mpirun -np 3 hvfreeze train --strategy shared-trunk --weights DEFAULT --tasks labels.csv --augment none --cache on
+  mpirun -np 3 hvfreeze train --strategy shared-trunk --data imagefolder --data-dir photos --image-size 128 \\
+      --weights DEFAULT --tasks labels.csv --augment none --cache on
       a model for each column of labels.csv, on one frozen trunk; from the second epoch on ranks send each other nothing
   mpirun -np 4 hvfreeze train --strategy grid --model resnet110 --parts 2 --micro-batches 8
       one model cut into two parts, in two replicas

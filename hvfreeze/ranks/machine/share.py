@@ -40,6 +40,38 @@ def crowding(world: World) -> list[str]:
     return [f"{host} has {what}: they take turns, and wait without occupying a core" for host, what in crowded.items()]
 
 
+def bound_apart(world: World) -> list[str]:
+    """Return what the user should know where mpirun has bound a host's ranks to fewer cores than it may use itself.
+
+    Of two ranks each gets one core, unless told otherwise, however many the machine has.
+
+    Collective: every rank of `world` must call this.
+    """
+    found = (socket.gethostname(), os.sched_getaffinity(0), launchers_cores())
+    used: dict[str, set[int]] = {}
+    free: dict[str, set[int]] = {}
+    for host, ranks_cores, launchers in world.allgather_object(found, name="affinity.launcher"):
+        used.setdefault(host, set()).update(ranks_cores)
+        free.setdefault(host, set()).update(launchers)
+    return [
+        f"{host}: mpirun has bound its ranks to {len(used[host])} of {len(free[host])} cores; mpirun --bind-to none, "
+        "or launch/mpirun.sh, lets them use all"
+        for host in used
+        if free[host] > used[host]
+    ]
+
+
+def launchers_cores() -> set[int]:
+    """Return the cores that the process which has bound this one may run on; none where nobody has."""
+    # Set by Open MPI where it has bound a rank.
+    if "OMPI_MCA_orte_bound_at_launch" not in os.environ:
+        return set()
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:
+        return set()
+
+
 def threads_of_environment() -> int | None:
     """Return OMP_NUM_THREADS as a number, None where it is not set or is no positive whole number."""
     given = os.environ.get("OMP_NUM_THREADS", "")

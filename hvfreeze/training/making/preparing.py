@@ -14,7 +14,7 @@ from hvfreeze.data.dealing import Corpus
 from hvfreeze.named_code import code_sha256, is_named_code
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
-from hvfreeze.ranks.machine.share import crowding, threads_of_environment, threads_per_rank
+from hvfreeze.ranks.machine.share import bound_apart, crowding, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
@@ -61,6 +61,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *notes,
         *notes_on_freezing(config, job.course.stages),
         *crowding(world),
+        *bound_apart(world),
         *job.record.notes,
     ]
     return job

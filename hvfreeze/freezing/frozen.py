@@ -47,13 +47,18 @@ def release(module: nn.Module) -> None:
         module.training = True
 
 
-def release_model(model: nn.Module) -> None:
-    """Let every module and parameter train again, whoever has frozen it."""
+def trainable_of(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the parameters that are trainable now: what their owner has frozen is not among them."""
+    return frozenset(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def release_model(model: nn.Module, trainable: frozenset[nn.Parameter]) -> None:
+    """Let every module, and every parameter that is in `trainable`, train again."""
     for module in model.modules():
         release(module)
     model.train()
     for parameter in model.parameters():
-        parameter.requires_grad_(True)
+        parameter.requires_grad_(parameter in trainable)
         parameter.grad = None
 
 

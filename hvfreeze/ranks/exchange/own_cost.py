@@ -1,4 +1,4 @@
-"""What a compression computes in a step, tried on one parameter and scaled to all."""
+"""What a compression computes in a step: how long one parameter takes, scaled to all, and whether ranks do it alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hvfreeze.config.rules import parse_compression
 from hvfreeze.ranks.exchange.buckets import Bucket
 from hvfreeze.ranks.exchange.halves import HalfCopy
 from hvfreeze.ranks.exchange.layout import thin_and_whole
-from hvfreeze.ranks.exchange.low_rank import LowRank
+from hvfreeze.ranks.exchange.low_rank import LowRank, fits
+from hvfreeze.ranks.world import World
 
 TIMES = 3
 
@@ -37,6 +38,20 @@ def own_seconds(named: Sequence[tuple[str, nn.Parameter]], compression: str) -> 
         parcel = half_bucket(*tried)
     gradient = tried[1].detach()
     return max(0.0, trial(parcel, gradient) - plain(gradient)) * elements / gradient.numel()
+
+
+def made_unlike(named: Sequence[tuple[str, nn.Parameter]], compressions: Sequence[str], world: World) -> frozenset[str]:
+    """Return those of `compressions` of which ranks would make different bits from the same sums. Collective."""
+    kinds = {name: parse_compression(name) for name in compressions}
+    mine = {name: probe_of(named, rank=rank) for name, (kind, rank) in kinds.items() if kind == "powersgd"}
+    everyone = world.allgather_object(mine, name="gradients.low-rank.probes")
+    return frozenset(name for name in mine if any(other[name] != everyone[0][name] for other in everyone))
+
+
+def probe_of(named: Sequence[tuple[str, nn.Parameter]], *, rank: int) -> str:
+    """Return a digest of what this rank makes of fixed numbers, in the shapes of those parameters that `fits`."""
+    thin = [(name, parameter) for name, parameter in named if fits(parameter, rank=rank)]
+    return LowRank("probe", thin, range(len(thin)), size=1, rank=rank).probe()
 
 
 def half_bucket(name: str, parameter: nn.Parameter) -> Bucket:

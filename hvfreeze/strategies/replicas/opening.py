@@ -18,6 +18,7 @@ from hvfreeze.strategies.caching import open_outlook
 from hvfreeze.strategies.freezing import open_freezer
 from hvfreeze.strategies.normalising import check_rows
 from hvfreeze.strategies.replicas.door import Replicas
+from hvfreeze.strategies.replicas.exchange_plan import ExchangePlan, NoPlan
 from hvfreeze.strategies.replicas.measured_plan import open_plan
 from hvfreeze.strategies.strategy import Materials
 from hvfreeze.updates.objective import Objective
@@ -59,14 +60,16 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     training = open_features(terms, halves, trained, recipe, clock=materials.clock)
     # Seconds of an evaluation are counted as a whole, by the loop.
     evaluation = open_features(terms, halves, tested, recipe, clock=PhaseClock())
-    plan = open_plan(
-        freezer.reducer,
-        materials.clock,
-        world,
-        asked=settings.compression,
-        accumulate=settings.accumulate,
-        say=materials.say,
-    )
+    plan: ExchangePlan = NoPlan()
+    if not config.head.exact:
+        plan = open_plan(
+            freezer.reducer,
+            materials.clock,
+            world,
+            asked=settings.compression,
+            accumulate=settings.accumulate,
+            say=materials.say,
+        )
     return Replicas(
         freezer,
         halves,

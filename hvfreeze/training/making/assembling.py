@@ -12,6 +12,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, open_feeds, padded_batches
 from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.decoding import Images
+from hvfreeze.freezing.frozen import trainable_of
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
@@ -58,7 +59,7 @@ def assemble(
         clock=clock,
         say=speaker.say,
     )
-    opener = Opener(materials, config, blueprint)
+    opener = Opener(materials, config, blueprint, trainable_of(chain.model))
     share = corpus.share(replica=replica, replicas=replicas)
     evaluation_batches = padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size)
     stages = together(world, opener.stages, name="stages")

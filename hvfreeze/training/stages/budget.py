@@ -110,6 +110,9 @@ class TimeBudget:
             )
             error.everywhere = True
             raise error
+        if not stages[0].solves:
+            # There is time for one step, though not for its share of evaluations between epochs.
+            steps[0] = max(1, steps[0])
         planned = with_steps(stages, steps)
         self._planned = [
             {"stage": stage.name, "steps": stage.steps, "seconds": self._takes(planned, number)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.chain.segments import work_of
@@ -36,11 +37,13 @@ class Opener:
         materials: of the run; the chain is the model's own, the feed that of all samples.
         config: the run's.
         blueprint: what the chain was built from.
+        trainable: the parameters that no one had frozen when the run began; the others stay as they are in all stages.
     """
 
     materials: Materials
     config: Config
     blueprint: Blueprint
+    trainable: frozenset[nn.Parameter]
 
     def __call__(self, stage: Stage) -> Opened:
         """Open a stage; what another stage has frozen trains again.
@@ -51,7 +54,7 @@ class Opener:
             UsageError: the stage's settings do not fit the model or the world; on all ranks.
         """
         given = self.materials
-        release_model(given.chain.model)
+        release_model(given.chain.model, self.trainable)
         chain, feed = together(given.world, lambda: (self._chain(stage), self._feed(stage)), name="stage")
         corpus = replace(given.corpus, plan=feed.plan)
         materials = replace(given, chain=chain, feed=feed, corpus=corpus)
@@ -62,9 +65,11 @@ class Opener:
         """Return the run's stages, with the steps that --epochs gives them, or as yet one epoch's under a time budget.
 
         Raises:
-            UsageError: --cut is deeper than the model.
+            UsageError: --cut is deeper than the model, or there are too few samples to solve a head.
         """
         config, chain = self.config, self.materials.chain
+        if config.head.exact or config.freeze.auto:
+            self._check_held_out()
         deepest, timed = len(chain.blocks) - 1, config.run.budget_seconds() is not None
         cut, costs = 0, Costs(views=1, frozen=0.0)
         if config.freeze.auto:
@@ -128,6 +133,18 @@ class Opener:
         data, feed = stage.config.data, self.materials.feed
         augment = augment_of(data, mirrored=stage.config.head.exact, flips=self.materials.corpus.train.flips)
         return feed.shown(augment, without=feed.held_out(HELD_OUT) if stage.guarded else None)
+
+    def _check_held_out(self) -> None:
+        feed = self.materials.feed
+        try:
+            feed.held_out(HELD_OUT)
+        except UsageError as error:
+            count = sum(len(shard) for shard in feed.plan.shards)
+            raise UsageError(
+                f"head-fit (exact, as with --freeze auto) needs more than {count} training samples: a tenth of them, "
+                "but never a class's only one, is held out to choose the penalty by, and here that is none; give ten "
+                "or more, with two or more of some class, or pass --head-fit sgd and another --freeze"
+            ) from error
 
     def _guarded_batches(self) -> int:
         feed = self.materials.feed

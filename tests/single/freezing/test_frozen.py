@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvfreeze.freezing.frozen import hold_in_eval, release
+from hvfreeze.freezing.frozen import hold_in_eval, release, release_model, trainable_of
 
 
 def pickled(model: nn.Module) -> nn.Module:
@@ -31,3 +31,12 @@ def test_a_copy_of_a_model_with_frozen_blocks_holds_its_own_and_can_be_released(
     again.eval()
     again.train()
     assert again[0].training and not model[0].training  # type: ignore[index]
+
+
+def test_what_its_owner_has_frozen_is_never_released() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    trainable = trainable_of(model)
+    model[1].requires_grad_(False)
+    release_model(model, trainable)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True, True, True]

@@ -153,3 +153,14 @@ def test_trying_a_batch_leaves_the_model_as_it_was() -> None:
         assert parameter_digest(chain.model) != before, "running statistics were not touched: this says nothing"
     assert parameter_digest(chain.model) == before and torch.equal(torch.get_rng_state(), random)
     assert all(parameter.grad is None for parameter in chain.model.parameters())
+
+
+@pytest.mark.parametrize("seconds", [38.0, 40.0, 60.0])
+def test_evaluations_longer_than_all_steps_leave_at_least_one_step(clock: Clock, seconds: float) -> None:
+    budget = budget_of(clock, seconds, step=0.5, evaluation=28.0)
+    budget.evaluate_every = 1
+    clock.now += 5.0
+    (planned,) = budget.plan(
+        stages_of(from_dict({}), batches_per_epoch=4, guarded_batches=0, cut=0, deepest=5, costs=None)
+    )
+    assert planned.steps >= 1

@@ -12,7 +12,10 @@ from analysis.peers64 import PEERS
 from analysis.sweeps.experiment import main
 
 GROUND = Ground(counts=MORE, peers=PEERS, rates_of="peers")
-OWN = ("Made so far: one seed of full fine-tuning and of auto, whose time was taken beside another job.",)
+OWN = (
+    "Of the ways that are planned full fine-tuning and auto were made.",
+    "Auto was timed while another job was busy on cores of its own.",
+)
 EXPERIMENT = at("peers_more", GROUND, limits=(*TAKEN_RATES, *OWN))
 
 if __name__ == "__main__":

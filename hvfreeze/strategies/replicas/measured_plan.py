@@ -16,6 +16,7 @@ from typing import Any
 
 from hvfreeze.ranks.exchange.forecast import (
     CANDIDATES,
+    CHOSEN,
     EXPOSED_SHARE,
     Forecast,
     Steps,
@@ -33,8 +34,6 @@ from hvfreeze.runs.clock import BESIDE_TRAINING, PhaseClock
 from hvfreeze.strategies.replicas.exchange_plan import ExchangePlan, NoPlan
 from hvfreeze.strategies.replicas.trial import TRIED_STEPS, Trial
 
-LEAST_WATCHED = 3
-"""Steps of which a median says something."""
 MOST_STEPS = 1000
 """Whose median is reported."""
 
@@ -70,8 +69,7 @@ class MeasuredPlan:
         self._steps: Steps | None = None
         self._forecasts: dict[str, Forecast] = {}
         self._watched: list[tuple[dict[str, float], dict[str, float]]] = []
-        self._spent: dict[str, float] | None = clock.read()
-        """None where the clock holds seconds of more than the step under way."""
+        self._spent = clock.read()
         self._unlike: frozenset[str] | None = None
         """What auto must not choose, once it has been looked at."""
         self._measured: deque[float] = deque(maxlen=MOST_STEPS)
@@ -81,13 +79,11 @@ class MeasuredPlan:
     def after_step(self) -> None:
         """Count a step; after the first few choose by forecast, then by what steps took. Collective."""
         spent, before = self._clock.read(), self._spent
-        self._spent = spent
-        if before is None:
-            return
         taken = {phase: spent[phase] - before[phase] for phase in spent if phase not in BESIDE_TRAINING}
+        self._spent = spent
         if self._trial is None:
             self._watched.append((taken, dict(self._reducer.ready_seconds)))
-            if self._reducer.steps >= self._reducer.uncompressed_steps and len(self._watched) >= LEAST_WATCHED:
+            if self._reducer.steps >= self._reducer.uncompressed_steps:
                 self._steps = slowest(self._world.allgather_object(self._seen(), name="exchange.steps"))
                 self._choose()
                 self._tell()
@@ -132,9 +128,8 @@ class MeasuredPlan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep to what was chosen; to be called before the reducer's state is put back."""
-        # The clock is given the checkpoint's seconds too, after this.
-        self._spent = None
+        """Keep to what was chosen; to be called before the reducer's state is put back, and after the clock's."""
+        self._spent = self._clock.read()
         if state.get("trial") is None:
             return
         self._trial, self._trying = Trial(**state["trial"]), list(state["trying"])
@@ -160,13 +155,13 @@ class MeasuredPlan:
         """Forecast a step with each compression on rank 0; all ranks begin with what it chooses. Collective."""
         found: tuple[dict[str, Forecast], tuple[str, ...]] | None = None
         if self._asked == "auto" and self._unlike is None:
-            self._unlike = made_unlike(self._reducer.carried, CANDIDATES, self._world)
+            self._unlike = made_unlike(self._reducer.carried, CHOSEN, self._world)
             if self._unlike:
                 self._say("powersgd is left out: ranks have unlike processors or threads, and replicas would differ")
         if self._world.rank == 0:
-            forecasts = {name: each for name, each in self._forecast().items() if name not in (self._unlike or ())}
-            asked = (self._asked,)
-            found = forecasts, worth_trying(forecasts, choose(forecasts)) if self._asked == "auto" else asked
+            forecasts, asked = self._forecast(), (self._asked,)
+            free = {name: forecasts[name] for name in CHOSEN if name not in (self._unlike or ())}
+            found = forecasts, worth_trying(free, choose(free)) if self._asked == "auto" else asked
         told = self._world.broadcast_object(found, name="exchange.chosen")
         assert told is not None
         forecasts, names = told

@@ -138,6 +138,8 @@ def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> Non
 
 def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     """Set every part of the job from what all ranks share and from what is this rank's."""
+    # First, for a strategy reads off it how long steps take.
+    job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
     job.strategy.load_state_dict(State(shared, mine))
     job.budget.load_state_dict(shared["budget"])
     if job.guard is not None:
@@ -145,7 +147,6 @@ def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}
     job.step = shared["step"]
     job.record.cut_back(shared["position"])
-    job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
     job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
     job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
     job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}

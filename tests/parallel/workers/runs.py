@@ -144,16 +144,18 @@ def check_auto_is_what_it_chose(world: World, root: Path, **settings: Any) -> No
     assert summary["parameter_digest"] == straight["parameter_digest"], "chosen is not the same as told"
     assert summary["allreduce_bytes"] == straight["allreduce_bytes"]
     (told,) = (each["exchange"] for each in (summary, straight) if "exchange" in each)
-    assert told["compression"] == "powersgd:2" and told["bits_per_second"] > 0
-    assert {"none", "fp16", "powersgd:32", "powersgd:2"} <= set(told["forecast"]) and "step_seconds" in told
+    assert told["compression"] == "powersgd:16" and told["bits_per_second"] > 0
+    assert {"none", "fp16", "powersgd:32", "powersgd:16", "powersgd:2"} <= set(
+        told["forecast"]
+    ) and "step_seconds" in told
 
 
 def check_what_is_tried(world: World, root: Path, **settings: Any) -> None:
     """Compare runs that are stopped while compressions are tried with the one that never was; clocks tell a tale."""
-    add, taken = Trial.add, {"powersgd:8": 3.0, "powersgd:4": 1.0, "powersgd:2": 1.0}
+    add, taken = Trial.add, {"fp16": 3.0, "powersgd:32": 1.0, "powersgd:16": 1.0}
     changes = {
         "TRIED_STEPS": 3,
-        "choose": lambda forecasts: "powersgd:8",
+        "choose": lambda forecasts: "fp16",
         "worth_trying": lambda forecasts, chosen: tuple(taken),
     }
     tale = patch.object(Trial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
@@ -161,7 +163,7 @@ def check_what_is_tried(world: World, root: Path, **settings: Any) -> None:
     with patch.multiple(measured_plan, **changes), tale:
         straight = run(configuration(root / "tried-straight", world.size, **settings), world)
         check_resumed_after(4, straight, world, root, "tried", **settings)
-    assert straight["exchange"]["compression"] == "powersgd:4", "the next is no faster"
+    assert straight["exchange"]["compression"] == "powersgd:32", "the next is no faster"
     assert straight["exchange"]["tried"] == taken
 
 
@@ -208,14 +210,14 @@ def main() -> None:
         augment="views:2",
     )
     reducer.UNCOMPRESSED_STEPS = 3
-    thin = {"precision": "bfloat16", "compression": "powersgd:2", "accumulate": 3}
+    thin = {"precision": "bfloat16", "compression": "powersgd:16", "accumulate": 3}
     # Clocks decide what auto chooses; here it is always the same.
-    measured_plan.choose = lambda forecasts: "powersgd:2" if len(forecasts) > 1 else "none"
+    measured_plan.choose = lambda forecasts: "powersgd:16" if len(forecasts) > 1 else "none"
     if world.size == 3:
         thin["compression"] = "auto"
     scheduled = check_resume(world, root, "scheduled", everywhere=False, **SCHEDULED, checkpoint_every="3s", **thin)
     if world.size > 1:
-        other = {**thin, "compression": "powersgd:2" if world.size == 3 else "auto"}
+        other = {**thin, "compression": "powersgd:16" if world.size == 3 else "auto"}
         check_auto_is_what_it_chose(world, root, **SCHEDULED, checkpoint_every="3s", **other)
     if world.size == 2:
         check_what_is_tried(world, root)

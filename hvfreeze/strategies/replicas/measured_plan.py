@@ -34,6 +34,8 @@ from hvfreeze.runs.clock import BESIDE_TRAINING, PhaseClock
 from hvfreeze.strategies.replicas.exchange_plan import ExchangePlan, NoPlan
 from hvfreeze.strategies.replicas.trial import TRIED_STEPS, Trial
 
+LEAST_WATCHED = 3
+"""Steps of which a median says something."""
 MOST_STEPS = 1000
 """Whose median is reported."""
 
@@ -83,7 +85,7 @@ class MeasuredPlan:
         self._spent = spent
         if self._trial is None:
             self._watched.append((taken, dict(self._reducer.ready_seconds)))
-            if self._reducer.steps >= self._reducer.uncompressed_steps:
+            if self._reducer.steps >= self._reducer.uncompressed_steps and len(self._watched) >= LEAST_WATCHED:
                 self._steps = slowest(self._world.allgather_object(self._seen(), name="exchange.steps"))
                 self._choose()
                 self._tell()
@@ -120,6 +122,7 @@ class MeasuredPlan:
         return {
             "trial": None if self._trial is None else self._trial.state_dict(),
             "trying": list(self._trying),
+            "watched": list(self._watched) if self._trial is None else [],
             "network": asdict(self._network),
             "steps": None if self._steps is None else asdict(self._steps),
             "forecasts": {name: asdict(each) for name, each in self._forecasts.items()},
@@ -130,6 +133,7 @@ class MeasuredPlan:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep to what was chosen; to be called before the reducer's state is put back, and after the clock's."""
         self._spent = self._clock.read()
+        self._watched = [(taken, ready) for taken, ready in state.get("watched", ())]
         if state.get("trial") is None:
             return
         self._trial, self._trying = Trial(**state["trial"]), list(state["trying"])

@@ -57,7 +57,11 @@ class Redealing:
 
     def shared(self) -> dict[str, Any]:
         """Return what all ranks are to share."""
-        return {**self._shared, "step": self.restep(self._shared["step"])}
+        changed: dict[str, Any] = {"step": self.restep(self._shared["step"])}
+        if "exchange" in self._shared:
+            # Of other ranks, on other links.
+            changed["exchange"] = {}
+        return {**self._shared, **changed}
 
     def state_of(self, rank: int) -> Tensor | None:
         """Return on rank 0 what `rank` is to have of its own, packed; ranks must be asked for in order.

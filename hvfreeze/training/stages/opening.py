@@ -142,8 +142,8 @@ class Opener:
             count = sum(len(shard) for shard in feed.plan.shards)
             raise UsageError(
                 f"head-fit (exact, as with --freeze auto) needs more than {count} training samples: a tenth of them, "
-                "but never a class's only one, is held out to choose the penalty by, and here that is none; give ten "
-                "or more, with two or more of some class, or pass --head-fit sgd and another --freeze"
+                "but never a class's only one, is held out to choose the penalty by, and here that is none; give two "
+                "or more of each class, or pass --head-fit sgd and another --freeze"
             ) from error
 
     def _guarded_batches(self) -> int:

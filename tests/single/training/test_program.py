@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from hvfreeze.runs.lock import Lock
@@ -163,3 +164,42 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     )
     assert told.endswith(f"hvfreeze train --config {folder}/config.yaml --run-dir {folder} --resume")
     assert "interrupted after step" in (folder / "log.txt").read_text()
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+
+
+def make(num_classes):
+    head = nn.Linear(16, num_classes)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), head)
+    nn.init.constant_(model[0].weight, 0.25)
+    model[0].requires_grad_(False)
+    return model
+"""
+
+
+@pytest.mark.parametrize("freeze", ["none", "gradient-norm"])
+def test_what_a_users_own_model_has_frozen_stays_as_it_was(
+    freeze: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_frozen.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))  # type: ignore[no-untyped-call]
+    outcome = train(tmp_path / "run", "--model", "half_frozen:make", "--freeze", freeze)
+    assert outcome.returncode == 0, str(outcome)
+    state = torch.load(tmp_path / "run/model.pt", weights_only=True)
+    assert bool((state["0.weight"] == 0.25).all()), "what the user had frozen was trained"
+    assert float(state["4.weight"].std()) > 0
+
+
+@pytest.mark.parametrize("flags", [["--freeze", "auto"], ["--head-fit", "exact", "--augment", "none"]])
+def test_too_few_samples_to_choose_a_penalty_by_are_refused_by_what_was_asked_for(
+    flags: list[str], tmp_path: Path
+) -> None:
+    small = ["--model", "shufflenet_v2_x0_5", "--train-samples", "10", "--batch-size", "2", "--threads", "1"]
+    outcome = call("train", *small, "--run-dir", str(tmp_path / "run"), *flags)
+    assert outcome.returncode == 2
+    assert "head-fit (exact, as with --freeze auto) needs more than 10 training samples" in str(outcome)
+    assert "validation-fraction" not in str(outcome) and "Traceback" not in str(outcome)
+    assert not (tmp_path / "run").exists()

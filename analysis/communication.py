@@ -188,7 +188,7 @@ def tables(results: Results) -> list[Table]:
         "Compute",
         "Exposed allreduce",
         "Compute / exposed",
-        "Payload, a step",
+        "Payload, a step of the run",
     )
     title = "Seconds of rank 0, a step; * more ranks than cores"
     return [Table(title=title, columns=(*columns, "On the wire, a node", "At line rate"), rows=tuple(rows))]

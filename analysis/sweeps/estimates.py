@@ -41,7 +41,7 @@ def seconds_of(planned: PlannedRun, preset: Preset) -> float:
     evaluated = samples * data.validation_fraction or preset.test_samples
     steps = trained // (planned.ranks * settings.batch_size)
     compute = steps * settings.batch_size * (FORWARD_SECONDS + trainable(config) * BACKWARD_SECONDS)
-    if config.head.exact and settings.epochs == 1:
+    if config.head.solved and settings.epochs == 1:
         # Two views, and what solving takes beside them.
         compute = steps * settings.batch_size * 2.3 * FORWARD_SECONDS
     evaluations = -(-settings.epochs // config.run.evaluate_every)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.applying.card.contents import Card, pool_of
+from hvfreeze.applying.card.contents import Card, is_kernel, pool_of
 from hvfreeze.applying.card.file import read_card, sha256_of
 from hvfreeze.applying.preparation import Preparation
 from hvfreeze.chain.blocks import cut_into_blocks
@@ -71,6 +71,8 @@ def load(run_dir: str | os.PathLike[str], *, name: str = "model", trust_code: bo
         )
     state = read_weights(str(weights))
     model = build(card, about)
+    if isinstance(model, MultiLevelClassifier):
+        model.make_room(state)
     own = model.state_dict()
     odd = [name for name in {**own, **state} if name not in own or name not in state]
     odd += [name for name in own if name in state and own[name].shape != state[name].shape]
@@ -136,6 +138,6 @@ def build(card: Card, path: Path) -> nn.Module:
                 return model
             example = torch.zeros(2, *shape)
             chain = built.chain or cut_into_blocks(model, scheme=card.blocks, example=example)
-            return MultiLevelClassifier(chain, classes=classes, pool=pool, example=example)
+            return MultiLevelClassifier(chain, classes=classes, pool=pool, example=example, kernel=is_kernel(card))
     except UsageError as error:
         raise RefusedError(f"{path} cannot be followed: {error}") from error

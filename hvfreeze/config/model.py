@@ -45,20 +45,21 @@ class HeadConfig:
     head_fit: str = setting(
         "sgd",
         "HOW",
-        "sgd (trained with the rest) or exact (all blocks frozen, all ranks solve the convex problem)",
-        auto="exact",
+        "sgd (trained with the rest), or, all blocks frozen, solved by all ranks: exact (logistic regression), kernel "
+        "(likeness to every training sample)",
+        auto="kernel",
     )
     pool: int = setting(4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells")
 
     def __post_init__(self) -> None:
         one_of("head", self.head, ("last", "multi-level"))
-        one_of("head-fit", self.head_fit, ("sgd", "exact"))
+        one_of("head-fit", self.head_fit, ("sgd", "exact", "kernel"))
         rule(1 <= self.pool <= MOST_CELLS, "pool", self.pool, f"in 1..{MOST_CELLS}")
         # Features of several blocks differ a hundredfold in size: no learning rate fits them all.
-        fits = self.head == "last" or self.head_fit == "exact"
-        rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact too")
+        fits = self.head == "last" or self.solved
+        rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact or kernel too")
 
     @property
-    def exact(self) -> bool:
-        """Whether the head is solved."""
-        return self.head_fit == "exact"
+    def solved(self) -> bool:
+        """Whether the head is solved, not trained."""
+        return self.head_fit != "sgd"

@@ -60,20 +60,37 @@ class Config:
         rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
         if self.freeze.auto:
             self._check_auto()
-        elif self.head.exact:
-            fixed = "none or views:K with --head-fit exact"
+        elif self.head.solved:
+            fixed = "none or views:K with --head-fit exact or kernel"
             rule(self.data.cacheable(), "augment", self.data.augment, fixed, "it fits fixed views of each sample")
             given = (self.freeze.freeze, self.freeze.cut)
-            alone = "left out with --head-fit exact, which freezes every block but the head"
+            alone = "left out with --head-fit exact or kernel, which freezes every block but the head"
             rule(given in (("none", None), SOLVED), "freeze", self.freeze.freeze, alone)
-            rule(self.optimizer.accumulate == 1, "accumulate", self.optimizer.accumulate, "1 with --head-fit exact")
+            rule(
+                self.optimizer.accumulate == 1,
+                "accumulate",
+                self.optimizer.accumulate,
+                "1 with --head-fit exact or kernel",
+            )
             settings = self.optimizer
-            rule(not settings.mixup, "mixup", settings.mixup, "left out with --head-fit exact, which fits every sample")
+            rule(
+                not settings.mixup,
+                "mixup",
+                settings.mixup,
+                "left out with --head-fit exact or kernel, which fits every sample",
+            )
+            kernel = self.head.head_fit == "kernel"
+            rule(self.head.head != "last" or not kernel, "head", self.head.head, "multi-level with --head-fit kernel")
             replicas = self.strategy.strategy == "replicas"
-            rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact")
+            rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact or kernel")
 
     def _check_auto(self) -> None:
-        rule(self.head.exact, "head-fit", self.head.head_fit, "exact with --freeze auto, which solves its head")
+        rule(
+            self.head.solved,
+            "head-fit",
+            self.head.head_fit,
+            "exact or kernel with --freeze auto, which solves its head",
+        )
         rule(self.strategy.strategy == "replicas", "strategy", self.strategy.strategy, "replicas with --freeze auto")
         rule(self.run.keep == "last", "keep", self.run.keep, "last with --freeze auto, which keeps what is best itself")
         stop = self.run.early_stop
@@ -82,14 +99,17 @@ class Config:
     def resolved(self) -> Config:
         """Return this configuration with what follows from others of its settings.
 
-        --blocks auto is residual for the grid, which shares blocks out evenly, else stage. --head-fit exact is one
-        epoch, and the head alone free; with --freeze auto that holds for some of the run's stages, not for the run.
+        --blocks auto is residual for the grid, which shares blocks out evenly, else stage. A solved head is one
+        epoch, and the head alone free; with --freeze auto that holds for some of the run's stages, not for the run. The
+        model's own last layer can be solved, but not compare rows.
         """
         if self.model.blocks == "auto":
             fine = self.strategy.strategy == "grid"
             model = dataclasses.replace(self.model, blocks="residual" if fine else "stage")
             return dataclasses.replace(self, model=model).resolved()
-        if not self.head.exact or self.freeze.auto:
+        if self.freeze.auto and self.head.head == "last" and self.head.head_fit == "kernel":
+            return dataclasses.replace(self, head=dataclasses.replace(self.head, head_fit="exact")).resolved()
+        if not self.head.solved or self.freeze.auto:
             return self
         freeze, cut = SOLVED
         return dataclasses.replace(

@@ -19,17 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.lbfgs import Lbfgs, Minimum
-from hvfreeze.heads.loss import SoftmaxLoss, Stopped
+from hvfreeze.heads.loss import SoftmaxLoss
 from hvfreeze.heads.nystrom import covariance, sketch
 from hvfreeze.heads.rows import Rows
+from hvfreeze.heads.solution import Solution, Stopped, Trial
 from hvfreeze.heads.standard import Standard, measure
 from hvfreeze.ranks.world import World
 
@@ -45,57 +46,18 @@ MOST_STEPS = 500
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One penalty of the path, and what the head fitted with it makes of the held-out rows; accuracy is 0 to 1."""
-
-    penalty: float
-    held_out_loss: float
-    held_out_accuracy: float
-    steps: int
-
-
-@dataclass(frozen=True)
-class HeadFit:
-    """A solved head, equal on all ranks bit for bit.
+class HeadFit(Solution):
+    """A solved head, equal on all ranks bit for bit; `error` bounds the distance of the coefficients.
 
     Attributes:
         weight: (C, D) float32, for raw features.
         bias: (C,) float32.
         coefficients: (C, D + 1) float64, for standardised features; the last column is the intercept, of mean 0.
-        penalty: the chosen one.
-        trials: the path, in the order tried; empty where the penalty was given.
-        loss: mean loss over all rows, without the penalty.
-        rows: number of rows of all ranks.
-        steps: of the last fit, with the chosen penalty.
-        passes: over the rows, everything counted.
-        error: bounds the relative distance of the coefficients from the exact minimum's.
-        converged: whether `error` reached the tolerance.
-        exchanged_bytes: that each rank gave to allreduces; 0 alone.
     """
 
     weight: Tensor
     bias: Tensor
     coefficients: Tensor
-    penalty: float
-    trials: tuple[Trial, ...]
-    loss: float
-    rows: int
-    steps: int
-    passes: int
-    error: float
-    converged: bool
-    exchanged_bytes: int
-
-    @property
-    def chosen(self) -> Trial | None:
-        """The trial of the chosen penalty, what it makes of held-out rows; None where the penalty was given."""
-        return next((trial for trial in self.trials if trial.penalty == self.penalty), None)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the numbers, without the tensors, for a file."""
-        tensors = {"weight", "bias", "coefficients"}
-        plain = {name: value for name, value in asdict(self).items() if name not in tensors}
-        return {**plain, "trials": [asdict(trial) for trial in self.trials]}
 
 
 def fit_softmax(
@@ -203,9 +165,6 @@ def _head(
     coefficients[:, -1] -= coefficients[:, -1].mean()
     weight, bias = standard.folded(coefficients, mean=standard.mean)
     return HeadFit(
-        weight.float(),
-        bias.float(),
-        coefficients,
         penalty,
         trials,
         minimum.point.loss,
@@ -216,4 +175,7 @@ def _head(
         minimum.error,
         minimum.converged,
         loss.exchanged_bytes,
+        weight.float(),
+        bias.float(),
+        coefficients,
     )

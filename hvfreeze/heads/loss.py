@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from hvfreeze.heads.rows import Rows
+from hvfreeze.heads.solution import Stopped
 from hvfreeze.heads.standard import Standard
 from hvfreeze.ranks.world import World
 
 STOP, WITHOUT_HELD_OUT, WITH_ALL = 0.0, 1.0, 2.0
 """What rank 0 asks the others to do with the weights that it sends."""
-
-
-class Stopped(Exception):
-    """Some rank wants to stop before there is a solution."""
 
 
 @dataclass(frozen=True)

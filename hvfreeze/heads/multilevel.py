@@ -1,7 +1,8 @@
-"""Models whose head can be solved: as chains of two blocks, the features, which are frozen, and one linear layer."""
+"""Models whose head can be solved: as chains of two blocks, the features, which are frozen, and one layer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,30 +13,37 @@ from hvfreeze.config.model import HeadConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.heads.features import EveryBlock, before_last_layer
 from hvfreeze.heads.fit import HeadFit
+from hvfreeze.heads.kernel.fit import KernelFit
+from hvfreeze.heads.kernel.module import KernelHead
+
+SolvableHead = nn.Linear | KernelHead
 
 
 class MultiLevelClassifier(nn.Module):
-    """Images, (B, C, H, W), to logits, (B, classes), by every block of a chain and one linear layer on all of them.
+    """Images, (B, C, H, W), to logits, (B, classes), by every block of a chain and one layer on all of them.
 
     The chain's own head is kept where its parameters are, unused, so that the body loads wherever the model did.
     Standardisation is part of the linear layer. `state_dict()` has the model's entries under `body.`, the layer's as
-    `head.weight`, (classes, D), and `head.bias`, (classes,).
+    `head.weight`, (classes, D), and `head.bias`, (classes,); with `kernel` the layer is a `KernelHead`.
 
         classifier = MultiLevelClassifier(chain, classes=10, pool=4, example=images)
         classifier.load_state_dict(torch.load("model.pt", weights_only=True))
     """
 
-    def __init__(self, chain: Chain, *, classes: int, pool: int, example: Tensor) -> None:
+    head: SolvableHead
+
+    def __init__(self, chain: Chain, *, classes: int, pool: int, example: Tensor, kernel: bool = False) -> None:
         """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features."""
         super().__init__()
         self.body = chain.model
         self._features = EveryBlock(chain, pool=pool)
         self._body_chain = chain
-        self.head = nn.Linear(self._width(example), classes)
+        width = self._width(example)
+        self.head = KernelHead(width, classes) if kernel else nn.Linear(width, classes)
         with torch.no_grad():
             # Nothing random: until it is solved, the head says nothing.
-            self.head.weight.zero_()
-            self.head.bias.zero_()
+            for parameter in self.head.parameters():
+                parameter.zero_()
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
@@ -57,7 +65,15 @@ class MultiLevelClassifier(nn.Module):
             tuple(f"body.{name}" for name, _ in body.named_parameters(0, stop)),
             tuple(f"body.{name}" for name, _ in body.named_buffers(0, stop)),
         )
-        return Chain(self, (features, Block("head", (self.head,), (self.head,), ("head.weight", "head.bias"), ())))
+        parameters = tuple(f"head.{name}" for name, _ in self.head.named_parameters())
+        buffers = tuple(f"head.{name}" for name, _ in self.head.named_buffers())
+        return Chain(self, (features, Block("head", (self.head,), (self.head,), parameters, buffers)))
+
+    def make_room(self, state: Mapping[str, Tensor]) -> None:
+        """Give a `KernelHead` as many centres as there are in `state`, a state_dict of such a classifier."""
+        centres = state.get("head.centres")
+        if isinstance(self.head, KernelHead) and centres is not None and centres.dim() == 2:
+            self.head.hold(len(centres))
 
     @torch.no_grad()
     def _width(self, example: Tensor) -> int:
@@ -83,7 +99,8 @@ def solvable_chain(chain: Chain, settings: HeadConfig, *, classes: int, example:
         UsageError: the model has no such head.
     """
     if settings.head == "multi-level":
-        return MultiLevelClassifier(chain, classes=classes, pool=settings.pool, example=example).chain()
+        kernel = settings.head_fit == "kernel"
+        return MultiLevelClassifier(chain, classes=classes, pool=settings.pool, example=example, kernel=kernel).chain()
     steps, layer = before_last_layer(chain)
     path = next(name for name, module in chain.model.named_modules() if module is layer)
     own = (f"{path}.weight", f"{path}.bias")
@@ -97,19 +114,21 @@ def solvable_chain(chain: Chain, settings: HeadConfig, *, classes: int, example:
     return Chain(chain.model, (features, Block("head", (layer,), (layer,), own, ())))
 
 
-def head_of(chain: Chain) -> nn.Linear:
-    """Return the linear layer that is the head of a `solvable_chain`."""
+def head_of(chain: Chain) -> SolvableHead:
+    """Return the layer that is the head of a `solvable_chain`."""
     (layer,) = chain.blocks[-1].steps
-    assert isinstance(layer, nn.Linear), "no chain of solvable_chain"
+    assert isinstance(layer, (nn.Linear, KernelHead)), "no chain of solvable_chain"
     return layer
 
 
 @torch.no_grad()
-def take(layer: nn.Linear, fit: HeadFit) -> None:
+def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
     """Make the solved head the layer's."""
-    layer.weight.copy_(fit.weight)
-    assert layer.bias is not None
-    layer.bias.copy_(fit.bias)
+    if isinstance(fit, KernelFit):
+        assert isinstance(layer, KernelHead)
+        layer.hold(len(fit.centres))
+    for name, tensor in layer.state_dict().items():
+        tensor.copy_(getattr(fit, name))
 
 
 def export(classifier: nn.Module, path: Path | str, *, example: Tensor) -> None:

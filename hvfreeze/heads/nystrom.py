@@ -50,12 +50,12 @@ class Covariance:
         return result
 
 
-def sketch(rows: Rows, standard: Standard, *, world: World) -> Tensor:
-    """Return A T, (D, K) float64, for the covariance A of all ranks' standardised rows and T = `test_matrix(D)`.
+def sketch(rows: Rows, standard: Standard, *, world: World, columns: int = RANK) -> Tensor:
+    """Return A T, (D, K) float64, for the covariance A of all ranks' standardised rows and T = `test_matrix(D, K)`.
 
     One pass over the rows. Collective: every rank of `world` must call this.
     """
-    scaled = test_matrix(rows.width) * standard.scale[:, None]
+    scaled = test_matrix(rows.width, columns) * standard.scale[:, None]
     factor, shift = scaled.float(), (standard.offset @ scaled).float()
     # The last row sums the products themselves: with it the mean can be taken off afterwards.
     sums = torch.zeros(rows.width + 1, scaled.shape[1], dtype=torch.float64)
@@ -68,16 +68,16 @@ def sketch(rows: Rows, standard: Standard, *, world: World) -> Tensor:
     return (sums[:-1] - standard.offset[:, None] * sums[-1]) * standard.scale[:, None] / standard.count
 
 
-def test_matrix(width: int) -> Tensor:
+def test_matrix(width: int, columns: int = RANK) -> Tensor:
     """Return (D, K) of random signs, float64: exact on every machine, which draws of other laws need not be."""
     generator = torch.Generator().manual_seed(SEED)
-    signs = torch.randint(0, 2, (width, min(RANK, width)), generator=generator)
+    signs = torch.randint(0, 2, (width, min(columns, width)), generator=generator)
     return (2 * signs - 1).double()
 
 
 def covariance(product: Tensor) -> Covariance:
-    """Return the leading part of A from `product` = A T of `sketch`."""
-    matrix = test_matrix(len(product))
+    """Return the leading part of A from `product` = A T, (D, K), of `sketch`; of a matrix of any other kind too."""
+    matrix = test_matrix(*product.shape)
     # A little of the identity keeps the small matrix positive definite; it is taken off again at the end.
     lift = 1e-6 * float(product.norm()) / float(matrix.norm()) + torch.finfo(torch.float64).tiny
     lifted = product + lift * matrix
@@ -85,5 +85,6 @@ def covariance(product: Tensor) -> Covariance:
     values, vectors = torch.linalg.eigh((core + core.t()) / 2)
     kept = values > 1e-10 * values[-1]
     root = lifted @ (vectors[:, kept] / values[kept].sqrt())
-    directions, singular, _ = torch.linalg.svd(root, full_matrices=False)
-    return Covariance(directions, (singular.square() - lift).clamp(min=0))
+    squares, turned = torch.linalg.eigh(root.t() @ root)
+    squares, turned = squares.flip(0).clamp(min=torch.finfo(torch.float64).tiny), turned.flip(1)
+    return Covariance(root @ (turned / squares.sqrt()), (squares - lift).clamp(min=0))

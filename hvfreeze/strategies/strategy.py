@@ -22,7 +22,7 @@ from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.decoding import Images
 from hvfreeze.freezing.voting.vote import Decision
-from hvfreeze.heads.fit import HeadFit
+from hvfreeze.heads.solution import Solution
 from hvfreeze.prefix.splits import Split
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
@@ -135,7 +135,7 @@ class SolvesHeads(Protocol):
         held_out: NDArray[np.bool_],
         stop: Callable[[int], bool],
         add: Callable[[Answers, float], None],
-    ) -> HeadFit | None:
+    ) -> Solution | None:
         """Fit the head to the features of all ranks' batches; return None where some rank wants to stop before it.
 
         Collective: every rank of the world must call this.

@@ -9,7 +9,7 @@ from typing import Any
 from hvfreeze.applying.card.contents import Card
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed, grouped
-from hvfreeze.heads.fit import HeadFit
+from hvfreeze.heads.solution import Solution
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.record import NullRecord, Record
@@ -66,7 +66,7 @@ class Job:
     """What training waited for the last checkpoint."""
     saving: Saving | None = None
     """On rank 0, the checkpoint that is being written."""
-    solved: HeadFit | None = None
+    solved: Solution | None = None
     """What the epoch under way has solved, if it is a solution."""
 
     @property

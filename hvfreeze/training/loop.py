@@ -119,7 +119,7 @@ def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
     )
 
 
-EPOCHS = {"sgd": train_epoch, "exact": solve_epoch}
+EPOCHS = {"sgd": train_epoch, "exact": solve_epoch, "kernel": solve_epoch}
 """--head-fit of a stage -> what an epoch is, for all ranks together."""
 
 

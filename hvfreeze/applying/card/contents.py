@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from hvfreeze.applying.preparation import Preparation
 from hvfreeze.config.model import HeadConfig
 
-HEADS = re.compile(r"last|multi-level:[1-9][0-9]?")
-"""Heads that a model can have: `last` is the architecture's own; `multi-level:P` reads every block, at P x P cells."""
+HEADS = re.compile(r"last|(multi-level|kernel):[1-9][0-9]?")
+"""Heads that a model can have: `last` is the architecture's own; both others read every block, at P x P
+cells; `multi-level:P` is linear, `kernel:P` a `KernelHead`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,17 @@ class Card:
 
 def head_named(settings: HeadConfig) -> str:
     """Return the head that settings ask for, as in `HEADS`."""
-    return "last" if settings.head == "last" else f"{settings.head}:{settings.pool}"
+    if settings.head == "last":
+        return "last"
+    return f"{'kernel' if settings.head_fit == 'kernel' else settings.head}:{settings.pool}"
 
 
 def pool_of(card: Card) -> int | None:
-    """Return the cells a side of a multi-level head, None for the architecture's own."""
-    kind, _, pool = card.head.partition(":")
-    return int(pool) if kind == "multi-level" else None
+    """Return the cells a side of a head that reads every block, None for the architecture's own."""
+    _, _, pool = card.head.partition(":")
+    return int(pool) if pool else None
+
+
+def is_kernel(card: Card) -> bool:
+    """Tell whether the head is a `KernelHead`."""
+    return card.head.startswith("kernel:")

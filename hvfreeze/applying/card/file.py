@@ -57,8 +57,8 @@ def read_card(path: Path) -> Card:
         raise RefusedError(f"{path} is a card of format {tree['card']}, and this version reads {FORMAT}; update it")
     if not HEADS.fullmatch(str(tree.get("head"))):
         raise RefusedError(
-            f"{path}: head ({tree.get('head')}) is not known to hvfreeze {__version__}, which knows last and "
-            "multi-level:P"
+            f"{path}: head ({tree.get('head')}) is not known to hvfreeze {__version__}, which knows last, "
+            "multi-level:P and kernel:P"
         )
     image = tree.get("image")
     if not isinstance(image, dict):

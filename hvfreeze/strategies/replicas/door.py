@@ -21,8 +21,8 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.voting.vote import Decision
-from hvfreeze.heads.fit import HeadFit
 from hvfreeze.heads.multilevel import head_of
+from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solving import rows_of, solve
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.ranks.equal_models import check_replicas, running_statistics
@@ -128,20 +128,15 @@ class Replicas:
         held_out: NDArray[np.bool_],
         stop: Callable[[int], bool],
         add: Callable[[Answers, float], None],
-    ) -> HeadFit | None:
+    ) -> Solution | None:
         """Solve the head on the features of `batches`; see `SolvesHeads`."""
         self.begin_epoch(batches)
         world, layer = self.freezer.world, head_of(self.chain)
-        rows = rows_of(
-            batches,
-            layer,
-            fetch=self.training.of,
-            expect=self.training.expect,
-            held_out=held_out,
-            memory_bytes=memory_budget(world.local_size),
-        )
+        memory, source = memory_budget(world.local_size), self.training
+        rows = rows_of(batches, layer, fetch=source.of, expect=source.expect, held_out=held_out, memory_bytes=memory)
         with self.clock.within("optimizer"):
-            fit = solve(rows, layer, world=world, stop=stop, count=lambda *of: add(Answers(*of[:2]), of[2]))
+            counted = lambda *of: add(Answers(*of[:2]), of[2])  # noqa: E731
+            fit = solve(rows, layer, world=world, memory_bytes=memory, stop=stop, count=counted)
         if fit is not None:
             self.reducer.payload_bytes += fit.exchanged_bytes
             self._solved = {"head": fit.summary()}

@@ -35,7 +35,7 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     """
     world, settings = materials.world, config.optimizer
     check_arithmetic(materials, settings)
-    if not config.head.exact:
+    if not config.head.solved:
         start, asked = config.freeze.cut or 0, f"--batch-size ({settings.batch_size})"
         check = partial(check_rows, materials, start=start, rows=settings.batch_size, asked=asked)
         together(world, check, name="rows")
@@ -46,7 +46,7 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     halves = Halves(materials.chain, settings.precision)
     recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
     outlook = open_outlook(materials, config.cache, settings, freezer, size=world.size)
-    passes = passes_to_solve(materials, memory_bytes=outlook.memory_bytes) if config.head.exact else 1.0
+    passes = passes_to_solve(materials, memory_bytes=outlook.memory_bytes) if config.head.solved else 1.0
     terms = CacheTerms(
         settings=config.cache,
         data=config.data,
@@ -61,7 +61,7 @@ def open_replicas(materials: Materials, config: Config) -> Replicas:
     # Seconds of an evaluation are counted as a whole, by the loop.
     evaluation = open_features(terms, halves, tested, recipe, clock=PhaseClock())
     plan: ExchangePlan = NoPlan()
-    if not config.head.exact:
+    if not config.head.solved:
         plan = open_plan(
             freezer.reducer,
             materials.clock,

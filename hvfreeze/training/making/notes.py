@@ -6,16 +6,22 @@ from collections.abc import Sequence
 
 from hvfreeze.config.tree import Config
 from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.heads.kernel.fit import MOST_ROWS
 from hvfreeze.training.stages.stage import Stage
 
 
 def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return notes on votes that are never held, and on blocks that stay as nothing has trained them."""
+    """Return notes on votes that are never held, blocks that stay untrained, heads that are other than was asked."""
     settings, notes = config.freeze, []
     untrained = config.model.weights == "none"
     if settings.auto:
+        if stages[0].config.head.head_fit != config.head.head_fit:
+            notes.append(
+                f"head-fit exact, not kernel: there are more than {MOST_ROWS} views of samples, every pair of which it "
+                "would compare"
+            )
         solved = "the head is solved on a network with random weights; --freeze auto is for trained --weights"
-        return [solved] if untrained and len(stages) == 1 else []
+        return [*notes, solved] if untrained and len(stages) == 1 else notes
     stage, epochs = stages[0], stages[0].config.optimizer.epochs
     cadence = Cadence.of(settings, steps_per_epoch=stage.steps_per_epoch, num_epochs=epochs)
     if (settings.votes or settings.shadow_names()) and cadence.first_vote >= stage.steps:

@@ -122,7 +122,7 @@ def agreed_corpus(config: Config, world: World) -> tuple[Corpus, dict[str, str]]
         seed=config.data_seed,
         batch_size=config.optimizer.batch_size,
         replicas=replicas,
-        whole_batches=not config.head.exact,
+        whole_batches=not config.head.solved,
     )
     identities = together(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.heads.fit import HeadFit
+from hvfreeze.heads.solution import Solution
 from hvfreeze.training.evaluation import Score, Scores
 
 
@@ -46,7 +46,7 @@ class Guard:
     best: Best | None = None
     verdicts: list[Verdict] = field(default_factory=list)
 
-    def judge(self, fit: HeadFit, model: nn.Module, scores: Scores, *, stage: int) -> Verdict:
+    def judge(self, fit: Solution, model: nn.Module, scores: Scores, *, stage: int) -> Verdict:
         """Keep the model's state if its solution is better than all before, else put the best one back.
 
         Better are more right answers of a solution that has converged; as many are not worth a change.

@@ -14,6 +14,8 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, augment_of
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.frozen import release_model
+from hvfreeze.heads.kernel.fit import MOST_ROWS
+from hvfreeze.heads.kernel.module import KernelHead
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.ranks.agreement import together
 from hvfreeze.strategies.strategy import Materials
@@ -22,7 +24,7 @@ from hvfreeze.training.making.blueprint import Blueprint
 from hvfreeze.training.stages.budget import Budget, NoBudget, TimeBudget
 from hvfreeze.training.stages.course import Opened
 from hvfreeze.training.stages.stage import Costs, Stage, stages_of, tuning_cut
-from hvfreeze.training.stages.timing import Expected, time_batch, time_solving
+from hvfreeze.training.stages.timing import Expected, time_batch, time_comparing, time_solving
 
 HELD_OUT = 0.1
 """Part of the training samples that choose a solution's penalty, and that the guard judges by, before they are
@@ -67,8 +69,8 @@ class Opener:
         Raises:
             UsageError: --cut is deeper than the model, or there are too few samples to solve a head.
         """
-        config, chain = self.config, self.materials.chain
-        if config.head.exact or config.freeze.auto:
+        config, chain = self._affordable(), self.materials.chain
+        if config.head.solved or config.freeze.auto:
             self._check_held_out()
         deepest, timed = len(chain.blocks) - 1, config.run.budget_seconds() is not None
         cut, costs = 0, Costs(views=1, frozen=0.0)
@@ -120,18 +122,29 @@ class Opener:
             evaluate_every=self.config.run.evaluate_every,
         )
 
+    def _affordable(self) -> Config:
+        """Return the run's settings; with --freeze auto, a head that cannot compare so many rows is a linear one."""
+        config = self.config
+        augment = augment_of(config.data, mirrored=config.head.solved, flips=self.materials.corpus.train.flips)
+        rows = sum(map(len, self.materials.feed.plan.shards)) * max(1, augment.num_views)
+        if not config.freeze.auto or config.head.head_fit != "kernel" or rows <= MOST_ROWS:
+            return config
+        return replace(config, head=replace(config.head, head_fit="exact"))
+
     def _expect_solution(self, stage: Stage, forward: float) -> float:
-        batches, width = self._feed(stage).every_view(), head_of(self._chain(stage)).in_features
+        batches, head = self._feed(stage).every_view(), head_of(self._chain(stage))
         rows, classes = sum(batch.counted for batch in batches), self.blueprint.classes
-        return forward * len(batches) + time_solving(rows=rows, width=width, classes=classes)
+        time_head = time_comparing if isinstance(head, KernelHead) else time_solving
+        size = self.materials.world.size
+        return forward * len(batches) + time_head(rows=rows, width=head.in_features, classes=classes, size=size)
 
     def _chain(self, stage: Stage) -> Chain:
         chain, head = self.materials.chain, stage.config.head
-        return self.blueprint.solvable(chain, head) if head.exact else chain
+        return self.blueprint.solvable(chain, head) if head.solved else chain
 
     def _feed(self, stage: Stage) -> TrainFeed:
         data, feed = stage.config.data, self.materials.feed
-        augment = augment_of(data, mirrored=stage.config.head.exact, flips=self.materials.corpus.train.flips)
+        augment = augment_of(data, mirrored=stage.config.head.solved, flips=self.materials.corpus.train.flips)
         return feed.shown(augment, without=feed.held_out(HELD_OUT) if stage.guarded else None)
 
     def _check_held_out(self) -> None:

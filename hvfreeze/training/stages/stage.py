@@ -47,7 +47,7 @@ class Stage:
         """What the user is told when it begins."""
         what = (
             "the head is solved"
-            if self.config.head.exact
+            if self.config.head.solved
             else f"{self.steps} steps, freeze {self.config.freeze.freeze}"
         )
         return f"stage {self.name}: {what}"
@@ -55,7 +55,7 @@ class Stage:
     @property
     def solves(self) -> bool:
         """Whether an epoch is a solution of the head."""
-        return self.config.head.exact
+        return self.config.head.solved
 
     @property
     def steps_per_epoch(self) -> int:
@@ -121,7 +121,7 @@ def stages_of(
     """
     settings = config.optimizer
     if not config.freeze.auto:
-        steps = settings.steps_per_epoch(batches_per_epoch) * (settings.epochs if costs or config.head.exact else 1)
+        steps = settings.steps_per_epoch(batches_per_epoch) * (settings.epochs if costs or config.head.solved else 1)
         return (Stage(name=TRAIN, config=config, steps=steps, batches_per_epoch=batches_per_epoch),)
     solve = Stage(
         name=SOLVE,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.nn import functional
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.data.batches import Batch, TrainFeed
+from hvfreeze.heads.kernel.fit import PENALTIES
+from hvfreeze.heads.kernel.module import MOST_DIRECTIONS, gaussian
 from hvfreeze.heads.rows import CHUNK_ROWS
 from hvfreeze.ranks.world import World
 
@@ -22,6 +25,8 @@ USUAL_PASSES = 40
 """Over all rows, until a head is solved."""
 APPROXIMATION = 12
 """What the approximation of the second derivative takes, in passes."""
+PROJECTIONS = 3
+"""Products of the features with as many vectors as there are directions: two find the directions, one projects."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
     return Timing(max(forwards), max(steps))
 
 
-def time_solving(*, rows: int, width: int, classes: int) -> float:
-    """Return the seconds that solving a head takes on `rows` rows of this rank, but for the exchange: an estimate."""
+def time_solving(*, rows: int, width: int, classes: int, size: int) -> float:
+    """Return the seconds that solving a linear head takes on `rows` rows of this rank, but for the exchange."""
     count = max(1, min(rows, CHUNK_ROWS))
     features, weight = torch.ones(count, width), torch.ones(classes, width)
 
@@ -87,12 +92,24 @@ def time_solving(*, rows: int, width: int, classes: int) -> float:
     return (USUAL_PASSES + APPROXIMATION) * least_seconds(products) * rows / count
 
 
+def time_comparing(*, rows: int, width: int, classes: int, size: int) -> float:
+    """Return the seconds that a `KernelHead` takes on `rows` rows of each of `size` ranks, but for the exchange."""
+    count, directions = max(1, min(rows, CHUNK_ROWS)), min(width, MOST_DIRECTIONS)
+    features, matrix = torch.ones(count, width), torch.ones(width, directions)
+    centres, vectors = torch.ones(rows * size, directions), torch.ones(rows * size, len(PENALTIES) * classes)
+    lines = torch.ones(count, rows * size)
+    projected = least_seconds(partial(torch.matmul, features, matrix))
+    compared = least_seconds(partial(gaussian, centres[:count], centres))
+    multiplied = least_seconds(partial(torch.matmul, lines, vectors))
+    return (PROJECTIONS * projected + compared + USUAL_PASSES * multiplied) * rows / count
+
+
 def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
     """Return a batch's images, (B, C, H, W)."""
     return feed.images.load(batch.ids, batch.views)
 
 
-def least_seconds(work: Callable[[], None]) -> float:
+def least_seconds(work: Callable[[], object]) -> float:
     """Return the least time that `work` took."""
     taken = []
     for _ in range(TIMES):

@@ -112,14 +112,14 @@ def clocked(world: World) -> Iterator[None]:
     """Let time pass by a twentieth of a second whenever the clock is read, on other ranks faster than on rank 0."""
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks) * 0.05 * (world.rank + 1))
-    before = budget.time, loop.time, opening.time_batch, opening.time_solving  # type: ignore[attr-defined]
+    before = budget.time, loop.time, opening.time_batch, opening.time_comparing  # type: ignore[attr-defined]
     budget.time = loop.time = clock  # type: ignore[assignment,attr-defined]
     opening.time_batch = lambda *args, **rest: Timing(0.01, 0.1)  # type: ignore[attr-defined]
-    opening.time_solving = lambda **rest: 0.1  # type: ignore[attr-defined]
+    opening.time_comparing = lambda **rest: 0.1  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        budget.time, loop.time, opening.time_batch, opening.time_solving = before  # type: ignore[attr-defined]
+        budget.time, loop.time, opening.time_batch, opening.time_comparing = before  # type: ignore[attr-defined]
 
 
 def counted(number: int, what: str, *, stage: int) -> Ask:
@@ -178,7 +178,7 @@ def try_parts(runs: Runs) -> dict[str, Any]:
     if runs.world.rank == 0:
         for name in ("solved", "no-votes", "no-last-solve"):
             applied = hvfreeze.load(runs.root / name)
-            assert applied.card.head == ("last" if name == "no-last-solve" else "multi-level:2")
+            assert applied.card.head == ("last" if name == "no-last-solve" else "kernel:2")
         kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
         assert kept.keys() == first.keys()
         assert [key for key in kept if not torch.equal(kept[key], first[key])] == []

@@ -89,11 +89,15 @@ def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_f
     ("changes", "message"),
     [
         ({"head": "all"}, r"--head \(all\) must be one of last, multi-level"),
-        ({"head_fit": "newton"}, r"--head-fit \(newton\) must be one of sgd, exact"),
+        ({"head_fit": "newton"}, r"--head-fit \(newton\) must be one of sgd, exact, kernel"),
         ({"pool": 0}, r"--pool \(0\) must be in 1..64"),
-        ({"head_fit": "sgd"}, r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact too"),
+        (
+            {"head_fit": "sgd"},
+            r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact or kernel too",
+        ),
         ({"augment": "fresh"}, r"--augment \(fresh\) must be none or views:K with --head-fit exact"),
         ({"freeze": "linear"}, r"--freeze \(linear\) must be left out with --head-fit exact"),
+        ({"head": "last", "head_fit": "kernel"}, r"--head \(last\) must be multi-level with --head-fit kernel"),
         ({"freeze": "static", "cut": 3}, r"--freeze \(static\) must be left out with --head-fit exact"),
     ],
 )
@@ -104,15 +108,11 @@ def test_what_does_not_go_with_an_exact_head_is_refused(changes: dict[str, Any],
 
 def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
     config = from_dict({"freeze": "auto"})
-    assert (config.head.head, config.head.head_fit, config.optimizer.epochs) == ("multi-level", "exact", 1)
+    assert (config.head.head, config.head.head_fit, config.optimizer.epochs) == ("multi-level", "kernel", 1)
     assert (config.optimizer.lr, config.optimizer.schedule) == (0.05, "cosine")
     given = from_dict({"freeze": {"freeze": "auto", "cut": 3}, "epochs": 4, "head": "last", "lr": 0.1, "cache": "on"})
-    assert (given.head.head, given.head.head_fit, given.optimizer.epochs, given.optimizer.lr) == (
-        "last",
-        "exact",
-        4,
-        0.1,
-    )
+    assert (given.head.head, given.optimizer.epochs, given.optimizer.lr) == ("last", 4, 0.1)
+    assert given.resolved().head.head_fit == "exact", "the model's own last layer compares no rows"
     assert from_dict({"freeze": "auto", "optimizer": "adamw"}).optimizer.lr == 1e-3, "a rate of SGD is not AdamW's"
     assert from_dict(to_dict(given)).resolved() == given.resolved()
 
@@ -120,7 +120,7 @@ def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_fit": "sgd", "head": "last"}, r"--head-fit \(sgd\) must be exact with --freeze auto"),
+        ({"head_fit": "sgd", "head": "last"}, r"--head-fit \(sgd\) must be exact or kernel with --freeze auto"),
         ({"strategy": "shared-trunk"}, r"--strategy \(shared-trunk\) must be replicas with --freeze auto"),
         ({"auto_without": "tuning"}, r"--auto-without \(tuning\) must be none or a list out of votes, guard"),
         (

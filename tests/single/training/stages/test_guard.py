@@ -3,17 +3,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.heads.fit import HeadFit, Trial
+from hvfreeze.heads.solution import Solution, Trial
 from hvfreeze.training.checkpoints.file import packed, unpacked
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.stages.guard import Guard
 
-NOTHING = torch.zeros(0)
 
-
-def solution(accuracy: float, *, converged: bool = True) -> HeadFit:
+def solution(accuracy: float, *, converged: bool = True) -> Solution:
     trials = (Trial(1.0, 9.0, 0.99, 1), Trial(0.1, 1.0, accuracy, 1), Trial(0.01, 2.0, 0.99, 1))
-    return HeadFit(NOTHING, NOTHING, NOTHING, 0.1, trials, 0.5, 10, 1, 1, 0.1, converged, 0)
+    return Solution(0.1, trials, 0.5, 10, 1, 1, 0.1, converged, 0)
 
 
 def judged(guard: Guard, model: nn.Linear, accuracy: float, *, stage: int, converged: bool = True) -> bool:

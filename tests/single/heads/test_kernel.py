@@ -1,0 +1,203 @@
+"""The head that compares rows: what is solved, how its penalty is chosen, and how it is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.errors import UsageError
+from hvfreeze.heads.kernel import fit as fitting
+from hvfreeze.heads.kernel.fit import SCALES, KernelFit, best_scale, fit_kernel
+from hvfreeze.heads.kernel.module import KernelHead, gaussian
+from hvfreeze.heads.multilevel import MultiLevelClassifier, export, take
+from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.ranks.world import SoloWorld
+from tests.single.heads.table import CLASSES, labelled_table
+from tests.single.heads.test_features import small_chain
+from tests.single.heads.test_multilevel import READER
+
+PLENTY = 2**30
+Table = tuple[Tensor, Tensor, Tensor]
+
+
+def found(table: Table, *, memory_bytes: int = PLENTY, **options: object) -> KernelFit:
+    rows = RowsInMemory(*table)
+    fit = fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=memory_bytes, **options)  # type: ignore[arg-type]
+    assert fit is not None
+    return fit
+
+
+def rings(rows: int = 600) -> Table:
+    """Return points of two classes, the second around the first: no plane divides them."""
+    random = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 2, (rows,), generator=random)
+    angles = 2 * torch.pi * torch.rand(rows, generator=random)
+    radius = 1 + labels + 0.1 * torch.randn(rows, generator=random)
+    points = torch.stack([radius * angles.cos(), radius * angles.sin()], 1)
+    return points, labels, torch.rand(rows, generator=random) < 0.15
+
+
+def answers(fit: KernelFit, features: Tensor) -> Tensor:
+    head = KernelHead(features.shape[1], len(fit.weight))
+    take(head, fit)
+    with torch.no_grad():
+        return head(features)
+
+
+def test_the_solution_is_scikit_learns_kernel_ridge() -> None:
+    from sklearn.kernel_ridge import KernelRidge
+
+    features, labels, held_out = labelled_table(700)
+    fit = found((features, labels, held_out), penalties=[0.1], tolerance=1e-6)
+    assert fit.converged and fit.rows == 700
+    points = fit.centres.double()
+    kernel = (-torch.cdist(points, points).square()).exp().numpy()
+    targets = functional.one_hot(labels, CLASSES).numpy() - 1 / CLASSES
+    reference = KernelRidge(alpha=0.1, kernel="precomputed").fit(kernel, targets)
+    scale = float(fit.weight.t().double().norm() / np.linalg.norm(reference.dual_coef_))
+    assert min(abs(scale - each) for each in SCALES) < 1e-4 * scale
+    np.testing.assert_allclose(fit.weight.t().numpy() / scale, reference.dual_coef_, atol=1e-4)
+    said = answers(fit, features)
+    torch.testing.assert_close(fit.answers, said, atol=1e-3, rtol=1e-3)
+    np.testing.assert_allclose(said.numpy() / scale, reference.predict(kernel), atol=1e-3)
+    assert float(functional.cross_entropy(said, labels)) == pytest.approx(fit.loss, rel=1e-3)
+
+
+def test_points_are_partly_whitened_and_two_of_them_are_as_far_apart_as_is_said() -> None:
+    features, labels, held_out = labelled_table(700)
+    fit = found((features, labels, held_out), penalties=[0.1])
+    variances = fit.centres.double().var(0, correction=0)
+    assert float(2 * variances.sum()) == pytest.approx(1.5, rel=0.01)
+    standardised = (features.double() - features.double().mean(0)) / features.double().std(0, correction=0)
+    standardised[:, 5] = 0
+    values = torch.linalg.eigvalsh(standardised.t() @ standardised / 700).flip(0)[:11]
+    wanted = values.pow(0.7) / values.pow(0.7).sum()
+    torch.testing.assert_close(variances[:11] / variances.sum(), wanted, atol=0.02, rtol=0)
+
+
+def test_what_no_plane_divides_is_learnt() -> None:
+    points, labels, held_out = rings()
+    fit = fit_kernel(RowsInMemory(points, labels, held_out), classes=2, world=SoloWorld(), memory_bytes=PLENTY)
+    assert fit is not None and fit.chosen is not None
+    assert fit.chosen.held_out_accuracy > 0.95
+    others, truth, _ = (column[300:] for column in rings(900))
+    assert float((answers(fit, others).argmax(1) == truth).float().mean()) > 0.95
+
+
+def test_held_out_rows_choose_and_are_fitted_only_in_the_end() -> None:
+    table = labelled_table(500)
+    _, labels, held_out = table
+    fit = found(table, tolerance=1e-6)
+    kernel = gaussian(fit.centres, fit.centres).double()
+    targets = functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
+    fitted = ~held_out
+    for trial in fit.trials:
+        system = kernel[fitted][:, fitted] + trial.penalty * torch.eye(int(fitted.sum()), dtype=torch.float64)
+        said = kernel[held_out][:, fitted] @ torch.linalg.solve(system, targets[fitted])
+        _, loss = best_scale(said, labels[held_out])
+        assert trial.held_out_loss == pytest.approx(loss, rel=0.01)
+        right = (said.argmax(1) == labels[held_out]).double().mean()
+        assert trial.held_out_accuracy == pytest.approx(float(right), abs=0.03)
+    least = min(trial.held_out_loss for trial in fit.trials)
+    assert fit.chosen is not None and fit.chosen.held_out_loss <= 1.01 * least
+    whole = torch.linalg.solve(kernel + fit.penalty * torch.eye(500, dtype=torch.float64), targets)
+    weight = fit.weight.t().double()
+    torch.testing.assert_close(weight / weight.norm(), whole / whole.norm(), atol=1e-4, rtol=0)
+
+
+def test_a_stronger_penalty_is_chosen_where_labels_are_noise() -> None:
+    clean = rings()
+    wrong = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.3
+    noise = (clean[0], clean[1] ^ wrong, clean[2])
+    fits = [
+        fit_kernel(RowsInMemory(*table), classes=2, world=SoloWorld(), memory_bytes=PLENTY, penalties=[10, 0.001])
+        for table in (noise, clean)
+    ]
+    assert [fit.penalty if fit else None for fit in fits] == [10, 0.001]
+
+
+def test_lines_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits() -> None:
+    table = labelled_table(1203)
+    kept, anew = found(table), found(table, memory_bytes=0)
+    assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
+
+
+def test_many_classes_are_solved_a_few_penalties_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = labelled_table(400)
+    together = found(table, tolerance=1e-6)
+    monkeypatch.setattr(fitting, "MOST_COLUMNS", CLASSES)
+    alone = found(table, tolerance=1e-6)
+    assert alone.penalty == together.penalty
+    assert [trial.penalty for trial in alone.trials] == [trial.penalty for trial in together.trials]
+    torch.testing.assert_close(alone.weight, together.weight, atol=1e-3, rtol=1e-3)
+
+
+def test_a_limit_of_steps_is_kept_and_reported() -> None:
+    fit = found(labelled_table(600), penalties=[1e-5], tolerance=1e-6, most_steps=2)
+    assert (fit.steps, fit.converged) == (2, False)
+    assert fit.error > 1e-6
+
+
+def test_it_ends_without_a_head_when_that_is_asked() -> None:
+    rows = RowsInMemory(*labelled_table(300))
+    asked = iter([False] * 5)
+    stop = lambda: next(asked, True)  # noqa: E731
+    assert fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=PLENTY, stop=stop) is None
+
+
+def test_rows_that_cannot_be_compared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels, held_out = labelled_table(80)
+    with pytest.raises(UsageError, match="4 penalties and no held-out samples to choose by"):
+        found((features, labels, torch.zeros_like(held_out)))
+    with pytest.raises(UsageError, match="must be above 0 and different"):
+        found((features, labels, held_out), penalties=[0.1, 0.1])
+    monkeypatch.setattr(fitting, "MOST_ROWS", 79)
+    with pytest.raises(UsageError, match=r"80 views of samples.*at most 79; pass --head-fit exact"):
+        found((features, labels, held_out))
+
+
+def test_the_head_is_kept_loaded_exported_and_says_the_same_in_bfloat16(tmp_path: Path) -> None:
+    images = torch.randn(60, 3, 8, 8)
+    classifier = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2], kernel=True).eval()
+    with torch.no_grad():
+        features = classifier.features(images)
+        assert not classifier(images).any(), "until it is solved, the head says nothing"
+        labels = features[:, :3].argmax(1)
+        rows = RowsInMemory(features, labels, torch.arange(60) % 5 == 0)
+        fit = fit_kernel(rows, classes=3, world=SoloWorld(), memory_bytes=PLENTY)
+        assert fit is not None
+        take(classifier.head, fit)
+        logits = classifier(images)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(classifier.head(features), logits)
+    assert (logits.argmax(1) == labels).float().mean() > 0.9
+
+    torch.save(classifier.state_dict(), tmp_path / "model.pt")
+    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2], kernel=True).eval()
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    with torch.no_grad():
+        assert torch.equal(other(images), logits)
+
+    torch.save((images, logits), tmp_path / "pair.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export(classifier, tmp_path / "classifier.pt2", example=images[:2])
+    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert reader.returncode == 0, reader.stderr
+
+
+def test_gradients_reach_the_features() -> None:
+    features, labels, held_out = labelled_table(200)
+    head = KernelHead(features.shape[1], CLASSES)
+    take(head, found((features, labels, held_out)))
+    some = features[:8].clone().requires_grad_()
+    functional.cross_entropy(head(some), labels[:8]).backward()
+    assert some.grad is not None and bool(some.grad.isfinite().all()) and bool(some.grad.any())

@@ -18,6 +18,7 @@ from hvfreeze.heads.kernel.module import KernelHead
 from hvfreeze.heads.multilevel import SolvableHead, take
 from hvfreeze.heads.rows import Rows, RowsOfBatches, fits, gather
 from hvfreeze.heads.solution import Solution
+from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
 
 USUAL_PASSES = 40
@@ -46,7 +47,6 @@ def solve(
     layer: SolvableHead,
     *,
     world: World,
-    memory_bytes: int,
     stop: Callable[[int], bool],
     count: Count,
 ) -> Solution | None:
@@ -58,7 +58,6 @@ def solve(
         rows: this rank's.
         layer: becomes the solution, the same on every rank.
         world: the ranks.
-        memory_bytes: that a rank may keep beside the rows.
         stop: told after every few batches how many rows have their features, and 0 in every pass of the solution; true
             on some rank ends it all.
         count: told at the end the logits, (B, classes), labels and mean loss of every batch.
@@ -72,7 +71,9 @@ def solve(
     fit: HeadFit | KernelFit | None
     classes, asked = layer.out_features, partial(stop, 0)
     if isinstance(layer, KernelHead):
-        fit = fit_kernel(rows, classes=classes, world=world, memory_bytes=memory_bytes, stop=asked)
+        # Half of what is available beside the rows: to compute lines anew takes ten times as long as to use them.
+        memory = memory_budget(world.local_size) * 3 // 2
+        fit = fit_kernel(rows, classes=classes, world=world, memory_bytes=memory, stop=asked)
     else:
         fit = fit_softmax(rows, classes=classes, world=world, stop=asked)
     if fit is None:

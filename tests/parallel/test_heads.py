@@ -45,6 +45,14 @@ def test_solved_head_is_scikit_learns_on_all_rows_for_shares_of_any_size(size: i
         assert logits.shape[1] == CLASSES
         assert (logits.argmax(1) == labels).mean() == right, name
     assert len({fit["penalty"] for fit in found.values()}) == 1, "the choice of the penalty depends on the shares"
+    reference = np.array(found["even"]["compared"]["said"])
+    for name, fit in found.items():
+        said = fit["compared"]
+        assert said["rows"] == len(labels), name
+        # Shares change the order of sums alone.
+        assert np.linalg.norm(np.array(said["said"]) - reference) < 1e-3 * np.linalg.norm(reference), name
+        assert (np.array(said["said"]).argmax(1) == labels).mean() > 0.9, name
+    assert len({fit["compared"]["penalty"] for fit in found.values()}) == 1, "the choice depends on the shares"
     losses = [loss for _, loss, _ in found["even"]["tried"]]
     falls = [after / before for before, after in itertools.pairwise(losses)]
     assert all(fall < 0.999 for fall in falls[:-1]), "the path went on where the held-out loss fell no more"

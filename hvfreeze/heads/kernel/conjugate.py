@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hvfreeze.heads.nystrom import Covariance
 
+MOST_STEPS = 200
+
 
 @dataclass(frozen=True)
 class Solved:
@@ -33,7 +35,6 @@ def solve(
     right: Tensor,
     penalties: Tensor,
     *,
-    start: Tensor,
     fitted: Tensor,
     leading: Covariance,
     tolerance: float,
@@ -45,7 +46,6 @@ def solve(
         times: gives K V for V, (N, M).
         right: B, (N, M) float64.
         penalties: (M,) float64, above 0.
-        start: a guess, (N, M).
         fitted: (N,) bool.
         leading: eigenvectors and eigenvalues of K, a few of the largest, for the preconditioner.
         tolerance: that `Solved.error` is to reach.
@@ -67,8 +67,7 @@ def solve(
 
     right = mask * right
     size = right.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
-    found = mask * start
-    left = right - product(found) if found.any() else right.clone()
+    found, left = torch.zeros_like(right), right.clone()
     direction = inverse(left)
     slope = (left * direction).sum(0)
     steps, error = 0, float((left.norm(dim=0) / size).max())

@@ -1,7 +1,7 @@
 """Kernel ridge regression over all ranks: features stay where they are, compact points of them go to all.
 
-    fit = fit_kernel(rows, classes=10, world=world)
-    head.take(fit)
+    fit = fit_kernel(rows, classes=10, world=world, memory_bytes=2**30)
+    take(layer, fit)
 
 With points z of the N rows of all ranks, K[i, j] = exp(-|z_i - z_j|^2) and Y[i] the row's class as a one less 1 / C,
 
@@ -10,8 +10,8 @@ With points z of the N rows of all ranks, K[i, j] = exp(-|z_i - z_j|^2) and Y[i]
 has one solution, that of scikit-learn's KernelRidge; it depends on no learning rate and no order. What a row's sums say
 is not yet a probability: they are multiplied by what makes the cross-entropy of held-out rows least.
 
-The penalty is chosen on held-out rows, all that are tried being solved at once; then everything is fitted with it,
-held-out rows too.
+The penalty is chosen on held-out rows, of many rows on a part of them; then everything is fitted with it, held-out rows
+too.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.kernel.conjugate import Solved, solve
+from hvfreeze.heads.kernel.choice import Choice, best_scale, choose, targets
+from hvfreeze.heads.kernel.conjugate import MOST_STEPS, solve
 from hvfreeze.heads.kernel.gram import Gram
 from hvfreeze.heads.kernel.projection import gathered, points_of, project
-from hvfreeze.heads.nystrom import Covariance, covariance
+from hvfreeze.heads.nystrom import covariance
 from hvfreeze.heads.rows import Rows
-from hvfreeze.heads.solution import Solution, Stopped, Trial
+from hvfreeze.heads.solution import Solution, Stopped
 from hvfreeze.heads.standard import Standard, measure
 from hvfreeze.ranks.world import World
 
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
-LEAST_GAIN = 0.01
-"""Of two penalties the weaker is chosen, unless the stronger lowers the held-out loss by more than this part."""
-TOLERANCE, CHOICE_TOLERANCE = 1e-2, 0.1
-"""What may be missing of the right sides: tighter ones changed no accuracy."""
-MOST_STEPS = 200
-MOST_COLUMNS = 640
-"""Right sides at a time: beyond, all vectors together would take more memory than the matrix."""
-SCALES = tuple(10 ** (part / 20) for part in range(-20, 41))
-"""From 0.1 to 100, among which the factor of the sums is chosen."""
+TOLERANCE = 0.03
+"""What may be missing of the right sides: less changed no accuracy."""
+MOST_COMPARED = 10_000
+"""Rows on which the penalty is chosen, held-out ones among them: how weak it may be changes little with more."""
 MOST_ROWS = 50_000
 """Every pair of rows is compared: with so many, lines of 10 GB for all ranks."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class KernelFit(Solution):
-    """A solved head, equal on all ranks bit for bit; see `KernelHead` for the tensors.
+    """A solved head, equal on all ranks bit for bit but for its answers; see `KernelHead` for the other tensors.
 
     Attributes:
-        answers: what it says of this rank's own rows, in their order, (B, C) float32; other ranks have others.
+        answers: what it says of this rank's own rows, in their order, (B, C) float32.
         projection: (K, D) float32.
         shift: (K,) float32.
         centres: (N, K) float32.
@@ -69,11 +69,13 @@ class KernelFit(Solution):
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 has found, beside the points that all ranks know: the weight, and answers to all rows."""
+    """What rank 0 finds out beside the points, which all ranks know."""
 
     solution: Solution
     weight: Tensor
+    """(C, N) float32."""
     answers: Tensor
+    """To all rows, (N, C) float32."""
 
 
 def fit_kernel(
@@ -97,8 +99,8 @@ def fit_kernel(
         rows: this rank's rows.
         classes: C, at least 2.
         world: the ranks.
-        memory_bytes: this rank's lines of K, 4 x N x its own rows, are kept where they take no more, else computed anew
-            for each product.
+        memory_bytes: as many of this rank's lines of K, of 4 x N bytes each, are kept; the others are computed anew for
+            each product.
         penalties: above 0; with one, nothing is chosen.
         tolerance: what may be missing of the right sides, as a part of them.
         most_steps: of the solver; `KernelFit.converged` tells whether they sufficed.
@@ -117,22 +119,29 @@ def fit_kernel(
     mine = points_of(rows, matrix, shift)
     counts = world.allgather_object(len(mine[0]), name="head.counts")
     centres, labels, held_out = (gathered(column, counts, world=world) for column in mine)
-    first, count = sum(counts[: world.rank]), counts[world.rank]
-    gram = Gram(centres, first=first, count=count, world=world, memory_bytes=memory_bytes, stop=stop)
-    found: Found | None = None
-    if world.rank > 0:
-        gram.follow()
-    else:
-        with suppress(Stopped):
-            search = Search(gram, labels, held_out.bool(), classes=classes, tolerance=tolerance, most_steps=most_steps)
-            found = search.found(values)
-        gram.stop()
-    found = world.broadcast_object(found, name="head.fit")
+    first = sum(counts[: world.rank])
+    open_gram = partial(Gram, world=world, memory_bytes=memory_bytes, stop=stop)
+    whole = part = open_gram(centres, first=first, count=counts[world.rank])
+    choice: Choice | None = Choice(values[0], 1.0, ())
+    if len(values) > 1:
+        some = torch.arange(0, len(centres), -(-len(centres) // MOST_COMPARED))
+        if len(some) < len(centres):
+            before, within = (int((some < end).sum()) for end in (first, first + counts[world.rank]))
+            part = open_gram(centres[some], first=before, count=within - before)
+        choosing = partial(choose, part, labels[some], held_out[some].bool(), classes=classes, penalties=values)
+        choice = world.broadcast_object(led(part, choosing, world=world), name="head.choice")
+    if choice is None:
+        return None
+    if part is not whole:
+        whole.passes, whole.exchanged_bytes = part.passes, part.exchanged_bytes
+        part.forget()
+    solving = partial(finish, whole, labels, choice, classes=classes, tolerance=tolerance, most_steps=most_steps)
+    found = world.broadcast_object(led(whole, solving, world=world), name="head.fit")
     if found is None:
         return None
     return KernelFit(
         **vars(found.solution),
-        answers=found.answers[first : first + count],
+        answers=found.answers[first : first + counts[world.rank]],
         projection=matrix,
         shift=shift,
         centres=centres,
@@ -156,87 +165,46 @@ def check(standard: Standard, penalties: Sequence[float]) -> None:
         raise error
 
 
-class Search:
-    """What rank 0 does while the others follow."""
+def led(gram: Gram, work: Callable[[], T], *, world: World) -> T | None:
+    """Return on rank 0 what `work` does with the gram while the others follow; None on them, and where one stops it.
 
-    def __init__(
-        self, gram: Gram, labels: Tensor, held_out: Tensor, *, classes: int, tolerance: float, most_steps: int
-    ) -> None:
-        self._gram, self._labels, self._held_out = gram, labels, held_out
-        self._right = functional.one_hot(labels, classes).double() - 1 / classes
-        self._tolerance, self._most_steps = tolerance, most_steps
-
-    def found(self, penalties: Sequence[float]) -> Found:
-        """Return the solution with the penalty that held-out rows choose.
-
-        Raises:
-            Stopped: some rank wants to stop.
-        """
-        leading = covariance(self._gram.sketch().double())
-        start, scale, penalty = torch.zeros_like(self._right), 1.0, penalties[0]
-        trials: tuple[Trial, ...] = ()
-        if len(penalties) > 1:
-            start, scale, penalty, trials = self._choose(penalties, leading)
-        everything = torch.ones_like(self._held_out)
-        solved = self._solve([penalty], start, everything, leading, self._tolerance)
-        said = self._right - solved.left - penalty * solved.vectors
-        if not trials:
-            scale, _ = best_scale(said, self._labels)
-        gram = self._gram
-        solution = Solution(
-            penalty,
-            trials,
-            float(functional.cross_entropy(scale * said, self._labels)),
-            len(self._labels),
-            solved.steps,
-            # Mean and deviation, the sketch of the features and their projection took one pass each.
-            gram.passes + 3,
-            solved.error,
-            solved.error <= self._tolerance,
-            gram.exchanged_bytes,
-        )
-        return Found(solution, (scale * solved.vectors).t().float().contiguous(), (scale * said).float())
-
-    def _choose(
-        self, penalties: Sequence[float], leading: Covariance
-    ) -> tuple[Tensor, float, float, tuple[Trial, ...]]:
-        """Return the vectors, scale and penalty that are chosen, and all that were tried."""
-        classes, trials, kept = self._right.shape[1], [], []
-        together = max(1, MOST_COLUMNS // classes)
-        for place in range(0, len(penalties), together):
-            some = penalties[place : place + together]
-            start = torch.zeros(len(self._labels), classes * len(some), dtype=torch.float64)
-            solved = self._solve(some, start, ~self._held_out, leading, CHOICE_TOLERANCE)
-            said = self._gram.times(solved.vectors)[self._held_out].double()
-            for penalty, vectors, answers in zip(some, solved.vectors.split(classes, 1), said.split(classes, 1)):
-                scale, loss = best_scale(answers, self._labels[self._held_out])
-                right = (answers.argmax(1) == self._labels[self._held_out]).double().mean()
-                trials.append(Trial(penalty, loss, float(right), solved.steps))
-                kept.append((vectors, scale))
-        # Rows that are left out here are fitted in the end, and with more rows a weaker penalty is the better one.
-        bound = (1 + LEAST_GAIN) * min(trial.held_out_loss for trial in trials)
-        good = [place for place, trial in enumerate(trials) if trial.held_out_loss <= bound]
-        best = min(good, key=lambda place: trials[place].penalty)
-        return *kept[best], trials[best].penalty, tuple(trials)
-
-    def _solve(
-        self, penalties: Sequence[float], start: Tensor, fitted: Tensor, leading: Covariance, tolerance: float
-    ) -> Solved:
-        columns = torch.tensor(penalties, dtype=torch.float64).repeat_interleave(self._right.shape[1])
-        return solve(
-            self._gram.times,
-            self._right.repeat(1, len(penalties)),
-            columns,
-            start=start,
-            fitted=fitted,
-            leading=leading,
-            tolerance=tolerance,
-            most_steps=self._most_steps,
-        )
+    Collective: every rank of `world` must call this.
+    """
+    result = None
+    if world.rank > 0:
+        gram.follow()
+    else:
+        with suppress(Stopped):
+            result = work()
+        gram.stop()
+    return result
 
 
-def best_scale(answers: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return of `SCALES` the one by which `answers`, (B, C), have the least cross-entropy, and that."""
-    losses = [float(functional.cross_entropy(scale * answers, labels)) for scale in SCALES]
-    best = min(range(len(SCALES)), key=losses.__getitem__)
-    return SCALES[best], losses[best]
+def finish(gram: Gram, labels: Tensor, choice: Choice, *, classes: int, tolerance: float, most_steps: int) -> Found:
+    """Return the solution on all rows; see `choose` for who calls this."""
+    right = targets(labels, classes)
+    solved = solve(
+        gram.times,
+        right,
+        torch.full((classes,), choice.penalty, dtype=torch.float64),
+        fitted=torch.ones(len(labels), dtype=torch.bool),
+        leading=covariance(gram.sketch().double()),
+        tolerance=tolerance,
+        most_steps=most_steps,
+    )
+    # What the solver has left tells the answers without another product.
+    said = right - solved.left - choice.penalty * solved.vectors
+    scale = choice.scale if choice.trials else best_scale(said, labels)[0]
+    solution = Solution(
+        choice.penalty,
+        choice.trials,
+        float(functional.cross_entropy(scale * said, labels)),
+        len(labels),
+        solved.steps,
+        # Mean and deviation, the sketch of the features and their projection took one pass each.
+        gram.passes + 3,
+        solved.error,
+        solved.error <= tolerance,
+        gram.exchanged_bytes,
+    )
+    return Found(solution, (scale * solved.vectors).t().float().contiguous(), (scale * said).float())

@@ -17,12 +17,20 @@ from hvfreeze.ranks.world import World
 
 LINES = 512
 """Of the matrix, computed at a time."""
+FEWEST_COLUMNS, ROWS_A_COLUMN = 128, 128
+"""Of the sketch: a larger matrix has more large eigenvalues, which the preconditioner must know."""
 STOP, SKETCH = 0, 1
 """What rank 0 asks for beside products with as many vectors as the number says."""
 
 
 class Gram:
-    """K, (N, N), with K[i, j] = exp(-|z_i - z_j|^2); float32, lines kept where they take no more than is allowed."""
+    """K, (N, N), with K[i, j] = exp(-|z_i - z_j|^2); float32, as many lines kept as memory is allowed for.
+
+    Attributes:
+        rows: N.
+        passes: products with K so far.
+        exchanged_bytes: that this rank gave to allreduces.
+    """
 
     def __init__(
         self,
@@ -38,14 +46,16 @@ class Gram:
         self._centres, self._first = centres, first
         self._own = centres[first : first + count]
         self._world, self._stop = world, stop
-        self._kept: list[Tensor] | None = [] if 4 * count * len(centres) <= memory_bytes else None
+        self._kept: list[Tensor] = []
+        self._most_kept = memory_bytes // (4 * LINES * max(1, len(centres)))
+        self.rows = len(centres)
         self.passes = 0
         self.exchanged_bytes = 0
 
     def sketch(self) -> Tensor:
-        """Return K T, (N, R) float32, for T = `test_matrix(N)`; see `times`."""
+        """Return K T, (N, R) float32, for T = `test_matrix(N, R)`, with the larger R the more rows; see `times`."""
         self._ask(SKETCH)
-        return self._product(test_matrix(len(self._centres)).float())
+        return self._product(self._test_matrix())
 
     def times(self, vectors: Tensor) -> Tensor:
         """Return K V, (N, M) float32, for `vectors` of two columns or more.
@@ -64,18 +74,25 @@ class Gram:
         """End the other ranks' `follow`. Collective: rank 0 calls this."""
         self._ask(STOP)
 
+    def forget(self) -> None:
+        """Give the memory of the lines back. Not a collective."""
+        self._kept, self._most_kept = [], 0
+
     def follow(self) -> None:
         """Take part in every product that rank 0 asks for, until it stops. Collective: all ranks but 0 call this."""
         while columns := self._ask(STOP):
             vectors = torch.empty(len(self._centres), columns)
             if columns == SKETCH:
-                vectors = test_matrix(len(self._centres)).float()
+                vectors = self._test_matrix()
             else:
                 self._world.broadcast_(vectors, name="head.vectors")
             try:
                 self._product(vectors)
             except Stopped:
                 continue
+
+    def _test_matrix(self) -> Tensor:
+        return test_matrix(self.rows, max(FEWEST_COLUMNS, self.rows // ROWS_A_COLUMN)).float()
 
     def _ask(self, command: int) -> int:
         message = torch.tensor([command], dtype=torch.int32)
@@ -101,12 +118,9 @@ class Gram:
         return flat[:-1].view(vectors.shape[::-1]).t()
 
     def _lines(self) -> Iterator[Tensor]:
-        kept = self._kept
-        if kept:
-            yield from kept
-            return
-        for points in self._own.split(LINES) if len(self._own) else ():
-            lines = gaussian(points, self._centres)
-            if kept is not None:
-                kept.append(lines)
+        for place, points in enumerate(self._own.split(LINES) if len(self._own) else ()):
+            known = place < len(self._kept)
+            lines = self._kept[place] if known else gaussian(points, self._centres)
+            if not known and place < self._most_kept:
+                self._kept.append(lines)
             yield lines

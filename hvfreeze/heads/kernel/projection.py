@@ -19,6 +19,8 @@ from hvfreeze.ranks.world import World
 WHITENED = 0.15
 """Each direction is divided by its variance to this power: between 0, where the few strongest directions decide all
 distances, and a half, where all weigh the same."""
+LEAST_VARIANCE = 1e-7
+"""Of a direction, as a part of all: less is rounding."""
 DISTANCE = 1.5
 """What the mean squared distance of two rows becomes: with less all rows look alike, with more none does."""
 
@@ -33,7 +35,8 @@ def project(rows: Rows, standard: Standard, *, world: World) -> tuple[Tensor, Te
     matrix, shift = torch.zeros(width, rows.width), torch.zeros(width)
     if world.rank == 0:
         leading = covariance(product)
-        kept = leading.values > 1e-7 * leading.values[0]
+        # A feature that varies at all has variance 1 here: where none does, no direction is left.
+        kept = leading.values > LEAST_VARIANCE * leading.values.sum().clamp(min=1)
         variances = leading.values[kept].pow(1 - 2 * WHITENED)
         size = (DISTANCE / (2 * variances.sum())).sqrt()
         scaled = leading.directions[:, kept] * leading.values[kept].pow(-WHITENED) * size

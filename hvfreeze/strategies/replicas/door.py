@@ -136,7 +136,7 @@ class Replicas:
         rows = rows_of(batches, layer, fetch=source.of, expect=source.expect, held_out=held_out, memory_bytes=memory)
         with self.clock.within("optimizer"):
             counted = lambda *of: add(Answers(*of[:2]), of[2])  # noqa: E731
-            fit = solve(rows, layer, world=world, memory_bytes=memory, stop=stop, count=counted)
+            fit = solve(rows, layer, world=world, stop=stop, count=counted)
         if fit is not None:
             self.reducer.payload_bytes += fit.exchanged_bytes
             self._solved = {"head": fit.summary()}

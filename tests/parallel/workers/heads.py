@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.fit import HeadFit, fit_softmax
+from hvfreeze.heads.kernel.fit import fit_kernel
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.world import World, end_job_on_exception
@@ -54,12 +56,36 @@ def main() -> None:
             "weight": fits[0].weight.tolist(),
             "bias": fits[0].bias.tolist(),
             "converged": fits[0].converged,
+            "compared": compared(world, rows, name),
             "penalty": chosen.penalty,
             "tried": [[trial.penalty, trial.held_out_loss, trial.held_out_accuracy] for trial in chosen.trials],
         }
     refused = refusals(world, table)
     report(world.rank, found=found, refused=refused)
     world.close()
+
+
+def compared(world: World, rows: RowsInMemory, name: str) -> dict[str, Any]:
+    """Return what a head that compares rows answers to this rank's, in this rank's order, gathered in rank order."""
+    fits = [
+        fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=kept, penalties=[0.1], tolerance=1e-6)
+        for kept in (2**30, 0)
+    ]
+    chosen = fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=2**30)
+    digests = []
+    for fit in (*fits, chosen):
+        assert fit is not None
+        tensors = (fit.weight, fit.centres, fit.projection, fit.shift)
+        bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+        digests.append(hashlib.sha256(bits + repr(fit.summary()).encode()).hexdigest())
+    assert digests[0] == digests[1], f"{name}: lines that are kept and lines that are not give other bits"
+    assert len(set(world.allgather_object(tuple(digests), name="compared"))) == 1, f"{name}: ranks differ"
+    last = world.size - 1
+    stops = fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=0, stop=lambda: world.rank == last)
+    assert stops is None, "one rank's wish ends it on all"
+    assert fits[0] is not None and chosen is not None
+    said = world.allgather_object(fits[0].answers.tolist(), name="said")
+    return {"said": [row for share in said for row in share], "penalty": chosen.penalty, "rows": chosen.rows}
 
 
 def refusals(world: World, table: tuple[Tensor, Tensor, Tensor]) -> list[str]:

@@ -51,7 +51,7 @@ Ask = Callable[[Job, str], bool]
 @contextmanager
 def asking(world: World, ask: Ask) -> Iterator[None]:
     """Ask on the last rank to leave, when `ask` says so, at every point where that can be heeded."""
-    solve, make_step, make_epoch = Replicas.solve_head, loop.train_step, loop.EPOCHS["exact"]
+    solve, make_step, make_epoch = Replicas.solve_head, loop.train_step, loop.EPOCHS["kernel"]
     jobs: list[Job] = []
     is_last = world.rank == world.size - 1
 
@@ -71,12 +71,12 @@ def asking(world: World, ask: Ask) -> Iterator[None]:
         make_epoch(job, epoch, progress)
 
     Replicas.solve_head, loop.train_step = solve_head, step  # type: ignore[method-assign]
-    loop.EPOCHS["exact"] = solve_epoch
+    loop.EPOCHS["kernel"] = solve_epoch
     try:
         yield
     finally:
         Replicas.solve_head, loop.train_step = solve, make_step  # type: ignore[method-assign]
-        loop.EPOCHS["exact"] = make_epoch
+        loop.EPOCHS["kernel"] = make_epoch
 
 
 def stopped(runs: Runs, name: str, ask: Ask, **changes: Any) -> None:

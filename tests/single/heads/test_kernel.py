@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
+from hvfreeze.heads.kernel import choice
 from hvfreeze.heads.kernel import fit as fitting
-from hvfreeze.heads.kernel.fit import SCALES, KernelFit, best_scale, fit_kernel
+from hvfreeze.heads.kernel.choice import SCALES, best_scale
+from hvfreeze.heads.kernel.fit import KernelFit, fit_kernel
 from hvfreeze.heads.kernel.module import KernelHead, gaussian
 from hvfreeze.heads.multilevel import MultiLevelClassifier, export, take
 from hvfreeze.heads.rows import RowsInMemory
@@ -92,9 +94,10 @@ def test_what_no_plane_divides_is_learnt() -> None:
     assert float((answers(fit, others).argmax(1) == truth).float().mean()) > 0.95
 
 
-def test_held_out_rows_choose_and_are_fitted_only_in_the_end() -> None:
+def test_held_out_rows_choose_and_are_fitted_only_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     table = labelled_table(500)
     _, labels, held_out = table
+    monkeypatch.setattr(choice, "TOLERANCE", 1e-6)
     fit = found(table, tolerance=1e-6)
     kernel = gaussian(fit.centres, fit.centres).double()
     targets = functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
@@ -126,14 +129,36 @@ def test_a_stronger_penalty_is_chosen_where_labels_are_noise() -> None:
 
 def test_lines_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits() -> None:
     table = labelled_table(1203)
-    kept, anew = found(table), found(table, memory_bytes=0)
-    assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
+    kept = found(table)
+    for memory_bytes in (0, 4 * 1203 * 600):
+        anew = found(table, memory_bytes=memory_bytes)
+        assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
+
+
+def test_of_many_rows_the_penalty_is_chosen_on_a_part_and_all_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels, held_out = labelled_table(900)
+    monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
+    parted = found((features, labels, held_out), tolerance=1e-6)
+    assert parted.rows == 900 and parted.centres.shape[0] == 900
+    whole = found((features, labels, held_out), tolerance=1e-6, penalties=[parted.penalty])
+    solutions = [fit.weight / fit.weight.norm() for fit in (parted, whole)]
+    torch.testing.assert_close(*solutions, atol=1e-5, rtol=0)
+    held = [trial.held_out_accuracy * int(held_out[::3].sum()) for trial in parted.trials]
+    assert all(abs(right - round(right)) < 1e-6 for right in held)
+
+
+def test_features_that_say_nothing_give_a_head_that_knows_nothing() -> None:
+    _, labels, held_out = labelled_table(200)
+    fit = found((torch.zeros(200, 12), labels, held_out))
+    said = answers(fit, torch.zeros(2, 12))
+    assert bool(said.isfinite().all()) and float(said.std()) < 1
+    assert fit.converged and not fit.projection.any()
 
 
 def test_many_classes_are_solved_a_few_penalties_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     table = labelled_table(400)
     together = found(table, tolerance=1e-6)
-    monkeypatch.setattr(fitting, "MOST_COLUMNS", CLASSES)
+    monkeypatch.setattr(choice, "MOST_COLUMNS", CLASSES)
     alone = found(table, tolerance=1e-6)
     assert alone.penalty == together.penalty
     assert [trial.penalty for trial in alone.trials] == [trial.penalty for trial in together.trials]

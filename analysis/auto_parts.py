@@ -29,6 +29,7 @@ PARTS: dict[str, dict[str, Value]] = {
     "without-votes": {"auto_without": "votes"},
     "without-guard": {"auto_without": "guard"},
     "without-last-solve": {"auto_without": "last-solve"},
+    "linear-head": {"head_fit": "exact"},
     "last-block-only": {"head": "last"},
 }
 WORDS = {
@@ -36,7 +37,8 @@ WORDS = {
     "without-votes": "votes while tuning",
     "without-guard": "keeping the better on held-out samples",
     "without-last-solve": "solving again after tuning",
-    "last-block-only": "features of all blocks but the last",
+    "linear-head": "a head that compares rows, instead of a linear one,",
+    "last-block-only": "features of all blocks but the last, and a head that compares rows,",
 }
 
 

@@ -2,8 +2,8 @@
 
     python -m analysis.exact_head --preset reduced --data-dir DIR --weights FILE
 
-All blocks frozen, one factor at a time changed from what `--freeze auto` does: every block's features at no more than
-4 x 4 cells, each image and its mirror image, in float32, images normalised as the weights were trained.
+All blocks frozen, one factor at a time changed from a linear head on every block's features at no more than 4 x 4
+cells, of each image and its mirror image, in float32, images normalised as the weights were trained.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ VARIANTS: dict[str, dict[str, Value]] = {
     "residual blocks": {"blocks": "residual"},
     "four views": {"augment": "views:4"},
     "eight views": {"augment": "views:8"},
+    "compared with every row": {"head_fit": "kernel"},
     "bfloat16": {"precision": "bfloat16"},
     "rows in float16": {"cache": "on", "cache_dtype": "float16"},
     "the data's normalisation": {},
 }
 FEATURES = tuple(VARIANTS)[:7]
-"""Those that change what the head reads; the others change how exactly it is computed."""
+"""Those that change what the head reads; behind the kernel, the others change how exactly it is computed."""
+KERNEL = tuple(VARIANTS)[7]
 
 
 def slug(variant: str) -> str:
@@ -85,13 +87,14 @@ def answers(results: Results) -> list[Answer]:
     level, found = results.mean(PLAIN, "test_accuracy"), []
     for question, among in (
         ("Which features should a solved head read?", FEATURES),
-        ("How exactly must a solved head's features be computed?", tuple(VARIANTS)[len(FEATURES) :]),
+        ("Must a solved head be linear?", (KERNEL,)),
+        ("How exactly must a solved head's features be computed?", tuple(VARIANTS)[len(FEATURES) + 1 :]),
     ):
         gains = {variant: gained(results, variant) for variant in tested(results) if variant in among}
         told = "; ".join(f"{variant} {shown(gain, signed_points)}" for variant, gain in gains.items())
         text = (
-            f"Those of every block at no more than 4 x 4 cells, of the image and its mirror image, in float32, give "
-            f"{shown(level, percent, count=True)}. Instead: {told or 'nothing yet'}."
+            "A linear one on those of every block at no more than 4 x 4 cells, of image and mirror image, in float32, "
+            f"gives {shown(level, percent, count=True)}. Instead: {told or 'nothing yet'}."
         )
         found.append(Answer(question=question, text=text, n=level.n))
     return found

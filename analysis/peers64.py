@@ -15,8 +15,8 @@ PEERS = ("full", "last-stage-cached", "exact", "auto")
 
 GROUND = Ground(larger=2, peers=PEERS, rates_of="peers")
 OWN = (
-    "Of the ways that are planned full fine-tuning and auto were made; auto that tunes on two seeds, of 5000 samples.",
-    "Auto was timed while another job was busy on cores of its own.",
+    "Of the ways that are planned full fine-tuning and auto were made.",
+    "Auto that tunes was timed while another job was busy on cores of its own.",
 )
 EXPERIMENT = at("peers64", GROUND, limits=(*TAKEN_RATES, *OWN))
 

@@ -14,7 +14,7 @@ from analysis.sweeps.experiment import main
 GROUND = Ground(counts=MORE, peers=PEERS, rates_of="peers")
 OWN = (
     "Of the ways that are planned full fine-tuning and auto were made.",
-    "Auto was timed while another job was busy on cores of its own.",
+    "Auto that tunes was timed while another job was busy on cores of its own.",
 )
 EXPERIMENT = at("peers_more", GROUND, limits=(*TAKEN_RATES, *OWN))
 

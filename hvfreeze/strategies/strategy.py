@@ -126,7 +126,7 @@ class WholeModel(NamedTuple):
 
 
 class SolvesHeads(Protocol):
-    """What --head-fit exact asks of a strategy, beside the door's own."""
+    """What a solved head asks of a strategy, beside the door's own."""
 
     def solve_head(
         self,

@@ -40,7 +40,7 @@ from hvfreeze.ranks.world import World
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
 TOLERANCE = 0.03
 """What may be missing of the right sides: less changed no accuracy."""
-MOST_COMPARED = 10_000
+MOST_COMPARED = 5_000
 """Rows on which the penalty is chosen, held-out ones among them: how weak it may be changes little with more."""
 MOST_ROWS = 50_000
 """Every pair of rows is compared: with so many, lines of 10 GB for all ranks."""

@@ -105,6 +105,13 @@ PEERS = {
         tuned=MappingProxyType({SMOKE_SAMPLES: (4,), 5_000: (4,), 20_000: (4,)}),
         needs="auto_without",
     ),
+    "auto-one-view": Peer(
+        flags=MappingProxyType({"freeze": "auto", "augment": "none", "evaluate_every": 1000}),
+        rate_of="full",
+        lr=0.05,
+        once=True,
+        needs="auto_without",
+    ),
 }
 
 

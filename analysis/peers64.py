@@ -10,7 +10,7 @@ import sys
 from analysis.peers import TAKEN_RATES, Ground, at
 from analysis.sweeps.experiment import main
 
-PEERS = ("full", "last-stage-cached", "exact", "auto")
+PEERS = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
 """Ours, what they are held against, and at 32 pixels the strongest of the others that store rows."""
 
 GROUND = Ground(larger=2, peers=PEERS, rates_of="peers")

@@ -21,7 +21,7 @@ Costs = Mapping[str, Mapping[str, float]]
 """Ranks and batch -> kind of step -> seconds."""
 DEEPEST = 5
 """The cut below the head."""
-SOLVED = ("exact", "auto")
+SOLVED = ("exact", "auto", "auto-one-view")
 """The peers that solve a head."""
 
 

@@ -62,7 +62,7 @@ def looks_of(labels: Sequence[str], *, reference: str, ours: Sequence[str]) -> d
         colour, marker = QUIET[number % len(QUIET)], MARKERS[(number + number // len(QUIET)) % len(MARKERS)]
         looks[label] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 0.9, "zorder": 2}
     looks[reference] = {"color": BASELINE, "marker": ".", "markersize": 8, "linewidth": 2.2, "zorder": 3}
-    for label, colour, marker in zip(ours, (COLOURS[1], COLOURS[0]), "*D"):
+    for label, colour, marker in zip(ours, (COLOURS[1], COLOURS[0], COLOURS[2]), "*DP"):
         size = 13 if marker == "*" else 7
         looks[label] = {"color": colour, "marker": marker, "markersize": size, "linewidth": 1.5, "zorder": 4}
     return looks

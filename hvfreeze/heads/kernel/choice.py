@@ -14,7 +14,7 @@ from hvfreeze.heads.kernel.gram import Gram
 from hvfreeze.heads.nystrom import covariance
 from hvfreeze.heads.solution import Trial
 
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.03
 """Of two penalties the weaker is chosen, unless the stronger lowers the held-out loss by more than this part."""
 TOLERANCE = 0.1
 """While it is chosen, what may be missing of the right sides: such vectors have the held-out loss, nearly."""

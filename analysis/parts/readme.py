@@ -170,12 +170,12 @@ def ways(root: Path) -> str:
     if not lines:
         return NOTHING_YET
     return (
-        "![Accuracy against training time of twelve ways of fine-tuning](analysis/results/peers/figures/front.png)\n\n"
+        "![Accuracy against training time of all ways of fine-tuning](analysis/results/peers/figures/front.png)\n\n"
         "ResNet-18 pretrained on CIFAR-100, fine-tuned on a few images of CIFAR-10, 2 ranks, 95 % intervals; the "
         "figure is of 32 pixels.\n`--freeze auto` has no learning rate to choose; full fine-tuning has the best that "
         "was tried, and as many epochs as serve it best:\n\n"
         + "\n".join(lines)
-        + "\n\nThat is training time: starting, reading images and evaluating take as long in every way, beside it."
+        + "\n\nThat is training time: starting, reading images and evaluating come beside it, much alike in every way."
     )
 
 
@@ -183,11 +183,17 @@ def beside_full(root: Path, name: str) -> Iterator[str]:
     """Yield a line for each number of samples of an experiment: `--freeze auto` beside full fine-tuning."""
     for samples, own in by_samples(open_results(root, name)):
         auto, full = Cell(samples=samples, peer="auto", epochs=1).label, best_full(own)
+        once = Cell(samples=samples, peer="auto-one-view", epochs=1).label
+        mirrorless = own.of(once) and (
+            f"without mirror images (`--augment none`) {shown(own.mean(once, 'test_accuracy'), percent)} in "
+            f"{seconds(own.mean(once, 'train_seconds').mean)}; "
+        )
         if own.of(auto):
             yield (
                 f"- [{samples} images at {own.of(auto)[0]['image_size']} pixels](analysis/results/{name}/README.md): "
                 f"{shown(own.mean(auto, 'test_accuracy'), percent, count=True)} in "
-                f"{seconds(own.mean(auto, 'train_seconds').mean)}; full fine-tuning comes to "
+                f"{seconds(own.mean(auto, 'train_seconds').mean)}; {mirrorless or ''}full "
+                "fine-tuning comes to "
                 f"{shown(own.mean(full, 'test_accuracy'), percent)} in "
                 f"{seconds(own.mean(full, 'train_seconds').mean)}, {cell_of(full).epochs} epochs; "
                 f"{shown(own.over_front(auto), signed_points)} against full fine-tuning that is trained as long."

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +16,12 @@ from hvfreeze.heads.kernel import fit as fitting
 from hvfreeze.heads.kernel.choice import SCALES, best_scale
 from hvfreeze.heads.kernel.fit import KernelFit, fit_kernel
 from hvfreeze.heads.kernel.module import KernelHead, gaussian
-from hvfreeze.heads.multilevel import MultiLevelClassifier, export, take
+from hvfreeze.heads.multilevel import MultiLevelClassifier, take
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.ranks.world import SoloWorld
 from tests.single.heads.table import CLASSES, labelled_table
 from tests.single.heads.test_features import small_chain
-from tests.single.heads.test_multilevel import READER
+from tests.single.heads.test_multilevel import loads_and_runs_elsewhere
 
 PLENTY = 2**30
 Table = tuple[Tensor, Tensor, Tensor]
@@ -205,18 +202,8 @@ def test_the_head_is_kept_loaded_exported_and_says_the_same_in_bfloat16(tmp_path
             assert torch.equal(classifier.head(features), logits)
     assert (logits.argmax(1) == labels).float().mean() > 0.9
 
-    torch.save(classifier.state_dict(), tmp_path / "model.pt")
-    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2], kernel=True).eval()
-    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    with torch.no_grad():
-        assert torch.equal(other(images), logits)
-
-    torch.save((images, logits), tmp_path / "pair.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        export(classifier, tmp_path / "classifier.pt2", example=images[:2])
-    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert reader.returncode == 0, reader.stderr
+    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2], kernel=True)
+    loads_and_runs_elsewhere(classifier, other, images, logits, tmp_path)
 
 
 def test_gradients_reach_the_features() -> None:

@@ -46,17 +46,28 @@ def test_solved_classifier_loads_and_runs_from_a_file_without_hvfreeze(tmp_path:
     torch.testing.assert_close(logits, features @ fit.weight.t() + fit.bias)
     assert (logits.argmax(1) == labels).float().mean() > 0.9
 
-    torch.save(classifier.state_dict(), tmp_path / "model.pt")
-    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2]).eval()
-    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2])
+    loads_and_runs_elsewhere(classifier, other, images, logits, tmp_path)
+
+
+def loads_and_runs_elsewhere(
+    classifier: MultiLevelClassifier,
+    other: MultiLevelClassifier,
+    images: torch.Tensor,
+    logits: torch.Tensor,
+    folder: Path,
+) -> None:
+    """Check that `other` says the same with the parameters of `classifier`, and so does an exported file."""
+    torch.save(classifier.state_dict(), folder / "model.pt")
+    other.eval().load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     with torch.no_grad():
         assert torch.equal(other(images), logits)
 
-    torch.save((images, logits), tmp_path / "pair.pt")
+    torch.save((images, logits), folder / "pair.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        export(classifier, tmp_path / "classifier.pt2", example=images[:2])
-    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        export(classifier, folder / "classifier.pt2", example=images[:2])
+    reader = subprocess.run([sys.executable, "-c", READER], cwd=folder, capture_output=True, text=True, timeout=120)
     assert reader.returncode == 0, reader.stderr
 
 

@@ -106,11 +106,11 @@ PEERS = {
         needs="auto_without",
     ),
     "auto-one-view": Peer(
-        flags=MappingProxyType({"freeze": "auto", "augment": "none", "evaluate_every": 1000}),
+        flags=MappingProxyType({"freeze": "auto", "mirror": "off", "evaluate_every": 1000}),
         rate_of="full",
         lr=0.05,
         once=True,
-        needs="auto_without",
+        needs="mirror",
     ),
 }
 

@@ -30,7 +30,7 @@ WORDS = {
     "composer": "Composer's freezing",
     "exact": "head solved exactly",
     "auto": "--freeze auto",
-    "auto-one-view": "--freeze auto --augment none",
+    "auto-one-view": "--freeze auto --mirror off",
 }
 """Ways as a reader of a figure knows them."""
 

@@ -185,7 +185,7 @@ def beside_full(root: Path, name: str) -> Iterator[str]:
         auto, full = Cell(samples=samples, peer="auto", epochs=1).label, best_full(own)
         once = Cell(samples=samples, peer="auto-one-view", epochs=1).label
         mirrorless = own.of(once) and (
-            f"without mirror images (`--augment none`) {shown(own.mean(once, 'test_accuracy'), percent)} in "
+            f"without mirror images (`--mirror off`) {shown(own.mean(once, 'test_accuracy'), percent)} in "
             f"{seconds(own.mean(once, 'train_seconds').mean)}; "
         )
         if own.of(auto):

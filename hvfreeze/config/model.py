@@ -51,9 +51,15 @@ class HeadConfig:
     )
     pool: int = setting(4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells")
 
+    mirror: str = setting(
+        "on", "WHETHER", "on: a solved head is fitted to every sample and its mirror image; off: half the time"
+    )
+
     def __post_init__(self) -> None:
+        one_of("mirror", self.mirror, ("on", "off"))
         one_of("head", self.head, ("last", "multi-level"))
         one_of("head-fit", self.head_fit, ("sgd", "exact", "kernel"))
+        rule(self.solved or self.mirrors, "mirror", self.mirror, "left out with --head-fit sgd")
         rule(1 <= self.pool <= MOST_CELLS, "pool", self.pool, f"in 1..{MOST_CELLS}")
         # Features of several blocks differ a hundredfold in size: no learning rate fits them all.
         fits = self.head == "last" or self.solved
@@ -63,3 +69,8 @@ class HeadConfig:
     def solved(self) -> bool:
         """Whether the head is solved, not trained."""
         return self.head_fit != "sgd"
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether a solved head is fitted to mirror images too, where they show the same."""
+        return self.mirror == "on"

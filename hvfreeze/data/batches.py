@@ -119,7 +119,8 @@ def open_feeds(
     replicas: int,
     budget_bytes: int,
     statistics: Statistics | None = None,
-    mirrored: bool = False,
+    solved: bool = False,
+    mirror: bool = True,
 ) -> tuple[TrainFeed, Images]:
     """Load the pixels of a replica's training and evaluation samples.
 
@@ -131,7 +132,8 @@ def open_feeds(
         replicas: how many there are.
         budget_bytes: what each split's pixels may take in memory.
         statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
-        mirrored: see `augment_of`.
+        solved: see `augment_of`.
+        mirror: whether mirror images are wanted where a head is solved.
     """
 
     def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Images:
@@ -146,7 +148,7 @@ def open_feeds(
         workers = max(1, torch.get_num_threads())
         return Images(load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers), transform)
 
-    augment = augment_of(data, mirrored=mirrored, flips=corpus.train.flips)
+    augment = augment_of(data, solved=solved, mirrors=mirror and corpus.train.flips)
     train, evaluated = all_loaded(
         partial(load, corpus.train, corpus.plan.shards[replica], augment),
         partial(load, corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none")),
@@ -154,16 +156,16 @@ def open_feeds(
     return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated
 
 
-def augment_of(data: DataConfig, *, mirrored: bool, flips: bool) -> Augment:
+def augment_of(data: DataConfig, *, solved: bool, mirrors: bool) -> Augment:
     """Return the views that training samples are shown in.
 
     Args:
         data: says --augment.
-        mirrored: a solved head is fitted to them: with anything but `views:K`, which are fixed, a sample is seen as
-            it is and, where flips make sense, as its mirror image.
-        flips: whether a sample's mirror image shows the same.
+        solved: a head is fitted to them: with anything but `views:K`, which are fixed, a sample is seen as it is and,
+            where `mirrors` says so, as its mirror image.
+        mirrors: whether a sample's mirror image shows the same, and is wanted.
     """
     augment = parse_augment(data.augment)
-    if not mirrored or augment.kind == "views":
+    if not solved or augment.kind == "views":
         return augment
-    return MIRRORED if flips else parse_augment("none")
+    return MIRRORED if mirrors else parse_augment("none")

@@ -99,7 +99,8 @@ def load_share(config: Config, world: World, corpus: Corpus) -> tuple[TrainFeed,
             replicas=replicas,
             budget_bytes=memory_budget(world.local_size) if reads_images(world, config.strategy) else 0,
             statistics=statistics_of(config.model),
-            mirrored=config.head.solved,
+            solved=config.head.solved,
+            mirror=config.head.mirrors,
         ),
     )
 

@@ -12,6 +12,7 @@ from hvfreeze.chain.blocks import Chain
 from hvfreeze.chain.segments import work_of
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, augment_of
+from hvfreeze.data.views.augment import Augment
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.frozen import release_model
 from hvfreeze.heads.kernel.fit import MOST_ROWS
@@ -79,7 +80,7 @@ class Opener:
             if cut > deepest:
                 raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
             work = work_of(chain, torch.zeros(1, *self.blueprint.image_shape))
-            augment = augment_of(config.data, mirrored=True, flips=self.materials.corpus.train.flips)
+            augment = self._augment(config)
             costs = Costs(views=max(1, augment.num_views), frozen=sum(work[:cut]) / sum(work))
         return stages_of(
             config,
@@ -125,8 +126,7 @@ class Opener:
     def _affordable(self) -> Config:
         """Return the run's settings; with --freeze auto, a head that cannot compare so many rows is a linear one."""
         config = self.config
-        augment = augment_of(config.data, mirrored=config.head.solved, flips=self.materials.corpus.train.flips)
-        rows = sum(map(len, self.materials.feed.plan.shards)) * max(1, augment.num_views)
+        rows = sum(map(len, self.materials.feed.plan.shards)) * max(1, self._augment(config).num_views)
         if not config.freeze.auto or config.head.head_fit != "kernel" or rows <= MOST_ROWS:
             return config
         return replace(config, head=replace(config.head, head_fit="exact"))
@@ -143,9 +143,12 @@ class Opener:
         return self.blueprint.solvable(chain, head) if head.solved else chain
 
     def _feed(self, stage: Stage) -> TrainFeed:
-        data, feed = stage.config.data, self.materials.feed
-        augment = augment_of(data, mirrored=stage.config.head.solved, flips=self.materials.corpus.train.flips)
-        return feed.shown(augment, without=feed.held_out(HELD_OUT) if stage.guarded else None)
+        feed = self.materials.feed
+        return feed.shown(self._augment(stage.config), without=feed.held_out(HELD_OUT) if stage.guarded else None)
+
+    def _augment(self, config: Config) -> Augment:
+        mirrors = config.head.mirrors and self.materials.corpus.train.flips
+        return augment_of(config.data, solved=config.head.solved, mirrors=mirrors)
 
     def _check_held_out(self) -> None:
         feed = self.materials.feed

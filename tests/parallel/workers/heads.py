@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.fit import HeadFit, fit_softmax
+from hvfreeze.heads.kernel import fit as fitting
 from hvfreeze.heads.kernel.fit import fit_kernel
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
 from hvfreeze.ranks.horovod_world import open_world
@@ -43,6 +44,8 @@ def main() -> None:
     world = open_world()
     end_job_on_exception(world)
     table = labelled_table()
+    # Of so many rows the penalty is chosen on a part.
+    fitting.MOST_COMPARED = len(table[1]) // 2
     found = {}
     for name, split in shares(world.size, len(table[1])).items():
         rows = mine(world, split, table)
@@ -85,7 +88,9 @@ def compared(world: World, rows: RowsInMemory, name: str) -> dict[str, Any]:
     assert stops is None, "one rank's wish ends it on all"
     assert fits[0] is not None and chosen is not None
     said = world.allgather_object(fits[0].answers.tolist(), name="said")
-    return {"said": [row for share in said for row in share], "penalty": chosen.penalty, "rows": chosen.rows}
+    best = max(trial.held_out_accuracy for trial in chosen.trials)
+    told = {"penalty": chosen.penalty, "rows": chosen.rows, "held_out_accuracy": best}
+    return {"said": [row for share in said for row in share], **told}
 
 
 def refusals(world: World, table: tuple[Tensor, Tensor, Tensor]) -> list[str]:

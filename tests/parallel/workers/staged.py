@@ -89,6 +89,17 @@ def stopped(runs: Runs, name: str, ask: Ask, **changes: Any) -> None:
 
 
 @contextmanager
+def few_compared() -> Iterator[None]:
+    """Let all samples be more than a head may compare."""
+    before = opening.MOST_ROWS  # type: ignore[attr-defined]
+    opening.MOST_ROWS = 10  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        opening.MOST_ROWS = before  # type: ignore[attr-defined]
+
+
+@contextmanager
 def spoiling() -> Iterator[None]:
     """Let tuning end in a network that gives the same for all images."""
     turn = Course.turn
@@ -173,12 +184,15 @@ def try_parts(runs: Runs) -> dict[str, Any]:
     parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes"}
     without = {name: runs(name, auto_without=left_out) for name, left_out in parts.items()}
     solved = runs("solved", epochs=1)
+    with few_compared():
+        runs("linear", epochs=1)
     with spoiling():
         spoilt, unguarded = runs("spoilt"), runs("unguarded", auto_without="guard")
     if runs.world.rank == 0:
-        for name in ("solved", "no-votes", "no-last-solve"):
-            applied = hvfreeze.load(runs.root / name)
-            assert applied.card.head == ("last" if name == "no-last-solve" else "kernel:2")
+        heads = {"solved": "kernel:2", "no-votes": "kernel:2", "no-last-solve": "last", "linear": "multi-level:2"}
+        for name, head in heads.items():
+            assert hvfreeze.load(runs.root / name).card.head == head, name
+        assert "head-fit exact, not kernel" in (runs.root / "linear" / "log.txt").read_text()
         kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
         assert kept.keys() == first.keys()
         assert [key for key in kept if not torch.equal(kept[key], first[key])] == []

@@ -95,6 +95,11 @@ def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_f
             {"head_fit": "sgd"},
             r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact or kernel too",
         ),
+        ({"mirror": "never"}, r"--mirror \(never\) must be one of on, off"),
+        (
+            {"head": "last", "head_fit": "sgd", "mirror": "off"},
+            r"--mirror \(off\) must be left out with --head-fit sgd",
+        ),
         ({"augment": "fresh"}, r"--augment \(fresh\) must be none or views:K with --head-fit exact"),
         ({"freeze": "linear"}, r"--freeze \(linear\) must be left out with --head-fit exact"),
         ({"head": "last", "head_fit": "kernel"}, r"--head \(last\) must be multi-level with --head-fit kernel"),

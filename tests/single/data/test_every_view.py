@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.batches import TrainFeed, open_feeds
+from hvfreeze.data.batches import TrainFeed, augment_of, open_feeds
 from hvfreeze.data.dealing import deal
 from hvfreeze.data.sets.opening import open_data
 
@@ -51,3 +51,20 @@ def test_held_out_samples_are_the_same_for_all_replicas_and_a_part_of_each_class
     assert len(ids) == 10
     assert set(ids) <= set(np.concatenate(found[0].plan.shards))
     assert Counter(found[0].labels[ids].tolist()).most_common()[0][1] <= 2
+
+
+@pytest.mark.parametrize(
+    ("augment", "solved", "mirrors", "kind"),
+    [
+        ("fresh", True, True, "mirrored"),
+        ("none", True, True, "mirrored"),
+        ("fresh", True, False, "none"),
+        ("views:3", True, True, "views:3"),
+        ("fresh", False, True, "fresh"),
+    ],
+)
+def test_a_solved_head_sees_every_sample_as_it_is_and_mirrored_where_that_is_wanted(
+    augment: str, solved: bool, mirrors: bool, kind: str
+) -> None:
+    found = augment_of(DataConfig(augment=augment), solved=solved, mirrors=mirrors)
+    assert str(found) == kind

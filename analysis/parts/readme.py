@@ -97,7 +97,7 @@ def whole(root: Path) -> str:
         better += [in_words(results, label) for label in labels if results.change(label, reference).low > 0]
     if better:
         return f"More accurate than full fine-tuning for all epochs: {', '.join(better)}."
-    return "Nothing here is shown to be more accurate than full fine-tuning for all epochs."
+    return "Of these none is shown to be more accurate than full fine-tuning for all epochs."
 
 
 def cache(root: Path) -> str:

@@ -195,7 +195,8 @@ def beside_full(root: Path, name: str) -> Iterator[str]:
                 f"{seconds(own.mean(auto, 'train_seconds').mean)}; {mirrorless or ''}full "
                 "fine-tuning comes to "
                 f"{shown(own.mean(full, 'test_accuracy'), percent)} in "
-                f"{seconds(own.mean(full, 'train_seconds').mean)}, {cell_of(full).epochs} epochs; "
+                f"{seconds(own.mean(full, 'train_seconds').mean)}, {cell_of(full).epochs} epochs. "
+                f"That is {shown(own.change(auto, full), signed_points)} against it, and "
                 f"{shown(own.over_front(auto), signed_points)} against full fine-tuning that is trained as long."
             )
 

@@ -14,10 +14,7 @@ PEERS = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
 """Ours, what they are held against, and at 32 pixels the strongest of the others that store rows."""
 
 GROUND = Ground(larger=2, peers=PEERS, rates_of="peers")
-OWN = (
-    "Of the ways that are planned full fine-tuning and auto were made.",
-    "Auto that tunes was timed while another job was busy on cores of its own.",
-)
+OWN = ("Of the ways that are planned full fine-tuning and auto were made.",)
 EXPERIMENT = at("peers64", GROUND, limits=(*TAKEN_RATES, *OWN))
 
 if __name__ == "__main__":

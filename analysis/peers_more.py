@@ -12,10 +12,7 @@ from analysis.peers64 import PEERS
 from analysis.sweeps.experiment import main
 
 GROUND = Ground(counts=MORE, peers=PEERS, rates_of="peers")
-OWN = (
-    "Of the ways that are planned full fine-tuning and auto were made.",
-    "Auto that tunes was timed while another job was busy on cores of its own.",
-)
+OWN = ("Of the ways that are planned full fine-tuning and auto were made.",)
 EXPERIMENT = at("peers_more", GROUND, limits=(*TAKEN_RATES, *OWN))
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from hvfreeze.heads.solution import Solution
 from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
 
-USUAL_PASSES = 40
-"""Over the rows, until a head is solved."""
+USUAL_PASSES, COMPARING_PASSES = 40, 5
+"""Over the rows, until a linear head is solved, and until rows have become the points that are compared."""
 
 Count = Callable[[Tensor, Tensor, float], None]
 
@@ -93,4 +93,6 @@ def solve(
 def times_asked_for(batches: Sequence[Batch], layer: SolvableHead, *, memory_bytes: int) -> int:
     """Return how often a row is asked for while a head is solved: once where rows are kept in memory."""
     rows = sum(batch.counted for batch in batches)
-    return 1 if fits(rows, layer.in_features, memory_bytes) else USUAL_PASSES
+    if fits(rows, layer.in_features, memory_bytes):
+        return 1
+    return COMPARING_PASSES if isinstance(layer, KernelHead) else USUAL_PASSES

@@ -28,9 +28,9 @@ WORDS = {
     "autofreeze": "AutoFreeze, cached",
     "pipetransformer": "PipeTransformer, cached",
     "composer": "Composer's freezing",
-    "exact": "head solved exactly",
+    "exact": "linear head, solved",
     "auto": "--freeze auto",
-    "auto-one-view": "--freeze auto --mirror off",
+    "auto-one-view": "auto, --mirror off",
 }
 """Ways as a reader of a figure knows them."""
 

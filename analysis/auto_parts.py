@@ -37,8 +37,8 @@ WORDS = {
     "without-votes": "votes while tuning",
     "without-guard": "keeping the better on held-out samples",
     "without-last-solve": "solving again after tuning",
-    "linear-head": "a head that compares rows, instead of a linear one,",
-    "last-block-only": "features of all blocks but the last, and a head that compares rows,",
+    "linear-head": "comparing rows instead of a linear head",
+    "last-block-only": "features of all blocks but the last, and comparing rows",
 }
 
 
@@ -125,7 +125,7 @@ EXPERIMENT = Experiment(
     limits=(
         "CIFAR-10 at 32 pixels and one network that was trained on CIFAR-100; at 64 pixels tuning gives more.",
         "One number of samples and one number of epochs.",
-        "Runs that lack a part were made beside another job on other cores: accuracies repeat, times do not.",
+        "All but the run without tuning were made beside another job on other cores: accuracies repeat, times do not.",
     ),
 )
 

@@ -48,6 +48,8 @@ NORMALISED: dict[str, Value] = {"mean": "0.5071,0.4865,0.4409", "std": "0.2673,0
 """As the weights were trained, on CIFAR-100."""
 CACHED: dict[str, Value] = {"augment": "views:2", "cache": "on"}
 LAST_STAGE: dict[str, Value] = {"freeze": "static", "cut": 4}
+EXACT: dict[str, Value] = {"head": "multi-level", "head_fit": "exact", "augment": "views:2"}
+AUTO: dict[str, Value] = {"freeze": "auto", "evaluate_every": 1000}
 HEAD_ALONE: dict[str, Value] = {"freeze": "static", "cut": 5}
 
 
@@ -90,27 +92,17 @@ PEERS = {
         flags=MappingProxyType({"freeze": "geometric", **CACHED}), rate_of="full", last=1, most_samples=5_000
     ),
     "composer": Peer(flags=MappingProxyType({"freeze": "linear"}), rate_of="full", last=1, most_samples=5_000),
-    "exact": Peer(
-        flags=MappingProxyType({"head": "multi-level", "head_fit": "exact", "augment": "views:2"}),
-        rate_of="full",
-        once=True,
-        needs="head_fit",
-    ),
+    "exact": Peer(flags=MappingProxyType(EXACT), rate_of="full", once=True, needs="head_fit"),
     "auto": Peer(
-        flags=MappingProxyType({"freeze": "auto", "evaluate_every": 1000}),
+        flags=MappingProxyType(AUTO),
         rate_of="full",
         lr=0.05,
         once=True,
-        # What eight hours for all peers leave room for.
         tuned=MappingProxyType({SMOKE_SAMPLES: (4,), 5_000: (4,), 20_000: (4,)}),
         needs="auto_without",
     ),
     "auto-one-view": Peer(
-        flags=MappingProxyType({"freeze": "auto", "mirror": "off", "evaluate_every": 1000}),
-        rate_of="full",
-        lr=0.05,
-        once=True,
-        needs="mirror",
+        flags=MappingProxyType({**AUTO, "mirror": "off"}), rate_of="full", lr=0.05, once=True, needs="mirror"
     ),
 }
 

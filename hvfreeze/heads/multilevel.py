@@ -12,9 +12,9 @@ from hvfreeze.chain.blocks import Block, Chain
 from hvfreeze.config.model import HeadConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.heads.features import EveryBlock, before_last_layer
-from hvfreeze.heads.fit import HeadFit
 from hvfreeze.heads.kernel.fit import KernelFit
 from hvfreeze.heads.kernel.module import KernelHead
+from hvfreeze.heads.linear.fit import HeadFit
 
 SolvableHead = nn.Linear | KernelHead
 

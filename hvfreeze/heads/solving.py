@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.data.batches import Batch
-from hvfreeze.heads.fit import HeadFit, fit_softmax
 from hvfreeze.heads.kernel.fit import KernelFit, fit_kernel
 from hvfreeze.heads.kernel.module import KernelHead
+from hvfreeze.heads.linear.fit import HeadFit, fit_softmax
 from hvfreeze.heads.multilevel import SolvableHead, take
 from hvfreeze.heads.rows import Rows, RowsOfBatches, fits, gather
 from hvfreeze.heads.solution import Solution

@@ -1,6 +1,6 @@
 """The kernel's matrix over all ranks' rows: each rank computes the lines of its own rows, and products with vectors.
 
-Rank 0 leads, as in `heads.loss`: it alone decides what is multiplied next; the other ranks follow.
+Rank 0 leads, as in `heads.linear.loss`: it alone decides what is multiplied next; the other ranks follow.
 """
 
 from __future__ import annotations

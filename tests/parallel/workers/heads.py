@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hvfreeze.errors import NumericsError, UsageError
-from hvfreeze.heads.fit import HeadFit, fit_softmax
 from hvfreeze.heads.kernel import fit as fitting
 from hvfreeze.heads.kernel.fit import fit_kernel
+from hvfreeze.heads.linear.fit import HeadFit, fit_softmax
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.world import World, end_job_on_exception

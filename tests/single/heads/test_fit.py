@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.fit import HeadFit, fit_softmax
-from hvfreeze.heads.loss import SoftmaxLoss
+from hvfreeze.heads.linear.fit import HeadFit, fit_softmax
+from hvfreeze.heads.linear.loss import SoftmaxLoss
 from hvfreeze.heads.rows import Chunk, RowsInMemory, RowsOfBatches, gather
 from hvfreeze.heads.standard import measure
 from hvfreeze.ranks.world import SoloWorld

@@ -13,7 +13,7 @@ from torch import nn
 
 from hvfreeze.config.model import HeadConfig
 from hvfreeze.errors import RefusedError
-from hvfreeze.heads.fit import fit_softmax
+from hvfreeze.heads.linear.fit import fit_softmax
 from hvfreeze.heads.multilevel import MultiLevelClassifier, export, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.ranks.world import SoloWorld

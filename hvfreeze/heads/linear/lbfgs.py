@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvfreeze.heads.loss import Point
+from hvfreeze.heads.linear.loss import Point
 from hvfreeze.heads.nystrom import Covariance
 
 SUFFICIENT_DECREASE = 1e-4

@@ -26,8 +26,8 @@ from typing import cast
 from torch import Tensor
 
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.lbfgs import Lbfgs, Minimum
-from hvfreeze.heads.loss import SoftmaxLoss
+from hvfreeze.heads.linear.lbfgs import Lbfgs, Minimum
+from hvfreeze.heads.linear.loss import SoftmaxLoss
 from hvfreeze.heads.nystrom import covariance, sketch
 from hvfreeze.heads.rows import Rows
 from hvfreeze.heads.solution import Solution, Stopped, Trial

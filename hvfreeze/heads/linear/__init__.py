@@ -1,0 +1,1 @@
+"""A linear head: multinomial logistic regression over all ranks."""

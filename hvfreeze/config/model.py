@@ -50,7 +50,6 @@ class HeadConfig:
         auto="kernel",
     )
     pool: int = setting(4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells")
-
     mirror: str = setting(
         "on", "WHETHER", "on: a solved head is fitted to every sample and its mirror image; off: half the time"
     )

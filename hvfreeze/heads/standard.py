@@ -98,6 +98,20 @@ def measure(rows: Rows, *, world: World) -> Standard:
     return Standard(mean, scale, int(count), int(moments[1, -1]), taken_off)
 
 
+def check_choice(standard: Standard, penalties: int) -> None:
+    """Refuse to choose among several penalties where no rows are held out; on all ranks alike.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if penalties > 1 and standard.held_out == 0:
+        error = UsageError(
+            f"head fit: {penalties} penalties and no held-out samples to choose by; give more training samples"
+        )
+        error.everywhere = True
+        raise error
+
+
 def _one_hot(world: World, on: bool) -> Tensor:
     vector = torch.zeros(world.size, dtype=torch.int32)
     vector[world.rank] = int(on)

@@ -34,7 +34,7 @@ from hvfreeze.heads.kernel.projection import gathered, points_of, project
 from hvfreeze.heads.nystrom import covariance
 from hvfreeze.heads.rows import Rows
 from hvfreeze.heads.solution import Solution, Stopped
-from hvfreeze.heads.standard import Standard, measure
+from hvfreeze.heads.standard import check_choice, measure
 from hvfreeze.ranks.world import World
 
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
@@ -114,7 +114,8 @@ def fit_kernel(
     if not values or min(values) <= 0 or len(set(values)) < len(values):
         raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
     standard = measure(rows, world=world)
-    check(standard, values)
+    check_choice(standard, len(values))
+    check_count(standard.count)
     matrix, shift = project(rows, standard, world=world)
     mine = points_of(rows, matrix, shift)
     counts = world.allgather_object(len(mine[0]), name="head.counts")
@@ -149,18 +150,17 @@ def fit_kernel(
     )
 
 
-def check(standard: Standard, penalties: Sequence[float]) -> None:
-    """Refuse rows that cannot be fitted, on all ranks alike."""
-    message = ""
-    if len(penalties) > 1 and standard.held_out == 0:
-        message = f"{len(penalties)} penalties and no held-out samples to choose by; give more training samples"
-    if standard.count > MOST_ROWS:
-        message = (
-            f"{standard.count} views of samples, and with kernel every pair of them is compared: it takes at most "
+def check_count(views: int) -> None:
+    """Refuse more rows than can be compared; to be called on all ranks alike.
+
+    Raises:
+        UsageError: there are more than `MOST_ROWS`.
+    """
+    if views > MOST_ROWS:
+        error = UsageError(
+            f"head fit: {views} views of samples, and with kernel every pair of them is compared: it takes at most "
             f"{MOST_ROWS}; pass --head-fit exact"
         )
-    if message:
-        error = UsageError(f"head fit: {message}")
         error.everywhere = True
         raise error
 

@@ -31,7 +31,7 @@ from hvfreeze.heads.linear.loss import SoftmaxLoss
 from hvfreeze.heads.nystrom import covariance, sketch
 from hvfreeze.heads.rows import Rows
 from hvfreeze.heads.solution import Solution, Stopped, Trial
-from hvfreeze.heads.standard import Standard, measure
+from hvfreeze.heads.standard import Standard, check_choice, measure
 from hvfreeze.ranks.world import World
 
 PENALTIES = tuple(10 ** (-half / 2) for half in range(17))
@@ -94,12 +94,7 @@ def fit_softmax(
     if not values or min(values) <= 0 or values != sorted(set(values), reverse=True):
         raise UsageError(f"penalties ({values}) must be above 0 and decreasing, at least one")
     standard = measure(rows, world=world)
-    if len(values) > 1 and standard.held_out == 0:
-        error = UsageError(
-            f"head fit: {len(values)} penalties and no held-out samples to choose by; give more training samples"
-        )
-        error.everywhere = True
-        raise error
+    check_choice(standard, len(values))
     product = sketch(rows, standard, world=world)
     loss = SoftmaxLoss(rows, standard, classes=classes, world=world, stop=stop)
     if world.rank > 0:

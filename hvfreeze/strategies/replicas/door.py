@@ -132,11 +132,16 @@ class Replicas:
         """Solve the head on the features of `batches`; see `SolvesHeads`."""
         self.begin_epoch(batches)
         world, layer = self.freezer.world, head_of(self.chain)
-        memory, source = memory_budget(world.local_size), self.training
-        rows = rows_of(batches, layer, fetch=source.of, expect=source.expect, held_out=held_out, memory_bytes=memory)
+        rows = rows_of(
+            batches,
+            layer,
+            fetch=self.training.of,
+            expect=self.training.expect,
+            held_out=held_out,
+            memory_bytes=memory_budget(world.local_size),
+        )
         with self.clock.within("optimizer"):
-            counted = lambda *of: add(Answers(*of[:2]), of[2])  # noqa: E731
-            fit = solve(rows, layer, world=world, stop=stop, count=counted)
+            fit = solve(rows, layer, world=world, stop=stop, count=lambda *of: add(Answers(*of[:2]), of[2]))
         if fit is not None:
             self.reducer.payload_bytes += fit.exchanged_bytes
             self._solved = {"head": fit.summary()}

@@ -15,7 +15,7 @@ from hvfreeze.data.batches import TrainFeed, augment_of
 from hvfreeze.data.views.augment import Augment
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.frozen import release_model
-from hvfreeze.heads.kernel.fit import MOST_ROWS
+from hvfreeze.heads.kernel.fit import MOST_ROWS, check_count
 from hvfreeze.heads.kernel.module import KernelHead
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.ranks.agreement import together
@@ -127,8 +127,11 @@ class Opener:
         """Return the run's settings; with --freeze auto, a head that cannot compare so many rows is a linear one."""
         config = self.config
         rows = sum(map(len, self.materials.feed.plan.shards)) * max(1, self._augment(config).num_views)
-        if not config.freeze.auto or config.head.head_fit != "kernel" or rows <= MOST_ROWS:
+        if config.head.head_fit != "kernel" or rows <= MOST_ROWS:
             return config
+        if not config.freeze.auto:
+            # Before hours of features, not after them.
+            check_count(rows)
         return replace(config, head=replace(config.head, head_fit="exact"))
 
     def _expect_solution(self, stage: Stage, forward: float) -> float:

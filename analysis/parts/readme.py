@@ -159,8 +159,8 @@ def network(root: Path) -> str:
     return (
         "ResNet-18 at 32 pixels, 64 images a rank, one rank a node: images a second, and in brackets the part of as "
         "many times the fastest way's\non one node ([numbers, forecasts, limits](analysis/results/network/README.md)). "
-        "The first four "
-        f"ways are `--compression` of ours.\n\n{table(rows)}\n\n{verdicts(rows)}"
+        "Where nothing is\nsent, nodes train beside each other, each for itself: what they lose is the shared "
+        f"machine's doing. The next four are `--compression` of ours.\n\n{table(rows)}\n\n{verdicts(rows)}"
     )
 
 

@@ -21,6 +21,7 @@ from analysis.benchmarks.material import HeldBatch, HeldSteps, Setting, held_bat
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
 from hvfreeze.ranks.exchange.forecast import CANDIDATES
+from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.strategies.replicas.trial import TRIED_STEPS
 
 BATCH_ROWS, SIDE_PIXELS = 64, 32
@@ -89,7 +90,11 @@ def ways_of(ranks: Ranks, scratch: Path, *, batch_rows: int) -> dict[str, Way]:
         warm = TRYING_STEPS if compression == "auto" else WARM_STEPS
         return Way(HeldSteps(job).step, UNFUSED, replicas_of(job).plan.report, warm=warm)
 
+    scratch_alone = scratch / f"alone-{ranks.rank}"
+    scratch_alone.mkdir()
+    alone = Setting(world=SoloWorld(), scratch=scratch_alone, batch_rows=batch_rows, side=SIDE_PIXELS)
     return {
+        "nothing sent": Way(HeldSteps(alone.job("alone")).step, UNFUSED),
         "auto": ours("auto", "auto"),
         "uncompressed": ours("uncompressed", "none"),
         "fp16": ours("fp16", "fp16"),

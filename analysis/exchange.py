@@ -40,7 +40,11 @@ from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.units import factor
 from hvfreeze.runs.environment import facts_of_this_rank
 
-NETWORKS = ((2, "1gbit", 1), (3, "1gbit", 1), (4, "1gbit", 1), (2, "200mbit", 1), (2, "1gbit", 2))
+NETWORKS = (
+    *((nodes, "1gbit", 1) for nodes in (2, 3, 4)),
+    *((nodes, "200mbit", 1) for nodes in (2, 4, 8)),
+    (2, "1gbit", 2),
+)
 """Nodes, link, ranks a node."""
 REPEATS, EXCHANGES = 4, 4
 THEIRS = {

@@ -95,7 +95,7 @@ def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", sizes(3, of=(2, 3)))
+@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
 def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nodes, folder: Path, size: int) -> None:
     worker = [sys.executable, str(WORKERS / "sent_gradients.py"), str(folder / "found")]
     done = nodes.run(HOROVODRUN, "-np", str(size), *worker)

@@ -39,9 +39,8 @@ def algorithm(ranks: int, size: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", range(2, 70))
-def test_the_ring_is_taken_for_long_messages_where_ranks_are_no_power_of_two(ranks: int) -> None:
-    ragged = ranks < 64 and ranks & (ranks - 1) != 0
-    assert algorithm(ranks, LARGE) == (RING if ragged else 0)
+def test_the_ring_is_taken_for_long_messages_of_three_to_63_ranks(ranks: int) -> None:
+    assert algorithm(ranks, LARGE) == (RING if 3 <= ranks < 64 else 0)
     assert algorithm(ranks, SMALL) == 0
 
 

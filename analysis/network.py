@@ -146,7 +146,7 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
         "## Limits\n\n"
         "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"
         "- The kernel adds no latency to the links.\n"
-        "- Where nothing is sent, every node trains for itself: what it loses is what nodes take from each other here.\n"
+        "- Where nothing is sent, nodes train each for itself: what they lose they take from each other.\n"
         "- torch's PowerSGD hook ends the process over gloo as it stands; its sums are made one after the other here.\n"
         "- Images are random and in memory; one job a network, its ways in turn.\n\n"
         "## How it was made\n\n"

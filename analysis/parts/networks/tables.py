@@ -9,7 +9,7 @@ from pathlib import Path
 NETWORKS = [(1, "")] + [(nodes, limit) for limit in ("200mbit", "1gbit", "10gbit", "") for nodes in (2, 4)]
 LIMITS = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "": "no limit"}
 NOTHING_SENT = "nothing sent"
-"""Ranks that train beside each other, each for itself: what they lose against one alone is the shared machine's doing."""
+"""Ranks that train beside each other, each for itself: what they lose against one is the machine's doing."""
 WAYS = (NOTHING_SENT, "auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
 
 

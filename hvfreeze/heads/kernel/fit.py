@@ -159,7 +159,7 @@ def check_count(views: int) -> None:
     if views > MOST_ROWS:
         error = UsageError(
             f"head fit: {views} views of samples, and with kernel every pair of them is compared: it takes at most "
-            f"{MOST_ROWS}; pass --head-fit exact"
+            f"{MOST_ROWS}; pass --head-fit exact, or --mirror off where that halves them"
         )
         error.everywhere = True
         raise error

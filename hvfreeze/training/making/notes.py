@@ -15,10 +15,12 @@ def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
     settings, notes = config.freeze, []
     untrained = config.model.weights == "none"
     if settings.auto:
-        if stages[0].config.head.head_fit != config.head.head_fit:
+        taken = stages[0].config.head
+        if taken != config.head:
+            same_fit = taken.head_fit == config.head.head_fit
+            instead = "no mirror images" if same_fit else "head-fit exact, not kernel"
             notes.append(
-                f"head-fit exact, not kernel: there are more than {MOST_ROWS} views of samples, every pair of which it "
-                "would compare"
+                f"{instead}: there are more than {MOST_ROWS} views of samples, every pair of which kernel would compare"
             )
         solved = "the head is solved on a network with random weights; --freeze auto is for trained --weights"
         return [*notes, solved] if untrained and len(stages) == 1 else notes

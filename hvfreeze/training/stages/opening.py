@@ -124,15 +124,24 @@ class Opener:
         )
 
     def _affordable(self) -> Config:
-        """Return the run's settings; with --freeze auto, a head that cannot compare so many rows is a linear one."""
+        """Return the run's settings; with --freeze auto, a head that cannot compare so many rows takes fewer, or none.
+
+        Mirror images go first: with them a linear head is behind one that compares rows without them.
+        """
         config = self.config
-        rows = sum(map(len, self.materials.feed.plan.shards)) * max(1, self._augment(config).num_views)
-        if config.head.head_fit != "kernel" or rows <= MOST_ROWS:
+        if config.head.head_fit != "kernel" or self._rows(config) <= MOST_ROWS:
             return config
         if not config.freeze.auto:
             # Before hours of features, not after them.
-            check_count(rows)
+            check_count(self._rows(config))
+        alone = replace(config, head=replace(config.head, mirror="off"))
+        if self._rows(alone) <= MOST_ROWS:
+            return alone
         return replace(config, head=replace(config.head, head_fit="exact"))
+
+    def _rows(self, config: Config) -> int:
+        """Return how many views of samples a head is fitted to, on all ranks."""
+        return sum(map(len, self.materials.feed.plan.shards)) * max(1, self._augment(config).num_views)
 
     def _expect_solution(self, stage: Stage, forward: float) -> float:
         batches, head = self._feed(stage).every_view(), head_of(self._chain(stage))

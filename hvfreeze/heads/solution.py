@@ -18,6 +18,8 @@ class Trial:
     held_out_loss: float
     held_out_accuracy: float
     steps: int
+    whole: bool = True
+    """Whether it was fitted to all rows that are not held out, not to a part of them."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def solve(
     layer: SolvableHead,
     *,
     world: World,
+    judged: bool,
     stop: Callable[[int], bool],
     count: Count,
 ) -> Solution | None:
@@ -58,6 +59,7 @@ def solve(
         rows: this rank's.
         layer: becomes the solution, the same on every rank.
         world: the ranks.
+        judged: whether held-out rows are to say how good the solution is, and not only which penalty is.
         stop: told after every few batches how many rows have their features, and 0 in every pass of the solution; true
             on some rank ends it all.
         count: told at the end the logits, (B, classes), labels and mean loss of every batch.
@@ -73,7 +75,7 @@ def solve(
     if isinstance(layer, KernelHead):
         # Half of what is available beside the rows: to compute lines anew takes ten times as long as to use them.
         memory = memory_budget(world.local_size) * 3 // 2
-        fit = fit_kernel(rows, classes=classes, world=world, memory_bytes=memory, stop=asked)
+        fit = fit_kernel(rows, classes=classes, world=world, memory_bytes=memory, judged=judged, stop=asked)
     else:
         fit = fit_softmax(rows, classes=classes, world=world, stop=asked)
     if fit is None:

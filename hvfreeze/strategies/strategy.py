@@ -133,6 +133,7 @@ class SolvesHeads(Protocol):
         batches: Sequence[Batch],
         *,
         held_out: NDArray[np.bool_],
+        judged: bool,
         stop: Callable[[int], bool],
         add: Callable[[Answers, float], None],
     ) -> Solution | None:
@@ -143,6 +144,7 @@ class SolvesHeads(Protocol):
         Args:
             batches: this replica's, each sample and view once; there may be none.
             held_out: (samples,) for each sample id whether it chooses the penalty.
+            judged: whether they are to say how good the solution is besides, by a fit to all other samples.
             stop: told after every few batches how many rows have their features, and 0 in every pass of the solution;
                 true on some rank ends it all.
             add: told at the end what the solved head answers to every batch, and the mean loss.

@@ -122,6 +122,14 @@ class Job:
         """Whether nothing is left to do."""
         return self.course.is_last and self.stage_epoch == self.stage.epochs
 
+    @property
+    def solution_is_judged(self) -> bool:
+        """Whether the guard will hold the solution of this stage against another, made alike."""
+        if self.guard is None or len(self.course.stages) == 1:
+            return False
+        # The first may be of a run that was to end with it, and has grown since.
+        return self.guard.best is None or self.guard.best.verdict.whole
+
     def stages_told(self) -> list[dict[str, Any]]:
         """Return what came of each stage, for summary.json."""
         verdicts = {v.stage: v for v in self.guard.verdicts} if self.guard else {}

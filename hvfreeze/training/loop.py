@@ -107,7 +107,9 @@ def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
         count(job.totals, {MODEL: answers}, {MODEL: loss})
 
     solver = cast(SolvesHeads, job.strategy)
-    fit = solver.solve_head(batches, held_out=job.feed.held_out(HELD_OUT), stop=stop, add=add)
+    fit = solver.solve_head(
+        batches, held_out=job.feed.held_out(HELD_OUT), judged=job.solution_is_judged, stop=stop, add=add
+    )
     if fit is None:
         leave(job)
         return

@@ -32,8 +32,14 @@ class Choice:
     scale: float
     trials: tuple[Trial, ...]
 
+    def judged(self, scale: float, trial: Trial) -> Choice:
+        """Return the choice with what a better trial of its penalty says."""
+        return Choice(self.penalty, scale, tuple(trial if t.penalty == self.penalty else t for t in self.trials))
 
-def choose(gram: Gram, labels: Tensor, held_out: Tensor, *, classes: int, penalties: Sequence[float]) -> Choice:
+
+def choose(
+    gram: Gram, labels: Tensor, held_out: Tensor, *, classes: int, penalties: Sequence[float], whole: bool
+) -> Choice:
     """Return the penalty that held-out rows choose; the others are fitted with all penalties at once.
 
     Rank 0 calls this while every other rank is in `Gram.follow`.
@@ -44,6 +50,7 @@ def choose(gram: Gram, labels: Tensor, held_out: Tensor, *, classes: int, penalt
         held_out: (N,) bool.
         classes: C.
         penalties: above 0.
+        whole: whether these are all rows.
 
     Raises:
         Stopped: some rank wants to stop.
@@ -64,15 +71,20 @@ def choose(gram: Gram, labels: Tensor, held_out: Tensor, *, classes: int, penalt
         )
         said = gram.times(solved.vectors)[held_out].double()
         for penalty, answers in zip(some, said.split(classes, 1), strict=True):
-            scale, loss = best_scale(answers, truth)
-            right_ones = float((answers.argmax(1) == truth).double().mean())
-            trials.append(Trial(penalty, loss, right_ones, solved.steps))
+            scale, trial = tried(penalty, answers, truth, steps=solved.steps, whole=whole)
+            trials.append(trial)
             scales.append(scale)
     # Rows that are left out here are fitted in the end, and with more rows a weaker penalty is the better one.
     bound = (1 + LEAST_GAIN) * min(trial.held_out_loss for trial in trials)
     good = [place for place, trial in enumerate(trials) if trial.held_out_loss <= bound]
     best = min(good, key=lambda place: trials[place].penalty)
     return Choice(trials[best].penalty, scales[best], tuple(trials))
+
+
+def tried(penalty: float, answers: Tensor, truth: Tensor, *, steps: int, whole: bool) -> tuple[float, Trial]:
+    """Return what held-out rows say of a penalty, by their answers, (B, C), and labels; the factor that suits them."""
+    scale, loss = best_scale(answers, truth)
+    return scale, Trial(penalty, loss, float((answers.argmax(1) == truth).double().mean()), steps, whole)
 
 
 def targets(labels: Tensor, classes: int) -> Tensor:

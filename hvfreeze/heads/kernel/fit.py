@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.kernel.choice import Choice, best_scale, choose, targets
+from hvfreeze.heads.kernel.choice import Choice, best_scale, choose, targets, tried
 from hvfreeze.heads.kernel.conjugate import MOST_STEPS, solve
 from hvfreeze.heads.kernel.gram import Gram
 from hvfreeze.heads.kernel.projection import gathered, points_of, project
@@ -87,6 +87,7 @@ def fit_kernel(
     penalties: Sequence[float] = PENALTIES,
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
+    judged: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> KernelFit | None:
     """Return the head that solves kernel ridge regression on the rows of all ranks, the same bits on every rank.
@@ -104,6 +105,7 @@ def fit_kernel(
         penalties: above 0; with one, nothing is chosen.
         tolerance: what may be missing of the right sides, as a part of them.
         most_steps: of the solver; `KernelFit.converged` tells whether they sufficed.
+        judged: whether held-out rows are to judge the penalty by a fit to all others, also where a part has chosen it.
         stop: asked in every product; true on some rank ends the search.
 
     Raises:
@@ -130,13 +132,17 @@ def fit_kernel(
             before, within = (int((some < end).sum()) for end in (first, first + counts[world.rank]))
             part = open_gram(centres[some], first=before, count=within - before)
         choosing = partial(choose, part, labels[some], held_out[some].bool(), classes=classes, penalties=values)
+        choosing = partial(choosing, whole=part is whole)
         choice = world.broadcast_object(led(part, choosing, world=world), name="head.choice")
     if choice is None:
         return None
     if part is not whole:
         whole.passes, whole.exchanged_bytes = part.passes, part.exchanged_bytes
         part.forget()
-    solving = partial(finish, whole, labels, choice, classes=classes, tolerance=tolerance, most_steps=most_steps)
+    judging = held_out.bool() if judged and part is not whole else None
+    solving = partial(
+        finish, whole, labels, choice, classes=classes, held_out=judging, tolerance=tolerance, most_steps=most_steps
+    )
     found = world.broadcast_object(led(whole, solving, world=world), name="head.fit")
     if found is None:
         return None
@@ -180,18 +186,36 @@ def led(gram: Gram, work: Callable[[], T], *, world: World) -> T | None:
     return result
 
 
-def finish(gram: Gram, labels: Tensor, choice: Choice, *, classes: int, tolerance: float, most_steps: int) -> Found:
-    """Return the solution on all rows; see `choose` for who calls this."""
-    right = targets(labels, classes)
-    solved = solve(
+def finish(
+    gram: Gram,
+    labels: Tensor,
+    choice: Choice,
+    *,
+    classes: int,
+    held_out: Tensor | None,
+    tolerance: float,
+    most_steps: int,
+) -> Found:
+    """Return the solution on all rows, held-out ones judge it before where they are given; see `choose` for who calls.
+
+    Raises:
+        Stopped: some rank wants to stop.
+    """
+    right, everything = targets(labels, classes), torch.ones(len(labels), dtype=torch.bool)
+    fitted_to = partial(
+        solve,
         gram.times,
         right,
         torch.full((classes,), choice.penalty, dtype=torch.float64),
-        fitted=torch.ones(len(labels), dtype=torch.bool),
         leading=covariance(gram.sketch().double()),
         tolerance=tolerance,
         most_steps=most_steps,
     )
+    if held_out is not None:
+        others = fitted_to(fitted=~held_out)
+        answers = gram.times(others.vectors)[held_out].double()
+        choice = choice.judged(*tried(choice.penalty, answers, labels[held_out], steps=others.steps, whole=True))
+    solved = fitted_to(fitted=everything)
     # What the solver has left tells the answers without another product.
     said = right - solved.left - choice.penalty * solved.vectors
     scale = choice.scale if choice.trials else best_scale(said, labels)[0]

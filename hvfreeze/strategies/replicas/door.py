@@ -126,22 +126,21 @@ class Replicas:
         batches: Sequence[Batch],
         *,
         held_out: NDArray[np.bool_],
+        judged: bool,
         stop: Callable[[int], bool],
         add: Callable[[Answers, float], None],
     ) -> Solution | None:
         """Solve the head on the features of `batches`; see `SolvesHeads`."""
         self.begin_epoch(batches)
-        world, layer = self.freezer.world, head_of(self.chain)
+        world, layer, features = self.freezer.world, head_of(self.chain), self.training
+        memory = memory_budget(world.local_size)
         rows = rows_of(
-            batches,
-            layer,
-            fetch=self.training.of,
-            expect=self.training.expect,
-            held_out=held_out,
-            memory_bytes=memory_budget(world.local_size),
+            batches, layer, fetch=features.of, expect=features.expect, held_out=held_out, memory_bytes=memory
         )
         with self.clock.within("optimizer"):
-            fit = solve(rows, layer, world=world, stop=stop, count=lambda *of: add(Answers(*of[:2]), of[2]))
+            fit = solve(
+                rows, layer, world=world, judged=judged, stop=stop, count=lambda *of: add(Answers(*of[:2]), of[2])
+            )
         if fit is not None:
             self.reducer.payload_bytes += fit.exchanged_bytes
             self._solved = {"head": fit.summary()}

@@ -25,6 +25,8 @@ class Verdict:
     held_out_accuracy: float
     held_out_loss: float
     kept: bool
+    whole: bool = True
+    """Whether of a head fitted to all other samples, not to a part of them; only like is held against like."""
 
 
 @dataclass(eq=False)
@@ -61,7 +63,7 @@ class Guard:
         assert trial is not None, "a penalty that was given says nothing of held-out samples"
         best = self.best.verdict if self.best else None
         kept = best is None or (fit.converged and trial.held_out_accuracy > best.held_out_accuracy)
-        verdict = Verdict(stage, trial.held_out_accuracy, trial.held_out_loss, kept)
+        verdict = Verdict(stage, trial.held_out_accuracy, trial.held_out_loss, kept, trial.whole)
         self.verdicts.append(verdict)
         if kept or self.best is None:
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -145,6 +145,25 @@ def test_of_many_rows_the_penalty_is_chosen_on_a_part_and_all_are_fitted(monkeyp
     assert all(abs(right - round(right)) < 1e-6 for right in held)
 
 
+def test_held_out_rows_judge_by_a_fit_to_all_others_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = labelled_table(900)
+    _, labels, held_out = table
+    monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
+    asked, unasked = (found(table, tolerance=1e-6, judged=judged) for judged in (True, False))
+    assert asked.penalty == unasked.penalty and asked.chosen is not None and unasked.chosen is not None
+    assert asked.chosen.whole and not any(trial.whole for trial in unasked.trials)
+    others = [trial for trial in asked.trials if trial.penalty != asked.penalty]
+    assert others == [trial for trial in unasked.trials if trial.penalty != asked.penalty]
+    kernel, fitted = gaussian(asked.centres, asked.centres).double(), ~held_out
+    system = kernel[fitted][:, fitted] + asked.penalty * torch.eye(int(fitted.sum()), dtype=torch.float64)
+    answered = torch.linalg.solve(system, functional.one_hot(labels, CLASSES).double()[fitted] - 1 / CLASSES)
+    said, truth = kernel[held_out][:, fitted] @ answered, labels[held_out]
+    assert asked.chosen.held_out_accuracy == pytest.approx(float((said.argmax(1) == truth).double().mean()), abs=0.01)
+    assert asked.chosen.held_out_loss == pytest.approx(best_scale(said, truth)[1], rel=0.01)
+    directions = [fit.weight / fit.weight.norm() for fit in (asked, unasked)]
+    torch.testing.assert_close(*directions, atol=1e-6, rtol=0)
+
+
 def test_features_that_say_nothing_give_a_head_that_knows_nothing() -> None:
     _, labels, held_out = labelled_table(200)
     fit = found((torch.zeros(200, 12), labels, held_out))

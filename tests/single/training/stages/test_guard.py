@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.heads.solution import Solution, Trial
 from hvfreeze.training.checkpoints.file import packed, unpacked
 from hvfreeze.training.evaluation import Score
+from hvfreeze.training.job import Job
 from hvfreeze.training.stages.guard import Guard
 
 
-def solution(accuracy: float, *, converged: bool = True) -> Solution:
-    trials = (Trial(1.0, 9.0, 0.99, 1), Trial(0.1, 1.0, accuracy, 1), Trial(0.01, 2.0, 0.99, 1))
+def solution(accuracy: float, *, converged: bool = True, whole: bool = True) -> Solution:
+    trials = (Trial(1.0, 9.0, 0.99, 1), Trial(0.1, 1.0, accuracy, 1, whole), Trial(0.01, 2.0, 0.99, 1))
     return Solution(0.1, trials, 0.5, 10, 1, 1, 0.1, converged, 0)
 
 
@@ -55,3 +59,18 @@ def test_a_guard_goes_through_a_checkpoint() -> None:
     assert not judged(loaded, model, 0.5, stage=2)
     assert all(torch.equal(mine, then) for mine, then in zip(model.state_dict().values(), kept, strict=True))
     assert loaded.verdicts[0] == guard.verdicts[0]
+
+
+def test_only_solutions_that_were_judged_alike_are_compared() -> None:
+    verdicts = [Guard().judge(solution(0.5, whole=whole), nn.Linear(3, 2), {}, stage=0) for whole in (True, False)]
+    assert [verdict.whole for verdict in verdicts] == [True, False]
+    best = SimpleNamespace(verdict=verdicts[1])
+    for guard, stages, judged in (
+        (None, 3, False),
+        (Guard(), 1, False),
+        (Guard(), 3, True),
+        (SimpleNamespace(best=SimpleNamespace(verdict=verdicts[0])), 3, True),
+        (SimpleNamespace(best=best), 3, False),
+    ):
+        job: Any = SimpleNamespace(guard=guard, course=SimpleNamespace(stages=range(stages)))
+        assert Job.solution_is_judged.fget(job) is judged  # type: ignore[attr-defined]

@@ -136,6 +136,6 @@ class Job:
         told = []
         for number, stage in enumerate(self.course.stages):
             judged = verdicts.get(number)
-            found = {"held_out_accuracy": judged.held_out_accuracy, "kept": judged.kept} if judged else {}
+            found = judged.told() if judged else {}
             told.append({"stage": stage.name, "steps": stage.steps, **found})
         return told

@@ -28,6 +28,10 @@ class Verdict:
     whole: bool = True
     """Whether of a head fitted to all other samples, not to a part of them; only like is held against like."""
 
+    def told(self) -> dict[str, Any]:
+        """Return what summary.json says of it."""
+        return {name: value for name, value in asdict(self).items() if name != "stage"}
+
 
 @dataclass(eq=False)
 class Best:

@@ -1,0 +1,165 @@
+"""What does the whole command take, starting, reading images, evaluating and leaving included, on 1, 2 and 4 ranks?
+
+    python -m analysis.clock --data-dir DIR --weights FILE --weights64 FILE [--out DIR]
+
+`--freeze auto` beside the shortest full fine-tuning that is within half a point of the best, as the kept results of
+analysis.peers and peers64 have it, with the learning rate that it has there; ways in turn, on an idle machine. On other
+than two ranks one epoch of full fine-tuning is made, and the others take as long. Rows that are there stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from analysis.benchmarks.launching import environment
+from analysis.parts.clock_tables import kept, readme
+from analysis.parts.peers_answers import by_samples, shortest
+from analysis.parts.peers_labels import Cell, cell_of
+from analysis.peers import PEERS, work
+from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.launching import ROOT, Site, command_of
+from analysis.sweeps.presets import REDUCED, Preset
+from analysis.sweeps.provenance import commit
+from analysis.sweeps.results import open_results
+from analysis.sweeps.rows import publish
+from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.report.csv_files import to_csv
+from hvfreeze.runs.environment import facts_of_this_rank
+
+RANKS = (2, 1, 4)
+MEASURED_IN_FULL = 2
+COMPARED = {"peers": 1, "peers64": 2}
+"""Experiment -> times the preset's image size."""
+SECONDS = 1200.0
+"""After which a command hangs."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A command that is timed.
+
+    Attributes:
+        experiment: whose kept results it belongs to.
+        cell: the way, and the epochs that it is to have.
+        lr: its learning rate.
+        ranks: that it is started with.
+    """
+
+    experiment: str
+    cell: Cell
+    lr: float
+    ranks: int
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that are made."""
+        return self.cell.epochs if self.ranks == MEASURED_IN_FULL else 1
+
+    def key(self, repeat: int) -> dict[str, str]:
+        """Return what tells its row from the others."""
+        found = {"experiment": self.experiment, "samples": self.cell.samples, "way": self.cell.peer}
+        return {name: str(value) for name, value in {**found, "ranks": self.ranks, "repeat": repeat}.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, and write it up row by row; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.clock", description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", type=Path, required=True, help="CIFAR-10")
+    parser.add_argument("--weights", type=Path, required=True, help="of a ResNet-18 trained at 32 pixels")
+    parser.add_argument("--weights64", type=Path, required=True, help="of one trained at 64 pixels")
+    parser.add_argument("--out", type=Path, default=RESULTS / "clock", help="folder for rows.csv and README.md")
+    parser.add_argument("--repeats", type=int, default=1, help="of every command (1)")
+    options = parser.parse_args(arguments)
+    weights = {"peers": options.weights, "peers64": options.weights64}
+    try:
+        rows = kept(options.out / "rows.csv")
+        for repeat in range(options.repeats):
+            for timed in commands():
+                key = timed.key(repeat)
+                if not any(key.items() <= row.items() for row in rows):
+                    made = measure(
+                        timed, Site(work=options.out, data_dir=options.data_dir, weights=weights[timed.experiment])
+                    )
+                    rows.append({**key, **{name: str(value) for name, value in made.items()}})
+                    publish(options.out / "rows.csv", to_csv(rows))
+                    publish(options.out / "README.md", readme(rows, provenance()))
+                    print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    except HvfreezeError as error:
+        print(f"clock: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def commands() -> Iterator[Timed]:
+    """Yield what is timed."""
+    for ranks in RANKS:
+        for experiment in COMPARED:
+            for samples, own in by_samples(open_results(RESULTS, experiment)):
+                full = shortest(own, full=True)
+                if full is None:
+                    continue
+                for way in ("auto", "auto-one-view", "full"):
+                    cell = cell_of(full) if way == "full" else Cell(samples=samples, peer=way, epochs=1)
+                    yield Timed(experiment, cell, float(own.of(cell.label)[0]["lr"]), ranks)
+
+
+def measure(timed: Timed, site: Site) -> dict[str, Any]:
+    """Return what a command took.
+
+    Raises:
+        RefusedError: it failed, or hangs.
+    """
+    assert site.weights is not None
+    preset: Preset = replace(REDUCED, weights=site.weights.name)
+    cell = replace(timed.cell, epochs=timed.epochs)
+    flags = work(preset, cell, PEERS[cell.peer], larger=COMPARED[timed.experiment])
+    planned = preset.run(cell.label, 0, {**flags, "lr": timed.lr}, ranks=timed.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir, log = Path(folder) / "run", Path(folder) / "log.txt"
+        variables = {**environment(os.environ), "OMP_NUM_THREADS": "1"}
+        start = time.perf_counter()
+        with log.open("wb") as output:
+            try:
+                subprocess.run(
+                    command_of(planned, site, run_dir),
+                    cwd=ROOT,
+                    env=variables,
+                    check=True,
+                    timeout=SECONDS,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                last = log.read_text(errors="replace").splitlines()[-3:]
+                raise RefusedError(f"{cell.label} on {timed.ranks} ranks failed: {' / '.join(last)}") from error
+        whole = time.perf_counter() - start
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return {
+        "epochs": timed.cell.epochs,
+        "epochs_made": timed.epochs,
+        "whole_seconds": round(whole, 3),
+        "train_seconds": round(summary["train_seconds"], 3),
+        "evaluate_seconds": round(summary["seconds"]["evaluate"], 3),
+        "test_accuracy": summary["test_accuracy"],
+    }
+
+
+def provenance() -> str:
+    """Return where and by what the rows are made."""
+    known = facts_of_this_rank()
+    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}; source {commit()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

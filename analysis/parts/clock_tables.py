@@ -1,0 +1,100 @@
+"""What the measurements of `analysis.clock` came to, in Markdown."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from analysis.sweeps.statistics import Interval, mean_interval, shown
+from hvfreeze.report.units import factor, seconds
+
+PIXELS = {"peers": 32, "peers64": 64}
+WAYS = {"auto": "`--freeze auto`", "auto-one-view": "the same, `--mirror off`", "full": "full fine-tuning"}
+
+
+def kept(path: Path) -> list[dict[str, str]]:
+    """Return the rows that are there."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def found(rows: Sequence[dict[str, str]], **wanted: str) -> list[dict[str, str]]:
+    """Return the rows that have these values."""
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def times(rows: Sequence[dict[str, str]], what: str) -> Interval:
+    """Return the seconds of repeated commands, `whole` or `train`; epochs that were not made take as long as others."""
+    taken = []
+    for row in rows:
+        made, missing = float(row["train_seconds"]), int(row["epochs"]) - int(row["epochs_made"])
+        taken.append(float(row[f"{what}_seconds"]) + made * missing / int(row["epochs_made"]))
+    return mean_interval(taken)
+
+
+def grounds(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return experiments and numbers of samples, in the order of the rows."""
+    return [
+        dict(pair)
+        for pair in dict.fromkeys(tuple((key, row[key]) for key in ("experiment", "samples")) for row in rows)
+    ]
+
+
+def verdicts(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Return for every ground what the whole command takes on two ranks, and how many times faster that is."""
+    lines = []
+    for ground in grounds(rows):
+        mine = {way: found(rows, **ground, way=way, ranks="2") for way in WAYS}
+        if not all(mine.values()):
+            continue
+        whole, train = ({way: times(mine[way], what) for way in WAYS} for what in ("whole", "train"))
+        told = "; ".join(
+            f"{WAYS[way]} {shown(whole[way], seconds)}, {factor(whole['full'].mean / whole[way].mean)} as fast "
+            f"({factor(train['full'].mean / train[way].mean)} where training alone counts)"
+            for way in ("auto", "auto-one-view")
+        )
+        images = f"{ground['samples']} images at {PIXELS[ground['experiment']]} pixels"
+        epochs = f"{mine['full'][0]['epochs']} epochs of full fine-tuning {shown(whole['full'], seconds)}"
+        lines.append(f"- {images}: {epochs}; {told}")
+    return lines
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Return whole commands by ground, way and ranks, with the training in them."""
+    ranks = sorted({row["ranks"] for row in rows}, key=int)
+    lines = [
+        f"| images | way | {' | '.join(f'{count} ranks' for count in ranks)} |",
+        "|---|---|" + "---:|" * len(ranks),
+    ]
+    for ground in grounds(rows):
+        for way, words in WAYS.items():
+            cells = []
+            for count in ranks:
+                mine = found(rows, **ground, way=way, ranks=count)
+                whole, train = (seconds(times(mine, what).mean) if mine else "" for what in ("whole", "train"))
+                cells.append(f"{whole} ({train})" if mine else "")
+            pixels = PIXELS[ground["experiment"]]
+            lines.append(f"| {ground['samples']} at {pixels} pixels | {words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def readme(rows: Sequence[dict[str, str]], made_by: str) -> str:
+    """Return README.md."""
+    lines = "\n".join(verdicts(rows))
+    return (
+        "# What the whole command takes, from its start until all ranks have left\n\n"
+        "Importing libraries, listing and reading the images, training, evaluating 10 000 test images, writing the "
+        f"model. On two ranks:\n\n{lines}\n\n"
+        f"Whole command, and in brackets the training in it:\n\n{table(rows)}\n\n"
+        "## Limits\n\n"
+        "- The batch is a rank's: twice the ranks make half the steps of an epoch. Accuracies are those of 2 ranks.\n"
+        "- On 1 and 4 ranks one epoch of full fine-tuning was made; the others are taken to last as long.\n"
+        "- Ranks share one machine's memory; files had been read before.\n\n"
+        "## How it was made\n\n"
+        "- `python -m analysis.clock`: seed 0, the shortest full fine-tuning within half a point of the best\n"
+        f"- {made_by}\n"
+        "- numbers: [rows.csv](rows.csv)\n"
+    )

@@ -23,8 +23,8 @@ from typing import Any
 
 from analysis.benchmarks.launching import environment
 from analysis.parts.clock_tables import kept, readme
-from analysis.parts.peers_answers import by_samples, shortest
-from analysis.parts.peers_labels import Cell, cell_of
+from analysis.parts.peers.answers import by_samples, shortest
+from analysis.parts.peers.labels import Cell, cell_of
 from analysis.peers import PEERS, work
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.launching import ROOT, Site, command_of

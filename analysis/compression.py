@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from analysis.parts.peers_labels import Cell
+from analysis.parts.peers.labels import Cell
 from analysis.peers import PEERS, work
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value

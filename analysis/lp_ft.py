@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from analysis.parts.peers_labels import PROBE_EPOCHS, PROBE_VIEWS
+from analysis.parts.peers.labels import PROBE_EPOCHS, PROBE_VIEWS
 from hvfreeze.commands import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from analysis.parts.peers_answers import answers_of, drawings_of, tables_of
-from analysis.parts.peers_labels import Cell, best_rates
+from analysis.parts.peers.answers import answers_of, drawings_of, tables_of
+from analysis.parts.peers.labels import Cell, best_rates
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Experiment

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.benchmarks.launching import ROOT, environment
-from analysis.parts.peers_times import file_of
+from analysis.parts.peers.times import file_of
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.networks.tables import kept, table, verdicts
-from analysis.parts.peers_answers import best_full, by_samples
-from analysis.parts.peers_labels import Cell, cell_of
+from analysis.parts.peers.answers import best_full, by_samples
+from analysis.parts.peers.labels import Cell, cell_of
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from hvfreeze.report.units import percent, seconds

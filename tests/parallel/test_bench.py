@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.parts.peers_times import read_costs
+from analysis.parts.peers.times import read_costs
 from tests.parallel.mpirun import ROOT, environment
 
 pytestmark = [pytest.mark.mpi]

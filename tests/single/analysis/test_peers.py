@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from analysis import lp_ft, peers, peers64, peers_more
-from analysis.parts import peers_answers
-from analysis.parts.peers_labels import Cell, best_rates, cell_of
+from analysis.parts.peers import answers
+from analysis.parts.peers.labels import Cell, best_rates, cell_of
 from analysis.sweeps import experiment as sweep
 from analysis.sweeps import writeup
 from analysis.sweeps.estimates import total_seconds
@@ -174,13 +174,13 @@ def test_the_answer_names_who_reaches_the_best_of_full_fine_tuning_first() -> No
             row("n1000-exact-e1", seed, 2.0 + noise, 0.797 + noise),
             row("n1000-voted-e4", seed, 15.0 + noise, 0.72 + noise),
         ]
-    answer = peers_answers.answers_of(Results(Path(), rows))[0]
+    answer = answers.answers_of(Results(Path(), rows))[0]
     assert "n1000-exact-e1, 10.00x" in answer.text
     assert "Ahead of full fine-tuning trained for as many seconds: n1000-exact-e1 +9.7 points" in answer.text
     assert not answer.negative
     without = [each for each in rows if "exact" not in each["label"]]
-    assert peers_answers.answers_of(Results(Path(), without))[0].negative
-    assert "nothing else gets there" in peers_answers.answers_of(Results(Path(), without))[0].text
+    assert answers.answers_of(Results(Path(), without))[0].negative
+    assert "nothing else gets there" in answers.answers_of(Results(Path(), without))[0].text
 
 
 def test_probing_and_tuning_are_told_as_one_run(tmp_path: Path) -> None:

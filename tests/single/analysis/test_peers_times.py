@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis import step_costs
-from analysis.parts.peers_times import file_of, seconds_of, timed
+from analysis.parts.peers.times import file_of, seconds_of, timed
 from analysis.sweeps.results import Results
 
 KINDS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.parts.peers_answers import WORDS, by_samples
-from analysis.parts.peers_labels import cell_of
-from analysis.parts.peers_times import timed
+from analysis.parts.peers.answers import WORDS, by_samples
+from analysis.parts.peers.labels import cell_of
+from analysis.parts.peers.times import timed
 from analysis.parts.readme import COMPARISONS, milliseconds, ways
 from analysis.peers import PEERS
 from analysis.sweeps.experiment import RESULTS

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from analysis.parts.peers_labels import PROBE_EPOCHS, PROBE_VIEWS, cell_of
+from analysis.parts.peers.labels import PROBE_EPOCHS, PROBE_VIEWS, cell_of
 from analysis.sweeps.results import Results
 from analysis.sweeps.rows import Row
 

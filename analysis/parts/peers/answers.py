@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from analysis.parts.peers_labels import cell_of
-from analysis.parts.peers_times import timed
+from analysis.parts.peers.labels import cell_of
+from analysis.parts.peers.times import timed
 from analysis.sweeps.questions import Answer, Drawing
 from analysis.sweeps.results import Results, with_front
 from analysis.sweeps.statistics import is_below, shown, signed_points

@@ -1,0 +1,1 @@
+"""What `analysis.peers` and what follows it is made of."""

@@ -10,7 +10,10 @@ import pytest
 from tests.single.test_layout import imports_of
 
 ROOT = Path(__file__).resolve().parents[3]
-LEVELS = ("benchmarks", "benchmarks.rows", "sweeps", "writing", "parts.strategies", "parts.networks", "parts", "")
+LEVELS = (
+    *("benchmarks", "benchmarks.rows", "sweeps", "writing"),
+    *("parts.strategies", "parts.networks", "parts.peers", "parts", ""),
+)
 """Folders below analysis/, the lowest first; the commands themselves are the highest."""
 ROOMS, LINES = 12, 250
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,59 +22,8 @@ from torch import Tensor, nn
 
 from hvfreeze.errors import UsageError
 from hvfreeze.ranks.exchange.buckets import Send
+from hvfreeze.ranks.exchange.matrix import Matrix, put_product
 from hvfreeze.ranks.world import World
-
-ROWS_TOGETHER = 16
-PROJECTED_AT_ONCE = 2**16
-"""Elements, a quarter of a mebibyte: so little is multiplied as it lies, more is copied into another order first."""
-DECOMPRESSED_AT_ONCE = 2**19
-"""Two mebibytes: what is written is still in the processor when it is read again."""
-
-
-@dataclass
-class Matrix:
-    """One parameter's share of the buffers, all of them views: n x m, but `left` (P^T) r x n and `right` (Q^T) r x m.
-
-    Both thin ones lie row by row, and long rows are what products with few columns are fast for.
-    """
-
-    error: Tensor
-    """M while a step is under way."""
-    error_shaped: Tensor
-    """The same with the parameter's shape and strides, as is `gradient_shaped`."""
-    gradient: Tensor
-    gradient_shaped: Tensor
-    left: Tensor
-    right: Tensor
-    basis: Tensor | None = None
-    """P of the last step, n x r with orthonormal columns."""
-
-    def parts(self, elements: int) -> list[slice]:
-        """Return runs of rows that have about so many elements, and are multiples of what products are fast for."""
-        n, m = self.error.shape
-        rows = max(1, elements // m // ROWS_TOGETHER) * ROWS_TOGETHER
-        return [slice(start, start + rows) for start in range(0, n, rows)]
-
-    def add(self, gradient: Tensor | None) -> None:
-        """Let `error` be M = gradient + error, None for no gradient, and `left` be (M Q)^T."""
-        if gradient is not None:
-            self.error_shaped.add_(gradient)
-        torch.mm(self.right, self.error.t(), out=self.left)
-
-    def project(self) -> None:
-        """Let `basis` be P, made orthonormal, and `right` be (M^T P)^T."""
-        self.basis = torch.linalg.qr(self.left.t()).Q
-        first, *others = self.parts(PROJECTED_AT_ONCE)
-        torch.mm(self.basis[first].t(), self.error[first], out=self.right)
-        for rows in others:
-            self.right.addmm_(self.basis[rows].t(), self.error[rows])
-
-    def decompress(self) -> None:
-        """Let `gradient` be P Q^T, and `error` what that leaves out."""
-        assert self.basis is not None
-        for rows in self.parts(DECOMPRESSED_AT_ONCE):
-            torch.mm(self.basis[rows], self.right, out=self.gradient[rows])
-            self.error[rows].sub_(self.gradient[rows])
 
 
 class LowRank:
@@ -176,8 +124,8 @@ class LowRank:
         for matrix in self._in_order:
             left, right = (torch.rand(thin.shape, generator=generator) - 0.5 for thin in (matrix.left, matrix.right))
             basis = torch.linalg.qr(left.t()).Q
-            for rows in matrix.parts(DECOMPRESSED_AT_ONCE):
-                digest.update(torch.mm(basis[rows], right).numpy())
+            for part in basis.split(matrix.rows):
+                digest.update(put_product(part, right, torch.empty(len(part), right.shape[1])).numpy())
             digest.update(matrix.right.numpy())
         return digest.hexdigest()
 

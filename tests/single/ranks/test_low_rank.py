@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.ranks.exchange import low_rank
+from hvfreeze.ranks.exchange import matrix
 from hvfreeze.ranks.exchange.low_rank import LowRank
 
 R, RANKS = 3, 3
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.parametrize("at_once", [1, 32 * 41, 2**16])
 
 @pytest.fixture(autouse=True)
 def parts_of(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank, "PROJECTED_AT_ONCE", at_once)
-    monkeypatch.setattr(low_rank, "DECOMPRESSED_AT_ONCE", at_once)
+    monkeypatch.setattr(matrix, "PROJECTED_AT_ONCE", at_once)
+    monkeypatch.setattr(matrix, "WRITTEN_AT_ONCE", at_once)
 
 
 def parcel(*, size: int = RANKS) -> LowRank:
@@ -105,6 +105,17 @@ def test_a_step_is_the_papers() -> None:
                 assert off(as_matrices(got[rank])[i], average) < 3e-6
                 assert off(after[rank][f"p{i}"]["error"], wholes[rank] - average) < 3e-6
                 assert torch.equal(got[rank][i], got[0][i]), "ranks have other bits"
+
+
+def test_an_error_is_exactly_what_the_average_leaves_out() -> None:
+    parcels = [parcel() for _ in range(RANKS)]
+    for step in range(3):
+        before = [one.state_dict() for one in parcels]
+        got = step_of(parcels, step)
+        for rank, one in enumerate(parcels):
+            for i, (own, average) in enumerate(zip(*map(as_matrices, (gradients(rank, step), got[rank])), strict=True)):
+                whole = before[rank][f"p{i}"]["error"] + own
+                assert torch.equal(one.state_dict()[f"p{i}"]["error"], whole - average)
 
 
 def test_whoever_goes_on_from_a_state_has_the_same_bits() -> None:

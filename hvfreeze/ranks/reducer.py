@@ -22,7 +22,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.ranks.exchange.buckets import check_types
 from hvfreeze.ranks.exchange.convoy import Convoy, Parcel
 from hvfreeze.ranks.exchange.layout import lay_out
-from hvfreeze.ranks.exchange.low_rank import check_arithmetic
+from hvfreeze.ranks.exchange.low_rank.parcel import check_arithmetic
 from hvfreeze.ranks.exchange.signals import SIGNAL_BYTES, Header, Signals, hash_of_names
 from hvfreeze.ranks.machine.mpi_environment import TCP_MESSAGE_BYTES
 from hvfreeze.ranks.world import World

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hvfreeze.ranks.exchange.buckets import Bucket
-from hvfreeze.ranks.exchange.low_rank import LowRank
+from hvfreeze.ranks.exchange.low_rank.parcel import LowRank
 from hvfreeze.ranks.world import World
 
 Parcel = Bucket | LowRank

@@ -11,7 +11,7 @@ from torch import nn
 from hvfreeze.config.rules import parse_compression
 from hvfreeze.ranks.exchange.buckets import Bucket, lay_out_buckets, runs_of
 from hvfreeze.ranks.exchange.halves import HalfCopy
-from hvfreeze.ranks.exchange.low_rank import LowRank, fits, matrix_shape
+from hvfreeze.ranks.exchange.low_rank.parcel import LowRank, fits, matrix_shape
 from hvfreeze.ranks.world import World
 
 

@@ -13,7 +13,7 @@ from hvfreeze.config.rules import parse_compression
 from hvfreeze.ranks.exchange.buckets import Bucket
 from hvfreeze.ranks.exchange.halves import HalfCopy
 from hvfreeze.ranks.exchange.layout import thin_and_whole
-from hvfreeze.ranks.exchange.low_rank import LowRank, fits
+from hvfreeze.ranks.exchange.low_rank.parcel import LowRank, fits
 from hvfreeze.ranks.world import World
 
 TIMES = 3

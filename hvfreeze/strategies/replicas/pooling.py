@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.ranks.exchange.low_rank import pool_into
+from hvfreeze.ranks.exchange.low_rank.parcel import pool_into
 
 
 def pooled(owns: Iterable[dict[str, Any]], *, restep: Callable[[int], int]) -> dict[str, Any]:

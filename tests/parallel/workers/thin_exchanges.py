@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.ranks.exchange.low_rank import seed_of
+from hvfreeze.ranks.exchange.low_rank.parcel import seed_of
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
 from tests.parallel.workers.known_gradients import (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.ranks.exchange.convoy import Convoy
-from hvfreeze.ranks.exchange.low_rank import LowRank
+from hvfreeze.ranks.exchange.low_rank.parcel import LowRank
 from hvfreeze.ranks.world import SoloWorld
 
 

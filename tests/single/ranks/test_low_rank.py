@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.ranks.exchange import matrix
-from hvfreeze.ranks.exchange.low_rank import LowRank
+from hvfreeze.ranks.exchange.low_rank import matrix
+from hvfreeze.ranks.exchange.low_rank.parcel import LowRank
 
 R, RANKS = 3, 3
 SHAPES = [(50, 41), (24, 5, 3, 3), (9, 64)]

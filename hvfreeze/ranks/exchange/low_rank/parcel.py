@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hvfreeze.errors import UsageError
 from hvfreeze.ranks.exchange.buckets import Send
-from hvfreeze.ranks.exchange.matrix import Matrix, put_product
+from hvfreeze.ranks.exchange.low_rank.matrix import Matrix, put_product
 from hvfreeze.ranks.world import World
 
 

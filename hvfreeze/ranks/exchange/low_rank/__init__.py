@@ -1,0 +1,1 @@
+"""Gradients as matrices of low rank (PowerSGD)."""

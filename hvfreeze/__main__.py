@@ -55,14 +55,18 @@ def train(arguments: Sequence[str]) -> int:
 def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     """Train; `asked` grows by each signal that asks this rank to leave."""
     started = time.monotonic()
-    from hvfreeze.ranks.agreement import together
-    from hvfreeze.ranks.horovod_world import open_world
-    from hvfreeze.ranks.world import end_job_on_exception
+    from hvfreeze.ranks.machine.imports import kept_for_good
+
+    with kept_for_good():
+        from hvfreeze.ranks.agreement import together
+        from hvfreeze.ranks.horovod_world import open_world
+        from hvfreeze.ranks.world import end_job_on_exception
 
     world = open_world()
     end_job_on_exception(world)
     try:
-        from hvfreeze.training.run import run
+        with kept_for_good():
+            from hvfreeze.training.run import run
 
         config = together(world, lambda: configuration(parse(arguments)), name="configuration")
         summary = run(config, world, asked=asked, started=started)

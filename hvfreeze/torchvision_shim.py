@@ -14,6 +14,8 @@ import sys
 import warnings
 from typing import Any
 
+from hvfreeze.torch_compiler import compiler_stood_in_for
+
 MISSING_OPERATOR = "operator torchvision::nms does not exist"
 SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -31,14 +33,14 @@ def import_torchvision() -> Any:
         ImportError, RuntimeError: torchvision is absent or fails in any way but the one that this module mends.
     """
     try:
-        return importlib.import_module("torchvision")
+        return _import()
     except RuntimeError as error:
         if str(error) != MISSING_OPERATOR:
             raise
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     _declare_operators()
-    module = importlib.import_module("torchvision")
+    module = _import()
     if _speaks():
         warnings.warn(_mismatch(module.__version__), RuntimeWarning, stacklevel=2)
     return module
@@ -47,6 +49,11 @@ def import_torchvision() -> Any:
 def shim_used() -> bool:
     """Whether torchvision was imported with declared stand-ins for its compiled operators."""
     return bool(_declared)
+
+
+def _import() -> Any:
+    with compiler_stood_in_for():
+        return importlib.import_module("torchvision")
 
 
 def _declare_operators() -> None:

@@ -27,6 +27,17 @@ from hvfreeze.torchvision_shim import torchvision
 
 MAXVIT_WINDOW = 7
 LARGEST_IMAGE = 2048
+ANY_IMAGE = (
+    "EfficientNet",
+    "MNASNet",
+    "MobileNetV2",
+    "MobileNetV3",
+    "NarrowResNet",
+    "RegNet",
+    "ResNet",
+    "ShuffleNetV2",
+)
+"""Classes of models that run with images of a pixel, and all larger ones: trying would load torch's compiler."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ def build_model(
             f"model ({name}) is no torchvision classifier, resnet20, resnet110, timm:NAME or package:function; {hint}"
         )
     model = _construct(name, num_classes=num_classes, image_size=image_size)
-    if not _takes(model, image_size):
+    if type(model).__name__ not in ANY_IMAGE and not _takes(model, image_size):
         smallest = smallest_image_size(model)
         raise UsageError(
             f"image size ({image_size}) is too small for {name}: the smallest that works is {smallest}; "

@@ -23,6 +23,7 @@ from hvfreeze.runs.publishing import publish, publishing
 from hvfreeze.runs.reading import SUMMARY, read_object
 from hvfreeze.runs.record import finite
 from hvfreeze.strategies.strategy import WholeModel
+from hvfreeze.torch_compiler import leave_compiler_out
 from hvfreeze.training.checkpoints.best import best_path, out_of_patience
 from hvfreeze.training.checkpoints.file import newest
 from hvfreeze.training.checkpoints.restoring import restore
@@ -50,6 +51,7 @@ def run(config: Config, world: World, *, asked: Sequence[int] = (), started: flo
     """
     with noticing(signal.SIGUSR1) as came:
         came.extend(asked)
+        leave_compiler_out()
         job = prepare(config, world) if started is None else prepare(config, world, started=started)
         with told_at_its_end(job):
             return train_and_conclude(job, came)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "named_code", "torchvision_shim", "plain_load"),
+    ("errors", "named_code", "torch_compiler", "torchvision_shim", "plain_load"),
     ("config",),
     ("chain", "ranks", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "updates"),
@@ -30,6 +30,7 @@ ALLOWED = {
     "cache": {"errors"},
     "named_code": {"errors"},
     "plain_load": {"errors"},
+    "torchvision_shim": {"torch_compiler"},
     "runs": {"errors", "config"},
     "updates": {"errors", "config"},
     "commands": {"errors", "applying", "cache", "config", "doctor", "report", "runs", "training"},

@@ -18,6 +18,7 @@ from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.strategy import Materials
+from hvfreeze.torch_compiler import load_compiler
 from hvfreeze.training.choice import place_of, reads_images
 from hvfreeze.training.job import Job
 from hvfreeze.training.making.blueprint import Blueprint, statistics_of
@@ -63,6 +64,9 @@ def assemble(
     share = corpus.share(replica=replica, replicas=replicas)
     evaluation_batches = padded_batches(share, corpus.evaluated.labels, config.optimizer.batch_size)
     stages = together(world, opener.stages, name="stages")
+    if not all(stage.solves for stage in stages):
+        # Here, and not in a step whose time is measured.
+        load_compiler()
     budget = opener.budget(stages, evaluated=len(evaluation_batches), started=started)
     course = Course(budget.plan(stages), opener)
     return Job(

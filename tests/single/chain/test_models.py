@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvfreeze.chain.blocks import cut_into_blocks
-from hvfreeze.chain.models import build_model, smallest_image_size
+from hvfreeze.chain.models import ANY_IMAGE, build_model, smallest_image_size
 from hvfreeze.chain.origins.weights import pretrained_weights
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.torchvision_shim import torchvision
@@ -205,3 +205,27 @@ def test_the_narrow_resnets_have_the_papers_layers_and_parameters(name: str, lay
     assert len(cut_into_blocks(model, scheme="residual").blocks) == 2 + (layers - 2) // 2
     with pytest.raises(UsageError, match="torchvision has none"):
         build_model(name, num_classes=10, image_size=32, weights="DEFAULT")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "efficientnet_b0",
+        "efficientnet_v2_s",
+        "mnasnet0_5",
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "regnet_x_400mf",
+        "regnet_y_400mf",
+        "resnet18",
+        "resnet20",
+        "resnet50",
+        "shufflenet_v2_x0_5",
+    ],
+)
+def test_models_that_are_not_tried_run_with_any_image_and_without_random_numbers(name: str) -> None:
+    model = build_model(name, num_classes=2, image_size=1).model
+    assert type(model).__name__ in ANY_IMAGE
+    state = torch.random.get_rng_state()
+    assert smallest_image_size(model) == 1
+    assert torch.equal(torch.random.get_rng_state(), state)

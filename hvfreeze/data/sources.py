@@ -76,8 +76,9 @@ class FileSource:
             RefusedError: The file cannot be read or is not an intact image; names it.
             UsageError: The image has another size than the others and no --image-size was given; names it.
         """
-        path = self.root / self.paths[row]
-        return sized_pixels(read_rgb(path), side=self.side, image_shape=self.image_shape, place=str(path))
+        # No Path: to make one costs a tenth of decoding a small image.
+        path = os.path.join(self.root, self.paths[row])
+        return sized_pixels(read_rgb(path), side=self.side, image_shape=self.image_shape, place=path)
 
     def identity(self, *, local: bool) -> str:
         """Return a digest of every file's path and size and, when `local`, time of change, as they were listed."""
@@ -92,7 +93,7 @@ def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
     return digest.hexdigest()
 
 
-def open_image(path: Path) -> Image.Image:
+def open_image(path: str | Path) -> Image.Image:
     """Return an image of which only the header has been read; the caller closes it.
 
     Raises:
@@ -110,7 +111,7 @@ def open_image(path: Path) -> Image.Image:
         raise _damaged(path, error) from error
 
 
-def read_rgb(path: Path) -> Image.Image:
+def read_rgb(path: str | Path) -> Image.Image:
     """Return a decoded image file; grey, palettes and transparency become RGB.
 
     Raises:
@@ -125,7 +126,7 @@ def read_rgb(path: Path) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in 8-bit RGB.
+    """Return an image in 8-bit RGB, itself where it is that.
 
     Raises:
         ValueError: the range of its pixels is not known.
@@ -133,6 +134,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         # Pillow clips 16-bit grey to 255 instead of scaling it.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "RGB" and "transparency" not in image.info:
+        image.load()
+        return image
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range; convert it to 8 bits")
     # Straight to RGB, Pillow warns of palettes with transparency.
@@ -156,7 +160,12 @@ def picture_of(pixels: Tensor) -> Image.Image:
 
 
 def fitted(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Return the largest centred part of these proportions, a square where both are equal, in this size (bilinear)."""
+    """Return the largest centred part of these proportions, a square where both are equal, in this size (bilinear).
+
+    That is the image itself where it has this size.
+    """
+    if (image.height, image.width) == (height, width):
+        return image
     part_width = min(image.width, max(1, image.height * width // height))
     part_height = min(image.height, max(1, image.width * height // width))
     left, top = (image.width - part_width) // 2, (image.height - part_height) // 2
@@ -188,11 +197,11 @@ def to_pixels(image: Image.Image) -> PixelArray:
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
 
-def unreadable(path: Path, error: OSError) -> RefusedError:
+def unreadable(path: str | Path, error: OSError) -> RefusedError:
     """Return the refusal of a file or folder that the operating system does not let us read."""
     return RefusedError(f"{path} cannot be read ({error.strerror}); check --data-dir and the permissions")
 
 
-def _damaged(path: Path, error: Exception) -> RefusedError:
+def _damaged(path: str | Path, error: Exception) -> RefusedError:
     reason = " ".join(str(error).replace(str(path), "the file").split())
     return RefusedError(f"{path} is not an intact image ({reason}); restore or remove it")

@@ -183,7 +183,7 @@ def drawings(results: Results) -> list[Drawing]:
             name="model",
             caption=(
                 f"Measured steps (mean and 95 % interval over epochs, n = 1 run each) and the model; {LEFT_OUT} "
-                f"nodes were left out of the fit, and three and four ranks share two cores."
+                f"nodes were left out of the fit."
             ),
             figure=line_chart(lines, x="nodes", y="a step (s)"),
         ),
@@ -220,10 +220,9 @@ EXPERIMENT = Experiment(
     shown=2,
     limits=(
         "Beyond four nodes nothing was measured: these numbers are an extrapolation.",
-        "Three and four ranks share two cores; the model accounts for that by more work, not by contention.",
-        "Ranks that waited did not give up their cores, as launch/ now makes them do: compute is longer for it.",
+        "Where ranks outnumber cores (*) the model accounts for that by more work, not by contention.",
         f"One switch without oversubscription, a ring; {1e6 * LATENCY:.0f} microseconds a message are an assumption.",
-        "Copying was measured between nodes that share a kernel and its two cores; network adapters spare some of it.",
+        "Copying was measured between nodes that share a kernel and its cores; network adapters spare some of it.",
     ),
 )
 

@@ -196,16 +196,12 @@ def judge(job: Job, progress: Progress) -> None:
     fit, job.solved = job.solved, None
     if job.guard is None or fit is None:
         return
-    before = job.guard.best
+    before = job.guard.best.verdict if job.guard.best else None
     verdict = job.guard.judge(fit, job.course.opened.model, job.last_scores, stage=job.course.number)
-    found = f"{100 * verdict.held_out_accuracy:.2f} % of held-out samples right"
-    if before is None:
-        progress.line(found)
-        return
-    compared = f"{found}, {100 * before.verdict.held_out_accuracy:.2f} % before tuning"
-    progress.line(f"{compared}: {'kept' if verdict.kept else 'taken back'}")
+    progress.line(verdict.line(before))
     best = job.guard.best
-    assert best is not None
+    if before is None or best is None:
+        return
     job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
 
 

@@ -28,6 +28,14 @@ class Verdict:
     whole: bool = True
     """Whether of a head fitted to all other samples, not to a part of them; only like is held against like."""
 
+    def line(self, before: Verdict | None) -> str:
+        """Return it in words, beside the best verdict before it, where there is one."""
+        found = f"{100 * self.held_out_accuracy:.2f} % of held-out samples right, loss {self.held_out_loss:.3f}"
+        if before is None:
+            return found
+        compared = f"{100 * before.held_out_accuracy:.2f} %, {before.held_out_loss:.3f} before tuning"
+        return f"{found}; {compared}: {'kept' if self.kept else 'taken back'}"
+
     def told(self) -> dict[str, Any]:
         """Return what summary.json says of it."""
         return {name: value for name, value in asdict(self).items() if name != "stage"}
@@ -55,7 +63,8 @@ class Guard:
     def judge(self, fit: Solution, model: nn.Module, scores: Scores, *, stage: int) -> Verdict:
         """Keep the model's state if its solution is better than all before, else put the best one back.
 
-        Better are more right answers of a solution that has converged; as many are not worth a change.
+        Better is a lower loss on them, of a solution that has converged: it errs less often than the share of right
+        answers, which a few hundred samples tell to one or two points.
 
         Args:
             fit: the solution, whose penalty was chosen on held-out samples.
@@ -66,7 +75,7 @@ class Guard:
         trial = fit.chosen
         assert trial is not None, "a penalty that was given says nothing of held-out samples"
         best = self.best.verdict if self.best else None
-        kept = best is None or (fit.converged and trial.held_out_accuracy > best.held_out_accuracy)
+        kept = best is None or (fit.converged and trial.held_out_loss < best.held_out_loss)
         verdict = Verdict(stage, trial.held_out_accuracy, trial.held_out_loss, kept, trial.whole)
         self.verdicts.append(verdict)
         if kept or self.best is None:

@@ -13,14 +13,14 @@ from hvfreeze.training.job import Job
 from hvfreeze.training.stages.guard import Guard
 
 
-def solution(accuracy: float, *, converged: bool = True, whole: bool = True) -> Solution:
-    trials = (Trial(1.0, 9.0, 0.99, 1), Trial(0.1, 1.0, accuracy, 1, whole), Trial(0.01, 2.0, 0.99, 1))
+def solution(loss: float, *, converged: bool = True, whole: bool = True) -> Solution:
+    trials = (Trial(1.0, 0.1, 0.99, 1), Trial(0.1, loss, 0.5, 1, whole), Trial(0.01, 0.1, 0.99, 1))
     return Solution(0.1, trials, 0.5, 10, 1, 1, 0.1, converged, 0)
 
 
-def judged(guard: Guard, model: nn.Linear, accuracy: float, *, stage: int, converged: bool = True) -> bool:
+def judged(guard: Guard, model: nn.Linear, loss: float, *, stage: int, converged: bool = True) -> bool:
     scores = {"model": Score(1.0, 0.1 * stage)}
-    return guard.judge(solution(accuracy, converged=converged), model, scores, stage=stage).kept
+    return guard.judge(solution(loss, converged=converged), model, scores, stage=stage).kept
 
 
 def copy_of(model: nn.Linear) -> list[Tensor]:
@@ -31,15 +31,15 @@ def test_only_a_better_solution_that_has_converged_is_kept_and_others_are_taken_
     guard, model = Guard(), nn.Linear(3, 2)
     first = copy_of(model)
     assert judged(guard, model, 0.5, stage=0, converged=False), "there is nothing better to go back to"
-    for accuracy, converged in ((0.5, True), (0.4, True), (0.9, False)):
+    for loss, converged in ((0.5, True), (0.6, True), (0.1, False)):
         with torch.no_grad():
             model.weight.add_(1.0)
-        assert not judged(guard, model, accuracy, stage=1, converged=converged)
+        assert not judged(guard, model, loss, stage=1, converged=converged)
         assert all(torch.equal(mine, then) for mine, then in zip(model.state_dict().values(), first, strict=True))
     with torch.no_grad():
         model.weight.add_(1.0)
     better = copy_of(model)
-    assert judged(guard, model, 0.6, stage=2)
+    assert judged(guard, model, 0.4, stage=2)
     assert all(torch.equal(mine, then) for mine, then in zip(model.state_dict().values(), better, strict=True))
     assert guard.best is not None and guard.best.scores["model"].accuracy == 0.2
     assert [verdict.kept for verdict in guard.verdicts] == [True, False, False, False, True]
@@ -74,3 +74,12 @@ def test_only_solutions_that_were_judged_alike_are_compared() -> None:
     ):
         job: Any = SimpleNamespace(guard=guard, course=SimpleNamespace(stages=range(stages)))
         assert Job.solution_is_judged.fget(job) is judged  # type: ignore[attr-defined]
+
+
+def test_a_verdict_in_words() -> None:
+    guard, model = Guard(), nn.Linear(3, 2)
+    first, second = (guard.judge(solution(loss), model, {}, stage=stage) for stage, loss in ((0, 0.5), (2, 0.625)))
+    assert first.line(None) == "50.00 % of held-out samples right, loss 0.500"
+    told = "50.00 % of held-out samples right, loss 0.625; 50.00 %, 0.500 before tuning: taken back"
+    assert second.line(first) == told
+    assert second.told() == {"held_out_accuracy": 0.5, "held_out_loss": 0.625, "kept": False, "whole": True}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from analysis.parts.cached_epochs import saved_by_clocks
+from analysis.parts.clock_tables import verdicts as whole_commands
 from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.parts.peers.answers import best_full, by_samples
 from analysis.parts.peers.labels import Cell, cell_of
@@ -175,7 +176,10 @@ def ways(root: Path) -> str:
         "figure is of 32 pixels.\n`--freeze auto` has no learning rate to choose; full fine-tuning has the best that "
         "was tried, and as many epochs as serve it best:\n\n"
         + "\n".join(lines)
-        + "\n\nThat is training time: starting, reading images and evaluating come beside it, much alike in every way."
+        + "\n\nThat is training time: starting, reading images and evaluating come beside it, much alike in every way.\n"
+        + "The whole command, from its start until all ranks have left, takes on 2 ranks "
+        + "([1 and 4](analysis/results/clock/README.md)):\n\n"
+        + "\n".join(whole_commands(kept(root / "clock" / "rows.csv")))
     )
 
 

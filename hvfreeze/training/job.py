@@ -125,7 +125,7 @@ class Job:
     @property
     def solution_is_judged(self) -> bool:
         """Whether the guard will hold the solution of this stage against another, made alike."""
-        if self.guard is None or len(self.course.stages) == 1:
+        if self.guard is None or sum(stage.solves for stage in self.course.stages) < 2:
             return False
         # The first may be of a run that was to end with it, and has grown since.
         return self.guard.best is None or self.guard.best.verdict.whole

@@ -65,14 +65,15 @@ def test_only_solutions_that_were_judged_alike_are_compared() -> None:
     verdicts = [Guard().judge(solution(0.5, whole=whole), nn.Linear(3, 2), {}, stage=0) for whole in (True, False)]
     assert [verdict.whole for verdict in verdicts] == [True, False]
     best = SimpleNamespace(verdict=verdicts[1])
-    for guard, stages, judged in (
-        (None, 3, False),
+    for guard, solutions, judged in (
+        (None, 2, False),
         (Guard(), 1, False),
-        (Guard(), 3, True),
-        (SimpleNamespace(best=SimpleNamespace(verdict=verdicts[0])), 3, True),
-        (SimpleNamespace(best=best), 3, False),
+        (Guard(), 2, True),
+        (SimpleNamespace(best=SimpleNamespace(verdict=verdicts[0])), 2, True),
+        (SimpleNamespace(best=best), 2, False),
     ):
-        job: Any = SimpleNamespace(guard=guard, course=SimpleNamespace(stages=range(stages)))
+        stages = [SimpleNamespace(solves=number != 1) for number in range(1 + solutions)]
+        job: Any = SimpleNamespace(guard=guard, course=SimpleNamespace(stages=stages[: 2 * solutions - 1]))
         assert Job.solution_is_judged.fget(job) is judged  # type: ignore[attr-defined]
 
 

@@ -56,9 +56,10 @@ def verdicts(rows: Sequence[dict[str, str]]) -> list[str]:
             f"({factor(train['full'].mean / train[way].mean)} where training alone counts)"
             for way in ("auto", "auto-one-view")
         )
+        evaluating = mean_interval([float(row["evaluate_seconds"]) for way in WAYS for row in mine[way]]).mean
         images = f"{ground['samples']} images at {PIXELS[ground['experiment']]} pixels"
         epochs = f"{mine['full'][0]['epochs']} epochs of full fine-tuning {shown(whole['full'], seconds)}"
-        lines.append(f"- {images}: {epochs}; {told}")
+        lines.append(f"- {images}: {epochs}; {told}; evaluating takes {seconds(evaluating)} of each")
     return lines
 
 
@@ -83,7 +84,8 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 def readme(rows: Sequence[dict[str, str]], made_by: str) -> str:
     """Return README.md."""
-    lines = "\n".join(verdicts(rows))
+    lines, others = "\n".join(verdicts(rows)), any(row["epochs"] != row["epochs_made"] for row in rows)
+    scaled = "- Where one epoch of full fine-tuning was made, the others are taken to last as long.\n" if others else ""
     return (
         "# What the whole command takes, from its start until all ranks have left\n\n"
         "Importing libraries, listing and reading the images, training, evaluating 10 000 test images, writing the "
@@ -91,8 +93,7 @@ def readme(rows: Sequence[dict[str, str]], made_by: str) -> str:
         f"Whole command, and in brackets the training in it:\n\n{table(rows)}\n\n"
         "## Limits\n\n"
         "- The batch is a rank's: twice the ranks make half the steps of an epoch. Accuracies are those of 2 ranks.\n"
-        "- On 1 and 4 ranks one epoch of full fine-tuning was made; the others are taken to last as long.\n"
-        "- Ranks share one machine's memory; files had been read before.\n\n"
+        f"{scaled}- Ranks share one machine's memory; files had been read before.\n\n"
         "## How it was made\n\n"
         "- `python -m analysis.clock`: seed 0, the shortest full fine-tuning within half a point of the best\n"
         f"- {made_by}\n"

@@ -176,9 +176,8 @@ def ways(root: Path) -> str:
         "figure is of 32 pixels.\n`--freeze auto` has no learning rate to choose; full fine-tuning has the best that "
         "was tried, and as many epochs as serve it best:\n\n"
         + "\n".join(lines)
-        + "\n\nThat is training time: starting, reading images and evaluating come beside it, much alike in every way.\n"
-        + "The whole command, from its start until all ranks have left, takes on 2 ranks "
-        + "([1 and 4](analysis/results/clock/README.md)):\n\n"
+        + "\n\nThat is training time: starting, reading images and evaluating come beside it, alike in every way. The "
+        + "whole command,\nfrom its start until all ranks have left ([limits](analysis/results/clock/README.md)):\n\n"
         + "\n".join(whole_commands(kept(root / "clock" / "rows.csv")))
     )
 

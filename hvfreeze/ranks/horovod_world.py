@@ -49,6 +49,8 @@ class HorovodWorld:
         os.environ.setdefault(STALL_SECONDS, "600")
         self.watch = StallWatch(seconds_in(STALL_SECONDS), self.abort)
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+        yield_when_crowded()
+        tune_open_mpi()
         import horovod.torch as hvd
 
         with self.watch.waiting("start"), interrupt_ends_job():
@@ -233,8 +235,6 @@ def open_world() -> World:
     tasks = claimed_size(os.environ)
     if tasks == 1:
         return SoloWorld()
-    yield_when_crowded()
-    tune_open_mpi()
     try:
         world = HorovodWorld()
     except ImportError as error:

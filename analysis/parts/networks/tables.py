@@ -50,10 +50,15 @@ def verdicts(rows: Sequence[dict[str, str]]) -> str:
     if len(paces) < len(NETWORKS) * len(WAYS):
         return ""
     alone, free = best_alone(rows), paces["4", "", "uncompressed"]
+
+    def beside(nodes: str, limit: str) -> float:
+        return paces[nodes, limit, "auto"] / paces[nodes, limit, NOTHING_SENT]
+
     made = [
-        f"at {LIMITS[limit]} two nodes train {paces['2', limit, 'auto'] / (2 * alone):.2f} of twice what one does "
-        f"(those that send nothing {paces['2', limit, NOTHING_SENT] / (2 * alone):.2f}), "
-        f"four {paces['4', limit, 'auto'] / free:.2f} of what they do without a limit"
+        f"at {LIMITS[limit]} two nodes train {paces['2', limit, 'auto'] / (2 * alone):.2f} of twice what one does, "
+        f"{beside('2', limit):.2f} of what they do beside it where nothing is sent; "
+        f"four {paces['4', limit, 'auto'] / free:.2f} of what they do without a limit, {beside('4', limit):.2f} of "
+        "what they do where nothing is sent"
         for limit in ("1gbit", "200mbit")
     ]
     faster = {

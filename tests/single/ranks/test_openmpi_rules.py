@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
+from hvfreeze.ranks import horovod_world
 from hvfreeze.ranks.machine.mpi_environment import ALLREDUCE_RULES, TCP_MESSAGE_BYTES, tune_open_mpi
 
 ALLREDUCE, RING = 2, 4
@@ -52,3 +55,18 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: found[name] for name in held} == held
     assert found["OMPI_MCA_btl_tcp_max_send_size"] == str(TCP_MESSAGE_BYTES)
     assert "OMPI_MCA_coll_tuned_dynamic_rules_filename" not in found
+
+
+def test_every_world_of_several_ranks_is_tuned_before_mpi_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {"OMPI_COMM_WORLD_LOCAL_SIZE": "999"}
+
+    def begin() -> None:
+        assert found["OMPI_MCA_coll_tuned_dynamic_rules_filename"] == str(ALLREDUCE_RULES)
+        assert found["OMPI_MCA_mpi_yield_when_idle"] == "1"
+        raise ImportError("here")
+
+    monkeypatch.setattr(os, "environ", found)
+    monkeypatch.setitem(sys.modules, "horovod.torch", ModuleType("horovod.torch"))
+    monkeypatch.setattr(horovod_world, "start_mpi", begin)
+    with pytest.raises(ImportError, match="here"):
+        horovod_world.HorovodWorld()

@@ -243,7 +243,7 @@ TAKEN_RATES = (
 EXPERIMENT = at(
     "peers",
     Ground(),
-    limits=(*OWN_RATES, "Seeds 3 and 4 were made of full fine-tuning, exact and auto with one epoch only."),
+    limits=(*OWN_RATES, "With 5000 samples seeds 3, 4 are of full fine-tuning, exact and auto of one epoch only."),
 )
 
 if __name__ == "__main__":

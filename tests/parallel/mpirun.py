@@ -36,6 +36,8 @@ _FROM_ANOTHER_JOB = re.compile(
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
 _TAG = re.compile(r"\[\d+,\d+\]<std(?:out|err)>:")
+_SET_BY_LIBRARIES = ("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+"""By torch's compiler and scikit-learn, when a test loads them: with these, jobs would begin otherwise than before."""
 _FOR_TESTS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -138,7 +140,8 @@ def environment(changes: Mapping[str, str | None], *, out: Path, timeout: float,
 
     With these, so many `ranks` of a job are copies of standing processes, which are started where needed; see pool.py.
     """
-    variables = {k: v for k, v in os.environ.items() if not _FROM_ANOTHER_JOB.match(k) and not _SECRET.search(k)}
+    own = {k: v for k, v in os.environ.items() if k not in _SET_BY_LIBRARIES}
+    variables = {k: v for k, v in own.items() if not _FROM_ANOTHER_JOB.match(k) and not _SECRET.search(k)}
     variables |= _FOR_TESTS
     variables |= {
         OUT_VARIABLE: str(out),

@@ -34,11 +34,14 @@ def apart(ranks: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in rank.items() if name not in names} for rank in ranks]
 
 
-def test_copies_see_what_processes_see_and_nothing_of_the_job_before() -> None:
+def test_copies_see_what_processes_see_and_nothing_of_the_job_before(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = seen()
+    # As if a test had loaded torch's compiler.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
     assert [rank["parent"] for rank in copies] == pool.processes()[:2]
     seen("spoil")
     again = seen()
+    assert [rank["parent"] for rank in again] == pool.processes()[:2]
     assert apart(again, "own") == apart(copies, "own")
     assert apart(copies, "own", "parent") == apart(seen(fresh=True), "own", "parent")
     # What nobody has seeded differs between processes, and so it must between copies: a program that depended on it

@@ -42,7 +42,7 @@ from hvfreeze.runs.environment import facts_of_this_rank
 
 NETWORKS = (
     *((nodes, "1gbit", 1) for nodes in (2, 3, 4)),
-    *((nodes, "200mbit", 1) for nodes in (2, 4, 8)),
+    *((nodes, "200mbit", 1) for nodes in (2, 4)),
     (2, "1gbit", 2),
 )
 """Nodes, link, ranks a node."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from analysis.parts.peers.labels import Cell
-from analysis.peers import PEERS, SMOKE_SAMPLES, work
+from analysis.peers import PEERS, SMOKE_SAMPLES, Ground
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Answer, Drawing, Experiment
@@ -46,7 +46,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
     """Return the whole and what lacks a part; a seed's runs follow each other in time."""
     auto = PEERS["auto"]
     cell = Cell(samples=SMOKE_SAMPLES if preset.is_smoke else SAMPLES, peer="auto", epochs=EPOCHS)
-    common = {**work(preset, cell, auto, larger=1), "evaluate_every": 1000, "lr": auto.lr or preset.lr}
+    common = {**Ground().work(preset, cell, auto), "evaluate_every": 1000, "lr": auto.lr or preset.lr}
     chosen = ("without-votes",) if preset.is_smoke else tuple(PARTS)
     planned = []
     for seed in preset.seeds:

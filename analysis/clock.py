@@ -25,7 +25,7 @@ from analysis.benchmarks.launching import environment
 from analysis.parts.clock_tables import kept, readme
 from analysis.parts.peers.answers import by_samples, shortest
 from analysis.parts.peers.labels import Cell, cell_of
-from analysis.peers import PEERS, work
+from analysis.peers import PEERS, Ground
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.launching import ROOT, Site, command_of
 from analysis.sweeps.presets import REDUCED, Preset
@@ -122,7 +122,7 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
     assert site.weights is not None
     preset: Preset = replace(REDUCED, weights=site.weights.name)
     cell = replace(timed.cell, epochs=timed.epochs)
-    flags = work(preset, cell, PEERS[cell.peer], larger=COMPARED[timed.experiment])
+    flags = Ground(larger=COMPARED[timed.experiment]).work(preset, cell, PEERS[cell.peer])
     planned = preset.run(cell.label, 0, {**flags, "lr": timed.lr}, ranks=timed.ranks)
     with tempfile.TemporaryDirectory() as folder:
         run_dir, log = Path(folder) / "run", Path(folder) / "log.txt"

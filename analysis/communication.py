@@ -233,6 +233,7 @@ EXPERIMENT = Experiment(
         "The nodes are network namespaces of one machine: links are limited, processors are shared.",
         "More ranks than cores (marked *) compute as much longer, and hide more of the exchange.",
         "No latency is added to the links; every run is one run, its spread is over epochs.",
+        "Four nodes were measured before sums travelled in a ring there, in which an exchange takes a fifth less.",
     ),
 )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from analysis.parts.peers.labels import Cell
-from analysis.peers import PEERS, work
+from analysis.peers import PEERS, Ground
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Answer, Drawing, Experiment
@@ -40,7 +40,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
     """Return the uncompressed run, which is that of analysis.peers, and each compression's; seed by seed."""
     common: dict[str, Value] = {"epochs": 1}
     if not preset.is_smoke:
-        common = {**work(preset, CELL, PEERS[CELL.peer], larger=1), "lr": LEARNING_RATE}
+        common = {**Ground().work(preset, CELL, PEERS[CELL.peer]), "lr": LEARNING_RATE}
     planned = []
     for seed in preset.seeds if preset.is_smoke else range(SEEDS):
         planned.append(preset.run(PLAIN, seed, common))

@@ -28,7 +28,7 @@ from analysis.benchmarks.launching import environment
 from analysis.communication import milliseconds
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.launching import ROOT, nodes_up
+from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish
@@ -40,12 +40,15 @@ from hvfreeze.report.csv_files import to_csv
 from hvfreeze.report.units import factor
 from hvfreeze.runs.environment import facts_of_this_rank
 
+NEXT_TO_NOTHING, LATENCIES = "1us", ("100us", "500us")
+"""One way from node to node; the wires that delay take a little themselves."""
 NETWORKS = (
-    *((nodes, "1gbit", 1) for nodes in (2, 3, 4)),
-    *((nodes, "200mbit", 1) for nodes in (2, 4)),
-    (2, "1gbit", 2),
+    *((nodes, "1gbit", 1, "") for nodes in (2, 3, 4)),
+    *((nodes, "200mbit", 1, "") for nodes in (2, 4)),
+    (2, "1gbit", 2, ""),
+    *((nodes, "1gbit", 1, latency) for nodes in (2, 3) for latency in (NEXT_TO_NOTHING, *LATENCIES)),
 )
-"""Nodes, link, ranks a node."""
+"""Nodes, link, ranks a node, latency."""
 REPEATS, EXCHANGES = 4, 4
 THEIRS = {
     "OMPI_MCA_btl_tcp_eager_limit": "65536",
@@ -68,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work(options.worker)
         return 0
     rows, lines = kept(options.out / "rows.csv"), []
+    require_cluster()
     for network in NETWORKS:
         if not measured(rows, *network):
             rows += measure(*network)
@@ -87,23 +91,28 @@ def kept(path: Path) -> list[dict[str, Any]]:
         return [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
-def measured(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int) -> list[dict[str, Any]]:
+def measured(
+    rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int, latency: str
+) -> list[dict[str, Any]]:
     """Return a network's rows."""
-    return [row for row in rows if (row["nodes"], row["bandwidth"], row["ranks_a_node"]) == (nodes, bandwidth, each)]
+    wanted = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "latency": latency}
+    return [row for row in rows if wanted.items() <= row.items()]
 
 
-def settings(each: int) -> dict[str, dict[str, str]]:
-    """Return what is compared with so many ranks a node."""
+def settings(each: int, latency: str) -> dict[str, dict[str, str]]:
+    """Return what is compared with so many ranks a node; with latency added, ours alone."""
+    if latency:
+        return {"ours": {}}
     return {**SETTINGS, "node by node": HIERARCHICAL} if each > 1 else SETTINGS
 
 
-def measure(nodes: int, bandwidth: str, each: int) -> list[dict[str, Any]]:
+def measure(nodes: int, bandwidth: str, each: int, latency: str) -> list[dict[str, Any]]:
     """Return a row per job: the median seconds of its exchanges."""
     rows = []
     cluster = REDUCED.run("exchange", 0, ranks=nodes * each, nodes=nodes, bandwidth=bandwidth)
-    with nodes_up(cluster) as (name, _), tempfile.TemporaryDirectory() as folder:
+    with nodes_up(cluster, latency=latency) as (name, _), tempfile.TemporaryDirectory() as folder:
         for repeat in range(REPEATS):
-            for setting, variables in settings(each).items():
+            for setting, variables in settings(each, latency).items():
                 found = Path(folder) / f"{repeat}-{setting}.json"
                 job = [str(ROOT / "launch/horovodrun.sh"), "-np", str(nodes * each), "env"]
                 job += [f"{key}={value}" for key, value in variables.items()]
@@ -111,16 +120,19 @@ def measure(nodes: int, bandwidth: str, each: int) -> list[dict[str, Any]]:
                 command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
                 subprocess.run(command, cwd=ROOT, env=environment(os.environ), check=True, stdout=subprocess.DEVNULL)
                 told = json.loads(found.read_text(encoding="utf-8"))
-                row = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "settings": setting}
+                row = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "latency": latency}
+                row["settings"] = setting
                 seconds = statistics.median(told["seconds"])
                 rows.append({**row, "repeat": repeat, "payload_bytes": told["bytes"], "seconds": seconds})
     return rows
 
 
-def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int) -> str:
+def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int, latency: str) -> str:
     """Return what the rows say of a network."""
-    there = measured(rows, nodes, bandwidth, each)
-    names = list(settings(each))
+    if latency:
+        return later(rows, nodes, bandwidth, latency)
+    there = measured(rows, nodes, bandwidth, each, latency)
+    names = list(settings(each, latency))
     taken = {name: {row["repeat"]: row["seconds"] for row in there if row["settings"] == name} for name in names}
     payload = there[0]["payload_bytes"]
     line_rate = 8 * 2 * (nodes - 1) / nodes * payload / bits_per_second(bandwidth)
@@ -140,6 +152,25 @@ def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: in
     )
 
 
+def later(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, latency: str) -> str:
+    """Return what added latency costs an exchange, in all and for each of the messages that follow one another."""
+    seconds = {
+        wait: mean_interval([row["seconds"] for row in measured(rows, nodes, bandwidth, 1, wait)])
+        for wait in (NEXT_TO_NOTHING, latency)
+    }
+    said = f"{nodes} nodes at {bandwidth}/s, {latency} added one way: ours {shown(seconds[latency], milliseconds)}"
+    if latency == NEXT_TO_NOTHING:
+        return f"{said}, the wires themselves"
+    more = seconds[latency].mean - seconds[NEXT_TO_NOTHING].mean
+    messages = more / (duration(latency) - duration(NEXT_TO_NOTHING))
+    return f"{said}, {milliseconds(more)} more than with {NEXT_TO_NOTHING}: {messages:.0f} times what was added"
+
+
+def duration(latency: str) -> float:
+    """Return seconds for a text like 500us."""
+    return 1e-6 * float(latency.removesuffix("us"))
+
+
 def readme(verdicts: Sequence[str]) -> str:
     """Return README.md."""
     known = facts_of_this_rank()
@@ -150,7 +181,8 @@ def readme(verdicts: Sequence[str]) -> str:
     return (
         f"# One exchange of ResNet-18's gradients, with Open MPI's settings and with ours\n\n{claims}\n\n"
         "## Limits\n\n"
-        "- Links are limited by the kernel, without a switch's latency; ranks share the cores.\n"
+        "- Links are limited by the kernel, without a switch's latency where none is added; ranks share the cores.\n"
+        "- Added latency is that of a process that carries frames of up to 64 KB; it takes a part of a core itself.\n"
         "- Packets' headers are 4.5 % on top of the bytes that the line rate is reckoned for.\n"
         "- Nothing is computed meanwhile, so no part of the exchange is hidden.\n\n"
         "## How it was made\n\n"

@@ -19,6 +19,7 @@ from analysis import (
     exact_head,
     peers,
     peers64,
+    peers_mobilenet,
     peers_more,
     pixels64,
     scaling,
@@ -46,6 +47,7 @@ LONGER = (
     peers.EXPERIMENT,
     peers_more.EXPERIMENT,
     peers64.EXPERIMENT,
+    peers_mobilenet.EXPERIMENT,
 )
 """What heads that are solved give, what a compressed exchange and a chain on several ranks cost, and what else a user
 could do: each a command of its own, and peers take hours."""

@@ -2,20 +2,19 @@
 
     python -m analysis.peers --preset reduced --data-dir DIR --weights FILE
 
-1 000 and 5 000 samples at 32 pixels; analysis.peers_more: 20 000 samples, analysis.peers64: 64 pixels.
+1 000 and 5 000 samples at 32 pixels; peers_more: 20 000 samples, peers64: 64 pixels, peers_mobilenet: another network.
 
-Full fine-tuning, the last stage alone, the same from a cache, the head alone from a cache, linear probing before full
-fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both with rows stored) or
-Composer's, DistributedDataParallel over gloo, and the head solved exactly on every block's features: for several
-numbers of samples, each for several budgets of epochs, each budget with the learning rate that was best for it on
-held-out training samples. Accuracies repeat exactly, whatever else the machine does; training time is what the steps of
-a run cost on an idle one (analysis.step_costs).
+Full fine-tuning, also with smoothed labels, the last stage alone, the same from a cache, the head alone from a cache,
+linear probing before full fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
+with rows stored) or Composer's, DistributedDataParallel over gloo, and the head solved on every block's features: each
+for several budgets of epochs, each budget with the learning rate that was best for it on held-out training samples.
+Accuracies repeat exactly; training time is what a run's steps cost on an idle machine (analysis.step_costs).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -80,6 +79,7 @@ class Peer:
 PEERS = {
     "full": Peer(),
     "ddp": Peer(program="analysis.ddp", rate_of="full", last=1, most_samples=5_000),
+    "smoothed": Peer(flags=MappingProxyType({"label_smoothing": 0.1}), rate_of="full", last=1, most_samples=5_000),
     "last-stage": Peer(flags=MappingProxyType(LAST_STAGE)),
     "last-stage-cached": Peer(flags=MappingProxyType({**LAST_STAGE, **CACHED}), rate_of="last-stage"),
     "head-cached": Peer(flags=MappingProxyType({**HEAD_ALONE, **CACHED}), last=1, longer=4),
@@ -113,13 +113,15 @@ class Ground:
 
     Attributes:
         larger: times the preset's image size.
+        flags: of all runs, such as another model.
         counts: numbers of training samples.
         peers: who takes part.
-        rates_of: the experiment whose learning rates are taken, but for the longest budget of full fine-tuning on no
-            more than KNOWN samples, which everybody is held against. Empty tries all for everyone.
+        rates_of: the experiment whose learning rates are taken, but for full fine-tuning's longest budget on no more
+            than KNOWN samples, which all are held against. Empty tries all for everyone.
     """
 
     larger: int = 1
+    flags: Mapping[str, Value] = field(default_factory=dict)
     counts: Sequence[int] = FEWER
     peers: Sequence[str] = tuple(PEERS)
     rates_of: str = ""
@@ -129,6 +131,21 @@ class Ground:
         longest = cell.epochs == max(BUDGETS.get(cell.samples, (cell.epochs,)))
         held_against = cell.peer == "full" and longest and cell.samples <= KNOWN
         return held_against if self.rates_of else not peer.rate_of
+
+    def work(self, preset: Preset, cell: Cell, peer: Peer) -> dict[str, Value]:
+        """Return a cell's flags but for the learning rate; what counts is the accuracy after the last epoch."""
+        epochs = cell.epochs * peer.longer
+        return {
+            "image_size": self.larger * preset.image_size,
+            "train_samples": cell.samples,
+            "batch_size": preset.batch_size if preset.is_smoke else BATCHES[cell.samples],
+            "epochs": epochs,
+            "evaluate_every": epochs,
+            "checkpoint_every": "0",
+            "weight_decay": 5e-4,
+            **({} if preset.is_smoke else {**NORMALISED, **self.flags}),
+            **peer.flags,
+        }
 
     def rates(self, results: Results) -> dict[Cell, float]:
         """Return the learning rate of every cell that one is known for."""
@@ -160,43 +177,26 @@ def budgets_of(peer: Peer, samples: int, epochs: tuple[int, ...]) -> tuple[int, 
     return (1, *peer.tuned.get(samples, ())) if peer.once else epochs[-peer.last :]
 
 
-def work(preset: Preset, cell: Cell, peer: Peer, *, larger: int) -> dict[str, Value]:
-    """Return a cell's flags but for the learning rate; what counts is the accuracy after the last epoch."""
-    epochs = cell.epochs * peer.longer
-    return {
-        "image_size": larger * preset.image_size,
-        "train_samples": cell.samples,
-        "batch_size": preset.batch_size if preset.is_smoke else BATCHES[cell.samples],
-        "epochs": epochs,
-        "evaluate_every": epochs,
-        "checkpoint_every": "0",
-        "weight_decay": 5e-4,
-        **({} if preset.is_smoke else NORMALISED),
-        **peer.flags,
-    }
-
-
 def runs(preset: Preset, ground: Ground) -> list[PlannedRun]:
     """Return the runs that choose learning rates, each for a peer, a number of samples and a budget."""
     planned = []
     for cell, peer in cells(preset, ground):
         if ground.chooses(cell, peer):
             for lr in preset.few(LEARNING_RATES):
-                flags = {**work(preset, cell, peer, larger=ground.larger), "validation_fraction": HELD_OUT, "lr": lr}
+                flags = {**ground.work(preset, cell, peer), "validation_fraction": HELD_OUT, "lr": lr}
                 planned.append(preset.run(cell.tried(lr), preset.lr_seeds[0], flags, program=peer.program))
     return planned
 
 
 def then(preset: Preset, results: Results, ground: Ground) -> list[PlannedRun]:
     """Return the runs that are tested, each at its cell's learning rate; a seed's runs follow each other in time."""
-    rates, planned = ground.rates(results), []
-    chosen = list(cells(preset, ground))
+    rates, planned, chosen = ground.rates(results), [], list(cells(preset, ground))
     for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
         for cell, peer in chosen:
             if preset.is_smoke or seed < SEEDS[cell.samples]:
                 chosen_rate = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
                 lr = chosen_rate if peer.lr is None else peer.lr
-                flags = {**work(preset, cell, peer, larger=ground.larger), "lr": lr}
+                flags = {**ground.work(preset, cell, peer), "lr": lr}
                 planned.append(preset.run(cell.label, seed, flags, program=peer.program))
     return planned
 

@@ -220,7 +220,6 @@ EXPERIMENT = Experiment(
     shown=2,
     limits=(
         "Beyond four nodes nothing was measured: these numbers are an extrapolation.",
-        "Four nodes were measured before sums travelled in a ring there, as the model takes it.",
         "Where ranks outnumber cores (*) the model accounts for that by more work, not by contention.",
         f"One switch without oversubscription, a ring; {1e6 * LATENCY:.0f} microseconds a message are an assumption.",
         "Copying was measured between nodes that share a kernel and its cores; network adapters spare some of it.",

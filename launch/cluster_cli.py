@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import cluster_link
 from cluster_state import Cluster, ClusterError, Plan, clusters, load
 from local_cluster import cut_power, down, missing, run, traffic, up
 
@@ -78,6 +79,13 @@ def _rate(text: str) -> str:
     return text
 
 
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms)", text)
+    if not found or not 0 < float(found[1]) * {"us": 1e-6, "ms": 1e-3}[found[2]] <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time up to a second: 100us, 0.5ms, ...")
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3}[found[2]]
+
+
 def _name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", text):
         raise argparse.ArgumentTypeError(f"{text!r}: up to 32 letters, digits, - and _")
@@ -99,6 +107,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     verb.add_argument(
         "--bandwidth", type=_rate, default="", help="limit of every node in both directions: 1gbit, 200mbit"
     )
+    verb.add_argument("--latency", type=_seconds, default=0.0, help="from node to node, one way: 100us, 0.5ms")
     verb.add_argument("--slots", type=_count, default=1, help="ranks that a node takes")
     verb.add_argument("--disk", default="1g", help="size of every node's private $TMPDIR (in memory)")
     verb.add_argument("--name", type=_name, help="default: c0, c1, ...")
@@ -152,7 +161,9 @@ def main(
 
 
 def _up(arguments: argparse.Namespace, prepare: Callable[[Cluster], Cluster]) -> None:
-    plan = Plan(arguments.nodes, arguments.slots, arguments.bandwidth, arguments.disk)
+    if arguments.latency and (refusal := cluster_link.refusal()):
+        raise ClusterError(refusal)
+    plan = Plan(arguments.nodes, arguments.slots, arguments.bandwidth, arguments.disk, arguments.latency)
     cluster = up(plan, name=arguments.name, owner=arguments.owner)
     try:
         prepare(cluster).save()

@@ -37,13 +37,14 @@ SetEnv TMPDIR={directory}/local
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What a node is to become; addresses are IPv4, `directory` is the cluster's own."""
+    """What a node is to become; addresses are IPv4, `directory` the cluster's own, `mtu` eth0's, 0 the kernel's."""
 
     name: str
     address: str
     bandwidth: str
     disk: str
     directory: str
+    mtu: int = 0
 
 
 def start_node(spec: NodeSpec, connect: Callable[[int], None], *, inherited: tuple[int, ...]) -> tuple[int, int]:
@@ -114,6 +115,7 @@ def _set_up(spec: NodeSpec) -> int:
     for line in (
         "ip link set lo up",
         f"ip address add {spec.address}/24 dev eth0",
+        *([f"ip link set eth0 mtu {spec.mtu}"] if spec.mtu else []),
         "ip link set eth0 up",
         *limit("eth0", spec.bandwidth),
     ):

@@ -31,13 +31,15 @@ class Plan:
     """A cluster to be.
 
     `bandwidth` limits every node in both directions (tc's notation, "" for no limit), `slots` is how many ranks a node
-    takes, `disk` the size of its private $TMPDIR, in memory.
+    takes, `disk` the size of its private $TMPDIR, in memory; `latency` is how many seconds a message takes from node to
+    node beside what the bandwidth takes, 0 for what the kernel takes.
     """
 
     nodes: int = 4
     slots: int = 1
     bandwidth: str = ""
     disk: str = "1g"
+    latency: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import cluster_link
 import cluster_node
 import namespaces
 from cluster_state import PREFIX, Cluster, Node, Plan, load
@@ -73,10 +74,16 @@ def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster
     cluster_node.run("ip link set switch up")
     nodes, keepers = [], {}
     for index, node in enumerate(planned):
-        spec = cluster_node.NodeSpec(node.name, node.address, plan.bandwidth, plan.disk, str(directory))
+        mtu = cluster_link.MTU if plan.latency else 0
+        spec = cluster_node.NodeSpec(node.name, node.address, plan.bandwidth, plan.disk, str(directory), mtu)
 
         def connect(pid: int, port: str = f"port{index}") -> None:
-            cluster_node.run(f"ip link add {port} type veth peer name eth0 netns {pid}")
+            if plan.latency:
+                # Two wires lie between two nodes.
+                cluster_link.start_link(port, pid, plan.latency / 2, inherited=unwanted)
+                cluster_node.run(f"ip link set {port} mtu {cluster_link.MTU}")
+            else:
+                cluster_node.run(f"ip link add {port} type veth peer name eth0 netns {pid}")
             cluster_node.run(f"ip link set {port} master switch up")
             # A port of a real switch limits both directions; the node's own end limits what it sends.
             for line in cluster_node.limit(port, plan.bandwidth):

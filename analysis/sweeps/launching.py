@@ -141,12 +141,15 @@ def require_cluster() -> None:
 
 
 @contextlib.contextmanager
-def nodes_up(planned: PlannedRun) -> Iterator[tuple[str, dict[str, int]]]:
-    """Bring a local cluster up for a run; yields its name and each node's process."""
+def nodes_up(planned: PlannedRun, *, latency: str = "") -> Iterator[tuple[str, dict[str, int]]]:
+    """Bring a local cluster up for a run; yields its name and each node's process.
+
+    With `latency`, such as 0.5ms, messages between its nodes take so long.
+    """
     program, name = str(CLUSTER), f"sweep{os.getpid()}"
     limit = ["--bandwidth", planned.bandwidth] if planned.bandwidth else []
     up = [program, "up", "--name", name, "--nodes", str(planned.nodes), "--owner", str(os.getpid()), *limit]
-    up += ["--slots", str(-(-planned.ranks // planned.nodes))]
+    up += ["--slots", str(-(-planned.ranks // planned.nodes)), *(["--latency", latency] if latency else [])]
     said = subprocess.run(up, capture_output=True, text=True, check=False)
     if said.returncode != 0:
         raise RefusedError(f"run {planned.name} needs a local cluster: {said.stderr.strip()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from analysis.parts.peers.labels import cell_of
-from analysis.parts.peers.times import timed
+from analysis.parts.peers.times import TIMED, timed
 from analysis.sweeps.questions import Answer, Drawing
 from analysis.sweeps.results import Results, with_front
 from analysis.sweeps.statistics import is_below, shown, signed_points
@@ -20,6 +20,7 @@ SLACK = 0.005
 WORDS = {
     "full": "full fine-tuning",
     "ddp": "full, by DDP over gloo",
+    "smoothed": "full, labels smoothed",
     "last-stage": "last stage and head",
     "last-stage-cached": "the same, cached",
     "head-cached": "head, cached",
@@ -84,7 +85,10 @@ def answers_of(results: Results) -> list[Answer]:
         text += f" Ahead of full fine-tuning trained for as many seconds: {'; '.join(ahead) or 'none for sure'}."
         n = own.mean(best, "test_accuracy").n
         negative = other is None or (gain is not None and is_below(gain, 1))
+        model = own.rows[0].get("model", TIMED)
         question = f"Which way is the soonest as good as full fine-tuning, with {samples} samples?"
+        if model != TIMED:
+            question = question.replace("?", f" and {model}?")
         found.append(Answer(question=question, text=text, n=n, negative=negative))
     return found
 

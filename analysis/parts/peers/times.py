@@ -19,6 +19,8 @@ from analysis.sweeps.rows import Row
 
 Costs = Mapping[str, Mapping[str, float]]
 """Ranks and batch -> kind of step -> seconds."""
+TIMED = "resnet18"
+"""The model whose steps `analysis.step_costs` has timed."""
 DEEPEST = 5
 """The cut below the head."""
 SOLVED = ("exact", "auto", "auto-one-view")
@@ -55,7 +57,7 @@ def timed(results: Results) -> Results:
 def seconds_of(row: Row, costs: Costs) -> float | None:
     """Return a run's training time, None where its steps have no known costs."""
     kinds = costs.get(f"{row['ranks']} ranks, batches of {row['batch_size']}") if costs else None
-    if kinds is None or cell_of(row["label"]).peer in SOLVED:
+    if kinds is None or row.get("model", TIMED) != TIMED or cell_of(row["label"]).peer in SOLVED:
         return None
     probing_epochs = PROBE_EPOCHS if row["program"] == "analysis.lp_ft" else 0
     # A row's epochs are those that were asked for, its steps all that were made.

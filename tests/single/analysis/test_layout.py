@@ -12,7 +12,7 @@ from tests.single.test_layout import imports_of
 ROOT = Path(__file__).resolve().parents[3]
 LEVELS = (
     *("benchmarks", "benchmarks.rows", "sweeps", "writing"),
-    *("parts.strategies", "parts.networks", "parts.peers", "parts", ""),
+    *("parts.strategies", "parts.networks", "parts.peers", "parts.selection", "parts", ""),
 )
 """Folders below analysis/, the lowest first; the commands themselves are the highest."""
 ROOMS, LINES = 12, 250

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from analysis import lp_ft, peers, peers64, peers_more
+from analysis import lp_ft, peers, peers64, peers_mobilenet, peers_more
 from analysis.parts.peers import answers
 from analysis.parts.peers.labels import Cell, best_rates, cell_of
 from analysis.sweeps import experiment as sweep
@@ -52,7 +52,11 @@ def carried_out(folder: Path) -> Results:
 
 
 def test_every_planned_run_is_a_configuration_that_the_program_accepts() -> None:
-    for experiment, preset, samples in ((peers.EXPERIMENT, SMOKE, 64), (peers64.EXPERIMENT, REDUCED, 1_000)):
+    for experiment, preset, samples in (
+        (peers.EXPERIMENT, SMOKE, 64),
+        (peers64.EXPERIMENT, REDUCED, 1_000),
+        (peers_mobilenet.EXPERIMENT, REDUCED, 5_000),
+    ):
         runs = [*experiment.runs(preset), *experiment.then(preset, Results(Path()))]
         for run in {run.label: run for run in runs if run.flags["train_samples"] == samples}.values():
             given = configuration(parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name)))
@@ -62,7 +66,7 @@ def test_every_planned_run_is_a_configuration_that_the_program_accepts() -> None
 
 def test_the_reduced_presets_take_at_most_eight_hours_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    every = (peers.EXPERIMENT, peers_more.EXPERIMENT, peers64.EXPERIMENT)
+    every = (peers.EXPERIMENT, peers_more.EXPERIMENT, peers64.EXPERIMENT, peers_mobilenet.EXPERIMENT)
     planned = [run for each in every for run in sweep.plan(each, REDUCED, Results(Path()))]
     assert total_seconds(planned, REDUCED) < 8 * 3600
 

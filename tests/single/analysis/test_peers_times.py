@@ -60,8 +60,9 @@ def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -
     seconds = {"2 ranks, batches of 64": {kind: [0.0, value, 1e9] for kind, value in KINDS.items()}}
     path.write_text(json.dumps({"seconds": seconds}))
     rows = [PLAIN, {**PLAIN, "label": "n5000-exact-e1"}, {**PLAIN, "ranks": 3}, {**PLAIN, "image_size": 64}]
+    rows.append({**PLAIN, "model": "mobilenet_v3_small"})
     found = timed(Results(tmp_path / "peers", rows))
-    assert [row["train_seconds"] for row in found.rows] == [400.0, 3.0, 3.0, 3.0]
+    assert [row["train_seconds"] for row in found.rows] == [400.0, 3.0, 3.0, 3.0, 3.0]
 
 
 def test_steps_are_added_to_those_of_the_same_source_and_machine_only(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Which of the features a solved head needs."""

@@ -1,0 +1,109 @@
+"""A wire that takes its time: a process that carries Ethernet frames between two interfaces, each after a delay.
+
+Kernels without netem have no queue that delays. Frames of up to 64 KB keep the work of carrying them small.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from collections import deque
+
+import namespaces
+
+TUN = "/dev/net/tun"
+MTU = 65000
+FRAME = 65536
+MOST_WAITING = 4096
+"""Frames in one direction; what comes beyond is lost, as in a switch whose buffer is full."""
+_SET_INTERFACE, _TAP, _BARE = 0x400454CA, 0x0002, 0x1000
+
+
+def refusal() -> str:
+    """Why there can be no such wire on this machine, "" when there can."""
+    try:
+        os.close(os.open(TUN, os.O_RDWR))
+    except OSError as error:
+        return f"--latency needs {TUN} ({error.strerror}): modprobe tun; a container needs --device {TUN}"
+    return ""
+
+
+def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ...]) -> None:
+    """Make interface `port` here and eth0 in the namespaces of process `node`, joined by a wire; ends with the caller.
+
+    Args:
+        port: interface of the calling process's network.
+        node: as the caller counts.
+        seconds: that a frame is on its way, in either direction.
+        inherited: descriptors that the wire must not keep open.
+
+    Raises:
+        RuntimeError: the interfaces cannot be made.
+    """
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            namespaces.die_with_parent(signal.SIGKILL)
+            for descriptor in (*inherited, reader):
+                os.close(descriptor)
+            near = open_interface(port)
+            namespaces.enter(node, ("net",))
+            far = open_interface("eth0")
+            os.write(writer, b"ready")
+            os.close(writer)
+            carry(near, far, seconds)
+        except BaseException as error:
+            os.write(writer, f"{error}".encode())
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "r") as answers:
+        answer = answers.read()
+    if answer != "ready":
+        raise RuntimeError(f"wire of {port}: {answer or 'ended while starting'}")
+
+
+def open_interface(name: str) -> int:
+    """Return a descriptor that reads what the new interface sends, and writes what it receives."""
+    descriptor = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    fcntl.ioctl(descriptor, _SET_INTERFACE, struct.pack("16sH22x", name.encode(), _TAP | _BARE))
+    return descriptor
+
+
+def carry(near: int, far: int, seconds: float) -> None:
+    """Carry frames between both descriptors for ever."""
+    other = {near: far, far: near}
+    waiting: dict[int, deque[tuple[float, bytes]]] = {near: deque(), far: deque()}
+    while True:
+        due = min((frames[0][0] for frames in waiting.values() if frames), default=None)
+        patience = None if due is None else max(0.0, due - time.monotonic())
+        ready, _, _ = select.select([near, far], [], [], patience)
+        for descriptor in ready:
+            receive(descriptor, waiting[other[descriptor]], seconds)
+        now = time.monotonic()
+        for descriptor, frames in waiting.items():
+            while frames and frames[0][0] <= now:
+                send(descriptor, frames.popleft()[1])
+
+
+def receive(descriptor: int, frames: deque[tuple[float, bytes]], seconds: float) -> None:
+    """Take all that an interface has sent."""
+    while True:
+        try:
+            frame = os.read(descriptor, FRAME)
+        except OSError:  # nothing more, or the interface is down
+            return
+        if len(frames) < MOST_WAITING:
+            frames.append((time.monotonic() + seconds, frame))
+
+
+def send(descriptor: int, frame: bytes) -> None:
+    """Let an interface receive a frame; one that is down receives none."""
+    try:
+        os.write(descriptor, frame)
+    except OSError:
+        return

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     )
                     rows.append({**key, **{name: str(value) for name, value in made.items()}})
                     publish(options.out / "rows.csv", to_csv(rows))
-                    publish(options.out / "README.md", readme(rows, provenance()))
+                    publish(options.out / "README.md", readme(rows, machine()))
                     print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     except HvfreezeError as error:
         print(f"clock: error: {error}", file=sys.stderr)
@@ -151,14 +151,15 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
         "train_seconds": round(summary["train_seconds"], 3),
         "evaluate_seconds": round(summary["seconds"]["evaluate"], 3),
         "test_accuracy": summary["test_accuracy"],
+        "commit": commit(),
     }
 
 
-def provenance() -> str:
-    """Return where and by what the rows are made."""
+def machine() -> str:
+    """Return where and by what the rows are made, but for the source."""
     known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
-    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}; source {commit()}"
+    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish
-from analysis.sweeps.statistics import mean_interval, paired_ratio, shown
+from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
 from hvfreeze.chain.models import build_model
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer
@@ -153,22 +153,17 @@ def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: in
 
 
 def later(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, latency: str) -> str:
-    """Return what added latency costs an exchange, in all and for each of the messages that follow one another."""
+    """Return what added latency costs an exchange, beside wires that take next to nothing."""
     seconds = {
-        wait: mean_interval([row["seconds"] for row in measured(rows, nodes, bandwidth, 1, wait)])
+        wait: {row["repeat"]: row["seconds"] for row in measured(rows, nodes, bandwidth, 1, wait)}
         for wait in (NEXT_TO_NOTHING, latency)
     }
-    said = f"{nodes} nodes at {bandwidth}/s, {latency} added one way: ours {shown(seconds[latency], milliseconds)}"
+    taken = shown(mean_interval(list(seconds[latency].values())), milliseconds)
+    said = f"{nodes} nodes at {bandwidth}/s, {latency} added one way: ours {taken}"
     if latency == NEXT_TO_NOTHING:
         return f"{said}, the wires themselves"
-    more = seconds[latency].mean - seconds[NEXT_TO_NOTHING].mean
-    messages = more / (duration(latency) - duration(NEXT_TO_NOTHING))
-    return f"{said}, {milliseconds(more)} more than with {NEXT_TO_NOTHING}: {messages:.0f} times what was added"
-
-
-def duration(latency: str) -> float:
-    """Return seconds for a text like 500us."""
-    return 1e-6 * float(latency.removesuffix("us"))
+    more = paired_difference(seconds[latency], seconds[NEXT_TO_NOTHING])
+    return f"{said}, {shown(more, milliseconds)} more than with {NEXT_TO_NOTHING}"
 
 
 def readme(verdicts: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from hvfreeze import __version__
 from hvfreeze.config.flags import EXIT_CODES, Parser, add_train, flag_of
 from hvfreeze.config.tree import did_you_mean, leaves
 from hvfreeze.errors import UsageError
+from hvfreeze.ranks.machine.imports import kept_for_good
 
 DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front layers to freeze, and cache their output."
 
@@ -48,7 +49,8 @@ def add_how(parser: argparse.ArgumentParser) -> None:
 
 def predict(options: argparse.Namespace) -> int:
     """Tell the classes of images."""
-    from hvfreeze.applying import predicting
+    with kept_for_good():
+        from hvfreeze.applying import predicting
 
     return predicting.predict(
         options.run_dir,
@@ -76,7 +78,8 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Tell how right a model is."""
-    from hvfreeze.applying import evaluating
+    with kept_for_good():
+        from hvfreeze.applying import evaluating
 
     return evaluating.evaluate(
         options.run_dir,
@@ -104,7 +107,8 @@ def add_blocks(parser: argparse.ArgumentParser) -> None:
 
 def blocks(options: argparse.Namespace) -> int:
     """Show where a model may be cut."""
-    from hvfreeze.applying.outline import show_blocks
+    with kept_for_good():
+        from hvfreeze.applying.outline import show_blocks
 
     return show_blocks(
         options.model,

@@ -66,8 +66,9 @@ def verdicts(rows: Sequence[dict[str, str]]) -> list[str]:
 def table(rows: Sequence[dict[str, str]]) -> str:
     """Return whole commands by ground, way and ranks, with the training in them."""
     ranks = sorted({row["ranks"] for row in rows}, key=int)
+    heads = [f"{count} rank{'' if count == '1' else 's'}" for count in ranks]
     lines = [
-        f"| images | way | {' | '.join(f'{count} ranks' for count in ranks)} |",
+        f"| images | way | {' | '.join(heads)} |",
         "|---|---|" + "---:|" * len(ranks),
     ]
     for ground in grounds(rows):
@@ -82,8 +83,9 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def readme(rows: Sequence[dict[str, str]], made_by: str) -> str:
+def readme(rows: Sequence[dict[str, str]], machine: str) -> str:
     """Return README.md."""
+    sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     lines, others = "\n".join(verdicts(rows)), any(row["epochs"] != row["epochs_made"] for row in rows)
     scaled = "- Where one epoch of full fine-tuning was made, the others are taken to last as long.\n" if others else ""
     return (
@@ -96,6 +98,6 @@ def readme(rows: Sequence[dict[str, str]], made_by: str) -> str:
         f"{scaled}- Ranks share one machine's memory; files had been read before.\n\n"
         "## How it was made\n\n"
         "- `python -m analysis.clock`: seed 0, the shortest full fine-tuning within half a point of the best\n"
-        f"- {made_by}\n"
+        f"- {machine}; source {sources}\n"
         "- numbers: [rows.csv](rows.csv)\n"
     )

@@ -177,7 +177,8 @@ def ways(root: Path) -> str:
         "was tried, and as many epochs as serve it best:\n\n"
         + "\n".join(lines)
         + "\n\nThat is training time: starting, reading images and evaluating come beside it, alike in every way. The "
-        + "whole command,\nfrom its start until all ranks have left ([limits](analysis/results/clock/README.md)):\n\n"
+        + "whole command,\nfrom its start until all ranks have left "
+        + "([1 and 4 ranks, limits](analysis/results/clock/README.md)):\n\n"
         + "\n".join(whole_commands(kept(root / "clock" / "rows.csv")))
     )
 

@@ -4,6 +4,8 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
 from hvfreeze.ranks.machine.imports import kept_for_good
 from tests.program import ROOT
 
@@ -33,3 +35,14 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("command", [["predict", "nowhere", "image.png"], ["evaluate", "nowhere"], ["blocks", "none"]])
+def test_commands_that_load_torch_spare_it_the_collector(command: list[str]) -> None:
+    script = (
+        "import gc, sys; from hvfreeze.commands import perform; from hvfreeze.errors import HvfreezeError\n"
+        "try: perform(sys.argv[1:])\n"
+        "except HvfreezeError: print('torch' in sys.modules, gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    )
+    said = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "True True True"

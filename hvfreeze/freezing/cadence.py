@@ -12,6 +12,13 @@ from hvfreeze.freezing.voting.proposer import USABLE_INTERVALS, Proposer
 from hvfreeze.runs.moves import Move
 
 
+@dataclass
+class Length:
+    """How long training lasts; who plans it anew changes it here, on all ranks alike."""
+
+    epochs: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
     """When votes are held, in optimizer steps, and how long training lasts."""
@@ -19,17 +26,22 @@ class Cadence:
     interval: int
     warmup: int
     steps_per_epoch: int
-    num_epochs: int
+    length: Length
 
     @classmethod
-    def of(cls, settings: FreezeConfig, *, steps_per_epoch: int, num_epochs: int) -> Cadence:
+    def of(cls, settings: FreezeConfig, *, steps_per_epoch: int, length: Length) -> Cadence:
         """Return the settings' cadence: by default votes twice an epoch, from the end of the first epoch on."""
         return cls(
             interval=settings.interval or max(1, steps_per_epoch // 2),
             warmup=steps_per_epoch if settings.freeze_warmup is None else settings.freeze_warmup,
             steps_per_epoch=steps_per_epoch,
-            num_epochs=num_epochs,
+            length=length,
         )
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that training lasts, as is planned now."""
+        return self.length.epochs
 
     @property
     def first_vote(self) -> int:

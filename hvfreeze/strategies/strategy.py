@@ -21,6 +21,7 @@ from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.decoding import Images
+from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.voting.vote import Decision
 from hvfreeze.heads.solution import Solution
 from hvfreeze.prefix.splits import Split
@@ -48,6 +49,8 @@ class Materials:
     clock: PhaseClock
     say: Callable[[str], None]
     """Tells the user a line; does nothing but on rank 0."""
+    length: Length
+    """How long the stage lasts that the strategy is built for."""
 
     def trained(self, *, passes_per_epoch: float = 1.0) -> Split:
         """Return this replica's training samples, which an epoch asks for so many times."""

@@ -12,6 +12,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, open_feeds, padded_batches
 from hvfreeze.data.dealing import Corpus
 from hvfreeze.data.decoding import Images
+from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen import trainable_of
 from hvfreeze.ranks.agreement import together
 from hvfreeze.ranks.machine.share import memory_budget
@@ -59,6 +60,7 @@ def assemble(
         directory=directory,
         clock=clock,
         say=speaker.say,
+        length=Length(config.optimizer.epochs),
     )
     opener = Opener(materials, config, blueprint, trainable_of(chain.model))
     share = corpus.share(replica=replica, replicas=replicas)

@@ -153,9 +153,7 @@ class TimeBudget:
         wait = max(1, min((steps - done) // 2, round(SECONDS_BETWEEN_PLANS / max(self.expected.step, 1e-6))))
         steps, self._plan_at = self.world.broadcast_object((steps, done + wait), name="budget.steps")
         self._measured, self._evaluating = (now, done), 0.0
-        course.stages = with_steps(
-            course.stages, [steps if n == course.number else other.steps for n, other in enumerate(course.stages)]
-        )
+        course.plan([steps if n == course.number else other.steps for n, other in enumerate(course.stages)])
 
     def after_evaluation(self, seconds: float) -> None:
         """Take note of what an evaluation took."""
@@ -175,7 +173,7 @@ class TimeBudget:
         if course.is_last:
             return []
         steps = self.world.broadcast_object(self._chosen(course.stages, course.number + 1), name="budget.stages")
-        course.stages = with_steps(course.stages, steps)
+        course.plan(steps)
         if course.is_last:
             return [f"{self.seconds - now:.0f} s are left, too few to tune for an epoch and to solve again"]
         return [f"{self.seconds - now:.0f} s are left, for {sum(steps[course.number + 1 :])} steps"]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hvfreeze.data.batches import TrainFeed
+from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.voting.vote import Decision
 from hvfreeze.runs.moves import Move
 from hvfreeze.strategies.strategy import Strategy
@@ -26,6 +27,8 @@ class Opened(NamedTuple):
     """The one that the strategy trains; what a stage keeps of it comes from here, and goes back here."""
     block_names: tuple[str, ...]
     """Of the chain that it works on."""
+    length: Length
+    """What the strategy knows of how long the stage lasts."""
 
 
 OpenStage = Callable[[Stage], Opened]
@@ -40,7 +43,8 @@ class Course:
     """
 
     def __init__(self, stages: Sequence[Stage], open_stage: OpenStage) -> None:
-        self.stages, self.number = tuple(stages), 0
+        self.stages: tuple[Stage, ...] = tuple(stages)
+        self.number = 0
         self._open_stage = open_stage
         self._earlier: Report = {}
         self.opened = open_stage(self.stages[0])
@@ -85,6 +89,11 @@ class Course:
     def is_last(self) -> bool:
         """Whether no stage that has steps comes after this one."""
         return not any(stage.steps for stage in self.stages[self.number + 1 :])
+
+    def plan(self, steps: Sequence[int]) -> None:
+        """Let the stages last so many steps each; the strategy that is open learns of it. Equal on all ranks."""
+        self.stages = with_steps(self.stages, steps)
+        self.opened.length.epochs = self.stage.config.optimizer.epochs
 
     def turn(self) -> None:
         """Go on to the next stage that has steps.
@@ -131,7 +140,8 @@ class Course:
             keeps_plan: whether stages last as long as was planned there, and not as the configuration says.
         """
         if keeps_plan:
-            self.stages = with_steps(self.stages[: len(state["steps"])], state["steps"])
+            self.stages = self.stages[: len(state["steps"])]
+            self.plan(state["steps"])
         moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
         earlier = {**state["earlier"], "cut_history": moves} if moves else {}
         if state["number"] == self.number:

@@ -14,6 +14,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, augment_of
 from hvfreeze.data.views.augment import Augment
 from hvfreeze.errors import UsageError
+from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen import release_model
 from hvfreeze.heads.kernel.fit import MOST_ROWS, check_count
 from hvfreeze.heads.kernel.module import KernelHead
@@ -60,9 +61,10 @@ class Opener:
         release_model(given.chain.model, self.trainable)
         chain, feed = together(given.world, lambda: (self._chain(stage), self._feed(stage)), name="stage")
         corpus = replace(given.corpus, plan=feed.plan)
-        materials = replace(given, chain=chain, feed=feed, corpus=corpus)
+        length = Length(stage.config.optimizer.epochs)
+        materials = replace(given, chain=chain, feed=feed, corpus=corpus, length=length)
         strategy = open_strategy(materials, stage.config)
-        return Opened(strategy, feed, chain.model, tuple(block.name for block in chain.blocks))
+        return Opened(strategy, feed, chain.model, tuple(block.name for block in chain.blocks), length)
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the run's stages, with the steps that --epochs gives them, or as yet one epoch's under a time budget.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,11 +11,12 @@ from hvfreeze.chain.blocks import cut_into_blocks
 from hvfreeze.chain.models import build_model
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
+from hvfreeze.freezing.cadence import Cadence, Length
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.training.stages import budget as module
 from hvfreeze.training.stages.budget import TimeBudget
-from hvfreeze.training.stages.course import Course
+from hvfreeze.training.stages.course import Course, Opened
 from hvfreeze.training.stages.stage import Stage, stages_of
 from hvfreeze.training.stages.timing import Expected, untouched
 
@@ -53,6 +55,7 @@ def follow(
     """Go through all stages as the loop does; solutions and steps take what is said here."""
     course = cast(Course, Course.__new__(Course))
     course.stages, course.number = given, 0
+    course.opened = opened(course)
     while True:
         if course.stage.solves:
             clock.now += solve
@@ -68,6 +71,26 @@ def follow(
         if course.is_last:
             return course
         course.number = next(n for n in range(course.number + 1, len(course.stages)) if course.stages[n].steps)
+        course.opened = opened(course)
+
+
+def opened(course: Course) -> Opened:
+    """Return what is open for the stage under way, as far as a plan is concerned."""
+    length = Length(course.stage.config.optimizer.epochs)
+    return cast(Opened, SimpleNamespace(length=length))
+
+
+def test_votes_go_on_in_the_steps_that_a_faster_run_has_time_for(clock: Clock) -> None:
+    """Steps get shorter when blocks freeze: what is added to the plan is training like the rest of it."""
+    budget = budget_of(clock, 60.0)
+    given = budget.plan(stages(freeze="gradient-norm"))
+    planned = given[0].config.optimizer.epochs
+    course = follow(budget, clock, given, solve=SOLVE, step=lambda done: STEP if done < 100 else STEP / 5)
+    lasted = course.stage.epochs
+    cadence = Cadence.of(course.stage.config.freeze, steps_per_epoch=20, length=course.opened.length)
+    assert lasted > 2 * planned
+    assert cadence.num_epochs == lasted
+    assert cadence.votes(20 * (lasted - 1)) and not cadence.votes(20 * lasted)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 600.0])

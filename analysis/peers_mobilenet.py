@@ -23,8 +23,10 @@ GROUND = Ground(
     flags={"model": "mobilenet_v3_small", "data": "imagefolder", "data_dir": "OTHER", "reset_head": True},
     counts=COUNTS,
     peers=PEERS,
+    longer=(16,),
 )
 OWN = (
+    "Full fine-tuning gains with every epoch here, and the highest rate served its longest budgets best: more may help.",
     "The network has learnt from 25 000 images of five other classes only: what it has to give is little.",
     "Training time is the clock's, of runs one after another.",
 )

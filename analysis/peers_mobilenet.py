@@ -26,7 +26,7 @@ GROUND = Ground(
     longer=(16,),
 )
 OWN = (
-    "Full fine-tuning gains with every epoch here, and the highest rate served its longest budgets best: more may help.",
+    "Full fine-tuning gains with every epoch here, and the highest rate served long budgets best: more may help.",
     "The network has learnt from 25 000 images of five other classes only: what it has to give is little.",
     "Training time is the clock's, of runs one after another.",
 )

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 from analysis.parts.peers.answers import answers_of, drawings_of, tables_of
 from analysis.parts.peers.labels import Cell, best_rates
+from analysis.parts.peers.limits import OWN_RATES, TIMED, USUAL
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Experiment
@@ -207,7 +208,7 @@ def at(name: str, ground: Ground, *, limits: Sequence[str]) -> Experiment:
     Args:
         name: of its module.
         ground: who is compared on what.
-        limits: of its own results, beside those that all have.
+        limits: of its results.
     """
     return Experiment(
         name=name,
@@ -219,32 +220,11 @@ def at(name: str, ground: Ground, *, limits: Sequence[str]) -> Experiment:
         tables=tables_of,
         drawings=drawings_of,
         shown=1,
-        limits=(
-            *limits,
-            "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
-            "Set-up and evaluation are left out. Whoever counts them gains less: they take as long in every way.",
-            "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
-            "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
-            "Ranks share one machine and its memory: no network is involved.",
-            "That auto's head compares rows, and in how many directions, was decided on seed 0 of these test images.",
-            "Auto that tunes was timed beside another job on cores of its own, and made on three seeds at most.",
-        ),
+        limits=tuple(limits),
     )
 
 
-OWN_RATES = (
-    "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
-    "The last stage from its cache, votes and the rival library take the rates of those that they vary.",
-)
-TAKEN_RATES = (
-    f"Learning rates are those chosen at 32 pixels, of {KNOWN} samples where there were not as many.",
-    f"For the longest budget of full fine-tuning on at most {KNOWN} three were tried on one seed.",
-)
-EXPERIMENT = at(
-    "peers",
-    Ground(),
-    limits=(*OWN_RATES, "With 5000 samples seeds 3, 4 are of full fine-tuning, exact and auto of one epoch only."),
-)
+EXPERIMENT = at("peers", Ground(), limits=(*OWN_RATES, *TIMED, *USUAL))
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

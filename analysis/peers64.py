@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from analysis.peers import TAKEN_RATES, Ground, at
+from analysis.parts.peers.limits import TAKEN_RATES, TIMED, USUAL
+from analysis.peers import Ground, at
 from analysis.sweeps.experiment import main
 
 PEERS = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
@@ -15,7 +16,7 @@ PEERS = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
 
 GROUND = Ground(larger=2, peers=PEERS, rates_of="peers")
 OWN = ("Of the ways that are planned full fine-tuning and auto were made.",)
-EXPERIMENT = at("peers64", GROUND, limits=(*TAKEN_RATES, *OWN))
+EXPERIMENT = at("peers64", GROUND, limits=(*TAKEN_RATES, *OWN, *TIMED, *USUAL))
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from analysis.peers import OWN_RATES, Ground, at
+from analysis.parts.peers.limits import OWN_RATES, USUAL
+from analysis.peers import Ground, at
 from analysis.sweeps.experiment import main
 
 PEERS = ("full", "auto", "auto-one-view")
@@ -28,9 +29,10 @@ GROUND = Ground(
 OWN = (
     "Full fine-tuning gains with every epoch here, and the highest rate served long budgets best: more may help.",
     "The network has learnt from 25 000 images of five other classes only: what it has to give is little.",
-    "Training time is the clock's, of runs one after another.",
+    "Training time is the clock's, of runs one after another beside other jobs: an idle machine is faster.",
+    "CIFAR-10 on both sides: related images, a related task.",
 )
-EXPERIMENT = at("peers_mobilenet", GROUND, limits=(*OWN_RATES[:1], *OWN))
+EXPERIMENT = at("peers_mobilenet", GROUND, limits=(*OWN_RATES[:1], *OWN, *USUAL))
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from analysis.peers import MORE, TAKEN_RATES, Ground, at
+from analysis.parts.peers.limits import TAKEN_RATES, TIMED, USUAL
+from analysis.peers import MORE, Ground, at
 from analysis.peers64 import PEERS
 from analysis.sweeps.experiment import main
 
 GROUND = Ground(counts=MORE, peers=PEERS, rates_of="peers")
 OWN = ("Of the ways that are planned full fine-tuning and auto were made.",)
-EXPERIMENT = at("peers_more", GROUND, limits=(*TAKEN_RATES, *OWN))
+EXPERIMENT = at("peers_more", GROUND, limits=(*TAKEN_RATES, *OWN, *TIMED, *USUAL))
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -115,7 +115,6 @@ class Ground:
     Attributes:
         larger: times the preset's image size; flags: of all runs, such as another model.
         counts: numbers of training samples; peers: who takes part.
-        longer: budgets beside BUDGETS.
         rates_of: the experiment whose learning rates are taken, but for full fine-tuning's longest budget on no more
             than KNOWN samples, which all are held against. Empty tries all for everyone.
     """
@@ -124,7 +123,6 @@ class Ground:
     flags: Mapping[str, Value] = field(default_factory=dict)
     counts: Sequence[int] = FEWER
     peers: Sequence[str] = tuple(PEERS)
-    longer: tuple[int, ...] = ()
     rates_of: str = ""
 
     def chooses(self, cell: Cell, peer: Peer) -> bool:
@@ -163,7 +161,7 @@ def known_peers() -> dict[str, Peer]:
 
 def cells(preset: Preset, ground: Ground) -> Iterator[tuple[Cell, Peer]]:
     """Yield every peer at every number of samples and budget of epochs."""
-    held = {samples: (*epochs, *ground.longer) for samples, epochs in BUDGETS.items() if samples in ground.counts}
+    held = {samples: epochs for samples, epochs in BUDGETS.items() if samples in ground.counts}
     budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else held
     for samples, epochs in budgets.items():
         for name, peer in known_peers().items():

@@ -24,7 +24,6 @@ GROUND = Ground(
     flags={"model": "mobilenet_v3_small", "data": "imagefolder", "data_dir": "OTHER", "reset_head": True},
     counts=COUNTS,
     peers=PEERS,
-    longer=(16,),
 )
 OWN = (
     "Full fine-tuning gains with every epoch here, and the highest rate served long budgets best: more may help.",

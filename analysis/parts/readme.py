@@ -11,11 +11,12 @@ from analysis.parts.clock_tables import verdicts as whole_commands
 from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.parts.peers.answers import best_full, by_samples
 from analysis.parts.peers.labels import Cell, cell_of
+from analysis.parts.peers.times import TIMED
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from hvfreeze.report.units import percent, seconds
 
-COMPARISONS = ("peers", "peers_more", "peers64")
+COMPARISONS = ("peers", "peers_more", "peers64", "peers_mobilenet")
 """Experiments that compare all ways of fine-tuning."""
 NOTHING_YET = "No results are recorded yet."
 REFERENCES = {"static_sweep": "groups0", "adaptive": "full", "caching": "full", "pixels64": "full"}
@@ -172,9 +173,10 @@ def ways(root: Path) -> str:
         return NOTHING_YET
     return (
         "![Accuracy against training time of all ways of fine-tuning](analysis/results/peers/figures/front.png)\n\n"
-        "ResNet-18 pretrained on CIFAR-100, fine-tuned on a few images of CIFAR-10, 2 ranks, 95 % intervals; the "
-        "figure is of 32 pixels.\n`--freeze auto` has no learning rate to choose; full fine-tuning has the best that "
-        "was tried, and as many epochs as serve it best:\n\n"
+        "A ResNet-18 pretrained on CIFAR-100, or a MobileNetV3 on half of CIFAR-10's classes, fine-tuned on a few images "
+        "of CIFAR-10's\n(other) classes, 2 ranks, 95 % intervals; the figure is of 32 pixels. `--freeze auto` has no "
+        "learning rate to choose; full\nfine-tuning has the best that was tried, and of up to 8 epochs, 16 with 1 000 "
+        "images, as many as serve it best:\n\n"
         + "\n".join(lines)
         + "\n\nThat is training time: starting, reading images and evaluating come beside it, alike in every way. The "
         + "whole command,\nfrom its start until all ranks have left "
@@ -193,8 +195,10 @@ def beside_full(root: Path, name: str) -> Iterator[str]:
             f"{seconds(own.mean(once, 'train_seconds').mean)}; "
         )
         if own.of(auto):
+            size, model = (own.of(auto)[0][column] for column in ("image_size", "model"))
+            network = "" if model == TIMED else f", {model}"
             yield (
-                f"- [{samples} images at {own.of(auto)[0]['image_size']} pixels](analysis/results/{name}/README.md): "
+                f"- [{samples} images at {size} pixels{network}](analysis/results/{name}/README.md): "
                 f"{shown(own.mean(auto, 'test_accuracy'), percent, count=True)} in "
                 f"{seconds(own.mean(auto, 'train_seconds').mean)}; {mirrorless or ''}full "
                 "fine-tuning comes to "

@@ -3,21 +3,22 @@
     python -m analysis.communication --preset reduced --data-dir DIR --weights FILE
 
 One rank a node, on nodes of the local cluster (root and network namespaces needed; `launch/cluster check` says). Bytes
-are counted at each node's interface, epoch by epoch. A few steps an epoch; the spread is over epochs after the first,
-with low rank after those in which it has not set in.
+are counted at each node's interface, epoch by epoch. A few steps an epoch. Networks that the answer is about are
+measured once for every seed, all variants in turn, and their spread is over runs; that of the others is over the epochs
+of one run, after the first and, with low rank, after those in which it has not set in.
 """
 
 from __future__ import annotations
 
 import sys
 
+from analysis.parts.networks.step_times import compute, images, milliseconds, pace, phase, step
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import main
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
-from analysis.sweeps.rows import unlike
-from analysis.sweeps.statistics import NOTHING, Interval, mean_interval, shown
+from analysis.sweeps.statistics import NOTHING, shown
 from analysis.writing.charts import bar_chart
 from hvfreeze.report.figures import plot_phases
 from hvfreeze.report.tables import Table
@@ -43,22 +44,28 @@ MORE_EPOCHS = 2
 CACHED = "frozen-cached"
 NETWORK = (2, "1gbit")
 """The network that the answer is about."""
+REPEATED = ((1, ""), NETWORK, (4, "1gbit"))
+"""Measured with every seed."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
     """Return every variant on every network; in the full preset the network is the one between --hosts."""
     if preset.is_smoke:
-        return [short(preset, "full", nodes, bandwidth, {}) for nodes, bandwidth in ((1, ""), (2, "1gbit"))]
+        return [short(preset, "full", nodes, bandwidth, {}) for nodes, bandwidth in ((1, ""), NETWORK)]
     limits = [""] if preset.name == "full" else list(BANDWIDTHS)
     networks = [(nodes, limit) for nodes in NODES for limit in limits if nodes > 1 or not limit]
     return [
-        short(preset, name, nodes, bandwidth, flags)
+        short(preset, name, nodes, bandwidth, flags, seed)
+        for seed in preset.seeds
         for nodes, bandwidth in networks
+        if preset.name == "full" or seed == preset.seeds[0] or (nodes, bandwidth) in REPEATED
         for name, flags in VARIANTS.items()
     ]
 
 
-def short(preset: Preset, name: str, nodes: int, bandwidth: str, flags: dict[str, Value]) -> PlannedRun:
+def short(
+    preset: Preset, name: str, nodes: int, bandwidth: str, flags: dict[str, Value], seed: int | None = None
+) -> PlannedRun:
     """Return a run of a few steps an epoch on a network, with the same work for every rank on any number of nodes."""
     batch = preset.batch_size if preset.is_smoke else BATCH
     work: dict[str, Value] = {
@@ -72,7 +79,7 @@ def short(preset: Preset, name: str, nodes: int, bandwidth: str, flags: dict[str
     }
     return preset.run(
         label_of(name, nodes, bandwidth),
-        preset.seeds[0],
+        preset.seeds[0] if seed is None else seed,
         {**work, **flags},
         ranks=nodes,
         nodes=0 if preset.name == "full" else nodes,
@@ -85,47 +92,22 @@ def label_of(name: str, nodes: int, bandwidth: str) -> str:
     return f"{name}-{nodes}x" + (f"-{bandwidth}" if bandwidth else "")
 
 
-def phase(run: Run, *names: str) -> Interval:
-    """Return seconds a step in some phases, over the epochs that are timed."""
-    found, left_out = [], unlike(run)
-    for before, line in list(zip(run.metrics, run.metrics[1:]))[max(0, left_out - 1) :]:
-        spent = sum(line["seconds"].get(name, 0.0) for name in names)
-        found.append(spent / (line["step"] - before["step"]))
-    return mean_interval(found)
-
-
-def step(run: Run) -> Interval:
-    """Return seconds a step."""
-    return phase(run, *run.seconds.keys() - {"evaluate"})
-
-
-def compute(run: Run) -> Interval:
-    """Return seconds a step in which the rank computes."""
-    return phase(run, "forward", "backward", "optimizer")
-
-
-def measured(results: Results, name: str, nodes: int, bandwidth: str) -> Run | None:
-    """Return a variant's run on a network, None where there is none."""
-    found = results.runs_of(label_of(name, nodes, bandwidth)) if results.of(label_of(name, nodes, bandwidth)) else []
-    return found[0] if found else None
-
-
-def pace(run: Run) -> Interval:
-    """Return the images that all ranks train in a second."""
-    taken, images = step(run), run.size * run.settings["batch_size"]
-    return Interval(images / taken.mean, images / taken.high, images / taken.low, taken.n)
+def measured(results: Results, name: str, nodes: int, bandwidth: str) -> list[Run]:
+    """Return a variant's runs on a network."""
+    label = label_of(name, nodes, bandwidth)
+    return results.runs_of(label) if results.of(label) else []
 
 
 def answers(results: Results) -> list[Answer]:
     """Return the answer to question 6, at 1 Gbit/s on two nodes."""
     two = {name: measured(results, name, *NETWORK) for name in VARIANTS}
     one = {name: measured(results, name, 1, "") for name in VARIANTS}
-    there = {name: run for name, run in two.items() if run is not None}
-    alone = {name: run for name, run in one.items() if run is not None}
+    there = {name: runs for name, runs in two.items() if runs}
+    alone = {name: runs for name, runs in one.items() if runs}
     if not there.keys() & alone.keys() >= VARIANTS.keys():
         return []
     sent = {name: results.mean(label_of(name, *NETWORK), "wire_bytes_per_step") for name in VARIANTS}
-    waits = {name: phase(run, "allreduce") for name, run in there.items()}
+    waits = {name: phase(runs, "allreduce") for name, runs in there.items()}
     ranked = sorted(there, key=lambda name: step(there[name]).mean)
     steps = ", ".join(f"{name} {shown(step(there[name]), milliseconds)}" for name in ranked)
     low, alone_cached = pace(there[f"{CACHED}-powersgd"]), pace(alone[CACHED])
@@ -146,34 +128,25 @@ def answers(results: Results) -> list[Answer]:
     return [Answer(question=question, text=text, n=waits["full"].n, negative=negative)]
 
 
-def images(value: float) -> str:
-    """Return a pace for a person."""
-    return f"{value:.0f} images/s"
-
-
-def milliseconds(value: float) -> str:
-    """Return seconds as milliseconds."""
-    return f"{1000 * value:.0f} ms"
-
-
 def tables(results: Results) -> list[Table]:
     """Return a row per variant and network."""
     rows = []
     for label in results.labels:
-        row, run = results.of(label)[0], results.runs_of(label)[0]
+        row, runs = results.of(label)[0], results.runs_of(label)
         wire = row["wire_bytes_per_step"]
         line = 8 * wire / bits_per_second(row["bandwidth"] or "") if wire else 0.0
-        waiting = phase(run, "allreduce")
+        waiting = phase(runs, "allreduce")
         rows.append(
             (
                 label.rpartition("x")[0].rpartition("-")[0],
-                f"{row['ranks']}{' *' if row['ranks'] > (run.environment.get('cores') or 1) else ''}",
+                str(len(runs)),
+                f"{row['ranks']}{' *' if row['ranks'] > (runs[0].environment.get('cores') or 1) else ''}",
                 row["bandwidth"] or "unlimited",
-                shown(pace(run), images),
-                shown(step(run), milliseconds),
-                shown(compute(run), milliseconds),
+                shown(pace(runs), images),
+                shown(step(runs), milliseconds),
+                shown(compute(runs), milliseconds),
                 shown(waiting, milliseconds),
-                number(compute(run).mean / waiting.mean) if waiting.mean > 0.0005 else "",
+                number(compute(runs).mean / waiting.mean) if waiting.mean > 0.0005 else "",
                 megabytes(row["allreduce_bytes"] / row["steps"]),
                 megabytes(wire) if wire is not None else "",
                 milliseconds(line) if line else "",
@@ -181,6 +154,7 @@ def tables(results: Results) -> list[Table]:
         )
     columns = (
         "Variant",
+        "Runs",
         "Nodes",
         "Link",
         "Of all nodes",
@@ -199,27 +173,29 @@ def drawings(results: Results) -> list[Drawing]:
     if not results.rows:
         return []
     several = [label for label in results.labels if results.of(label)[0]["ranks"] > 1]
-    waits = {label: phase(results.runs_of(label)[0], "allreduce") for label in several}
+    waits = {label: phase(results.runs_of(label), "allreduce") for label in several}
     sent = {label: results.mean(label, "wire_bytes_per_step") for label in several}
-    n = max((interval.n for interval in waits.values()), default=0)
     found = [
         Drawing(
             name="exposed",
-            caption=f"Time a step waits for gradients; mean and 95 % interval over n = {n} epochs.",
+            caption="Time a step waits for gradients; mean and 95 % interval, over runs or the epochs of one (table).",
             figure=bar_chart(waits, x="exposed allreduce, a step (ms)", scale=1000),
         ),
         Drawing(
             name="wire",
-            caption="Bytes that the busiest node sends in a step, counted at its interface; n = 1 run each.",
+            caption="Bytes that the busiest node sends in a step, counted at its interface.",
             figure=bar_chart({k: v for k, v in sent.items() if v != NOTHING}, x="sent, a step (MB)", scale=1e-6),
         ),
     ]
     two = [label for label in results.labels if results.of(label)[0]["ranks"] <= 2]
     caption = (
         "Training time of rank 0 by phase, one node and two; speed-ups are over the full run with the same link and "
-        "compression; n = 1 run each."
+        "compression; the first run of each."
     )
-    return [*found, Drawing(name="phases", caption=caption, figure=plot_phases(results.runs_of(*two)))]
+    return [
+        *found,
+        Drawing(name="phases", caption=caption, figure=plot_phases([results.runs_of(label)[0] for label in two])),
+    ]
 
 
 EXPERIMENT = Experiment(
@@ -232,8 +208,7 @@ EXPERIMENT = Experiment(
     limits=(
         "The nodes are network namespaces of one machine: links are limited, processors are shared.",
         "More ranks than cores (marked *) compute as much longer, and hide more of the exchange.",
-        "No latency is added to the links; every run is one run, its spread is over epochs.",
-        "Four nodes were measured before sums travelled in a ring there, in which an exchange takes a fifth less.",
+        "No latency is added to the links. Where a network has one run of a variant, its spread is over epochs.",
     ),
 )
 

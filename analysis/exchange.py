@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from analysis.benchmarks.launching import environment
-from analysis.communication import milliseconds
+from analysis.parts.networks.step_times import milliseconds
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.launching import ROOT, nodes_up, require_cluster

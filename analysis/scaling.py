@@ -19,7 +19,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from analysis.communication import FROZEN, milliseconds, phase, short, step
+from analysis.communication import FROZEN, short
+from analysis.parts.networks.step_times import milliseconds, phase, step
 from analysis.parts.ring import LATENCIES, LATENCY, Point, efficiency, fit
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import main
@@ -46,27 +47,32 @@ def runs(preset: Preset) -> list[PlannedRun]:
     if preset.is_smoke:
         return [short(preset, "full", nodes, bandwidth, {}) for nodes, bandwidth in ((1, ""), (2, "200mbit"))]
     networks = [(1, ""), *((nodes, limit) for nodes in (*FIT, LEFT_OUT) for limit in BANDWIDTHS)]
-    return [short(preset, name, nodes, limit, flags) for nodes, limit in networks for name, flags in VARIANTS.items()]
+    return [
+        short(preset, name, nodes, limit, flags, seed)
+        for seed in preset.seeds
+        for nodes, limit in networks
+        for name, flags in VARIANTS.items()
+    ]
 
 
 def points_of(results: Results) -> list[Point]:
     """Return the measured steps on several nodes."""
-    alone = {variant_of(row["label"]): row for row in results.rows if row["ranks"] == 1}
+    alone = {variant_of(row["label"]): str(row["label"]) for row in results.rows if row["ranks"] == 1}
     found = []
-    for row in results.rows:
-        single = alone.get(variant_of(row["label"]))
+    for label in results.labels:
+        row, single = results.of(label)[0], alone.get(variant_of(label))
         if row["ranks"] == 1 or single is None or not row["bandwidth"]:
             continue
         found.append(
             Point(
-                variant=variant_of(row["label"]),
+                variant=variant_of(label),
                 nodes=row["ranks"],
                 bandwidth=bits_per_second(row["bandwidth"]),
-                work=single["step_seconds"],
-                backward=single["step_backward"],
+                work=results.mean(single, "step_seconds").mean,
+                backward=results.mean(single, "step_backward").mean,
                 payload=row["allreduce_bytes"] / row["steps"],
                 cores=int(results.runs[row["run"]].environment.get("cores") or 1),
-                seconds=row["step_seconds"],
+                seconds=results.mean(label, "step_seconds").mean,
             )
         )
     return found
@@ -182,7 +188,7 @@ def drawings(results: Results) -> list[Drawing]:
         Drawing(
             name="model",
             caption=(
-                f"Measured steps (mean and 95 % interval over epochs, n = 1 run each) and the model; {LEFT_OUT} "
+                f"Measured steps (mean and 95 % interval over runs, over the epochs of one) and the model; {LEFT_OUT} "
                 f"nodes were left out of the fit."
             ),
             figure=line_chart(lines, x="nodes", y="a step (s)"),
@@ -199,10 +205,9 @@ def drawings(results: Results) -> list[Drawing]:
 
 
 def interval_of(results: Results, point: Point, limit: str) -> Interval:
-    """Return the spread of a measured step over its epochs."""
-    label = f"{point.variant}-{point.nodes}x-{limit}"
-    run = results.runs_of(label)[0]
-    return step(run) if phase(run, "backward").n else exact(point.seconds)
+    """Return the spread of a measured step over its runs, over the epochs of one."""
+    runs = results.runs_of(f"{point.variant}-{point.nodes}x-{limit}")
+    return step(runs) if phase(runs, "backward").n else exact(point.seconds)
 
 
 def exact(value: float) -> Interval:

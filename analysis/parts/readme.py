@@ -174,9 +174,9 @@ def ways(root: Path) -> str:
     return (
         "![Accuracy against training time of all ways of fine-tuning](analysis/results/peers/figures/front.png)\n\n"
         "A ResNet-18 pretrained on CIFAR-100, or a MobileNetV3 on half of CIFAR-10's classes, fine-tuned on a few "
-        "images of CIFAR-10's\n(other) classes, 2 ranks, 95 % intervals; the figure is of 32 pixels. `--freeze auto` has no "
-        "learning rate to choose; full\nfine-tuning has the best that was tried, and of up to 8 epochs, 16 with 1 000 "
-        "images, as many as serve it best:\n\n"
+        "images of CIFAR-10's\n(other) classes, 2 ranks, 95 % intervals; the figure is of 32 pixels. `--freeze auto` "
+        "has no learning rate to choose;\nfull fine-tuning has the best that was tried, and of up to 8 epochs, 16 with "
+        "1 000 images, as many as serve it best:\n\n"
         + "\n".join(lines)
         + "\n\nThat is training time: starting, reading images and evaluating come beside it, alike in every way. The "
         + "whole command,\nfrom its start until all ranks have left "

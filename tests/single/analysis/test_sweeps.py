@@ -94,7 +94,7 @@ def test_half_of_the_results_are_written_up_too(
 
     monkeypatch.setattr(sweep, "launch", launch)
     monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
-    one = dataclasses.replace(REDUCED, seeds=(0,))
+    one = dataclasses.dataclasses.replace(REDUCED, seeds=(0,))
     assert sweep.carry_out(experiment, one, Site(work=tmp_path / "work"), root=tmp_path) == 1
 
 
@@ -111,10 +111,11 @@ def test_a_run_that_another_experiment_has_made_is_copied(
     launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
-    carried_out(communication.EXPERIMENT, REDUCED, tmp_path)
+    preset = dataclasses.replace(REDUCED, seeds=(0,))
+    carried_out(communication.EXPERIMENT, preset, tmp_path)
     made = set(launches)
     launches.clear()
-    results = carried_out(scaling.EXPERIMENT, REDUCED, tmp_path)
+    results = carried_out(scaling.EXPERIMENT, preset, tmp_path)
     assert {row["nodes"] for row in results.rows} == {1, 2, 3, 4}
     assert launches and all("-3x-" in name for name in launches)
     copied = [row["run"] for row in results.rows if row["run"] in made]

@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from analysis.benchmarks.launching import environment
+from analysis.parts.networks import messages
 from analysis.parts.networks.step_times import milliseconds
 from analysis.sweeps.estimates import bits_per_second
 from analysis.sweeps.experiment import RESULTS
@@ -79,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(verdict(rows, *network))
         print(lines[-1], flush=True)
         publish(options.out / "README.md", readme(lines))
+    sent = messages.messages(options.out / "messages.csv")
+    publish(options.out / "messages.csv", to_csv(sent))
+    publish(options.out / "README.md", readme([*lines, messages.line(sent)]))
     return 0
 
 
@@ -184,7 +188,7 @@ def readme(verdicts: Sequence[str]) -> str:
         f"- `python -m analysis.exchange`: {REPEATS} jobs with each of the settings in turn, each the median of "
         f"{EXCHANGES - 1} exchanges; brackets hold 95 % intervals over jobs (Student's t, ratios paired)\n"
         f"- {known['processor']}, {known['cores']} cores; {launcher}, {versions}; source {commit()}\n"
-        "- numbers: [rows.csv](rows.csv)\n"
+        "- numbers: [rows.csv](rows.csv), messages: [messages.csv](messages.csv)\n"
     )
 
 

@@ -69,12 +69,12 @@ def measure_missing(out: Path, *, quick: bool) -> None:
         RefusedError: a job failed; what was measured before is kept.
     """
     rows = kept(out / "rows.csv")
-    for nodes, bandwidth in NETWORKS[:2] if quick else NETWORKS:
-        if not any((row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth) for row in rows):
-            rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, bandwidth, quick)]
+    for nodes, link in NETWORKS[:2] if quick else NETWORKS:
+        if not any((row["nodes"], row["bandwidth"]) == (str(nodes), link) for row in rows):
+            rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, link, quick)]
             publish(out / "rows.csv", to_csv(rows))
             publish(out / "README.md", readme(rows))
-            print("\n".join(line(row) for row in rows if (row["nodes"], row["bandwidth"]) == (str(nodes), bandwidth)))
+            print("\n".join(line(row) for row in rows if (row["nodes"], row["bandwidth"]) == (str(nodes), link)))
 
 
 def others(arguments: Sequence[str]) -> int:
@@ -85,10 +85,11 @@ def others(arguments: Sequence[str]) -> int:
     return max(*codes, exchange.main([]))
 
 
-def rows_of(nodes: int, bandwidth: str, quick: bool) -> list[dict[str, Any]]:
+def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:
     """Return a row for each way of training on a network."""
+    bandwidth, _, latency = link.partition(", ")
     cluster = REDUCED.run("network", 0, ranks=nodes, nodes=nodes, bandwidth=bandwidth)
-    with nodes_up(cluster) as (name, _), tempfile.TemporaryDirectory() as folder:
+    with nodes_up(cluster, latency=latency) as (name, _), tempfile.TemporaryDirectory() as folder:
         found, scratch = Path(folder) / "found.json", Path(folder) / "scratch"
         scratch.mkdir()
         job = [str(ROOT / "launch/mpirun.sh"), "-np", str(nodes), sys.executable, "-m", "analysis.network"]
@@ -100,19 +101,19 @@ def rows_of(nodes: int, bandwidth: str, quick: bool) -> list[dict[str, Any]]:
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             how = "hangs" if isinstance(error, subprocess.TimeoutExpired) else f"ended with code {error.returncode}"
             raise RefusedError(
-                f"{nodes} nodes at {bandwidth or 'no limit'}: the job {how}; run it again to go on"
+                f"{nodes} nodes at {link or 'no limit'}: the job {how}; run it again to go on"
             ) from error
         told = json.loads(found.read_text(encoding="utf-8"))
-    return [row_of(nodes, bandwidth, way, told["seconds"][way], told["told"][way]) for way in WAYS]
+    return [row_of(nodes, link, way, told["seconds"][way], told["told"][way]) for way in WAYS]
 
 
-def row_of(nodes: int, bandwidth: str, way: str, seconds: Sequence[float], told: dict[str, Any]) -> dict[str, Any]:
+def row_of(nodes: int, link: str, way: str, seconds: Sequence[float], told: dict[str, Any]) -> dict[str, Any]:
     """Return what a way's steps came to, with what was forecast for it."""
     plan = told.get("exchange", {})
     chosen = plan.get("compression", "")
     return {
         "nodes": nodes,
-        "bandwidth": bandwidth,
+        "bandwidth": link,
         "way": way,
         "steps": len(seconds),
         "step_seconds": statistics.median(seconds),
@@ -149,7 +150,7 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
         f"What a step was forecast to take after the first few, and took:\n\n{forecasts(rows)}\n\n"
         "## Limits\n\n"
         "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"
-        "- The kernel adds no latency to the links.\n"
+        "- Links have no latency but where it is added, by a process that carries frames and takes part of a core.\n"
         "- Where nothing is sent, nodes train each for itself: what they lose they take from each other.\n"
         f"{UNTUNED if any(row.get('tuned') != 'True' for row in rows) else ''}"
         "- torch's PowerSGD hook ends the process over gloo as it stands; its sums are made one after the other here.\n"

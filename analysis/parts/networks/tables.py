@@ -6,8 +6,13 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+LATER = {limit: f"{limit}, 100us" for limit in ("200mbit", "1gbit")}
+"""Links that take so long from node to node besides, on two nodes: on four, wires that delay lack a core."""
 NETWORKS = [(1, "")] + [(nodes, limit) for limit in ("200mbit", "1gbit", "10gbit", "") for nodes in (2, 4)]
+NETWORKS += [(2, link) for link in LATER.values()]
+"""Nodes and the link of each: its limit in tc's notation, empty for none, and its latency."""
 LIMITS = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "": "no limit"}
+LIMITS |= {link: f"{LIMITS[limit]} and 0.1 ms" for limit, link in LATER.items()}
 NOTHING_SENT = "nothing sent"
 """Ranks that train beside each other, each for itself: what they lose against one is the machine's doing."""
 WAYS = (NOTHING_SENT, "auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
@@ -56,7 +61,8 @@ def verdicts(rows: Sequence[dict[str, str]]) -> str:
 
     made = [
         f"at {LIMITS[limit]} two nodes train {paces['2', limit, 'auto'] / (2 * alone):.2f} of twice what one does, "
-        f"{beside('2', limit):.2f} of what they do beside it where nothing is sent; "
+        f"{beside('2', limit):.2f} of what they do beside it where nothing is sent, with 0.1 ms from node to node "
+        f"{beside('2', LATER[limit]):.2f} of that; "
         f"four {paces['4', limit, 'auto'] / free:.2f} of what they do without a limit, {beside('4', limit):.2f} of "
         "what they do where nothing is sent"
         for limit in ("1gbit", "200mbit")

@@ -1,0 +1,87 @@
+"""How long a message of one number takes from node to node: what the systems need, and the latency that is added."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from analysis.benchmarks.launching import environment
+from analysis.sweeps.launching import ROOT, nodes_up
+from analysis.sweeps.presets import REDUCED
+from hvfreeze.ranks.machine.mpi_environment import start_mpi, tune_open_mpi
+
+ADDED = ("", "1us", "100us", "500us")
+"""Latency of the links, one way; none is without the process that delays, which takes time itself."""
+JOBS, MESSAGES, WARM = 4, 400, 50
+
+
+def messages(path: Path) -> list[dict[str, str]]:
+    """Return a row per job and latency, measuring what is missing: `latency`, `repeat`, `seconds` of a message."""
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    return [
+        {"latency": latency, "repeat": str(repeat), "seconds": str(seconds)}
+        for latency in ADDED
+        for repeat, seconds in enumerate(measure(latency))
+    ]
+
+
+def measure(latency: str) -> list[float]:
+    """Return the median seconds of a message in each job, on two nodes."""
+    found = []
+    cluster = REDUCED.run("messages", 0, ranks=2, nodes=2, bandwidth="1gbit")
+    with nodes_up(cluster, latency=latency) as (name, _), tempfile.TemporaryDirectory() as folder:
+        for repeat in range(JOBS):
+            out = Path(folder) / f"{repeat}.json"
+            job = [str(ROOT / "launch/mpirun.sh"), "-np", "2", sys.executable, "-m", __name__, str(out)]
+            command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
+            subprocess.run(command, cwd=ROOT, env=environment(os.environ), check=True, stdout=subprocess.DEVNULL)
+            found.append(float(json.loads(out.read_text(encoding="utf-8"))))
+    return found
+
+
+def line(rows: Sequence[dict[str, str]]) -> str:
+    """Return what the messages took, and the straight line through those of links that delay."""
+    taken = {
+        latency: 1e6 * statistics.median(float(row["seconds"]) for row in rows if row["latency"] == latency)
+        for latency in ADDED
+    }
+    delayed = ADDED[1:]
+    added = [float(latency.removesuffix("us")) for latency in delayed]
+    slope, base = np.polyfit(added, [taken[latency] for latency in delayed], 1)
+    each = ", ".join(f"{taken[latency]:.0f} us with {latency} added" for latency in delayed)
+    return (
+        f"A message of one number takes {taken['']:.0f} us from node to node by the cluster's own links; by those that "
+        f"delay {each}: {base:.0f} us and {slope:.2f} times what is added (fitted; medians of {JOBS} jobs)"
+    )
+
+
+def work(out: Path) -> None:
+    """Send a number there and back many times. Collective over two ranks."""
+    tune_open_mpi()
+    comm, number, seconds = start_mpi().COMM_WORLD, np.zeros(1), []
+    for _ in range(MESSAGES):
+        begun = time.perf_counter()
+        for sender in range(2):
+            if comm.rank == sender:
+                comm.Send(number, dest=1 - sender)
+            else:
+                comm.Recv(number, source=sender)
+        seconds.append((time.perf_counter() - begun) / 2)
+    if comm.rank == 0:
+        out.write_text(json.dumps(statistics.median(seconds[WARM:])), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

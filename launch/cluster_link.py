@@ -20,6 +20,8 @@ MTU = 65000
 FRAME = 65536
 MOST_WAITING = 4096
 """Frames in one direction; what comes beyond is lost, as in a switch whose buffer is full."""
+WAKING = 50e-6
+"""Seconds before a frame is due from which the wire looks at the clock instead of sleeping: waking takes some."""
 _SET_INTERFACE, _TAP, _BARE = 0x400454CA, 0x0002, 0x1000
 
 
@@ -48,6 +50,7 @@ def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ..
     if os.fork() == 0:
         try:
             namespaces.die_with_parent(signal.SIGKILL)
+            namespaces.wake_on_time()
             for descriptor in (*inherited, reader):
                 os.close(descriptor)
             near = open_interface(port)
@@ -80,7 +83,7 @@ def carry(near: int, far: int, seconds: float) -> None:
     waiting: dict[int, deque[tuple[float, bytes]]] = {near: deque(), far: deque()}
     while True:
         due = min((frames[0][0] for frames in waiting.values() if frames), default=None)
-        patience = None if due is None else max(0.0, due - time.monotonic())
+        patience = None if due is None else max(0.0, due - time.monotonic() - WAKING)
         ready, _, _ = select.select([near, far], [], [], patience)
         for descriptor in ready:
             receive(descriptor, waiting[other[descriptor]], seconds)

@@ -22,6 +22,7 @@ _BIND = 4096
 _RECURSIVE = 16384
 _SLAVE = 1 << 19
 _SET_PARENT_DEATH_SIGNAL = 1
+_SET_TIMER_SLACK = 29
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,6 +59,11 @@ def die_with_parent(number: signal.Signals) -> None:
 def outlive_parent() -> None:
     """Undoes `die_with_parent`."""
     _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, 0, 0, 0, 0), "prctl")
+
+
+def wake_on_time() -> None:
+    """Let the calling process be woken when it asked for it; by default the kernel may take 50 microseconds more."""
+    _checked(_libc.prctl(_SET_TIMER_SLACK, 1, 0, 0, 0), "prctl")
 
 
 def keep_mounts_private() -> None:

@@ -55,7 +55,7 @@ def train(arguments: Sequence[str]) -> int:
 def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     """Train; `asked` grows by each signal that asks this rank to leave."""
     started = time.monotonic()
-    from hvfreeze.ranks.machine.imports import kept_for_good
+    from hvfreeze.imports import kept_for_good
 
     with kept_for_good():
         from hvfreeze.ranks.agreement import together

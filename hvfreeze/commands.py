@@ -12,7 +12,7 @@ from hvfreeze import __version__
 from hvfreeze.config.flags import EXIT_CODES, Parser, add_train, flag_of
 from hvfreeze.config.tree import did_you_mean, leaves
 from hvfreeze.errors import UsageError
-from hvfreeze.ranks.machine.imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front layers to freeze, and cache their output."
 

@@ -69,6 +69,9 @@ def test_the_second_recipe_needs_the_first_ones_file(
 def test_the_digests_are_those_that_the_kept_results_name() -> None:
     known = {recipe.file: recipe.sha256 for recipe in backbone.RECIPES.values()}
     named = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*/preset.json"))]
+    assert len(named) == 16
+    # Another family's, which its experiment trains itself.
+    named = [told for told in named if told["flags"]["weights"] != "model.pt"]
     assert len(named) == 15
     assert {told["flags"]["weights"] for told in named} == set(known)
     for told in named:

@@ -94,7 +94,7 @@ def test_half_of_the_results_are_written_up_too(
 
     monkeypatch.setattr(sweep, "launch", launch)
     monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
-    one = dataclasses.dataclasses.replace(REDUCED, seeds=(0,))
+    one = dataclasses.replace(REDUCED, seeds=(0,))
     assert sweep.carry_out(experiment, one, Site(work=tmp_path / "work"), root=tmp_path) == 1
 
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from hvfreeze.ranks.machine.imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 from tests.program import ROOT
 
 
 def test_what_is_imported_is_looked_at_neither_now_nor_later() -> None:
     code = (
-        "import gc; from hvfreeze.ranks.machine.imports import kept_for_good\n"
+        "import gc; from hvfreeze.imports import kept_for_good\n"
         "before = gc.get_stats()\n"
         "with kept_for_good(): import numpy\n"
         "print(gc.isenabled(), gc.get_freeze_count() > 10_000, gc.get_stats() == before)"

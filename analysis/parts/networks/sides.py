@@ -20,15 +20,16 @@ from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED, rotated
 from analysis.benchmarks.material import HeldBatch, HeldSteps, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
-from hvfreeze.ranks.exchange.forecast import CANDIDATES
+from hvfreeze.ranks.exchange.forecast import CHOSEN
 from hvfreeze.ranks.world import SoloWorld
+from hvfreeze.strategies.replicas.trial import ROUNDS as TRIED_ROUNDS
 from hvfreeze.strategies.replicas.trial import TRIED_STEPS
 
 BATCH_ROWS, SIDE_PIXELS = 64, 32
 LOW_RANK = 4
 FIRST_STEPS, WARM_STEPS, WARM_AGAIN = 5, 8, 1
 """Steps of ours before it compresses; untimed steps of each way at first, and when Horovod was started anew."""
-TRYING_STEPS = FIRST_STEPS + len(CANDIDATES) * TRIED_STEPS + 1
+TRYING_STEPS = FIRST_STEPS + len(CHOSEN) * TRIED_ROUNDS * TRIED_STEPS + 1
 """After which `auto` has made its choice."""
 ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 3, 2.0, 2, 10
 

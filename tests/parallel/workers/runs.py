@@ -159,10 +159,11 @@ def check_what_is_tried(world: World, root: Path, **settings: Any) -> None:
         "worth_trying": lambda forecasts, chosen: tuple(taken),
     }
     tale = patch.object(Trial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
-    settings |= {"compression": "auto", "checkpoint_every": "3s"}
+    settings |= {"compression": "auto", "checkpoint_every": "3s", "epochs": 2 * EPOCHS + 1}
     with patch.multiple(measured_plan, **changes), tale:
         straight = run(configuration(root / "tried-straight", world.size, **settings), world)
-        check_resumed_after(4, straight, world, root, "tried", **settings)
+        for stop in (4, 16):  # in the first round, and in the second
+            check_resumed_after(stop, straight, world, root, "tried", **settings)
     assert straight["exchange"]["compression"] == "powersgd:32", "the next is no faster"
     assert straight["exchange"]["tried"] == taken
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hvfreeze.ranks.exchange.forecast import CANDIDATES, Forecast, choose, worth_trying
-from hvfreeze.strategies.replicas.trial import TRIED_STEPS, Trial
+from hvfreeze.strategies.replicas.trial import ROUNDS, TRIED_STEPS, Trial
 
 
 def follow(trial: Trial, taken: dict[str, float]) -> str:
@@ -36,14 +36,34 @@ def test_what_changes_more_is_kept_where_it_makes_steps_shorter(taken: dict[str,
     assert trial.medians == dict(list(taken.items())[:tried])
 
 
+def test_one_disturbed_round_decides_nothing() -> None:
+    taken = {"a": [1.0, 1.9, 1.0], "b": [1.0, 1.0, 0.8], "c": [1.2, 0.4, 1.2]}
+    trial, met = Trial(list(taken)), dict.fromkeys(taken, 0)
+    while not trial.over:
+        name = trial.now
+        trial.add([taken[name][met[name]]] * TRIED_STEPS)
+        met[name] += 1
+    assert trial.now == "a" and trial.medians == {"a": 1.0, "b": 1.0, "c": 1.2}
+    assert set(met.values()) == {ROUNDS}
+
+
+def test_what_is_far_longer_is_tried_once() -> None:
+    taken, met = {"a": 1.0, "b": 0.7, "c": 0.75, "d": 0.9}, []
+    trial = Trial(list(taken))
+    while not trial.over:
+        met.append(trial.now)
+        trial.add([taken[trial.now]] * TRIED_STEPS)
+    assert met == ["a", "b", "c", "d", "b", "c", "b", "c"] and trial.now == "b"
+
+
 def test_one_alone_is_not_tried() -> None:
     trial = Trial(["a"])
     assert trial.over and trial.now == "a" and not trial.medians
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 2, 3])
+@pytest.mark.parametrize("rounds", range(8))
 def test_a_trial_goes_on_from_its_state(rounds: int) -> None:
-    taken = {"a": 1.0, "b": 0.9, "c": 0.5}
+    taken = {"a": 0.6, "b": 0.9, "c": 0.5}
     trial = Trial(list(taken))
     for _ in range(rounds):
         trial.add([taken[trial.now]] * TRIED_STEPS)

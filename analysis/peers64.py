@@ -13,9 +13,10 @@ from analysis.sweeps.experiment import main
 
 PEERS = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
 """Ours, what they are held against, and at 32 pixels the strongest of the others that store rows."""
+OTHERS = ("head-cached", "lp-ft", "voted", "autofreeze", "pipetransformer", "composer")
 
-GROUND = Ground(larger=2, peers=PEERS, rates_of="peers")
-OWN = ("Of the ways that are planned full fine-tuning and auto were made.",)
+GROUND = Ground(larger=2, peers=(*PEERS, *OTHERS), rates_of="peers")
+OWN = ("Head tuning before all, and votes, were made with the longest budget only.",)
 EXPERIMENT = at("peers64", GROUND, limits=(*TAKEN_RATES, *OWN, *TIMED, *USUAL))
 
 if __name__ == "__main__":

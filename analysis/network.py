@@ -23,7 +23,7 @@ from typing import Any
 
 from analysis.benchmarks.launching import environment
 from analysis.parts.networks.sides import BATCH_ROWS, LOW_RANK, ROUNDS, measure
-from analysis.parts.networks.tables import NETWORKS, WAYS, forecasts, kept, table
+from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, table
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.experiment import main as main_of
 from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
@@ -34,6 +34,8 @@ from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
 
+Rounds = dict[str, list[list[float]]]
+"""Seconds of the steps of each way, round by round."""
 SECONDS = 900.0
 """After which a network's job hangs."""
 
@@ -104,26 +106,33 @@ def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:
                 f"{nodes} nodes at {link or 'no limit'}: the job {how}; run it again to go on"
             ) from error
         told = json.loads(found.read_text(encoding="utf-8"))
-    return [row_of(nodes, link, way, told["seconds"][way], told["told"][way]) for way in WAYS]
+    return [row_of(nodes, link, way, told["seconds"], told["told"][way]) for way in WAYS]
 
 
-def row_of(nodes: int, link: str, way: str, seconds: Sequence[float], told: dict[str, Any]) -> dict[str, Any]:
+def row_of(nodes: int, link: str, way: str, rounds: Rounds, told: dict[str, Any]) -> dict[str, Any]:
     """Return what a way's steps came to, with what was forecast for it."""
     plan = told.get("exchange", {})
     chosen = plan.get("compression", "")
+    seconds = [each for steps in rounds[way] for each in steps]
+    parts = [
+        statistics.median(alone) / statistics.median(mine)
+        for alone, mine in zip(rounds[ALONE], rounds[way], strict=True)
+    ]
     return {
         "nodes": nodes,
         "bandwidth": link,
         "way": way,
         "steps": len(seconds),
         "step_seconds": statistics.median(seconds),
-        "images_per_second": nodes * BATCH_ROWS / statistics.median(seconds),
+        "images_per_second": (1 if way == ALONE else nodes) * BATCH_ROWS / statistics.median(seconds),
+        "part": statistics.median(parts),
+        "lowest_part": min(parts),
+        "highest_part": max(parts),
         "fastest_seconds": min(seconds),
         "compression": chosen,
         "forecast_seconds": plan["forecast"][chosen]["step"] if chosen else "",
         "measured_bits_per_second": plan.get("bits_per_second", ""),
         "latency_seconds": plan.get("latency_seconds", ""),
-        "tuned": True,
     }
 
 
@@ -135,29 +144,25 @@ def line(row: dict[str, str]) -> str:
     return f"{network:14} {row['way']:15} {pace:6.0f} images/s, {step:6.0f} ms a step {row['compression']}{forecast}"
 
 
-UNTUNED = "- Open MPI had its own settings, not ours, with which an exchange takes less time (analysis.exchange).\n"
-
-
 def readme(rows: Sequence[dict[str, str]]) -> str:
     """Return README.md."""
     known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
     return (
         "# Training on 1, 2 and 4 nodes, by network and by way of exchanging gradients\n\n"
-        "Images a second, and in brackets the part of as many times the fastest way's on one node. ResNet-18 at "
-        f"32 pixels, {BATCH_ROWS} images a rank and step, nothing frozen, one rank a node, one thread a rank. "
-        f"PowerSGD has rank {LOW_RANK} everywhere.\n\n{table(rows)}\n\n"
+        "Images a second, and in brackets the part of as many times one node's alone in the same rounds (their "
+        f"median). ResNet-18 at 32 pixels, {BATCH_ROWS} images a rank and step, nothing frozen, one rank a node, one "
+        f"thread a rank. PowerSGD has rank {LOW_RANK} everywhere.\n\n{table(rows)}\n\n"
         f"What a step was forecast to take after the first few, and took:\n\n{forecasts(rows)}\n\n"
         "## Limits\n\n"
         "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"
         "- Links have no latency but where it is added, by a process that carries frames and takes part of a core; a\n"
-        "  message of one number took 0.35 ms in all where 0.1 ms was added.\n"
-        "- Where nothing is sent, nodes train each for itself: what they lose they take from each other.\n"
-        f"{UNTUNED if any(row.get('tuned') != 'True' for row in rows) else ''}"
+        "  message of one number takes 0.17 ms in all where 0.1 ms is added (analysis.exchange).\n"
+        "- Where nothing is sent, nodes train each for itself: what they lose against one alone they take from each\n"
+        "  other, and Horovod's own threads from them.\n"
         "- torch's PowerSGD hook ends the process over gloo as it stands; its sums are made one after the other here.\n"
-        "- Images are random and in memory; one job a network, its ways in turn. What else the machine does shows:\n"
-        "  every network was measured twice (with added latency once), hours apart; kept is the job in which nodes\n"
-        "  that send nothing were faster.\n\n"
+        "- Images are random and in memory; one job a network, its ways in turn. The machine's pace differs from job\n"
+        "  to job, so images a second compare within a row, parts between rows.\n\n"
         "## How it was made\n\n"
         f"- `python -m analysis.network`: medians over {ROUNDS} rounds of steps, each on its slowest rank\n"
         f"- {known['processor']}, {known['cores']} cores; {versions}; source {commit()}\n"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED
 from hvfreeze.ranks.horovod_world import HorovodWorld
 
 FUSION_BYTES = {UNFUSED: "0", FUSED: str(128 * 2**20)}
+REST_SECONDS = 0.01
 
 
 class Ranks:
@@ -37,6 +39,12 @@ class Ranks:
     def barrier(self) -> None:
         """Return when every rank has called."""
         self._comm.Barrier()
+
+    def rest(self) -> None:
+        """Return when every rank has called; until then this one leaves its core to others."""
+        met = self._comm.Ibarrier()
+        while not met.Test():
+            time.sleep(REST_SECONDS)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's values, in rank order."""

@@ -20,6 +20,7 @@ from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED, rotated
 from analysis.benchmarks.material import HeldBatch, HeldSteps, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
+from analysis.parts.networks.tables import ALONE, NOTHING_SENT
 from hvfreeze.ranks.exchange.forecast import CHOSEN
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.strategies.replicas.trial import ROUNDS as TRIED_ROUNDS
@@ -31,7 +32,8 @@ FIRST_STEPS, WARM_STEPS, WARM_AGAIN = 5, 8, 1
 """Steps of ours before it compresses; untimed steps of each way at first, and when Horovod was started anew."""
 TRYING_STEPS = FIRST_STEPS + len(CHOSEN) * TRIED_ROUNDS * TRIED_STEPS + 1
 """After which `auto` has made its choice."""
-ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 3, 2.0, 2, 10
+ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 6, 1.5, 2, 10
+"""More rounds of fewer steps: what a machine does besides lasts seconds, and takes all ways of a round alike."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +47,20 @@ class Way:
 
 
 def measure(out: Path, scratch: Path, *, quick: bool) -> None:
-    """Write what each side's steps took, on the slowest rank, to `out`. Collective."""
+    """Write what each side's steps took, round by round, on the slowest rank, to `out`. Collective."""
     torch.set_num_threads(1)
     ranks = Ranks()
     with contextlib.redirect_stdout(io.StringIO()):
         ways = ways_of(ranks, scratch, batch_rows=8 if quick else BATCH_ROWS)
-        seconds = {name: [] for name in ways}  # type: dict[str, list[float]]
+        seconds: dict[str, list[list[float]]] = {name: [] for name in ways}
         for number in range(1 if quick else ROUNDS):
             for mode in rotated([UNFUSED, FUSED, ABSENT], number):
                 ranks.use(mode)
                 for name, way in ways.items():
                     if way.mode == mode:
                         warm = WARM_AGAIN if number or quick else way.warm
-                        seconds[name] += timed(ranks, way, warm=warm, quick=quick)
+                        clocked = timed_alone if name == ALONE else timed
+                        seconds[name].append(clocked(ranks, way, warm=warm, quick=quick))
         ranks.use(UNFUSED)
         told = {name: way.tell() for name, way in ways.items()}
     if ranks.rank == 0:
@@ -80,6 +83,20 @@ def timed(ranks: Ranks, way: Way, *, warm: int, quick: bool) -> list[float]:
     return [max(step) for step in zip(*ranks.gather(mine), strict=True)]
 
 
+def timed_alone(ranks: Ranks, way: Way, *, warm: int, quick: bool) -> list[float]:
+    """Return the seconds of a round's steps on rank 0 while all others rest. Collective."""
+    found: list[float] = []
+    if ranks.rank == 0:
+        for _ in range(warm):
+            way.step()
+        while len(found) < LEAST_STEPS or not (quick or sum(found) > ROUND_SECONDS or len(found) == MOST_STEPS):
+            start = time.perf_counter()
+            way.step()
+            found.append(time.perf_counter() - start)
+    ranks.rest()
+    return found
+
+
 def ways_of(ranks: Ranks, scratch: Path, *, batch_rows: int) -> dict[str, Way]:
     """Return the sides. Collective."""
     setting = Setting(world=ranks.world, scratch=scratch, batch_rows=batch_rows, side=SIDE_PIXELS)
@@ -94,8 +111,10 @@ def ways_of(ranks: Ranks, scratch: Path, *, batch_rows: int) -> dict[str, Way]:
     scratch_alone = scratch / f"alone-{ranks.rank}"
     scratch_alone.mkdir()
     alone = Setting(world=SoloWorld(), scratch=scratch_alone, batch_rows=batch_rows, side=SIDE_PIXELS)
+    by_itself = HeldSteps(alone.job("alone")).step
     return {
-        "nothing sent": Way(HeldSteps(alone.job("alone")).step, UNFUSED),
+        ALONE: Way(by_itself, ABSENT),
+        NOTHING_SENT: Way(by_itself, UNFUSED),
         "auto": ours("auto", "auto"),
         "uncompressed": ours("uncompressed", "none"),
         "fp16": ours("fp16", "fp16"),

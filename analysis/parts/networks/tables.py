@@ -13,9 +13,11 @@ NETWORKS += [(2, link) for link in LATER.values()]
 """Nodes and the link of each: its limit in tc's notation, empty for none, and its latency."""
 LIMITS = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "": "no limit"}
 LIMITS |= {link: f"{LIMITS[limit]} and 0.1 ms" for limit, link in LATER.items()}
+ALONE = "one alone"
+"""The first node by itself, while the others rest and nothing of Horovod runs: what all are held against."""
 NOTHING_SENT = "nothing sent"
 """Ranks that train beside each other, each for itself: what they lose against one is the machine's doing."""
-WAYS = (NOTHING_SENT, "auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
+WAYS = (ALONE, NOTHING_SENT, "auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
 
 
 def kept(path: Path) -> list[dict[str, str]]:
@@ -26,52 +28,48 @@ def kept(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def paces_of(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], float]:
-    """Return images/s by (nodes, link, way)."""
-    return {(row["nodes"], row["bandwidth"], row["way"]): float(row["images_per_second"]) for row in rows}
-
-
-def best_alone(rows: Sequence[dict[str, str]]) -> float:
-    """Return images/s on one node of the fastest way: nothing travels there, so they differ by noise and overhead."""
-    return max((float(row["images_per_second"]) for row in rows if row["nodes"] == "1"), default=float("nan"))
+def parts_of(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], float]:
+    """Return images/s as a part of as many times one node's alone in the same rounds, by (nodes, link, way)."""
+    return {(row["nodes"], row["bandwidth"], row["way"]): float(row["part"]) for row in rows}
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Return images/s by network and way, and the part of as many times the fastest way's on one node."""
-    paces = paces_of(rows)
-    alone = best_alone(rows)
+    """Return images/s by network and way, and the part of as many times one node's alone."""
+    found = {(row["nodes"], row["bandwidth"], row["way"]): row for row in rows}
     lines = [f"| nodes | link | {' | '.join(WAYS)} |", "|---:|---|" + "---:|" * len(WAYS)]
     for nodes, bandwidth in NETWORKS:
-        found = [paces.get((str(nodes), bandwidth, way)) for way in WAYS]
-        if None not in found:
-            cells = [f"{pace:.0f} ({pace / nodes / alone:.2f})" for pace in found if pace is not None]
+        if all((str(nodes), bandwidth, way) in found for way in WAYS):
+            cells = [_cell(found[str(nodes), bandwidth, way]) for way in WAYS]
             lines.append(f"| {nodes} | {bandwidth or 'unlimited'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _cell(row: dict[str, str]) -> str:
+    part = "" if row["way"] == ALONE else f" ({float(row['part']):.2f})"
+    return f"{float(row['images_per_second']):.0f}{part}"
+
+
 def verdicts(rows: Sequence[dict[str, str]]) -> str:
     """Return in words what `auto` makes of networks, and who is faster where; nothing while rows are missing."""
-    paces = paces_of(rows)
-    if len(paces) < len(NETWORKS) * len(WAYS):
+    parts = parts_of(rows)
+    if len(parts) < len(NETWORKS) * len(WAYS):
         return ""
-    alone, free = best_alone(rows), paces["4", "", "uncompressed"]
 
     def beside(nodes: str, limit: str) -> float:
-        return paces[nodes, limit, "auto"] / paces[nodes, limit, NOTHING_SENT]
+        return parts[nodes, limit, "auto"] / parts[nodes, limit, NOTHING_SENT]
 
     made = [
-        f"at {LIMITS[limit]} two nodes train {paces['2', limit, 'auto'] / (2 * alone):.2f} of twice what one does, "
-        f"{beside('2', limit):.2f} of what they do beside it where nothing is sent, with 0.1 ms from node to node "
-        f"{beside('2', LATER[limit]):.2f} of that; "
-        f"four {paces['4', limit, 'auto'] / free:.2f} of what they do without a limit, {beside('4', limit):.2f} of "
-        "what they do where nothing is sent"
+        f"at {LIMITS[limit]} two nodes train {parts['2', limit, 'auto']:.2f} of twice what one does, "
+        f"{beside('2', limit):.2f} of what they do where nothing is sent, with 0.1 ms from node to node "
+        f"{parts['2', LATER[limit], 'auto']:.2f} and {beside('2', LATER[limit]):.2f}; "
+        f"four {beside('4', limit):.2f} of what they do where nothing is sent"
         for limit in ("1gbit", "200mbit")
     ]
     faster = {
         way: [
             f"{nodes} nodes at {LIMITS[limit]}"
             for nodes, limit in NETWORKS
-            if nodes > 1 and paces[str(nodes), limit, way] > paces[str(nodes), limit, "auto"]
+            if nodes > 1 and parts[str(nodes), limit, way] > parts[str(nodes), limit, "auto"]
         ]
         for way in ("Horovod fp16", "DDP + PowerSGD")
     }

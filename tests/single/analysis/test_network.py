@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from analysis import communication
+from analysis.network import row_of
 from analysis.parts.networks.step_times import phase
-from analysis.parts.networks.tables import NETWORKS, WAYS, table, verdicts
+from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, table, verdicts
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.runs.reading import Run
 
 
-def rows(**paces: float) -> list[dict[str, str]]:
-    """Images a second by way: 100 a node on every network, but for those that are given."""
+def rows(**parts: float) -> list[dict[str, str]]:
+    """100 images a second a node by all ways on every network, but for the parts that are given."""
     return [
         {
             "nodes": str(nodes),
             "bandwidth": limit,
             "way": way,
-            "images_per_second": str(paces.get(f"{way} {nodes} {limit}", 100.0 * nodes)),
+            "part": str(parts.get(f"{way} {nodes} {limit}", 1.0)),
+            "images_per_second": str(100.0 * nodes * parts.get(f"{way} {nodes} {limit}", 1.0)),
         }
         for nodes, limit in NETWORKS
         for way in WAYS
@@ -28,24 +30,32 @@ def rows(**paces: float) -> list[dict[str, str]]:
 def test_a_part_of_as_many_nodes_and_who_was_faster_are_said() -> None:
     found = rows(
         **{
-            "auto 2 1gbit": 180.0,
-            "auto 4 200mbit": 100.0,
-            "Horovod fp16 4 200mbit": 101.0,
-            "nothing sent 2 200mbit": 170.0,
-            "nothing sent 2 200mbit, 100us": 160.0,
+            "auto 2 1gbit": 0.9,
+            "auto 4 200mbit": 0.25,
+            "Horovod fp16 4 200mbit": 0.26,
+            "nothing sent 2 200mbit": 0.8,
+            "nothing sent 2 200mbit, 100us": 0.5,
         }
     )
     said = verdicts(found)
-    assert "at 1 Gbit/s two nodes train 0.90 of twice what one does, 0.90 of what they do beside it" in said
-    assert "at 200 Mbit/s two nodes train 1.00 of twice what one does, 1.18 of what they do beside it" in said
-    assert "where nothing is sent, with 0.1 ms from node to node 1.25 of that; four 0.25 of what" in said
-    assert "four 0.25 of what they do without a limit, 0.25 of what they do where nothing is sent" in said
+    assert "at 1 Gbit/s two nodes train 0.90 of twice what one does, 0.90 of what they do where nothing is sent" in said
+    assert "at 200 Mbit/s two nodes train 1.00 of twice what one does, 1.25 of what they do where nothing is" in said
+    assert "with 0.1 ms from node to node 1.00 and 2.00; four 0.25 of what they do where nothing is sent" in said
     assert said.endswith(
         "Faster than it: Horovod fp16 on 4 nodes at 200 Mbit/s, 2 nodes at 1 Gbit/s; DDP + PowerSGD on 4 nodes at "
         "200 Mbit/s, 2 nodes at 1 Gbit/s."
     )
     assert "neither" in verdicts(rows())
-    assert "| 2 | 1gbit | 200 (1.00) | 180 (0.90) |" in table(found)
+    assert "| 2 | 1gbit | 200 | 200 (1.00) | 180 (0.90) |" in table(found)
+
+
+def test_a_way_is_held_against_one_node_in_the_same_round() -> None:
+    rounds = {ALONE: [[2.0, 1.0, 1.0], [2.0], [3.0]], "fp16": [[1.25], [2.0, 9.0, 2.5], [2.0, 2.0]]}
+    row = row_of(2, "1gbit", "fp16", rounds, {})
+    assert (row["part"], row["lowest_part"], row["highest_part"]) == (0.8, 0.8, 1.5)
+    assert (row["steps"], row["step_seconds"], row["images_per_second"]) == (6, 2.0, 64.0)
+    alone = row_of(2, "1gbit", ALONE, rounds, {})
+    assert (alone["part"], alone["images_per_second"]) == (1.0, 32.0)
 
 
 def test_nothing_is_said_while_rows_are_missing() -> None:

@@ -151,7 +151,7 @@ class Ground:
         kept = best_rates(read_rows(results.directory.parent / self.rates_of)) if self.rates_of else {}
         known = {cell: lr for cell, lr in kept.items() if cell.samples == KNOWN}
         nearest = {replace(cell, samples=count): lr for cell, lr in known.items() for count in self.counts}
-        return {**nearest, **kept, **best_rates(results.rows)}
+        return {**nearest, **kept, **best_rates(results.rows, {**nearest, **kept})}
 
 
 def known_peers() -> dict[str, Peer]:

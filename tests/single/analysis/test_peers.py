@@ -140,6 +140,11 @@ def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget
     assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == 0.05
     assert used["n1000-full-e4"] == 0.1 and used["n1000-full-e16"] == 0.02
     assert used["n20000-last-stage-cached-e2"] == 0.05
+    near = [tried("lr0.05-n5000-full-e4", 0.895), tried("lr0.1-n5000-full-e4", 0.9)]
+    rates = ground.rates(Results(tmp_path / "peers_more", near))
+    assert rates[cell_of("n5000-full-e4")] == 0.05
+    assert peers.best_rates(near, {cell_of("n5000-full-e4"): 0.05}) == {cell_of("n5000-full-e4"): 0.05}
+    assert peers.best_rates(near, {cell_of("n5000-full-e4"): 0.02}) == {cell_of("n5000-full-e4"): 0.1}
     assert {cell_of(label).peer for label in used} == set(peers64.PEERS)
 
 

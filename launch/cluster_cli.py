@@ -60,7 +60,8 @@ def print_status(names: Sequence[str], *, as_json: bool) -> None:
         return
     for cluster in found:
         limit = cluster.bandwidth or "no bandwidth limit"
-        print(f"{cluster.name}: {len(cluster.nodes)} nodes, {limit}, -H {cluster.hosts}")
+        late = f", {1e3 * cluster.latency:g} ms from node to node" if cluster.latency else ""
+        print(f"{cluster.name}: {len(cluster.nodes)} nodes, {limit}{late}, -H {cluster.hosts}")
         _print_traffic(cluster, traffic(cluster))
     if not found:
         print("no cluster is up")
@@ -101,7 +102,8 @@ def _count(text: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Several nodes on one machine.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("check", help="can this machine do it? says what is missing, exit code 2")
+    verb = verbs.add_parser("check", help="can this machine do it? says what is missing, exit code 2")
+    verb.add_argument("--latency", action="store_true", help="also what `up --latency` needs")
     verb = verbs.add_parser("up", help="bring a cluster up")
     verb.add_argument("--nodes", type=_count, default=4)
     verb.add_argument(
@@ -146,7 +148,7 @@ def main(
     """
     arguments = _parser(program).parse_args(argv)
     try:
-        if arguments.verb in ("check", "up") and (gaps := lacking()):
+        if arguments.verb in ("check", "up") and (gaps := [*lacking(), *_lacking_for(arguments.latency)]):
             print("\n".join(f"{program}: {gap}" for gap in gaps), file=sys.stderr)
             return 2
         if arguments.verb == "up":
@@ -160,9 +162,12 @@ def main(
         return 130
 
 
+def _lacking_for(latency: float) -> list[str]:
+    refusal = cluster_link.refusal() if latency else ""
+    return [refusal] if refusal else []
+
+
 def _up(arguments: argparse.Namespace, prepare: Callable[[Cluster], Cluster]) -> None:
-    if arguments.latency and (refusal := cluster_link.refusal()):
-        raise ClusterError(refusal)
     plan = Plan(arguments.nodes, arguments.slots, arguments.bandwidth, arguments.disk, arguments.latency)
     cluster = up(plan, name=arguments.name, owner=arguments.owner)
     try:

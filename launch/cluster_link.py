@@ -18,6 +18,8 @@ import namespaces
 TUN = "/dev/net/tun"
 MTU = 65000
 FRAME = 65536
+MOST_AT_ONCE = 16
+"""Frames that are read before what is due is sent: a sender without a limit would keep the wire reading."""
 MOST_WAITING = 4096
 """Frames in one direction; what comes beyond is lost, as in a switch whose buffer is full."""
 WAKING = 50e-6
@@ -34,8 +36,10 @@ def refusal() -> str:
     return ""
 
 
-def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ...]) -> None:
-    """Make interface `port` here and eth0 in the namespaces of process `node`, joined by a wire; ends with the caller.
+def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ...]) -> int:
+    """Make interface `port` here and eth0 in the namespaces of process `node`, joined by a wire; return its PID.
+
+    The wire is a child of the caller, and ends with it.
 
     Args:
         port: interface of the calling process's network.
@@ -47,7 +51,8 @@ def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ..
         RuntimeError: the interfaces cannot be made.
     """
     reader, writer = os.pipe()
-    if os.fork() == 0:
+    wire = os.fork()
+    if wire == 0:
         try:
             namespaces.die_with_parent(signal.SIGKILL)
             namespaces.wake_on_time()
@@ -68,6 +73,7 @@ def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ..
         answer = answers.read()
     if answer != "ready":
         raise RuntimeError(f"wire of {port}: {answer or 'ended while starting'}")
+    return wire
 
 
 def open_interface(name: str) -> int:
@@ -94,8 +100,8 @@ def carry(near: int, far: int, seconds: float) -> None:
 
 
 def receive(descriptor: int, frames: deque[tuple[float, bytes]], seconds: float) -> None:
-    """Take all that an interface has sent."""
-    while True:
+    """Take what an interface has sent, up to MOST_AT_ONCE frames."""
+    for _ in range(MOST_AT_ONCE):
         try:
             frame = os.read(descriptor, FRAME)
         except OSError:  # nothing more, or the interface is down

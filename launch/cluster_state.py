@@ -52,6 +52,7 @@ class Cluster:
     bandwidth: str
     nodes: tuple[Node, ...]
     environment: dict[str, str]
+    latency: float = 0.0
 
     @property
     def directory(self) -> Path:

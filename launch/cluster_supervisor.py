@@ -40,12 +40,12 @@ def supervise(name: str, plan: Plan, caller: int, owner: int | None, *, lock: in
         null = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(null, standard)
-        cluster, keepers = _start(name, plan, unwanted=(lock, answers))
+        cluster, keepers, wires = _start(name, plan, unwanted=(lock, answers))
         signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
         namespaces.outlive_parent()
         os.write(answers, b"ready")
         os.close(answers)
-        _watch(cluster, keepers, owner)
+        _watch(cluster, keepers, wires, owner)
         code = 0
     except KeyboardInterrupt:
         os.write(answers, b"interrupted")
@@ -64,23 +64,25 @@ def _raise_interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster, dict[int, str]]:
-    """Switch and nodes are there and in the state file: (the cluster, node name by its keeper's PID)."""
+def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster, dict[int, str], dict[int, str]]:
+    """Switch and nodes are there and in the state file: (the cluster, node names by their keepers, and by their wires)."""
     directory = Path(PREFIX + name)
     planned = [Node(f"node{index}", f"10.77.0.{11 + index}", 0) for index in range(plan.nodes)]
     _write_files(directory, planned)
     namespaces.unshare(namespaces.NEW_NETWORK)
     cluster_node.run("ip link add switch type bridge")
     cluster_node.run("ip link set switch up")
-    nodes, keepers = [], {}
+    nodes: list[Node] = []
+    keepers: dict[int, str] = {}
+    wires: dict[int, str] = {}
     for index, node in enumerate(planned):
         mtu = cluster_link.MTU if plan.latency else 0
         spec = cluster_node.NodeSpec(node.name, node.address, plan.bandwidth, plan.disk, str(directory), mtu)
 
-        def connect(pid: int, port: str = f"port{index}") -> None:
+        def connect(pid: int, port: str = f"port{index}", name: str = node.name) -> None:
             if plan.latency:
                 # Two wires lie between two nodes.
-                cluster_link.start_link(port, pid, plan.latency / 2, inherited=unwanted)
+                wires[cluster_link.start_link(port, pid, plan.latency / 2, inherited=unwanted)] = name
                 cluster_node.run(f"ip link set {port} mtu {cluster_link.MTU}")
             else:
                 cluster_node.run(f"ip link add {port} type veth peer name eth0 netns {pid}")
@@ -92,13 +94,16 @@ def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster
         keeper, pid = cluster_node.start_node(spec, connect, inherited=unwanted)
         keepers[keeper] = node.name
         nodes.append(dataclasses.replace(node, pid=pid))
-    cluster = Cluster(name, os.getpid(), plan.slots, plan.bandwidth, tuple(nodes), {})
+    cluster = Cluster(name, os.getpid(), plan.slots, plan.bandwidth, tuple(nodes), {}, plan.latency)
     cluster.save()
-    return cluster, keepers
+    return cluster, keepers, wires
 
 
-def _watch(cluster: Cluster, keepers: dict[int, str], owner: int | None) -> None:
-    """Return when told to stop or when the owner has ended; write down which nodes died meanwhile."""
+def _watch(cluster: Cluster, keepers: dict[int, str], wires: dict[int, str], owner: int | None) -> None:
+    """Return when told to stop or when the owner has ended; write down which nodes died meanwhile.
+
+    A node whose wire ends is dead to all others, so it ends too.
+    """
     while owner is None or _lives(owner):
         received = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, 0.5)
         if received is not None and received.si_signo != signal.SIGCHLD:
@@ -107,6 +112,11 @@ def _watch(cluster: Cluster, keepers: dict[int, str], owner: int | None) -> None
             dead, _ = os.waitpid(-1, os.WNOHANG)
             if dead == 0:
                 break
+            if dead in wires:
+                for keeper, node in keepers.items():
+                    if node == wires[dead]:
+                        os.kill(keeper, signal.SIGKILL)
+                continue
             name = keepers.pop(dead, "")
             state = load(cluster.name)
             nodes = tuple(dataclasses.replace(node, pid=0) if node.name == name else node for node in state.nodes)

@@ -129,13 +129,14 @@ def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
     return run_dir
 
 
-def require_cluster() -> None:
-    """Refuse to begin where this machine cannot have a local cluster.
+def require_cluster(*, latency: bool = False) -> None:
+    """Refuse to begin where this machine cannot have a local cluster, with `latency` one whose links delay.
 
     Raises:
         UsageError: what is missing, and how to get it.
     """
-    said = subprocess.run([str(CLUSTER), "check"], capture_output=True, text=True, check=False)
+    check = [str(CLUSTER), "check", *(["--latency"] if latency else [])]
+    said = subprocess.run(check, capture_output=True, text=True, check=False)
     if said.returncode != 0:
         raise UsageError(f"these runs need the local cluster, which this machine cannot have: {said.stderr.strip()}")
 

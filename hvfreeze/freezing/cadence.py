@@ -14,7 +14,7 @@ from hvfreeze.runs.moves import Move
 
 @dataclass
 class Length:
-    """How long training lasts; who plans it anew changes it here, on all ranks alike."""
+    """How long training lasts, where that may be planned anew: who does changes it here, on all ranks alike."""
 
     epochs: int
 
@@ -26,22 +26,27 @@ class Cadence:
     interval: int
     warmup: int
     steps_per_epoch: int
-    length: Length
+    num_epochs: int
+    plan: Length | None = None
+    """Tells the epochs instead of `num_epochs`, for training whose length changes while it lasts."""
 
     @classmethod
-    def of(cls, settings: FreezeConfig, *, steps_per_epoch: int, length: Length) -> Cadence:
+    def of(
+        cls, settings: FreezeConfig, *, steps_per_epoch: int, num_epochs: int, plan: Length | None = None
+    ) -> Cadence:
         """Return the settings' cadence: by default votes twice an epoch, from the end of the first epoch on."""
         return cls(
             interval=settings.interval or max(1, steps_per_epoch // 2),
             warmup=steps_per_epoch if settings.freeze_warmup is None else settings.freeze_warmup,
             steps_per_epoch=steps_per_epoch,
-            length=length,
+            num_epochs=num_epochs,
+            plan=plan,
         )
 
     @property
-    def num_epochs(self) -> int:
+    def epochs(self) -> int:
         """Epochs that training lasts, as is planned now."""
-        return self.length.epochs
+        return self.num_epochs if self.plan is None else self.plan.epochs
 
     @property
     def first_vote(self) -> int:
@@ -59,7 +64,7 @@ class Cadence:
 
     def votes(self, step: int) -> bool:
         """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""
-        return self.ends_interval(step) and step >= self.warmup and step < self.steps_per_epoch * self.num_epochs
+        return self.ends_interval(step) and step >= self.warmup and step < self.steps_per_epoch * self.epochs
 
 
 def epochs_until_move(
@@ -75,7 +80,7 @@ def epochs_until_move(
         return math.inf
     criterion = proposer.criterion
     waiting = max(0, USABLE_INTERVALS - proposer.intervals) if criterion.watches_gradients else 0
-    for later in cadence.interval_ends(step, cadence.steps_per_epoch * cadence.num_epochs - 1):
+    for later in cadence.interval_ends(step, cadence.steps_per_epoch * cadence.epochs - 1):
         waiting -= 1
         then = replace(evidence, epoch=later / cadence.steps_per_epoch)
         wants = criterion.watches_gradients or criterion.propose(then).cut > evidence.cut

@@ -8,7 +8,7 @@ from torch import nn
 from hvfreeze.chain.watched.calls import Inputs
 from hvfreeze.chain.watched.choosing import in_blocks
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.cadence import Cadence, Length
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
@@ -49,5 +49,5 @@ def freeze_by_vote(
         reducer=Reducer(world),
         world=world,
         settings=settings,
-        cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, length=Length(num_epochs)),
+        cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
     )

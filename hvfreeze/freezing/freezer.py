@@ -132,7 +132,7 @@ class Freezer:
     @property
     def epochs_left(self) -> float:
         """Epochs until training ends."""
-        return self.cadence.num_epochs - self.step / self.cadence.steps_per_epoch
+        return self.cadence.epochs - self.step / self.cadence.steps_per_epoch
 
     def epochs_until_move(self) -> float:
         """Return the epochs until the cut may be expected to move, infinity where it is fixed."""
@@ -220,7 +220,7 @@ class Freezer:
             previous_norms=previous,
             norms=current,
             epoch=self.step / self.cadence.steps_per_epoch,
-            num_epochs=self.cadence.num_epochs,
+            num_epochs=self.cadence.epochs,
             warmup_epochs=self.cadence.warmup / self.cadence.steps_per_epoch,
             eta_max=self.settings.eta_max,
         )

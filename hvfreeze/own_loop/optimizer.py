@@ -24,7 +24,7 @@ from hvfreeze.chain.watched.calls import Inputs
 from hvfreeze.chain.watched.choosing import in_blocks
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.cadence import Cadence, Length
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.voting.weights import Voter
 from hvfreeze.own_loop.horovod_habits import (
@@ -106,7 +106,7 @@ class DistributedOptimizer(StandIn):
             check_arguments(optimizer, steps_per_epoch, num_epochs, op, gradient_predivide_factor)
             chain = in_blocks(model, blocks=blocks, example=example)
             reducer = reducer_of(self.world, optimizer, chain, compression=compression, passes=backward_passes_per_step)
-            cadence = Cadence.of(settings, steps_per_epoch=steps_per_epoch, length=Length(num_epochs))
+            cadence = Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs)
             return Freezer(
                 chain,
                 optimizer=optimizer,

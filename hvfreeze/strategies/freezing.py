@@ -46,7 +46,7 @@ def open_freezer(
         reducer=Reducer(world, compression=settings.compression),
         world=world,
         settings=freeze,
-        cadence=Cadence.of(freeze, steps_per_epoch=steps, length=materials.length),
+        cadence=Cadence.of(freeze, steps_per_epoch=steps, num_epochs=materials.length.epochs, plan=materials.length),
         voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
         held=held,
         join=join,

@@ -76,7 +76,7 @@ def _variables(changes: dict[str, str]) -> dict[str, str]:
 @contextmanager
 def up(program: str, *options: str) -> Iterator[Nodes]:
     """A cluster of `launch/PROGRAM up OPTIONS`; skips the test with the reason where that cannot be."""
-    _require(program)
+    _require(program, *(["--latency"] if "--latency" in options else []))
     name = f"test{os.getpid()}-{time.monotonic_ns()}"
     done = launch([str(ROOT / "launch" / program), "up", "--name", name, "--owner", str(os.getpid()), *options])
     assert done.returncode == 0, done.stderr
@@ -95,9 +95,9 @@ def state(name: str) -> dict[str, Any]:
     return found
 
 
-def _require(program: str) -> None:
+def _require(program: str, *options: str) -> None:
     """The program's requirements are met; its packages are installed once where that starts no daemon."""
-    check = [str(ROOT / "launch" / program), "check"]
+    check = [str(ROOT / "launch" / program), "check", *options]
     if launch(check).returncode == 0:
         return
     if os.geteuid() == 0 and shutil.which("apt-get") and not Path("/run/systemd/system").exists():

@@ -12,18 +12,17 @@ TRIED_STEPS = 4
 """Of each compression in a round; the first, which lays out anew, does not count."""
 ROUNDS = 3
 """A node that has other work for a few steps takes them from one compression only: of three rounds the median tells."""
-PATIENCE = 2
-"""Rank 16 may save nothing over rank 32 where rank 8 does: clocks err, and a sum's cost jumps with its size."""
 NEAR = 1.25
-"""What takes so many times the shortest steps of the first round is not tried again."""
+"""What takes so many times the shortest steps in both of the first rounds is not tried again."""
 
 
 class Trial:
     """Tries compressions in rounds, and keeps the first of the shortest steps.
 
-    The first round goes on to the next until PATIENCE in a row save too little; the others are between those that
-    came near. A forecast knows what a rank computes and what the network carries. It does not know what ranks that
-    share a processor's memory take from each other, nor what a message costs the processor that sends it; steps do.
+    A forecast knows what a rank computes and what the network carries. It does not know what ranks that share a
+    processor's memory take from each other, nor what a message costs the processor that sends it; steps do. Every
+    other round goes backwards: a pace that changes steadily favours none, and what low rank has left out of gradients
+    is lost less often, for it is kept from one rank to the next only.
 
     Args:
         names: the compressions, in order of what they change; the first is what a forecast chose. Of one alone nothing
@@ -44,45 +43,46 @@ class Trial:
     def now(self) -> str:
         """What the next steps are exchanged by."""
         if self._next is not None:
-            return self._next
-        return first_of_the_shortest(self.medians) if self._rounds else self._names[0]
+            return self._next[1]
+        medians = self.medians
+        return (
+            first_of_the_shortest({name: medians[name] for name in self._left(ROUNDS)}) if medians else self._names[0]
+        )
 
     @property
     def medians(self) -> Mapping[str, float]:
         """What has been tried, with the seconds of its steps: their median over rounds."""
-        tried = self._rounds[0] if self._rounds else {}
-        return {name: statistics.median(each[name] for each in self._rounds if name in each) for name in tried}
+        taken = {name: [each[name] for each in self._rounds if name in each] for name in self._names}
+        return {name: statistics.median(seconds) for name, seconds in taken.items() if seconds}
 
     def add(self, seconds: Sequence[float]) -> None:
         """Count the TRIED_STEPS steps of `now`, and go on or stop: to be worth it, more change must save a part."""
-        name = self.now
-        if not self._rounds or name in self._rounds[-1]:
+        assert self._next is not None, "the trial is over"
+        number, name = self._next
+        if number == len(self._rounds):
             self._rounds.append({})
-        self._rounds[-1][name] = statistics.median(seconds[1:])
+        self._rounds[number][name] = statistics.median(seconds[1:])
 
     @property
-    def _next(self) -> str | None:
-        """What is to be tried now."""
-        if len(self._names) == 1:
-            return None
-        if not self._rounds:
-            return self._names[0]
-        first, last = self._rounds[0], self._rounds[-1]
-        if len(self._rounds) == 1 and len(first) < len(self._names) and _in_vain(first) < PATIENCE:
-            return self._names[len(first)]
-        near = [name for name in first if first[name] <= NEAR * min(first.values())]
-        if len(near) == 1:
-            return None
-        left = near if len(self._rounds) == 1 else [name for name in near if name not in last]
-        if left:
-            return left[0]
-        return near[0] if len(self._rounds) < ROUNDS else None
+    def _next(self) -> tuple[int, str] | None:
+        """The round that is under way and what is to be tried in it; None when the trial is over."""
+        for number in range(ROUNDS):
+            left = self._left(number)
+            if len(left) == 1:
+                return None
+            tried = self._rounds[number] if number < len(self._rounds) else {}
+            for name in reversed(left) if number % 2 else left:
+                if name not in tried:
+                    return number, name
+        return None
+
+    def _left(self, number: int) -> Sequence[str]:
+        """Return what a round tries: all in the first two, then what came near in one of them."""
+        if number < 2 or len(self._names) == 1:
+            return self._names
+        least = {name: min(self._rounds[0][name], self._rounds[1][name]) for name in self._names}
+        return [name for name in self._names if least[name] <= NEAR * min(least.values())]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the trial has come, as `Trial(**state)` takes it."""
         return {"names": list(self._names), "rounds": [dict(each) for each in self._rounds]}
-
-
-def _in_vain(tried: Mapping[str, float]) -> int:
-    """How many were tried since the first of the shortest."""
-    return len(tried) - 1 - list(tried).index(first_of_the_shortest(tried))

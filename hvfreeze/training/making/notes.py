@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvfreeze.config.tree import Config
-from hvfreeze.freezing.cadence import Cadence, Length
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.heads.kernel.fit import MOST_ROWS
 from hvfreeze.training.stages.stage import Stage
 
@@ -25,7 +25,7 @@ def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
         solved = "the head is solved on a network with random weights; --freeze auto is for trained --weights"
         return [*notes, solved] if untrained and len(stages) == 1 else notes
     stage, epochs = stages[0], stages[0].config.optimizer.epochs
-    cadence = Cadence.of(settings, steps_per_epoch=stage.steps_per_epoch, length=Length(epochs))
+    cadence = Cadence.of(settings, steps_per_epoch=stage.steps_per_epoch, num_epochs=epochs)
     if (settings.votes or settings.shadow_names()) and cadence.first_vote >= stage.steps:
         notes.append(
             f"no vote is held: the first would be after step {cadence.first_vote}, and the run has {stage.steps}; "

@@ -189,9 +189,7 @@ def first_epoch(stages: Sequence[Stage], number: int) -> int:
 
 def with_steps(stages: Sequence[Stage], steps: Sequence[int]) -> tuple[Stage, ...]:
     """Return the stages with other numbers of steps, one for each; 0 leaves a stage out."""
-    return tuple(
-        stage if stage.steps == count else lasting(stage, count) for stage, count in zip(stages, steps, strict=True)
-    )
+    return tuple(lasting(stage, count) for stage, count in zip(stages, steps, strict=True))
 
 
 def lasting(stage: Stage, steps: int) -> Stage:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.cadence import Cadence, Length
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.world import World
@@ -165,7 +165,7 @@ def check_what_the_user_took_out_of_training_stays_out(world: World) -> None:
         reducer=Reducer(world),
         world=world,
         settings=FreezeConfig(freeze="gradient-norm"),
-        cadence=Cadence(interval=2, warmup=100, steps_per_epoch=50, length=Length(100)),
+        cadence=Cadence(interval=2, warmup=100, steps_per_epoch=50, num_epochs=100),
     )
     for step in range(9):
         if step in (3, 6):
@@ -191,7 +191,7 @@ def check_an_interval_knows_nothing_of_the_one_before(world: World) -> None:
         reducer=Reducer(world),
         world=world,
         settings=FreezeConfig(freeze="gradient-norm"),
-        cadence=Cadence(interval=2, warmup=100, steps_per_epoch=50, length=Length(100)),
+        cadence=Cadence(interval=2, warmup=100, steps_per_epoch=50, num_epochs=100),
     )
     for step in range(4):
         freezer.reducer.begin()

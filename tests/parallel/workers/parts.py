@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hvfreeze.chain.blocks import Chain
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.cadence import Cadence, Length
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.ranks.equal_models import parameter_digest
 from hvfreeze.ranks.reducer import Reducer
@@ -38,7 +38,7 @@ class Parts:
             reducer=self.reducer,
             world=world,
             settings=FreezeConfig(**settings),  # type: ignore[arg-type]
-            cadence=Cadence(interval=2, warmup=4, steps_per_epoch=4, length=Length(100)),
+            cadence=Cadence(interval=2, warmup=4, steps_per_epoch=4, num_epochs=100),
         )
         self.random = torch.Generator().manual_seed(world.rank)
 

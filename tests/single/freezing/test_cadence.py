@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from hvfreeze.freezing.cadence import Cadence, Length, epochs_until_move, votes_until_move
+from hvfreeze.freezing.cadence import Cadence, epochs_until_move, votes_until_move
 from hvfreeze.freezing.voting.criteria import Evidence
 from hvfreeze.freezing.voting.proposer import Proposer
 from hvfreeze.runs.moves import Move
 
-CADENCE = Cadence(interval=5, warmup=10, steps_per_epoch=10, length=Length(20))
+CADENCE = Cadence(interval=5, warmup=10, steps_per_epoch=10, num_epochs=20)
 EVIDENCE = Evidence(
     cut=1,
     num_blocks=6,

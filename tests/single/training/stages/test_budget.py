@@ -87,9 +87,9 @@ def test_votes_go_on_in_the_steps_that_a_faster_run_has_time_for(clock: Clock) -
     planned = given[0].config.optimizer.epochs
     course = follow(budget, clock, given, solve=SOLVE, step=lambda done: STEP if done < 100 else STEP / 5)
     lasted = course.stage.epochs
-    cadence = Cadence.of(course.stage.config.freeze, steps_per_epoch=20, length=course.opened.length)
+    cadence = Cadence.of(course.stage.config.freeze, steps_per_epoch=20, num_epochs=planned, plan=course.opened.length)
     assert lasted > 2 * planned
-    assert cadence.num_epochs == lasted
+    assert cadence.epochs == lasted and cadence.num_epochs == planned
     assert cadence.votes(20 * (lasted - 1)) and not cadence.votes(20 * lasted)
 
 

@@ -35,6 +35,7 @@ from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish
 from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
 from hvfreeze.chain.models import build_model
+from hvfreeze.errors import HvfreezeError
 from hvfreeze.ranks.horovod_world import open_world
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.report.csv_files import to_csv
@@ -63,7 +64,7 @@ HIERARCHICAL = {"OMPI_MCA_coll_han_priority": "100", "OMPI_MCA_coll_han_use_simp
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, or with --worker be one rank of it; return 0."""
+    """Measure what is missing, or with --worker be one rank of it; return 0."""
     parser = argparse.ArgumentParser(prog="python -m analysis.exchange", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "exchange", help="folder for rows.csv and README.md")
     parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
@@ -71,19 +72,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker is not None:
         work(options.worker)
         return 0
-    rows, lines = kept(options.out / "rows.csv"), []
-    require_cluster()
+    try:
+        measure_missing(options.out)
+    except HvfreezeError as error:
+        print(f"exchange: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def measure_missing(out: Path) -> None:
+    """Measure the networks and messages that have no rows, and write them up one by one.
+
+    Raises:
+        UsageError: this machine cannot have the nodes, or links that delay.
+        RefusedError: nodes did not come up; what was measured before is kept.
+    """
+    rows, lines = kept(out / "rows.csv"), []
+    missing = [network for network in NETWORKS if not measured(rows, *network)]
+    if missing or not messages.complete(out / "messages.csv"):
+        require_cluster(latency=True)
     for network in NETWORKS:
-        if not measured(rows, *network):
+        if network in missing:
             rows += measure(*network)
-            publish(options.out / "rows.csv", to_csv(rows))
+            publish(out / "rows.csv", to_csv(rows))
         lines.append(verdict(rows, *network))
         print(lines[-1], flush=True)
-        publish(options.out / "README.md", readme(lines))
-    sent = messages.messages(options.out / "messages.csv")
-    publish(options.out / "messages.csv", to_csv(sent))
-    publish(options.out / "README.md", readme([*lines, messages.line(sent)]))
-    return 0
+    sent = messages.messages(out / "messages.csv")
+    print(messages.line(sent))
+    sources = dict.fromkeys(str(row["commit"]) for row in [*rows, *sent])
+    publish(out / "README.md", readme([*lines, messages.line(sent)], sources=", ".join(sources)))
 
 
 def kept(path: Path) -> list[dict[str, Any]]:
@@ -125,7 +142,7 @@ def measure(nodes: int, bandwidth: str, each: int, latency: str) -> list[dict[st
                 subprocess.run(command, cwd=ROOT, env=environment(os.environ), check=True, stdout=subprocess.DEVNULL)
                 told = json.loads(found.read_text(encoding="utf-8"))
                 row = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "latency": latency}
-                row["settings"] = setting
+                row |= {"settings": setting, "commit": commit()}
                 seconds = statistics.median(told["seconds"])
                 rows.append({**row, "repeat": repeat, "payload_bytes": told["bytes"], "seconds": seconds})
     return rows
@@ -170,8 +187,8 @@ def later(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, latency: s
     return f"{said}, {shown(more, milliseconds)} more than with {NEXT_TO_NOTHING}"
 
 
-def readme(verdicts: Sequence[str]) -> str:
-    """Return README.md."""
+def readme(verdicts: Sequence[str], *, sources: str) -> str:
+    """Return README.md; `sources` are the commits that the rows were measured with."""
     known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
     told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
@@ -182,13 +199,12 @@ def readme(verdicts: Sequence[str]) -> str:
         "## Limits\n\n"
         "- Links are limited by the kernel, without a switch's latency where none is added; ranks share the cores.\n"
         "- Added latency is that of a process that carries frames of up to 64 KB; it takes a part of a core itself.\n"
-        "- Where 0.1 and 0.5 ms were added, exchanges had 0.3 and 0.7 ms: the process woke late then.\n"
         "- Packets' headers are 4.5 % on top of the bytes that the line rate is reckoned for.\n"
         "- Nothing is computed meanwhile, so no part of the exchange is hidden.\n\n"
         "## How it was made\n\n"
         f"- `python -m analysis.exchange`: {REPEATS} jobs with each of the settings in turn, each the median of "
         f"{EXCHANGES - 1} exchanges; brackets hold 95 % intervals over jobs (Student's t, ratios paired)\n"
-        f"- {known['processor']}, {known['cores']} cores; {launcher}, {versions}; source {commit()}\n"
+        f"- {known['processor']}, {known['cores']} cores; {launcher}, {versions}; source {sources}\n"
         "- numbers: [rows.csv](rows.csv), messages: [messages.csv](messages.csv)\n"
     )
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from analysis.benchmarks.launching import environment
 from analysis.parts.networks.sides import BATCH_ROWS, LOW_RANK, ROUNDS, measure
-from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, table
+from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, table, whole
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.experiment import main as main_of
 from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and not options.all:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     try:
-        require_cluster()
         measure_missing(options.out, quick=options.quick)
     except HvfreezeError as error:
         print(f"network: error: {error}", file=sys.stderr)
@@ -65,14 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_missing(out: Path, *, quick: bool) -> None:
-    """Measure every network that has no rows yet, and write them up one by one.
+    """Measure every network whose rows are not there, and write them up one by one.
 
     Raises:
+        UsageError: this machine cannot have the nodes, or links that delay.
         RefusedError: a job failed; what was measured before is kept.
     """
     rows = kept(out / "rows.csv")
+    require_cluster(
+        latency=any(", " in link and not whole(rows, nodes, link) for nodes, link in NETWORKS) and not quick
+    )
     for nodes, link in NETWORKS[:2] if quick else NETWORKS:
-        if not any((row["nodes"], row["bandwidth"]) == (str(nodes), link) for row in rows):
+        if not whole(rows, nodes, link):
             rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, link, quick)]
             publish(out / "rows.csv", to_csv(rows))
             publish(out / "README.md", readme(rows))
@@ -133,6 +136,7 @@ def row_of(nodes: int, link: str, way: str, rounds: Rounds, told: dict[str, Any]
         "forecast_seconds": plan["forecast"][chosen]["step"] if chosen else "",
         "measured_bits_per_second": plan.get("bits_per_second", ""),
         "latency_seconds": plan.get("latency_seconds", ""),
+        "commit": commit(),
     }
 
 
@@ -148,6 +152,7 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
     """Return README.md."""
     known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
         "# Training on 1, 2 and 4 nodes, by network and by way of exchanging gradients\n\n"
         "Images a second, and in brackets the part of as many times one node's alone in the same rounds (their "
@@ -157,7 +162,7 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
         "## Limits\n\n"
         "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"
         "- Links have no latency but where it is added, by a process that carries frames and takes part of a core; a\n"
-        "  message of one number takes 0.17 ms in all where 0.1 ms is added (analysis.exchange).\n"
+        "  message takes that time too (analysis.exchange has how long).\n"
         "- Where nothing is sent, nodes train each for itself: what they lose against one alone they take from each\n"
         "  other, and Horovod's own threads from them.\n"
         "- torch's PowerSGD hook ends the process over gloo as it stands; its sums are made one after the other here.\n"
@@ -165,7 +170,7 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
         "  to job, so images a second compare within a row, parts between rows.\n\n"
         "## How it was made\n\n"
         f"- `python -m analysis.network`: medians over {ROUNDS} rounds of steps, each on its slowest rank\n"
-        f"- {known['processor']}, {known['cores']} cores; {versions}; source {commit()}\n"
+        f"- {known['processor']}, {known['cores']} cores; {versions}; source {sources}\n"
         "- numbers: [rows.csv](rows.csv)\n"
     )
 

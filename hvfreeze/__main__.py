@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hvfreeze.commands import parse, perform
 from hvfreeze.config.flags import configuration
 from hvfreeze.errors import HvfreezeError, RefusedError, StallError
+from hvfreeze.imports import kept_for_good
 
 if TYPE_CHECKING:
     from hvfreeze.ranks.world import World
@@ -55,8 +56,6 @@ def train(arguments: Sequence[str]) -> int:
 def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     """Train; `asked` grows by each signal that asks this rank to leave."""
     started = time.monotonic()
-    from hvfreeze.imports import kept_for_good
-
     with kept_for_good():
         from hvfreeze.ranks.agreement import together
         from hvfreeze.ranks.horovod_world import open_world

@@ -65,7 +65,10 @@ def _raise_interrupt(number: int, frame: object) -> None:
 
 
 def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster, dict[int, str], dict[int, str]]:
-    """Switch and nodes are there and in the state file: (the cluster, node names by their keepers, and by their wires)."""
+    """Switch and nodes are there and in the state file.
+
+    Returns the cluster, and the names of nodes by the PIDs of their keepers, and of their wires.
+    """
     directory = Path(PREFIX + name)
     planned = [Node(f"node{index}", f"10.77.0.{11 + index}", 0) for index in range(plan.nodes)]
     _write_files(directory, planned)

@@ -160,9 +160,10 @@ def network(root: Path) -> str:
         return NOTHING_YET
     return (
         "ResNet-18 at 32 pixels, 64 images a rank, one rank a node: images a second, and in brackets the part of as "
-        "many times the fastest way's\non one node ([numbers, forecasts, limits](analysis/results/network/README.md)). "
-        "Where nothing is\nsent, nodes train beside each other, each for itself: what they lose is the shared "
-        f"machine's doing. The next four are `--compression` of ours.\n\n{table(rows)}\n\n{verdicts(rows)}"
+        "many times one node's\nalone, measured in turn with them "
+        "([numbers, forecasts, limits](analysis/results/network/README.md)). Where nothing is\nsent, nodes train "
+        "beside each other, each for itself: what they lose is the shared machine's doing. The four after it are\n"
+        f"`--compression` of ours.\n\n{table(rows)}\n\n{verdicts(rows)}"
     )
 
 

@@ -18,7 +18,10 @@ import numpy as np
 from analysis.benchmarks.launching import environment
 from analysis.sweeps.launching import ROOT, nodes_up
 from analysis.sweeps.presets import REDUCED
+from analysis.sweeps.provenance import commit
+from analysis.sweeps.rows import publish
 from hvfreeze.ranks.machine.mpi_environment import start_mpi, tune_open_mpi
+from hvfreeze.report.csv_files import to_csv
 
 ADDED = ("", "1us", "100us", "500us")
 """Latency of the links, one way; none is without the process that delays, which takes time itself."""
@@ -26,15 +29,32 @@ JOBS, MESSAGES, WARM = 4, 400, 50
 
 
 def messages(path: Path) -> list[dict[str, str]]:
-    """Return a row per job and latency, measuring what is missing: `latency`, `repeat`, `seconds` of a message."""
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    return [
-        {"latency": latency, "repeat": str(repeat), "seconds": str(seconds)}
-        for latency in ADDED
-        for repeat, seconds in enumerate(measure(latency))
-    ]
+    """Return a row per job and latency, measuring and keeping what is missing.
+
+    A row has `latency`, `repeat`, `seconds` of a message, and the `commit` that it was measured with.
+    """
+    rows = kept(path)
+    for latency in ADDED:
+        if latency not in {row["latency"] for row in rows}:
+            rows += [
+                {"latency": latency, "repeat": str(repeat), "seconds": str(seconds), "commit": commit()}
+                for repeat, seconds in enumerate(measure(latency))
+            ]
+            publish(path, to_csv(rows))
+    return rows
+
+
+def kept(path: Path) -> list[dict[str, str]]:
+    """Return the rows that are there."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def complete(path: Path) -> bool:
+    """Tell whether every latency was measured."""
+    return {row["latency"] for row in kept(path)} == set(ADDED)
 
 
 def measure(latency: str) -> list[float]:

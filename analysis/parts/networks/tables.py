@@ -21,11 +21,22 @@ WAYS = (ALONE, NOTHING_SENT, "auto", "uncompressed", "fp16", "powersgd", "Horovo
 
 
 def kept(path: Path) -> list[dict[str, str]]:
-    """Return the rows that are there."""
+    """Return the rows that are there, of networks whose ways were all measured against one node alone."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = [row for row in csv.DictReader(file) if row.get("part")]
+    return [row for nodes, link in NETWORKS if whole(rows, nodes, link) for row in of_network(rows, nodes, link)]
+
+
+def of_network(rows: Sequence[dict[str, str]], nodes: int, link: str) -> list[dict[str, str]]:
+    """Return a network's rows."""
+    return [row for row in rows if (row["nodes"], row["bandwidth"]) == (str(nodes), link)]
+
+
+def whole(rows: Sequence[dict[str, str]], nodes: int, link: str) -> bool:
+    """Tell whether every way of training on a network is there."""
+    return {row["way"] for row in of_network(rows, nodes, link)} == set(WAYS)
 
 
 def parts_of(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], float]:
@@ -35,11 +46,11 @@ def parts_of(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], float
 
 def table(rows: Sequence[dict[str, str]]) -> str:
     """Return images/s by network and way, and the part of as many times one node's alone."""
-    found = {(row["nodes"], row["bandwidth"], row["way"]): row for row in rows}
     lines = [f"| nodes | link | {' | '.join(WAYS)} |", "|---:|---|" + "---:|" * len(WAYS)]
     for nodes, bandwidth in NETWORKS:
-        if all((str(nodes), bandwidth, way) in found for way in WAYS):
-            cells = [_cell(found[str(nodes), bandwidth, way]) for way in WAYS]
+        if whole(rows, nodes, bandwidth):
+            found = {row["way"]: _cell(row) for row in of_network(rows, nodes, bandwidth)}
+            cells = [found[way] for way in WAYS]
             lines.append(f"| {nodes} | {bandwidth or 'unlimited'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -16,7 +16,13 @@ STRENGTH = 0.02
 
 
 def used(features: Tensor, labels: Tensor, *, classes: int, strength: float = STRENGTH, steps: int = STEPS) -> Tensor:
-    """Return how much of each feature is used, (D,): the norm of its weights, 0 where it is not.
+    """Return how much of each feature is used, (D,): the norm of its weights, 0 where it is not; see `fitted`."""
+    found: Tensor = fitted(features, labels, classes=classes, strength=strength, steps=steps).norm(dim=1)
+    return found
+
+
+def fitted(features: Tensor, labels: Tensor, *, classes: int, strength: float, steps: int) -> Tensor:
+    """Return a linear head's weights, (D, C), with rows of zeros.
 
     Minimises mean cross-entropy + l x the sum over features of that norm, by accelerated proximal gradient steps.
 
@@ -40,8 +46,7 @@ def used(features: Tensor, labels: Tensor, *, classes: int, strength: float = ST
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
         ahead = shrunk + (momentum - 1) / following * (shrunk - weights)
         weights, momentum = shrunk, following
-    found: Tensor = weights.norm(dim=1)
-    return found
+    return weights
 
 
 def gradient(features: Tensor, truth: Tensor, weights: Tensor, bias: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from analysis.chosen_features import SHARES, Views, chosen, solved
-from analysis.parts.selection.group_lasso import gradient, largest_moment, used
+from analysis.parts.selection.group_lasso import fitted, gradient, largest_moment, used
 from analysis.parts.selection.tables import answers, table
 
 CLASSES, TOLD, IDLE = 10, 12, 40
@@ -44,11 +44,14 @@ def test_what_is_found_is_a_minimum() -> None:
     """In a minimum the loss falls along a used feature's weights as much as the penalty rises, along none more."""
     known, strength = views(), 0.1
     features, truth = standardised(known.rows), torch.nn.functional.one_hot(known.labels, CLASSES).float()
-    bias, weights = truth.mean(0).log(), torch.zeros(TOLD + IDLE, CLASSES)
-    limit = strength * float(gradient(features, truth, weights, bias).norm(dim=1).max())
-    long, longer = (used(features, known.labels, classes=CLASSES, strength=strength, steps=n) for n in (400, 800))
-    assert torch.allclose(long, longer, atol=2e-3)
-    assert limit > 0 and 0 < int((long > 0).sum()) <= TOLD + 3
+    bias, nothing = truth.mean(0).log(), torch.zeros(TOLD + IDLE, CLASSES)
+    limit = strength * float(gradient(features, truth, nothing, bias).norm(dim=1).max())
+    found = fitted(features, known.labels, classes=CLASSES, strength=strength, steps=800)
+    falls, norms = -gradient(features, truth, found, bias), found.norm(dim=1, keepdim=True)
+    is_used = norms[:, 0] > 0
+    assert 0 < int(is_used.sum()) <= TOLD + 3
+    assert torch.allclose(falls[is_used], (limit * found / norms)[is_used], atol=0.02 * limit)
+    assert float(falls[~is_used].norm(dim=1).max()) <= 1.001 * limit
 
 
 def test_the_largest_moment_is_the_largest_eigenvalue() -> None:

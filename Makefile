@@ -47,5 +47,5 @@ docs: setup ## the API reference, one page from the docstrings, into build/docs
 	$(RUN) launch.api_reference build/docs
 
 torture: setup ## random kills, flips and full disks, hours on a slow machine; what is found goes to build/torture/
-	OMP_NUM_THREADS=1 $(RUN) pytest -q -n $(JOBS) -m torture tests/single/test_properties.py
+	OMP_NUM_THREADS=1 $(RUN) pytest -q -n $(JOBS) -m torture tests/parallel tests/single/test_properties.py
 	OMP_NUM_THREADS=1 $(RUN) tests.torture --out build/torture $(ARGS)

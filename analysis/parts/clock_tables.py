@@ -59,7 +59,7 @@ def verdicts(rows: Sequence[dict[str, str]]) -> list[str]:
         evaluating = mean_interval([float(row["evaluate_seconds"]) for way in WAYS for row in mine[way]]).mean
         images = f"{ground['samples']} images at {PIXELS[ground['experiment']]} pixels"
         epochs = f"{mine['full'][0]['epochs']} epochs of full fine-tuning {shown(whole['full'], seconds)}"
-        lines.append(f"- {images}: {epochs}; {told}; evaluating takes {seconds(evaluating)} of each")
+        lines.append(f"- {images}: {epochs}; {told}; evaluating takes {seconds(evaluating)} on average")
     return lines
 
 

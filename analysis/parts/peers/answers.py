@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from analysis.parts.peers.labels import cell_of
-from analysis.parts.peers.times import TIMED, timed
+from analysis.parts.peers.times import SOLVED, TIMED, timed
 from analysis.sweeps.questions import Answer, Drawing
 from analysis.sweeps.results import Results, with_front
 from analysis.sweeps.statistics import is_below, shown, signed_points
@@ -34,6 +34,14 @@ WORDS = {
     "auto-one-view": "auto, --mirror off",
 }
 """Ways as a reader of a figure knows them."""
+
+
+def in_words(label: str) -> str:
+    """Return what a label's runs are, as the figure has it."""
+    cell = cell_of(label)
+    if cell.peer in SOLVED and cell.epochs == 1:
+        return WORDS[cell.peer]
+    return f"{WORDS.get(cell.peer, cell.peer)}, {cell.epochs} epoch{'' if cell.epochs == 1 else 's'}"
 
 
 def by_samples(results: Results) -> list[tuple[int, Results]]:
@@ -73,15 +81,15 @@ def answers_of(results: Results) -> list[Answer]:
         text = (
             f"Full fine-tuning reaches {shown(own.mean(best, 'test_accuracy'), percent, count=True)} after "
             f"{cell_of(best).epochs} epochs; within half a point of it after "
-            f"{shown(own.mean(plain, 'train_seconds'), seconds)} ({cell_of(plain).label})"
+            f"{shown(own.mean(plain, 'train_seconds'), seconds)} ({cell_of(plain).epochs} epochs)"
         )
         if other is None:
             gain, text = None, f"{text}; nothing else gets there."
         else:
             gain = own.gain(other, plain)
-            text += f"; the first of all others is {other}, {shown(gain, factor)} as fast."
+            text += f"; the first of all others is {in_words(other)}, {shown(gain, factor)} as fast."
         leads = [(label, own.over_front(label)) for label in own.labels if cell_of(label).peer != "full"]
-        ahead = [f"{label} {shown(lead, signed_points)}" for label, lead in leads if lead.low > 0]
+        ahead = [f"{in_words(label)} {shown(lead, signed_points)}" for label, lead in leads if lead.low > 0]
         text += f" Ahead of full fine-tuning trained for as many seconds: {'; '.join(ahead) or 'none for sure'}."
         n = own.mean(best, "test_accuracy").n
         negative = other is None or (gain is not None and is_below(gain, 1))

@@ -19,6 +19,6 @@ TIMED = (
 )
 """Where `analysis.step_costs` has timed the network's steps."""
 USUAL = (
-    "Set-up and evaluation are left out. Whoever counts them gains less: they take as long in every way.",
+    "Set-up and evaluation are left out. Whoever counts them gains less: analysis.clock does.",
     "Ranks share one machine and its memory: no network is involved.",
 )

@@ -27,6 +27,7 @@ BATCH = 32
 STEPS, HEAVY_STEPS = 120, 40
 BATCHES = (8, 16, 64, 128)
 LABELS = ("ride", "direct", "replay")
+WAYS = {"ride": "with the activations", "direct": "from rank 0 to each", "replay": "read again by each rank"}
 BACKWARD_OF_HEAD = 1.5
 """A head's forward pass is taken for half of its backward pass, which alone has a clock."""
 
@@ -175,7 +176,7 @@ def answers(results: Results) -> list[Answer]:
     told = [(way, runs_with(results, "split" if way == "replay" else f"labels-{way}")) for way in LABELS]
     if all(runs for _, runs in told):
         parts = [
-            f"{way} {trunk_of(runs[0])['wire_bytes']['labels']} bytes, "
+            f"{WAYS[way]} (`--labels {way}`) {trunk_of(runs[0])['wire_bytes']['labels']} bytes, "
             f"{shown(mean_interval([r.train_seconds for r in runs]), seconds)}"
             for way, runs in told
         ]

@@ -38,7 +38,7 @@ def test_the_whole_command_and_training_alone_are_both_compared() -> None:
     assert said.startswith("- 1000 images at 64 pixels: 8 epochs of full fine-tuning 60.0 s")
     assert "3.00x as fast (10.0x where training alone counts)" in said.replace("10.00x", "10.0x")
     assert "4.00x as fast (25.0x where training alone counts)" in said.replace("25.00x", "25.0x")
-    assert said.endswith("evaluating takes 4.00 s of each")
+    assert said.endswith("evaluating takes 4.00 s on average")
     assert verdicts(ROWS[1:]) == []
     assert "| 1000 at 64 pixels | full fine-tuning | 90.0 s (80.0 s) | 60.0 s (50.0 s) |" in table(ROWS)
 

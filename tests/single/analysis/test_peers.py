@@ -184,8 +184,8 @@ def test_the_answer_names_who_reaches_the_best_of_full_fine_tuning_first() -> No
             row("n1000-voted-e4", seed, 15.0 + noise, 0.72 + noise),
         ]
     answer = answers.answers_of(Results(Path(), rows))[0]
-    assert "n1000-exact-e1, 10.00x" in answer.text
-    assert "Ahead of full fine-tuning trained for as many seconds: n1000-exact-e1 +9.7 points" in answer.text
+    assert "linear head, solved, 10.00x" in answer.text
+    assert "Ahead of full fine-tuning trained for as many seconds: linear head, solved +9.7 points" in answer.text
     assert not answer.negative
     without = [each for each in rows if "exact" not in each["label"]]
     assert answers.answers_of(Results(Path(), without))[0].negative

@@ -49,6 +49,10 @@ SETTINGS = (
 Row = dict[str, Any]
 
 
+HASHES = ("commit", "parameter_digest")
+"""Columns whose text may look like a number: 9e59029 is no infinity, and 0012345 keeps its zeros."""
+
+
 def publish(path: Path, text: str) -> None:
     """Replace a file at once, so that whoever reads it never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +152,10 @@ def read_rows(directory: Path) -> list[Row]:
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [{key: cell(text) for key, text in row.items()} for row in csv.DictReader(file)]
+        return [
+            {key: (text or None) if key in HASHES else cell(text) for key, text in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def cell(text: str) -> Any:

@@ -9,8 +9,16 @@ from analysis.sweeps.estimates import bits_per_second, duration
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.front import Budget, Front
 from analysis.sweeps.results import Results, best_lr
-from analysis.sweeps.rows import cell, read_rows, steady_columns, unlike, wire_bytes_per_step
+from analysis.sweeps.rows import cell, read_rows, steady_columns, unlike, wire_bytes_per_step, write_rows
 from hvfreeze.runs.reading import Run
+
+
+def test_a_hash_that_looks_like_a_number_stays_a_hash(tmp_path: Path) -> None:
+    write_rows(
+        tmp_path, [{"run": "a", "seed": 0, "lr": 0.1, "commit": "9e59029", "parameter_digest": "0012345678901234"}]
+    )
+    (row,) = read_rows(tmp_path)
+    assert row == {"run": "a", "seed": 0, "lr": 0.1, "commit": "9e59029", "parameter_digest": "0012345678901234"}
 
 
 def test_the_front_is_linear_between_budgets_and_flat_beyond() -> None:

@@ -32,7 +32,7 @@ FIRST_STEPS, WARM_STEPS, WARM_AGAIN = 5, 8, 1
 """Steps of ours before it compresses; untimed steps of each way at first, and when Horovod was started anew."""
 TRYING_STEPS = FIRST_STEPS + len(CHOSEN) * TRIED_ROUNDS * TRIED_STEPS + 1
 """After which `auto` has made its choice."""
-ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 6, 1.5, 2, 10
+ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 4, 1.5, 2, 10
 """More rounds of fewer steps: what a machine does besides lasts seconds, and takes all ways of a round alike."""
 
 

@@ -87,7 +87,8 @@ def readme(rows: Sequence[dict[str, str]], machine: str) -> str:
     """Return README.md."""
     sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     lines, others = "\n".join(verdicts(rows)), any(row["epochs"] != row["epochs_made"] for row in rows)
-    scaled = "- Where one epoch of full fine-tuning was made, the others are taken to last as long.\n" if others else ""
+    scaled = "- Epochs of full fine-tuning that were not made (numbers: epochs_made) are taken to last as long.\n"
+    scaled = scaled if others else ""
     return (
         "# What the whole command takes, from its start until all ranks have left\n\n"
         "Importing libraries, listing and reading the images, training, evaluating 10 000 test images, writing the "

@@ -22,7 +22,7 @@ WORDS = {
     "ddp": "full, by DDP over gloo",
     "smoothed": "full, labels smoothed",
     "last-stage": "last stage and head",
-    "last-stage-cached": "last stage and head, cached",
+    "last-stage-cached": "last stage, cached",
     "head-cached": "head, cached",
     "lp-ft": "head, then full (LP-FT)",
     "voted": "frozen by vote",

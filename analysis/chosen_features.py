@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from analysis.parts.selection.group_lasso import used
-from analysis.parts.selection.tables import kept, readme
+from analysis.parts.selection.tables import readme
 from analysis.peers import NORMALISED
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.launching import Site, launch
 from analysis.sweeps.presets import REDUCED, Value
-from analysis.sweeps.rows import publish
+from analysis.sweeps.rows import publish, texts_of
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import Batch, open_feeds, padded_batches
 from hvfreeze.data.decoding import Images
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=RESULTS / "chosen_features", help="folder for rows.csv, README.md")
     options = parser.parse_args(arguments)
-    rows = kept(options.out / "rows.csv")
+    rows = texts_of(options.out / "rows.csv")
     try:
         for seed in map(int, options.seeds.split(",")):
             if not any(row["seed"] == str(seed) for row in rows):

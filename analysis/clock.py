@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.benchmarks.launching import environment
-from analysis.parts.clock_tables import kept, readme
+from analysis.parts.clock_tables import readme
 from analysis.parts.peers.answers import by_samples, shortest
 from analysis.parts.peers.labels import Cell, cell_of
 from analysis.peers import PEERS, Ground
@@ -31,7 +31,7 @@ from analysis.sweeps.launching import ROOT, Site, command_of
 from analysis.sweeps.presets import REDUCED, Preset
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.results import open_results
-from analysis.sweeps.rows import publish
+from analysis.sweeps.rows import publish, texts_of
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     weights = {"peers": options.weights, "peers64": options.weights64}
     try:
-        rows = kept(options.out / "rows.csv")
+        rows = texts_of(options.out / "rows.csv")
         for repeat in range(options.repeats):
             for timed in commands():
                 key = timed.key(repeat)

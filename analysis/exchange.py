@@ -10,7 +10,6 @@ beforehand. With several ranks a node, also Open MPI's hierarchical sums: first 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -32,7 +31,7 @@ from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish
+from analysis.sweeps.rows import publish, texts_of
 from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
 from hvfreeze.chain.models import build_model
 from hvfreeze.errors import HvfreezeError
@@ -108,11 +107,8 @@ def measure_missing(out: Path) -> None:
 
 def kept(path: Path) -> list[dict[str, Any]]:
     """Return the rows that are there."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        numbers = {"nodes": int, "ranks_a_node": int, "repeat": int, "payload_bytes": int, "seconds": float}
-        return [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    numbers = {"nodes": int, "ranks_a_node": int, "repeat": int, "payload_bytes": int, "seconds": float}
+    return [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in texts_of(path)]
 
 
 def measured(

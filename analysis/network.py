@@ -23,7 +23,7 @@ from typing import Any
 
 from analysis.benchmarks.launching import environment
 from analysis.parts.networks.sides import BATCH_ROWS, LOW_RANK, ROUNDS, measure
-from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, table, whole
+from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, of_network, table, whole
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.experiment import main as main_of
 from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
@@ -71,15 +71,13 @@ def measure_missing(out: Path, *, quick: bool) -> None:
         RefusedError: a job failed; what was measured before is kept.
     """
     rows = kept(out / "rows.csv")
-    require_cluster(
-        latency=any(", " in link and not whole(rows, nodes, link) for nodes, link in NETWORKS) and not quick
-    )
-    for nodes, link in NETWORKS[:2] if quick else NETWORKS:
-        if not whole(rows, nodes, link):
-            rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, link, quick)]
-            publish(out / "rows.csv", to_csv(rows))
-            publish(out / "README.md", readme(rows))
-            print("\n".join(line(row) for row in rows if (row["nodes"], row["bandwidth"]) == (str(nodes), link)))
+    missing = [network for network in (NETWORKS[:2] if quick else NETWORKS) if not whole(rows, *network)]
+    require_cluster(latency=any(", " in link for _, link in missing))
+    for nodes, link in missing:
+        rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, link, quick)]
+        publish(out / "rows.csv", to_csv(rows))
+        publish(out / "README.md", readme(rows))
+        print("\n".join(line(row) for row in of_network(rows, nodes, link)))
 
 
 def others(arguments: Sequence[str]) -> int:
@@ -109,7 +107,8 @@ def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:
                 f"{nodes} nodes at {link or 'no limit'}: the job {how}; run it again to go on"
             ) from error
         told = json.loads(found.read_text(encoding="utf-8"))
-    return [row_of(nodes, link, way, told["seconds"], told["told"][way]) for way in WAYS]
+    source = commit()
+    return [{**row_of(nodes, link, way, told["seconds"], told["told"][way]), "commit": source} for way in WAYS]
 
 
 def row_of(nodes: int, link: str, way: str, rounds: Rounds, told: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +135,6 @@ def row_of(nodes: int, link: str, way: str, rounds: Rounds, told: dict[str, Any]
         "forecast_seconds": plan["forecast"][chosen]["step"] if chosen else "",
         "measured_bits_per_second": plan.get("bits_per_second", ""),
         "latency_seconds": plan.get("latency_seconds", ""),
-        "commit": commit(),
     }
 
 

@@ -16,7 +16,7 @@ PEERS = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
 OTHERS = ("head-cached", "lp-ft", "voted", "autofreeze", "pipetransformer", "composer")
 
 GROUND = Ground(larger=2, peers=(*PEERS, *OTHERS), rates_of="peers")
-OWN = ("Head tuning before all, and votes, were made with the longest budget only.",)
+OWN = ("Of the other ways the cached last stage, the head, and the head tuned before all were made, on one seed.",)
 EXPERIMENT = at("peers64", GROUND, limits=(*TAKEN_RATES, *OWN, *TIMED, *USUAL))
 
 if __name__ == "__main__":

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from hvfreeze.report.units import factor, seconds
 
 PIXELS = {"peers": 32, "peers64": 64}
 WAYS = {"auto": "`--freeze auto`", "auto-one-view": "the same, `--mirror off`", "full": "full fine-tuning"}
-
-
-def kept(path: Path) -> list[dict[str, str]]:
-    """Return the rows that are there."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def found(rows: Sequence[dict[str, str]], **wanted: str) -> list[dict[str, str]]:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from analysis.parts.cached_epochs import saved_by_clocks
-from analysis.parts.clock_tables import kept as kept_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
 from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.parts.peers.answers import best_full, by_samples
 from analysis.parts.peers.labels import Cell, cell_of
 from analysis.parts.peers.times import TIMED
 from analysis.sweeps.results import Results, open_results
+from analysis.sweeps.rows import texts_of
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from hvfreeze.report.units import percent, seconds
 
@@ -189,7 +189,7 @@ def ways(root: Path) -> str:
     if not lines:
         return NOTHING_YET
     return "\n".join(
-        [WAYS_ARE, "", *lines, "", COMMANDS_ARE, "", *whole_commands(kept_commands(root / "clock" / "rows.csv"))]
+        [WAYS_ARE, "", *lines, "", COMMANDS_ARE, "", *whole_commands(texts_of(root / "clock" / "rows.csv"))]
     )
 
 

@@ -148,14 +148,18 @@ def write_rows(directory: Path, rows: Sequence[Row]) -> None:
 
 def read_rows(directory: Path) -> list[Row]:
     """Return the rows of a CSV file, none where it is absent: numbers as numbers, empty cells as None."""
-    path = directory / ROWS
+    return [
+        {key: (text or None) if key in HASHES else cell(text) for key, text in row.items()}
+        for row in texts_of(directory / ROWS)
+    ]
+
+
+def texts_of(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file as they stand there, none where it is absent."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [
-            {key: (text or None) if key in HASHES else cell(text) for key, text in row.items()}
-            for row in csv.DictReader(file)
-        ]
+        return list(csv.DictReader(file))
 
 
 def cell(text: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import statistics
@@ -19,7 +18,7 @@ from analysis.benchmarks.launching import environment
 from analysis.sweeps.launching import ROOT, nodes_up
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish
+from analysis.sweeps.rows import publish, texts_of
 from hvfreeze.ranks.machine.mpi_environment import start_mpi, tune_open_mpi
 from hvfreeze.report.csv_files import to_csv
 
@@ -33,7 +32,7 @@ def messages(path: Path) -> list[dict[str, str]]:
 
     A row has `latency`, `repeat`, `seconds` of a message, and the `commit` that it was measured with.
     """
-    rows = kept(path)
+    rows = texts_of(path)
     for latency in ADDED:
         if latency not in {row["latency"] for row in rows}:
             rows += [
@@ -44,17 +43,9 @@ def messages(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def kept(path: Path) -> list[dict[str, str]]:
-    """Return the rows that are there."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def complete(path: Path) -> bool:
     """Tell whether every latency was measured."""
-    return {row["latency"] for row in kept(path)} == set(ADDED)
+    return {row["latency"] for row in texts_of(path)} == set(ADDED)
 
 
 def measure(latency: str) -> list[float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
+
+from analysis.sweeps.rows import texts_of
 
 LATER = {limit: f"{limit}, 100us" for limit in ("200mbit", "1gbit")}
 """Links that take so long from node to node besides, on two nodes: on four, wires that delay lack a core."""
@@ -22,10 +23,7 @@ WAYS = (ALONE, NOTHING_SENT, "auto", "uncompressed", "fp16", "powersgd", "Horovo
 
 def kept(path: Path) -> list[dict[str, str]]:
     """Return the rows that are there, of networks whose ways were all measured against one node alone."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("part")]
+    rows = [row for row in texts_of(path) if row.get("part")]
     return [row for nodes, link in NETWORKS if whole(rows, nodes, link) for row in of_network(rows, nodes, link)]
 
 

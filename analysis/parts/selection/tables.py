@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.statistics import Interval, Values, is_below, of_seeds, paired_difference, shown, signed_points
@@ -13,14 +11,6 @@ from hvfreeze.runs.environment import facts_of_this_rank
 
 Rows = Sequence[dict[str, str]]
 WORDS = {"compared": "compares rows (`kernel`)", "linear": "linear (`exact`)"}
-
-
-def kept(path: Path) -> list[dict[str, str]]:
-    """Return the rows that are there."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def values(rows: Rows, features: str, head: str) -> Values:

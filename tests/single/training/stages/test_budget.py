@@ -17,7 +17,7 @@ from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.training.stages import budget as module
 from hvfreeze.training.stages.budget import TimeBudget
 from hvfreeze.training.stages.course import Course, Opened
-from hvfreeze.training.stages.stage import Stage, stages_of
+from hvfreeze.training.stages.stage import Stage, stages_of, with_steps
 from hvfreeze.training.stages.timing import Expected, untouched
 
 SOLVE, STEP, EVALUATION = 4.0, 0.1, 1.0
@@ -91,6 +91,12 @@ def test_votes_go_on_in_the_steps_that_a_faster_run_has_time_for(clock: Clock) -
     assert lasted > 2 * planned
     assert cadence.epochs == lasted and cadence.num_epochs == planned
     assert cadence.votes(20 * (lasted - 1)) and not cadence.votes(20 * lasted)
+
+
+@pytest.mark.parametrize("steps", [19, 20, 21, 60])
+def test_the_settings_of_a_planned_stage_tell_its_epochs(steps: int) -> None:
+    (stage,) = with_steps(stages(freeze="linear"), [steps])
+    assert stage.steps == steps and stage.config.optimizer.epochs == stage.epochs == -(-steps // 20)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 600.0])

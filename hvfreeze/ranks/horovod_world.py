@@ -24,6 +24,7 @@ from hvfreeze.ranks.machine.mpi_environment import (
     interrupt_ends_job,
     leave_mpi,
     seconds_in,
+    start_horovod_anew,
     start_mpi,
     tune_open_mpi,
     yield_when_crowded,
@@ -62,10 +63,8 @@ class HorovodWorld:
             self.watch.connect(self.mpi, self.mpi.COMM_WORLD.Dup(), self.hosts)
         self._hvd, self._set = hvd, hvd.global_process_set
         self._sets: dict[tuple[int, ...], Any] = {}
-        self.rank: int = hvd.rank()
-        self.size: int = hvd.size()
-        self.local_rank: int = hvd.local_rank()
-        self.local_size: int = hvd.local_size()
+        self.rank, self.size = int(hvd.rank()), int(hvd.size())
+        self.local_rank, self.local_size = int(hvd.local_rank()), int(hvd.local_size())
         self.ranks = tuple(range(self.size))  # by their numbers in the job
 
     def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
@@ -169,6 +168,11 @@ class HorovodWorld:
         part.local_rank, part.local_size = here.index(self.rank), len(here)
         return part
 
+    def start_anew(self, variable: str, value: str) -> None:
+        """End Horovod and start it with a variable that it reads then. Collective; raises as `start_horovod_anew`."""
+        self.barrier(name="anew")
+        start_horovod_anew(self._hvd, variable, value)
+
     def close(self) -> None:
         """Leave Horovod and MPI together: a rank that leaves early takes slower ones down."""
         self.barrier(name="close")
@@ -205,13 +209,9 @@ class HorovodWorld:
             raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
 
     def _new_set(self, members: tuple[int, ...]) -> Any:
-        # Horovod can be told to settle every millisecond, on all ranks, whether there are new sets. It is told when the
-        # first is asked for, and starts anew: a job without sets does not pay for them.
+        # Told so, Horovod settles in every cycle whether there are new sets: a job without sets does not pay for them.
         if os.environ.get(DYNAMIC_SETS) != "1":
-            self.barrier(name="process-sets")
-            self._hvd.shutdown()
-            os.environ[DYNAMIC_SETS] = "1"
-            self._hvd.init()
+            self.start_anew(DYNAMIC_SETS, "1")
         return self._hvd.add_process_set(list(members))
 
     def _pieces(self, length: int) -> Iterator[tuple[int, slice]]:

@@ -15,6 +15,7 @@ from hvfreeze.errors import UsageError
 
 TCP_MESSAGE_BYTES = 8 * 2**20
 """A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient in 4.7 MB halves."""
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 ALLREDUCE_RULES = Path(__file__).with_name("openmpi-allreduce.conf")
 
 
@@ -89,6 +90,23 @@ def leave_mpi(mpi: Any) -> None:
     """Leave MPI together with all ranks; threads go on meanwhile."""
     if not mpi.Is_finalized():
         ctypes.CDLL(mpi.__file__).MPI_Finalize()
+
+
+def start_horovod_anew(hvd: Any, variable: str, value: str) -> None:
+    """End Horovod on all ranks and start it with an environment variable that it reads then. Collective.
+
+    Raises:
+        UsageError: it has a cycle time already. Horovod 0.28 keeps what variables have fixed when it is started anew;
+            where they have fixed both cycle time and fusion, which must be off here, it then ends with a crash.
+    """
+    if CYCLE_TIME in os.environ:
+        raise UsageError(
+            f"${CYCLE_TIME} ({os.environ[CYCLE_TIME]}) is set: Horovod cannot be started anew with it, "
+            f"as {variable}={value} needs; unset it, or set {variable}={value} as well"
+        )
+    hvd.shutdown()
+    os.environ[variable] = value
+    hvd.init()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hvfreeze.data.dealing import Corpus
 from hvfreeze.named_code import code_sha256, is_named_code
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
+from hvfreeze.ranks.machine.cycle import rest_longer_where_cores_are_full
 from hvfreeze.ranks.machine.share import bound_apart, crowding, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -41,6 +42,8 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
+    if config.strategy.strategy == "replicas":
+        rest_longer_where_cores_are_full(world, torch.get_num_threads())
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
     together(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 import hvfreeze.ranks.horovod_world as horovod_world
 import hvfreeze.ranks.wire as wire_module
 from hvfreeze.errors import DivergedError, UsageError
-from hvfreeze.ranks.horovod_world import open_world
+from hvfreeze.ranks.horovod_world import HorovodWorld, open_world
+from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
 from hvfreeze.ranks.mesh import Mesh, open_line, open_mesh
 from hvfreeze.ranks.reducer import Reducer
 from hvfreeze.ranks.wire import LaneCounts, Wire, open_wire
@@ -184,6 +185,21 @@ def check_nothing_is_left_behind(world: World) -> None:
         wire_module.PIECE_BYTES = before
 
 
+def check_a_longer_cycle(world: World) -> None:
+    """Last, because Horovod cannot be started anew after it: it says so instead of crashing."""
+    if not isinstance(world, HorovodWorld):
+        return
+    world.start_anew(CYCLE_TIME, "3")
+    check_collectives(world, list(range(world.size)), "long")
+    try:
+        world.start_anew("HVFREEZE_TOLD", "1")
+    except UsageError as error:
+        assert f"${CYCLE_TIME} (3) is set" in str(error)
+    else:
+        raise AssertionError("Horovod was started anew beside a cycle time")
+    check_collectives(world, list(range(world.size)), "still")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     world = open_world()
@@ -199,6 +215,7 @@ def main() -> None:
     wire = open_wire(world, LANES)  # Horovod has started anew since
     check_the_wire(world, wire)
     wire.close()
+    check_a_longer_cycle(world)
     report(world.rank, done=True)
     world.close()
 

@@ -1,0 +1,115 @@
+"""When Horovod is made to rest longer between two looks for work, and what starting it anew must not meet."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from hvfreeze.errors import UsageError
+from hvfreeze.ranks.horovod_world import HorovodWorld
+from hvfreeze.ranks.machine import cycle
+from hvfreeze.ranks.machine.cycle import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
+from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME, start_horovod_anew
+
+
+class Made(HorovodWorld):
+    """Rank 0 of ranks on hosts of 4 cores that are made up, two on each; the others are as full as this one."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.hosts, self.rank = [host for host in hosts for _ in range(2)], 0
+        self.anew: list[tuple[str, str]] = []
+
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        """Gathers this rank's value from every host."""
+        return [(host, *value[1:]) for host in self.hosts]
+
+    def start_anew(self, variable: str, value: str) -> None:
+        """Notes it."""
+        self.anew.append((variable, value))
+
+
+class Horovod:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def shutdown(self) -> None:
+        """Ends."""
+        self.asked.append("shutdown")
+
+    def init(self) -> None:
+        """Begins, with what is in the environment by then."""
+        self.asked.append(f"init {os.environ.get('HVFREEZE_TOLD')}")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CYCLE_TIME, JOBS_CORES, "HVFREEZE_TOLD"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+
+LONGER = [(CYCLE_TIME, str(LONG_CYCLE_MS))]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "threads", "of_job", "anew"),
+    [
+        ("ab", 2, "", LONGER),
+        ("ab", 3, "", LONGER),
+        ("ab", 1, "", []),  # two cores are left
+        ("ab", 1, "2", LONGER),  # of a job that may use but two
+        ("ab", 1, "3", []),
+        ("ab", 2, "64", LONGER),  # more than there are
+        ("ab", 2, "some", LONGER),
+        ("a", 2, "", []),  # one node
+    ],
+)
+def test_horovod_rests_longer_where_the_cores_of_several_nodes_are_full(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, threads: int, of_job: str, anew: list[tuple[str, str]]
+) -> None:
+    monkeypatch.setenv(JOBS_CORES, of_job)
+    world: Any = Made(*hosts)
+    assert rest_longer_where_cores_are_full(world, threads) == bool(anew)
+    assert world.anew == anew
+
+
+def test_a_cycle_time_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CYCLE_TIME, "2")
+    world: Any = Made("a", "b")
+    assert not rest_longer_where_cores_are_full(world, 4)
+    assert (world.anew, os.environ[CYCLE_TIME]) == ([], "2")
+
+
+def test_one_node_that_is_full_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for full in ([True, False], [False, False]):
+        monkeypatch.setattr(Made, "allgather_object", lambda self, value, *, name, full=full: told(self, value, full))
+        world: Any = Made("a", "b")
+        assert rest_longer_where_cores_are_full(world, 1) == any(full)
+
+
+def told(world: Made, value: Any, full: list[bool]) -> list[Any]:
+    """What ranks tell where nodes are full as given."""
+    if isinstance(value[1], set):
+        return [(host, value[1]) for host in world.hosts]
+    return [(host, each, False) for host, each in zip("ab", full, strict=True)]
+
+
+def test_horovod_is_started_anew_with_the_variable_and_never_beside_a_cycle_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hvd = Horovod()
+    start_horovod_anew(hvd, "HVFREEZE_TOLD", "1")
+    assert hvd.asked == ["shutdown", "init 1"]
+    monkeypatch.setenv(CYCLE_TIME, "3")
+    with pytest.raises(UsageError, match=rf"\${CYCLE_TIME} \(3\) is set.*set HVFREEZE_TOLD=1 as well"):
+        start_horovod_anew(hvd, "HVFREEZE_TOLD", "1")
+    assert len(hvd.asked) == 2
+
+
+def test_cores_of_the_job_are_none_where_nobody_has_said_so() -> None:
+    assert cycle.cores_of_job() is None

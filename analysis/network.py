@@ -11,6 +11,7 @@ in memory, 64 a rank, on the slowest rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -21,9 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from analysis.benchmarks.contest import rotated
 from analysis.benchmarks.launching import environment
-from analysis.parts.networks.sides import BATCH_ROWS, LOW_RANK, ROUNDS, measure
+from analysis.parts.networks.sides import BATCH_ROWS, JOBS, LOW_RANK, ROUNDS, measure
 from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, of_network, table, whole
+from analysis.parts.networks.turns import Turns
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.experiment import main as main_of
 from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
@@ -36,8 +39,6 @@ from hvfreeze.runs.environment import facts_of_this_rank
 
 Rounds = dict[str, list[list[float]]]
 """Seconds of the steps of each way, round by round."""
-SECONDS = 900.0
-"""After which a network's job hangs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--all", action="store_true", help="also communication, scaling and exchange, with what follows"
     )
-    parser.add_argument("--worker", nargs=2, type=Path, metavar=("FILE", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, metavar=("JOB", "FILE", "FOLDER"), help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(arguments)
     if options.worker is not None:
-        measure(*options.worker, quick=options.quick)
+        job, out, scratch = options.worker
+        measure(job, Path(out), Path(scratch), quick=options.quick)
         return 0
     if rest and not options.all:
         parser.error(f"unknown arguments: {' '.join(rest)}")
@@ -93,22 +95,36 @@ def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:
     bandwidth, _, latency = link.partition(", ")
     cluster = REDUCED.run("network", 0, ranks=nodes, nodes=nodes, bandwidth=bandwidth)
     with nodes_up(cluster, latency=latency) as (name, _), tempfile.TemporaryDirectory() as folder:
-        found, scratch = Path(folder) / "found.json", Path(folder) / "scratch"
-        scratch.mkdir()
-        job = [str(ROOT / "launch/mpirun.sh"), "-np", str(nodes), sys.executable, "-m", "analysis.network"]
-        job += ["--worker", str(found), str(scratch), *(["--quick"] if quick else [])]
-        command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
-        variables = {**environment(os.environ), "OMP_NUM_THREADS": "1"}
         try:
-            subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=SECONDS)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            how = "hangs" if isinstance(error, subprocess.TimeoutExpired) else f"ended with code {error.returncode}"
-            raise RefusedError(
-                f"{nodes} nodes at {link or 'no limit'}: the job {how}; run it again to go on"
-            ) from error
-        told = json.loads(found.read_text(encoding="utf-8"))
+            told = told_in_turn(name, nodes, Path(folder), quick=quick)
+        except RefusedError as error:
+            raise RefusedError(f"{nodes} nodes at {link or 'no limit'}: {error}; run it again to go on") from error
     source = commit()
     return [{**row_of(nodes, link, way, told["seconds"], told["told"][way]), "commit": source} for way in WAYS]
+
+
+def told_in_turn(cluster: str, nodes: int, folder: Path, *, quick: bool) -> dict[str, dict[str, Any]]:
+    """Return the seconds of all ways, and what they tell, from jobs that take turns on a cluster's nodes."""
+    launcher = [str(ROOT / "launch/cluster"), "run", "--name", cluster, "--"]
+    launcher += [str(ROOT / "launch/mpirun.sh"), "-np", str(nodes), sys.executable, "-m", "analysis.network"]
+    variables = {**environment(os.environ), "OMP_NUM_THREADS": "1"}
+    jobs: list[Turns] = []
+    with contextlib.ExitStack() as stack:
+        for name in JOBS:
+            worker = ["--worker", name, str(folder / f"{name}.json"), str(folder), *(["--quick"] if quick else [])]
+            process = subprocess.Popen([*launcher, *worker], cwd=ROOT, env=variables, start_new_session=True)
+            jobs.append(Turns(name, folder, nodes, process))
+            stack.enter_context(jobs[-1].ended())
+            # One by one: what they do to get ready would take cores from each other.
+            jobs[-1].wait(0)
+        for number in range(1, 1 if quick else ROUNDS):
+            for job in rotated(jobs, number):
+                job.go_on()
+                job.wait(number)
+        for job in jobs:
+            job.conclude()
+    found = [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in JOBS]
+    return {part: {way: value for each in found for way, value in each[part].items()} for part in ("seconds", "told")}
 
 
 def row_of(nodes: int, link: str, way: str, rounds: Rounds, told: dict[str, Any]) -> dict[str, Any]:

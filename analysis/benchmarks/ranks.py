@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED
 from hvfreeze.ranks.horovod_world import HorovodWorld
+from hvfreeze.ranks.machine.cycle import rest_longer_where_cores_are_full
 
 FUSION_BYTES = {UNFUSED: "0", FUSED: str(128 * 2**20)}
 REST_SECONDS = 0.01
@@ -24,17 +25,29 @@ class Ranks:
         self._hvd, self._comm, self._mode = hvd, MPI.COMM_WORLD, UNFUSED
         self.rank, self.size = self.world.rank, self.world.size
 
-    def use(self, mode: str) -> None:
-        """Set Horovod up in this way on all ranks; its response cache is empty afterwards."""
+    def use(self, mode: str, *, threads: int | None = None) -> None:
+        """Set Horovod up in this way on all ranks; its response cache is empty afterwards.
+
+        With `threads` that compute in a rank this is for good: it then rests as in a run, longer where cores are full.
+        """
+        if mode != ABSENT:
+            os.environ["HOROVOD_FUSION_THRESHOLD"] = FUSION_BYTES[mode]
+        if threads is not None and rest_longer_where_cores_are_full(self.world, threads):
+            self._mode = mode
         if mode == self._mode:
             return
         self.barrier()
         if self._mode != ABSENT:
             self._hvd.shutdown()
         if mode != ABSENT:
-            os.environ["HOROVOD_FUSION_THRESHOLD"] = FUSION_BYTES[mode]
             self._hvd.init()
         self._mode = mode
+
+    def close(self) -> None:
+        """Leave together."""
+        if self._mode == ABSENT:
+            self.use(UNFUSED)
+        self.world.close()
 
     def barrier(self) -> None:
         """Return when every rank has called."""

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED, rotated
+from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED
 from analysis.benchmarks.material import HeldBatch, HeldSteps, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
 from analysis.parts.networks.tables import ALONE, NOTHING_SENT
+from analysis.parts.networks.turns import leave_turn
 from hvfreeze.ranks.exchange.forecast import CHOSEN
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.strategies.replicas.trial import ROUNDS as TRIED_ROUNDS
@@ -34,38 +35,44 @@ TRYING_STEPS = FIRST_STEPS + len(CHOSEN) * TRIED_ROUNDS * TRIED_STEPS + 1
 """After which `auto` has made its choice."""
 ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 4, 1.5, 2, 10
 """More rounds of fewer steps: what a machine does besides lasts seconds, and takes all ways of a round alike."""
+SETTLED_SECONDS = 0.1
+"""After which nothing is on its way between ranks that have met."""
+
+
+OURS, HOROVODS, GLOOS = "ours", "horovods", "gloos"
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of training: how a step is made, and how Horovod is set up meanwhile."""
+    """A way of training: how a step is made, what it has to tell, and its first steps, which are not timed."""
 
     step: Callable[[], float]
-    mode: str
     tell: Callable[[], dict[str, Any]] = dict
     warm: int = WARM_STEPS
 
 
-def measure(out: Path, scratch: Path, *, quick: bool) -> None:
-    """Write what each side's steps took, round by round, on the slowest rank, to `out`. Collective."""
+def measure(job: str, out: Path, scratch: Path, *, quick: bool) -> None:
+    """Write what the steps of this job's ways took, round by round, on the slowest rank, to `out`. Collective.
+
+    It takes turns with the other jobs; the first begins when all are ready.
+    """
     torch.set_num_threads(1)
     ranks = Ranks()
     with contextlib.redirect_stdout(io.StringIO()):
-        ways = ways_of(ranks, scratch, batch_rows=8 if quick else BATCH_ROWS)
+        ways = JOBS[job](ranks, scratch, 8 if quick else BATCH_ROWS)
         seconds: dict[str, list[list[float]]] = {name: [] for name in ways}
         for number in range(1 if quick else ROUNDS):
-            for mode in rotated([UNFUSED, FUSED, ABSENT], number):
-                ranks.use(mode)
-                for name, way in ways.items():
-                    if way.mode == mode:
-                        warm = WARM_AGAIN if number or quick else way.warm
-                        clocked = timed_alone if name == ALONE else timed
-                        seconds[name].append(clocked(ranks, way, warm=warm, quick=quick))
-        ranks.use(UNFUSED)
+            ranks.rest()
+            time.sleep(SETTLED_SECONDS)
+            leave_turn(scratch, job, ranks.rank, number)
+            for name, way in ways.items():
+                warm = WARM_AGAIN if number or quick else way.warm
+                clocked = timed_alone if name == ALONE else timed
+                seconds[name].append(clocked(ranks, way, warm=warm, quick=quick))
         told = {name: way.tell() for name, way in ways.items()}
     if ranks.rank == 0:
         out.write_text(json.dumps({"seconds": seconds, "told": told}), encoding="utf-8")
-    ranks.world.close()
+    ranks.close()
 
 
 def timed(ranks: Ranks, way: Way, *, warm: int, quick: bool) -> list[float]:
@@ -97,31 +104,63 @@ def timed_alone(ranks: Ranks, way: Way, *, warm: int, quick: bool) -> list[float
     return found
 
 
-def ways_of(ranks: Ranks, scratch: Path, *, batch_rows: int) -> dict[str, Way]:
-    """Return the sides. Collective."""
+def ways_of_ours(ranks: Ranks, scratch: Path, batch_rows: int) -> dict[str, Way]:
+    """Return this library's ways, on Horovod as it sets it up. Collective."""
+    ranks.use(UNFUSED, threads=torch.get_num_threads())
     setting = Setting(world=ranks.world, scratch=scratch, batch_rows=batch_rows, side=SIDE_PIXELS)
-    batches = held_batches(setting.job("batches"))
 
     def ours(name: str, compression: str) -> Way:
         job = setting.job(name, compression=compression)
         replicas_of(job).reducer.uncompressed_steps = FIRST_STEPS
         warm = TRYING_STEPS if compression == "auto" else WARM_STEPS
-        return Way(HeldSteps(job).step, UNFUSED, replicas_of(job).plan.report, warm=warm)
+        return Way(HeldSteps(job).step, replicas_of(job).plan.report, warm=warm)
 
-    scratch_alone = scratch / f"alone-{ranks.rank}"
-    scratch_alone.mkdir()
-    alone = Setting(world=SoloWorld(), scratch=scratch_alone, batch_rows=batch_rows, side=SIDE_PIXELS)
-    by_itself = HeldSteps(alone.job("alone")).step
     return {
-        ALONE: Way(by_itself, ABSENT),
-        NOTHING_SENT: Way(by_itself, UNFUSED),
+        NOTHING_SENT: Way(by_itself(ranks, scratch, batch_rows, OURS)),
         "auto": ours("auto", "auto"),
         "uncompressed": ours("uncompressed", "none"),
         "fp16": ours("fp16", "fp16"),
         "powersgd": ours("powersgd", f"powersgd:{LOW_RANK}"),
-        "Horovod fp16": Way(horovod(batches).step, FUSED),
-        "DDP + PowerSGD": Way(data_parallel(ranks, batches, scratch).step, ABSENT),
     }
+
+
+def ways_of_horovod(ranks: Ranks, scratch: Path, batch_rows: int) -> dict[str, Way]:
+    """Return the way of a Horovod user, with the rest between two looks that ours has. Collective."""
+    batches = batches_of(ranks, scratch, batch_rows)
+    ranks.use(FUSED, threads=torch.get_num_threads())
+    return {"Horovod fp16": Way(horovod(batches).step)}
+
+
+def ways_of_gloo(ranks: Ranks, scratch: Path, batch_rows: int) -> dict[str, Way]:
+    """Return the ways in which nothing of Horovod runs. Collective."""
+    batches = batches_of(ranks, scratch, batch_rows)
+    ranks.use(ABSENT)
+    return {
+        ALONE: Way(by_itself(ranks, scratch, batch_rows, GLOOS)),
+        "DDP + PowerSGD": Way(data_parallel(ranks, batches, scratch).step),
+    }
+
+
+JOBS: dict[str, Callable[[Ranks, Path, int], dict[str, Way]]] = {
+    OURS: ways_of_ours,
+    HOROVODS: ways_of_horovod,
+    GLOOS: ways_of_gloo,
+}
+"""Horovod is set up once in a process, and differently in each: jobs of their own, which take turns."""
+
+
+def batches_of(ranks: Ranks, scratch: Path, batch_rows: int) -> list[HeldBatch]:
+    """Return this rank's batches, in memory. Collective."""
+    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=batch_rows, side=SIDE_PIXELS)
+    return held_batches(setting.job("batches"))
+
+
+def by_itself(ranks: Ranks, scratch: Path, batch_rows: int, job: str) -> Callable[[], float]:
+    """Return the step of a rank that trains by itself."""
+    folder = scratch / f"alone-{job}-{ranks.rank}"
+    folder.mkdir()
+    setting = Setting(world=SoloWorld(), scratch=folder, batch_rows=batch_rows, side=SIDE_PIXELS)
+    return HeldSteps(setting.job("alone")).step
 
 
 def horovod(batches: list[HeldBatch]) -> PlainLoop:

@@ -24,6 +24,7 @@ from typing import Any
 
 from analysis.benchmarks.contest import rotated
 from analysis.benchmarks.launching import environment
+from analysis.parts.networks import cycles
 from analysis.parts.networks.sides import BATCH_ROWS, JOBS, LOW_RANK, ROUNDS, measure
 from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, of_network, table, whole
 from analysis.parts.networks.turns import Turns
@@ -34,6 +35,8 @@ from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish
 from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.ranks.machine.cycle import LONG_CYCLE_MS
+from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
 
@@ -74,12 +77,18 @@ def measure_missing(out: Path, *, quick: bool) -> None:
     """
     rows = kept(out / "rows.csv")
     missing = [network for network in (NETWORKS[:2] if quick else NETWORKS) if not whole(rows, *network)]
-    require_cluster(latency=any(", " in link for _, link in missing))
+    looks = out / "cycles.csv"
+    if missing or not (quick or cycles.complete(looks)):
+        require_cluster(latency=any(", " in link for _, link in missing))
     for nodes, link in missing:
         rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, link, quick)]
         publish(out / "rows.csv", to_csv(rows))
         publish(out / "README.md", readme(rows))
         print("\n".join(line(row) for row in of_network(rows, nodes, link)))
+    if not quick:
+        rests = cycles.cycles(looks)
+        publish(out / "README.md", readme(rows, rests))
+        print(cycles.table(rests))
 
 
 def others(arguments: Sequence[str]) -> int:
@@ -162,8 +171,8 @@ def line(row: dict[str, str]) -> str:
     return f"{network:14} {row['way']:15} {pace:6.0f} images/s, {step:6.0f} ms a step {row['compression']}{forecast}"
 
 
-def readme(rows: Sequence[dict[str, str]]) -> str:
-    """Return README.md."""
+def readme(rows: Sequence[dict[str, str]], rests: Sequence[dict[str, str]] = ()) -> str:
+    """Return README.md; `rests` are the rows of `cycles`."""
     known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
     sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
@@ -172,23 +181,34 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
         "Images a second, and in brackets the part of as many times one node's alone in the same rounds (their "
         f"median). ResNet-18 at 32 pixels, {BATCH_ROWS} images a rank and step, nothing frozen, one rank a node, one "
         f"thread a rank. PowerSGD has rank {LOW_RANK} everywhere.\n\n{table(rows)}\n\n"
-        f"What a step was forecast to take after the first few, and took:\n\n{forecasts(rows)}\n\n"
+        f"What a step was forecast to take after the first few, and took:\n\n{forecasts(rows)}\n\n{rest_told(rests)}"
         "## Limits\n\n"
         "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"
         "- Links have no latency but where it is added, by a process that carries frames and takes part of a core; a\n"
         "  message takes that time too (analysis.exchange has how long).\n"
         "- Where nothing is sent, nodes train each for itself: what they lose against one alone they take from each\n"
         "  other, and Horovod's own threads from them.\n"
-        "- On four nodes ranks and Horovod's threads fill all cores. What its ways make there varies 1.8 times\n"
-        "  from job to job, that of DDP over gloo, without such threads, does not: an earlier job, without one node\n"
-        "  beside it, had 654 images/s for auto and 725 for powersgd at 1 Gbit/s ([its numbers](earlier.csv)).\n"
+        "- On four nodes ranks fill all cores: Horovod rests longer there, in ours as in its own way.\n"
         "- torch's PowerSGD hook ends the process over gloo as it stands; its sums are made one after the other here.\n"
         "- Images are random and in memory; one job a network, its ways in turn. The machine's pace differs from job\n"
         "  to job, so images a second compare within a row, parts between rows.\n\n"
         "## How it was made\n\n"
         f"- `python -m analysis.network`: medians over {ROUNDS} rounds of steps, each on its slowest rank\n"
         f"- {known['processor']}, {known['cores']} cores; {versions}; source {sources}\n"
-        "- numbers: [rows.csv](rows.csv)\n"
+        "- numbers: [rows.csv](rows.csv), of Horovod's rest [cycles.csv](cycles.csv)\n"
+    )
+
+
+def rest_told(rests: Sequence[dict[str, str]]) -> str:
+    """Return what Horovod's rest between two looks for work comes to, nothing where it was not measured."""
+    if not rests:
+        return ""
+    sources = ", ".join(dict.fromkeys(row["commit"] for row in rests))
+    return (
+        "## Horovod's rest where cores are full\n\n"
+        f"In every cycle all ranks wait for each other. Milliseconds of a step at {cycles.LINK}, median, least and\n"
+        f"most of {cycles.JOBS} jobs in turn (source {sources}); a run takes {LONG_CYCLE_MS} ms by itself where\n"
+        f"computing threads fill the cores of several nodes, unless `{CYCLE_TIME}` is set:\n\n{cycles.table(rests)}\n\n"
     )
 
 

@@ -71,7 +71,7 @@ def verdicts(rows: Sequence[dict[str, str]]) -> str:
         f"at {LIMITS[limit]} two nodes train {parts['2', limit, 'auto']:.2f} of twice what one does, "
         f"{beside('2', limit):.2f} of what they do where nothing is sent, with 0.1 ms from node to node "
         f"{parts['2', LATER[limit], 'auto']:.2f} and {beside('2', LATER[limit]):.2f}; "
-        f"four {beside('4', limit):.2f} of what they do where nothing is sent"
+        f"four {parts['4', limit, 'auto'] / parts['4', '', 'auto']:.2f} of what they do without a limit"
         for limit in ("1gbit", "200mbit")
     ]
     faster = {

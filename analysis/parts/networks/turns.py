@@ -84,9 +84,10 @@ class Turns:
         try:
             yield
         finally:
-            if self.process.poll() is None:
-                self.go_on()
             end(self.process)
+            for process in self._ranks():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
     def _all_wait(self, number: int) -> bool:
         said = [self.folder / f"{self.name}-{rank}" for rank in range(self.size)]

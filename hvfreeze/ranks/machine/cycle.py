@@ -14,7 +14,7 @@ LONG_CYCLE_MS = 5
 JOBS_CORES = "HVFREEZE_CORES"
 
 
-def rest_longer_where_cores_are_full(world: World, threads: int) -> bool:
+def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
     """Let Horovod rest longer between two looks for work where computing threads fill the cores of a node of several.
 
     In every cycle all ranks wait for each other, and occupy a core meanwhile. Where a thread that waits has to take its
@@ -30,16 +30,16 @@ def rest_longer_where_cores_are_full(world: World, threads: int) -> bool:
         threads: that compute in this rank.
 
     Returns:
-        Whether it was started anew for that, the same on every rank.
+        What the user should know where it was started anew for that, the same on every rank.
     """
     host, cores, ranks = sharing_ranks(world)[world.rank]
     full = ranks * threads >= min(cores, cores_of_job() or cores)
     told = world.allgather_object((host, full, CYCLE_TIME in os.environ), name="cycle")
     hosts, filled, given = (set(column) for column in zip(*told, strict=True))
     if not isinstance(world, HorovodWorld) or len(hosts) == 1 or True not in filled or True in given:
-        return False
+        return []
     world.start_anew(CYCLE_TIME, str(LONG_CYCLE_MS))
-    return True
+    return [f"computing threads fill the nodes' cores: Horovod looks for work every {LONG_CYCLE_MS} ms (${CYCLE_TIME})"]
 
 
 def cores_of_job() -> int | None:

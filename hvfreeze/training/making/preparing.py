@@ -42,8 +42,9 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or threads_of_environment() or share)
+    rests = []
     if config.strategy.strategy == "replicas":
-        rest_longer_where_cores_are_full(world, torch.get_num_threads())
+        rests = rest_longer_where_cores_are_full(world, torch.get_num_threads())
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
     together(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
@@ -65,6 +66,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *notes_on_freezing(config, job.course.stages),
         *crowding(world),
         *bound_apart(world),
+        *rests,
         *job.record.notes,
     ]
     return job

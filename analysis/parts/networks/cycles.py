@@ -1,0 +1,120 @@
+"""What Horovod's rest between two looks for work costs and saves where computing threads fill the cores of nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from analysis.benchmarks.contest import rotated
+from analysis.benchmarks.launching import environment
+from analysis.benchmarks.material import HeldSteps, Setting, replicas_of
+from analysis.benchmarks.ranks import Ranks
+from analysis.parts.networks.sides import BATCH_ROWS, FIRST_STEPS, OURS, SIDE_PIXELS, Way, by_itself, timed
+from analysis.parts.networks.tables import NOTHING_SENT
+from analysis.sweeps.launching import ROOT, nodes_up
+from analysis.sweeps.presets import REDUCED
+from analysis.sweeps.provenance import commit
+from analysis.sweeps.rows import publish, texts_of
+from hvfreeze.ranks.machine.cycle import LONG_CYCLE_MS
+from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
+from hvfreeze.report.csv_files import to_csv
+
+FULL = ((2, 2), (4, 1))
+"""Nodes and threads of each that fill the cores of a machine with four."""
+CYCLES_MS = (1, LONG_CYCLE_MS)
+COMPRESSIONS = ("fp16", "powersgd:4")
+LINK = "1gbit"
+JOBS, ROUNDS = 4, 3
+
+
+def cycles(path: Path) -> list[dict[str, str]]:
+    """Return a row per job and way, measuring and keeping what is missing.
+
+    A row has `nodes`, `threads` of each, `cycle_ms`, `repeat`, `way`, `seconds` of a step (the median of a job's,
+    on the slowest rank), and the `commit` that it was measured with.
+    """
+    rows = texts_of(path)
+    for nodes, threads in FULL:
+        if str(nodes) not in {row["nodes"] for row in rows}:
+            rows += measure(nodes, threads)
+            publish(path, to_csv(rows))
+    return rows
+
+
+def complete(path: Path) -> bool:
+    """Tell whether all nodes were measured."""
+    return {row["nodes"] for row in texts_of(path)} == {str(nodes) for nodes, _ in FULL}
+
+
+def measure(nodes: int, threads: int) -> list[dict[str, str]]:
+    """Return the rows of some nodes; the cycles take turns job by job."""
+    rows = []
+    cluster = REDUCED.run("cycles", 0, ranks=nodes, nodes=nodes, bandwidth=LINK)
+    with nodes_up(cluster) as (name, _):
+        for repeat in range(JOBS):
+            for cycle in rotated(CYCLES_MS, repeat):
+                for way, seconds in steps_of_a_job(name, nodes, threads, cycle).items():
+                    row = {"nodes": nodes, "threads": threads, "cycle_ms": cycle, "repeat": repeat, "way": way}
+                    rows.append({**row, "seconds": seconds, "commit": commit()})
+    return [{key: str(value) for key, value in row.items()} for row in rows]
+
+
+def steps_of_a_job(cluster: str, nodes: int, threads: int, cycle: int) -> dict[str, float]:
+    """Return the median seconds of a step, by way, of one job."""
+    launcher = [str(ROOT / "launch/cluster"), "run", "--name", cluster, "--", str(ROOT / "launch/mpirun.sh")]
+    variables = {**environment(os.environ), "OMP_NUM_THREADS": str(threads), CYCLE_TIME: str(cycle)}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [*launcher, "-np", str(nodes), sys.executable, "-m", __name__, str(threads), str(out), folder]
+        subprocess.run(command, cwd=ROOT, env=variables, check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def work(threads: int, out: Path, scratch: Path) -> None:
+    """Be one rank of a job. Collective."""
+    torch.set_num_threads(threads)
+    ranks = Ranks()
+    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=BATCH_ROWS, side=SIDE_PIXELS)
+    ways = {NOTHING_SENT: Way(by_itself(ranks, scratch, BATCH_ROWS, OURS))}
+    for compression in COMPRESSIONS:
+        job = setting.job(compression, compression=compression)
+        replicas_of(job).reducer.uncompressed_steps = FIRST_STEPS
+        ways[compression] = Way(HeldSteps(job).step)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS):
+        for name, way in ways.items():
+            seconds[name] += timed(ranks, way, warm=1 if number else way.warm, quick=False)
+    if ranks.rank == 0:
+        medians = {name: statistics.median(steps) for name, steps in seconds.items()}
+        out.write_text(json.dumps(medians), encoding="utf-8")
+    ranks.close()
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Return the milliseconds of a step by way and cycle: the median of the jobs, the least and the most."""
+    heads = [f"{cycle} ms between two looks" for cycle in CYCLES_MS]
+    lines = [f"| nodes | threads of each | way | {' | '.join(heads)} |", "|---:|---:|---|" + "---:|" * len(heads)]
+    for nodes, threads in FULL:
+        for way in (NOTHING_SENT, *COMPRESSIONS):
+            cells = [_cell(rows, nodes, way, cycle) for cycle in CYCLES_MS]
+            lines.append(f"| {nodes} | {threads} | {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(rows: Sequence[dict[str, str]], nodes: int, way: str, cycle: int) -> str:
+    wanted = (str(nodes), way, str(cycle))
+    taken = [1e3 * float(row["seconds"]) for row in rows if (row["nodes"], row["way"], row["cycle_ms"]) == wanted]
+    return f"{statistics.median(taken):.0f} ({min(taken):.0f} to {max(taken):.0f})"
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -160,6 +160,7 @@ def row_of(nodes: int, link: str, way: str, rounds: Rounds, told: dict[str, Any]
         "forecast_seconds": plan["forecast"][chosen]["step"] if chosen else "",
         "measured_bits_per_second": plan.get("bits_per_second", ""),
         "latency_seconds": plan.get("latency_seconds", ""),
+        "cycle_ms": told.get("cycle_ms", ""),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
 from analysis.parts.networks.tables import ALONE, NOTHING_SENT
 from analysis.parts.networks.turns import leave_turn
 from hvfreeze.ranks.exchange.forecast import CHOSEN
+from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
 from hvfreeze.ranks.world import SoloWorld
 from hvfreeze.strategies.replicas.trial import ROUNDS as TRIED_ROUNDS
 from hvfreeze.strategies.replicas.trial import TRIED_STEPS
@@ -69,7 +71,8 @@ def measure(job: str, out: Path, scratch: Path, *, quick: bool) -> None:
                 warm = WARM_AGAIN if number or quick else way.warm
                 clocked = timed_alone if name == ALONE else timed
                 seconds[name].append(clocked(ranks, way, warm=warm, quick=quick))
-        told = {name: way.tell() for name, way in ways.items()}
+        cycle = "" if job == GLOOS else os.environ.get(CYCLE_TIME, "1")
+        told = {name: {**way.tell(), "cycle_ms": cycle} for name, way in ways.items()}
     if ranks.rank == 0:
         out.write_text(json.dumps({"seconds": seconds, "told": told}), encoding="utf-8")
     ranks.close()

@@ -10,7 +10,7 @@ from hvfreeze.ranks.machine.share import sharing_ranks
 from hvfreeze.ranks.world import World
 
 LONG_CYCLE_MS = 5
-"""Instead of Horovod's 1: on two nodes whose cores are full, a step takes 0.8 of the time where nothing is sent."""
+"""Instead of Horovod's 1: on two nodes whose cores are full, a step takes 3/4 of the time where nothing is sent."""
 JOBS_CORES = "HVFREEZE_CORES"
 
 

@@ -93,10 +93,10 @@ class StallWatch:
                     self._inquire(waited)
 
     def _look_around(self, waited: float) -> None:
-        # Nobody can be asked. One rank after the other would speak, first those that see whom they wait for.
+        # Nobody can be asked. Ranks would speak one by one, a look apart, first those that see whom they wait for.
         me, late = claimed_rank(os.environ), waited - self._limit
         stopped = stopped_here() if late > JUDGE_SECONDS else ""
-        if late > (JUDGE_SECONDS if stopped else LAST_SECONDS) + min(me, 4) / 4:
+        if late > (JUDGE_SECONDS if stopped else LAST_SECONDS) + LOOK_SECONDS * min(me, 4):
             self._end(waited, me, stopped or "other ranks")
 
     def _inquire(self, waited: float) -> None:

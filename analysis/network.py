@@ -30,15 +30,15 @@ from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kep
 from analysis.parts.networks.turns import Turns
 from analysis.sweeps.experiment import RESULTS
 from analysis.sweeps.experiment import main as main_of
-from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
+from analysis.sweeps.launching import ROOT, nodes_up, on_nodes, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish
+from analysis.sweeps.rows import publish, texts_of
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.ranks.machine.cycle import LONG_CYCLE_MS
 from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
 from hvfreeze.report.csv_files import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
+from hvfreeze.training.making.cycle import LONG_CYCLE_MS
 
 Rounds = dict[str, list[list[float]]]
 """Seconds of the steps of each way, round by round."""
@@ -83,7 +83,7 @@ def measure_missing(out: Path, *, quick: bool) -> None:
     for nodes, link in missing:
         rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, link, quick)]
         publish(out / "rows.csv", to_csv(rows))
-        publish(out / "README.md", readme(rows))
+        publish(out / "README.md", readme(rows, texts_of(looks)))
         print("\n".join(line(row) for row in of_network(rows, nodes, link)))
     if not quick:
         rests = cycles.cycles(looks)
@@ -114,8 +114,7 @@ def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:
 
 def told_in_turn(cluster: str, nodes: int, folder: Path, *, quick: bool) -> dict[str, dict[str, Any]]:
     """Return the seconds of all ways, and what they tell, from jobs that take turns on a cluster's nodes."""
-    launcher = [str(ROOT / "launch/cluster"), "run", "--name", cluster, "--"]
-    launcher += [str(ROOT / "launch/mpirun.sh"), "-np", str(nodes), sys.executable, "-m", "analysis.network"]
+    launcher = on_nodes(cluster, nodes, "analysis.network")
     variables = {**environment(os.environ), "OMP_NUM_THREADS": "1"}
     jobs: list[Turns] = []
     with contextlib.ExitStack() as stack:
@@ -172,7 +171,7 @@ def line(row: dict[str, str]) -> str:
     return f"{network:14} {row['way']:15} {pace:6.0f} images/s, {step:6.0f} ms a step {row['compression']}{forecast}"
 
 
-def readme(rows: Sequence[dict[str, str]], rests: Sequence[dict[str, str]] = ()) -> str:
+def readme(rows: Sequence[dict[str, str]], rests: Sequence[dict[str, str]]) -> str:
     """Return README.md; `rests` are the rows of `cycles`."""
     known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))

@@ -104,6 +104,12 @@ def command_of(planned: PlannedRun, site: Site, run_dir: Path, *, cluster: str =
     return ["mpirun", "-n", str(planned.ranks), "--bind-to", "none", "--oversubscribe", *program]
 
 
+def on_nodes(cluster: str, ranks: int, module: str) -> list[str]:
+    """Return the command, without its arguments, that starts ranks of a module on a cluster's nodes by mpirun."""
+    launcher = [str(ROOT / "launch" / "mpirun.sh"), "-np", str(ranks)]
+    return [str(CLUSTER), "run", "--name", cluster, "--", *launcher, sys.executable, "-m", module]
+
+
 def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
     """Bring a run to its end and return its directory.
 

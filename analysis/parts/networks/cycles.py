@@ -19,13 +19,13 @@ from analysis.benchmarks.material import HeldSteps, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.parts.networks.sides import BATCH_ROWS, FIRST_STEPS, OURS, SIDE_PIXELS, Way, by_itself, timed
 from analysis.parts.networks.tables import NOTHING_SENT
-from analysis.sweeps.launching import ROOT, nodes_up
+from analysis.sweeps.launching import ROOT, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish, texts_of
-from hvfreeze.ranks.machine.cycle import LONG_CYCLE_MS
 from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
 from hvfreeze.report.csv_files import to_csv
+from hvfreeze.training.making.cycle import LONG_CYCLE_MS
 
 FULL = ((2, 2), (4, 1))
 """Nodes and threads of each that fill the cores of a machine with four."""
@@ -69,11 +69,10 @@ def measure(nodes: int, threads: int) -> list[dict[str, str]]:
 
 def steps_of_a_job(cluster: str, nodes: int, threads: int, cycle: int) -> dict[str, float]:
     """Return the median seconds of a step, by way, of one job."""
-    launcher = [str(ROOT / "launch/cluster"), "run", "--name", cluster, "--", str(ROOT / "launch/mpirun.sh")]
     variables = {**environment(os.environ), "OMP_NUM_THREADS": str(threads), CYCLE_TIME: str(cycle)}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        command = [*launcher, "-np", str(nodes), sys.executable, "-m", __name__, str(threads), str(out), folder]
+        command = [*on_nodes(cluster, nodes, __name__), str(threads), str(out), folder]
         subprocess.run(command, cwd=ROOT, env=variables, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.benchmarks.launching import environment
-from analysis.sweeps.launching import ROOT, nodes_up
+from analysis.sweeps.launching import ROOT, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.provenance import commit
 from analysis.sweeps.rows import publish, texts_of
@@ -55,8 +55,7 @@ def measure(latency: str) -> list[float]:
     with nodes_up(cluster, latency=latency) as (name, _), tempfile.TemporaryDirectory() as folder:
         for repeat in range(JOBS):
             out = Path(folder) / f"{repeat}.json"
-            job = [str(ROOT / "launch/mpirun.sh"), "-np", "2", sys.executable, "-m", __name__, str(out)]
-            command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
+            command = [*on_nodes(name, 2, __name__), str(out)]
             subprocess.run(command, cwd=ROOT, env=environment(os.environ), check=True, stdout=subprocess.DEVNULL)
             found.append(float(json.loads(out.read_text(encoding="utf-8"))))
     return found

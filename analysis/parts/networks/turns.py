@@ -61,8 +61,7 @@ class Turns:
 
     def go_on(self) -> None:
         """Give all ranks their turn."""
-        for process in self._ranks():
-            os.kill(process, signal.SIGCONT)
+        self._send(signal.SIGCONT)
 
     def conclude(self) -> None:
         """Give the last turn and return when the job has ended.
@@ -85,9 +84,7 @@ class Turns:
             yield
         finally:
             end(self.process)
-            for process in self._ranks():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            self._send(signal.SIGKILL)
 
     def _all_wait(self, number: int) -> bool:
         said = [self.folder / f"{self.name}-{rank}" for rank in range(self.size)]
@@ -95,6 +92,11 @@ class Turns:
             return False
         ranks = self._ranks()
         return len(ranks) == self.size and all(_state(process) == "T" for process in ranks)
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def _ranks(self) -> list[int]:
         """Return the ranks' processes as this machine counts; as their nodes count, ranks know theirs alone."""

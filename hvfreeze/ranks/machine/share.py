@@ -74,7 +74,12 @@ def launchers_cores() -> set[int]:
 
 def threads_of_environment() -> int | None:
     """Return OMP_NUM_THREADS as a number, None where it is not set or is no positive whole number."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
+    return count_in("OMP_NUM_THREADS")
+
+
+def count_in(variable: str) -> int | None:
+    """Return an environment variable as a number, None where it is not set or is no positive whole number."""
+    given = os.environ.get(variable, "")
     return int(given) if given.isdigit() and int(given) > 0 else None
 
 

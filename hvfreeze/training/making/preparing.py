@@ -14,7 +14,6 @@ from hvfreeze.data.dealing import Corpus
 from hvfreeze.named_code import code_sha256, is_named_code
 from hvfreeze.ranks.agreement import check_equal, together
 from hvfreeze.ranks.equal_models import broadcast_model
-from hvfreeze.ranks.machine.cycle import rest_longer_where_cores_are_full
 from hvfreeze.ranks.machine.share import bound_apart, crowding, threads_of_environment, threads_per_rank
 from hvfreeze.ranks.world import World
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -24,6 +23,7 @@ from hvfreeze.training.choice import place_of
 from hvfreeze.training.job import Job
 from hvfreeze.training.making.assembling import assemble
 from hvfreeze.training.making.blueprint import Blueprint
+from hvfreeze.training.making.cycle import rest_longer_where_cores_are_full
 from hvfreeze.training.making.notes import notes_on_freezing
 from hvfreeze.training.making.samples import open_corpus
 from hvfreeze.training.progress import check_curves

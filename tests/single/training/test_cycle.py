@@ -9,9 +9,9 @@ import pytest
 
 from hvfreeze.errors import UsageError
 from hvfreeze.ranks.horovod_world import HorovodWorld
-from hvfreeze.ranks.machine import cycle
-from hvfreeze.ranks.machine.cycle import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
 from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME, start_horovod_anew
+from hvfreeze.ranks.machine.share import count_in
+from hvfreeze.training.making.cycle import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
 
 
 class Made(HorovodWorld):
@@ -23,6 +23,8 @@ class Made(HorovodWorld):
 
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
         """Gathers this rank's value from every host."""
+        if name != "affinity":
+            return [value] * len(self.hosts)
         return [(host, *value[1:]) for host in self.hosts]
 
     def start_anew(self, variable: str, value: str) -> None:
@@ -96,7 +98,7 @@ def told(world: Made, value: Any, full: list[bool]) -> list[Any]:
     """What ranks tell where nodes are full as given."""
     if isinstance(value[1], set):
         return [(host, value[1]) for host in world.hosts]
-    return [(host, each, False) for host, each in zip("ab", full, strict=True)]
+    return [(each, False) for each in full]
 
 
 def test_horovod_is_started_anew_with_the_variable_and_never_beside_a_cycle_time(
@@ -112,4 +114,4 @@ def test_horovod_is_started_anew_with_the_variable_and_never_beside_a_cycle_time
 
 
 def test_cores_of_the_job_are_none_where_nobody_has_said_so() -> None:
-    assert cycle.cores_of_job() is None
+    assert count_in(JOBS_CORES) is None

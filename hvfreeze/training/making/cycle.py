@@ -6,12 +6,13 @@ import os
 
 from hvfreeze.ranks.horovod_world import HorovodWorld
 from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
-from hvfreeze.ranks.machine.share import sharing_ranks
+from hvfreeze.ranks.machine.share import count_in, sharing_ranks
 from hvfreeze.ranks.world import World
 
 LONG_CYCLE_MS = 5
 """Instead of Horovod's 1: on two nodes whose cores are full, a step takes 3/4 of the time where nothing is sent."""
 JOBS_CORES = "HVFREEZE_CORES"
+"""Cores of a node that the job may use, where its launcher has said so."""
 
 
 def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
@@ -32,17 +33,12 @@ def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
     Returns:
         What the user should know where it was started anew for that, the same on every rank.
     """
-    host, cores, ranks = sharing_ranks(world)[world.rank]
-    full = ranks * threads >= min(cores, cores_of_job() or cores)
-    told = world.allgather_object((host, full, CYCLE_TIME in os.environ), name="cycle")
-    hosts, filled, given = (set(column) for column in zip(*told, strict=True))
-    if not isinstance(world, HorovodWorld) or len(hosts) == 1 or True not in filled or True in given:
+    if not isinstance(world, HorovodWorld) or len(set(world.hosts)) == 1:
+        return []
+    _, cores, ranks = sharing_ranks(world)[world.rank]
+    full = ranks * threads >= min(cores, count_in(JOBS_CORES) or cores)
+    told = world.allgather_object((full, CYCLE_TIME in os.environ), name="cycle")
+    if not any(filled for filled, _ in told) or any(given for _, given in told):
         return []
     world.start_anew(CYCLE_TIME, str(LONG_CYCLE_MS))
     return [f"computing threads fill the nodes' cores: Horovod looks for work every {LONG_CYCLE_MS} ms (${CYCLE_TIME})"]
-
-
-def cores_of_job() -> int | None:
-    """Return how many cores of this node the job may use, None where its launcher has not said so."""
-    given = os.environ.get(JOBS_CORES, "")
-    return int(given) if given.isdigit() and int(given) > 0 else None

@@ -28,9 +28,9 @@ setup: ## prepare .venv/, Horovod with MPI and missing system packages
 demo: setup ## fine-tune with 2 ranks, in full and frozen by vote, and compare
 	$(RUN) analysis.demo $(ARGS)
 
-# The long files come first, so that no job ends long before the other.
+# The long tests come first, so that no job ends long before the other; see pytest_collection_modifyitems.
 test: check ## every check and every test but the torture
-	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/parallel tests/single $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/parallel tests/single $(ARGS)
 
 check: setup ## formatting, lint and types
 	$(RUN) ruff format --check .
@@ -43,8 +43,13 @@ bench: setup ## our time against reference loops, into build/bench.json
 figures: setup ## draw every figure from the recorded results
 	$(RUN) analysis.figures
 
-docs: setup ## the API reference, one page from the docstrings, into build/docs
-	$(RUN) launch.api_reference build/docs
+docs: setup .venv/docs.stamp ## the guides and the reference as a site with search, into build/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet --strict
+	@echo "build/docs/index.html; to search, serve it: .venv/bin/python -m http.server -d build/docs"
+
+.venv/docs.stamp: launch/requirements-docs.txt | setup
+	$(RUN) pip install --quiet --disable-pip-version-check --no-input -r $<
+	@touch $@
 
 torture: setup ## random kills, flips and full disks, hours on a slow machine; what is found goes to build/torture/
 	OMP_NUM_THREADS=1 $(RUN) pytest -q -n $(JOBS) -m torture tests/parallel tests/single/test_properties.py

@@ -12,7 +12,7 @@ setup(
     python_requires=">=3.10",
     # Nothing else: cache/, launch/ and analysis/ must never be installed under those bare names.
     packages=find_packages(include=["hvfreeze", "hvfreeze.*"]),
-    package_data={"hvfreeze": ["py.typed", "ranks/machine/*.conf", "report/templates/*"]},
+    package_data={"hvfreeze": ["py.typed", "comm/*.conf", "report/templates/*"]},
     entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:main"]},
     install_requires=[
         "h5py>=3.8",
@@ -31,7 +31,7 @@ setup(
     ],
     # Horovod must be compiled with MPI against the installed torch: launch/bootstrap does it, plain pip does not.
     extras_require={
-        "docs": ["pdoc>=14"],
+        "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings>=0.26", "mkdocstrings-python>=1.11"],
         "mpi": ["horovod==0.28.1"],
         "tensorboard": ["tensorboard>=2.14"],
         "timm": ["timm>=1.0"],

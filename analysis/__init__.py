@@ -2,5 +2,5 @@
 (`experiments` makes all of them), what is made of their results (`summary`, `figures`), the benchmark (`bench`), the
 demonstration (`demo`), and smaller ones.
 
-May import hvfreeze, which imports nothing from here; inside: benchmarks < sweeps < writing < parts < the commands.
+May import hvfreeze, which imports nothing from here; inside: benchmarks < sweeps < parts < the commands.
 """

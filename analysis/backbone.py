@@ -20,7 +20,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,18 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.chain.models import build_model
-from hvfreeze.data.draws import shuffled
-from hvfreeze.data.sets.image_set import ImageSet
-from hvfreeze.data.sets.opening import open_data, prepare_data
-from hvfreeze.data.views.augment import parse_augment
-from hvfreeze.data.views.transform import transform_for
+from hvfreeze.data.data_sets import ImageSet, open_data, prepare_data
+from hvfreeze.data.shards import shuffled
+from hvfreeze.data.views import parse_augment, transform_for
 from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.model.model_sources import build_model
 
-PEAK_LR, MOMENTUM, WEIGHT_DECAY, BATCH = 0.1, 0.9, 5e-4, 128
+MOMENTUM, WEIGHT_DECAY, BATCH = 0.9, 5e-4, 128
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
     """How one of the files is made, and what is known of the one that the kept results start from."""
 
@@ -55,27 +53,11 @@ class Recipe:
     test_accuracy: float
 
 
+FIRST = ("resnet18-cifar100-32px-fp16.pt", "ef67f41bd00b82d6f9289f0de9a345b8d994cbe43f9f728fc5a73ab054334c9a", 0.579)
+SECOND = ("resnet18-cifar100-64px-fp16.pt", "9aebbbba75ff1a8273eb4354b3f8b5f7c10d40628631a5503b3960ee5a1195bc", 0.673)
 RECIPES = {
-    "32px": Recipe(
-        image_size=32,
-        epochs=20,
-        precision="float32",
-        peak_lr=PEAK_LR,
-        needs_start=False,
-        file="resnet18-cifar100-32px-fp16.pt",
-        sha256="ef67f41bd00b82d6f9289f0de9a345b8d994cbe43f9f728fc5a73ab054334c9a",
-        test_accuracy=0.579,
-    ),
-    "64px": Recipe(
-        image_size=64,
-        epochs=9,
-        precision="bfloat16",
-        peak_lr=PEAK_LR / 2,
-        needs_start=True,
-        file="resnet18-cifar100-64px-fp16.pt",
-        sha256="9aebbbba75ff1a8273eb4354b3f8b5f7c10d40628631a5503b3960ee5a1195bc",
-        test_accuracy=0.673,
-    ),
+    "32px": Recipe(32, 20, "float32", 0.1, False, *FIRST),
+    "64px": Recipe(64, 9, "bfloat16", 0.05, True, *SECOND),
 }
 
 
@@ -124,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def train(model: nn.Module, images: ImageSet, recipe: Recipe, *, epochs: int, seed: int) -> None:
     """Train in place: SGD under a one-cycle schedule, cropped and flipped views drawn anew every epoch."""
-    pixels = decoded(images)
+    pixels = decoded(images, range(len(images)))
     transform = transform_for(images, augment=parse_augment("fresh"), data_seed=seed, image_size=recipe.image_size)
     ids = np.arange(len(images))
     steps = max(1, len(ids) // BATCH)
@@ -156,22 +138,17 @@ def evaluate(model: nn.Module, images: ImageSet, recipe: Recipe) -> float:
     transform = transform_for(images, augment=parse_augment("none"), data_seed=0, image_size=recipe.image_size)
     model.eval()
     right = 0
-    for chosen in batches(len(images)):
-        pixels = torch.from_numpy(np.stack([images.decode(int(sample)) for sample in chosen]))
+    for first in range(0, len(images), BATCH):
+        chosen = range(first, min(first + BATCH, len(images)))
         with autocast(recipe):
-            right += int((model(transform.clean(pixels)).argmax(1) == images.labels[chosen]).sum())
+            found = model(transform.clean(decoded(images, chosen))).argmax(1)
+        right += int((found == images.labels[chosen.start : chosen.stop]).sum())
     return right / len(images)
 
 
-def decoded(images: ImageSet) -> Tensor:
-    """Return all pixels, (N, C, H, W) uint8."""
-    return torch.from_numpy(np.stack([images.decode(sample) for sample in range(len(images))]))
-
-
-def batches(count: int) -> Iterator[np.ndarray]:
-    """Yield the numbers below `count`, a batch at a time."""
-    for first in range(0, count, BATCH):
-        yield np.arange(first, min(first + BATCH, count))
+def decoded(images: ImageSet, chosen: range) -> Tensor:
+    """Return pixels, (N, C, H, W) uint8."""
+    return torch.from_numpy(np.stack([images.decode(sample) for sample in chosen]))
 
 
 def autocast(recipe: Recipe) -> contextlib.AbstractContextManager[object]:

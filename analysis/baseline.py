@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from analysis.sweeps.experiment import main
+from analysis.sweeps import paper
+from analysis.sweeps.charts import accuracy_time_chart
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer, Drawing, Experiment
-from analysis.sweeps.results import Results, best_lr, budgets_of
-from analysis.sweeps.statistics import is_below, shown
-from analysis.writing import paper
-from analysis.writing.cells import COMPARED, compared, learning_rates
-from analysis.writing.charts import accuracy_time_chart
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import factor, percent, seconds
+from analysis.sweeps.results import COMPARED, Results, best_lr, budgets_of
+from analysis.sweeps.statistics import is_below
+from analysis.sweeps.sweep import main
+from hvfreeze.report.tables import Table, percent
 
 LEARNING_RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
 HELD_OUT = 0.2
@@ -42,14 +40,13 @@ def runs(preset: Preset) -> list[PlannedRun]:
 
 def then(preset: Preset, results: Results) -> list[PlannedRun]:
     """Return the front at the learning rate chosen, and the rivals on the same work."""
-    lr = best_lr(results.rows) or preset.lr
-    budgets = sorted({max(1, round(part * preset.epochs)) for part in preset.few(BUDGETS)} | {preset.epochs})
-    if preset.is_smoke:
-        budgets = [1]
-    full: dict[str, Value] = {"lr": lr}
+    full: dict[str, Value] = {"lr": best_lr(results.rows) or preset.lr}
     frozen: dict[str, Value] = {**full, "blocks": preset.coarse, "freeze": "static", "cut": RIVAL_CUT}
+    budgets = sorted({max(1, round(part * preset.epochs)) for part in BUDGETS} | {preset.epochs})
     planned = [
-        preset.run(f"epochs{epochs}", seed, {**full, "epochs": epochs}) for epochs in budgets for seed in preset.seeds
+        preset.run(f"epochs{epochs}", seed, {**full, "epochs": epochs})
+        for epochs in ([1] if preset.is_smoke else budgets)
+        for seed in preset.seeds
     ]
     # Side by side in time, so that whatever else the machine does meets all of them.
     for seed in preset.seeds:
@@ -62,8 +59,12 @@ def then(preset: Preset, results: Results) -> list[PlannedRun]:
 
 def whole(results: Results) -> str:
     """Return the label of full fine-tuning for as many epochs as the rivals had."""
-    epochs = next((row["epochs"] for row in results.of("ddp-static")), None)
-    return f"epochs{epochs}"
+    return f"epochs{next((row['epochs'] for row in results.of('ddp-static')), None)}"
+
+
+def tested(results: Results) -> list[str]:
+    """Return the labels of the front and of the rivals."""
+    return [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]
 
 
 def answers(results: Results) -> list[Answer]:
@@ -71,60 +72,65 @@ def answers(results: Results) -> list[Answer]:
     front, found = budgets_of(results), []
     if front:
         best = max(front, key=lambda label: results.mean(label, "test_accuracy").mean)
-        accuracy, time = results.mean(best, "test_accuracy"), results.mean(best, "train_seconds")
         text = (
-            f"{shown(accuracy, percent, count=True)} on test after {best[6:]} epochs in {shown(time, seconds)}, "
+            f"{results.accuracy_text(best, count=True)} on test after {best[6:]} epochs in {results.time_text(best)}, "
             f"learning rate {results.of(best)[0]['lr']:g} chosen on held-out training samples. The study's own full "
             f"run reached {percent(paper.FULL.accuracy)} ({paper.TABLE_1_SOURCE}), in another setting and not the "
             f"bar."
         )
-        found.append(Answer(question="How good is full fine-tuning here?", text=text, n=accuracy.n))
-    if "ddp" in results.labels and whole(results) in results.labels:
-        full, frozen = results.gain(whole(results), "ddp"), results.gain("static", "ddp-static")
+        found.append(Answer("How good is full fine-tuning here?", text, len(results.of(best))))
+    reference = whole(results)
+    if "ddp" in results.labels and reference in results.labels:
+        full, frozen = results.gain(reference, "ddp"), results.gain("static", "ddp-static")
         text = (
-            f"hvfreeze's speed-up over it is {shown(full, factor, count=True)} in full, and {shown(frozen, factor)} "
-            f"with {RIVAL_CUT} groups frozen statically in both."
+            f"hvfreeze's speed-up over it is {results.gain_text(reference, 'ddp', count=True)} in full, and "
+            f"{results.gain_text('static', 'ddp-static')} with {RIVAL_CUT} groups frozen statically in both."
         )
         question = "And DistributedDataParallel over gloo on the same work?"
-        found.append(Answer(question=question, text=text, n=full.n, negative=is_below(full, 1) or is_below(frozen, 1)))
+        found.append(Answer(question, text, full.n, negative=is_below(full, 1) or is_below(frozen, 1)))
     return found
+
+
+def learning_rates(results: Results) -> Table:
+    """Return the learning rates that were tried, with their accuracies on held-out training samples."""
+    rates = [label for label in results.labels if label.startswith("lr")]
+    tried = tuple((label[2:], results.accuracy_text(label)) for label in rates)
+    return Table(title="Learning rates", columns=("Learning rate", "Accuracy on held-out samples"), rows=tried)
 
 
 def tables(results: Results) -> list[Table]:
     """Return the choice of the learning rate, the front, and the rivals."""
     reference = whole(results)
-    labels = [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]
-    rows = tuple((label, *compared(results, label, reference)) for label in labels)
+    rows = tuple((label, *results.compared(label, reference)) for label in tested(results))
     return [learning_rates(results), Table(title=f"Against {reference}", columns=("Run", *COMPARED), rows=rows)]
 
 
 def drawings(results: Results) -> list[Drawing]:
     """Return accuracy against time."""
-    labels = [*budgets_of(results), *(name for name in ("ddp", "static", "ddp-static") if results.of(name))]
+    labels = tested(results)
     if not labels:
         return []
-    caption = (
-        f"Test accuracy against training time of full fine-tuning and its rivals; mean and 95 % interval, "
-        f"{results.count(labels)}."
-    )
-    return [Drawing(name="front", caption=caption, figure=accuracy_time_chart(results, labels))]
+    about = "Test accuracy against training time of full fine-tuning and its rivals"
+    figure = accuracy_time_chart(results, labels)
+    return [Drawing("front", f"{about}; {results.spread(labels)}.", figure)]
 
 
+LIMITS = (
+    "The learning rate was chosen for full fine-tuning, at the default number of epochs; frozen runs use it too.",
+    "DistributedDataParallel was given channels_last and our batches; its exchange is part of its backward phase.",
+    "Ranks share one machine and its memory: no network is involved.",
+)
 EXPERIMENT = Experiment(
-    name="baseline",
-    title="Full fine-tuning for several numbers of epochs, and DistributedDataParallel",
-    runs=runs,
+    "baseline",
+    "Full fine-tuning for several numbers of epochs, and DistributedDataParallel",
+    runs,
+    answers,
+    tables,
+    drawings,
+    LIMITS,
     then=then,
     chooses_lr=True,
-    answers=answers,
-    tables=tables,
-    drawings=drawings,
     shown=2,
-    limits=(
-        "The learning rate was chosen for full fine-tuning, at the default number of epochs; frozen runs use it too.",
-        "DistributedDataParallel was given channels_last and our batches; its exchange is part of its backward phase.",
-        "Ranks share one machine and its memory: no network is involved.",
-    ),
 )
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from analysis.parts.cached_epochs import epochs_chart, saved_by_clocks
-from analysis.sweeps.experiment import main
+from analysis.sweeps import paper
+from analysis.sweeps.charts import Line, bar_chart, in_time, line_chart
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer, Drawing, Experiment
-from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import is_below, mean_interval, shown, signed_points, time_saved
-from analysis.writing import paper
-from analysis.writing.cells import SAME_TIME
-from analysis.writing.charts import IN_TIME, Line, accuracy_time_chart, bar_chart, line_chart
+from analysis.sweeps.results import SAME_TIME, Results
+from analysis.sweeps.statistics import is_below, mean_interval, shown, time_saved
+from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import plot_phases
-from hvfreeze.report.style import COLOURS
-from hvfreeze.report.tables import Table, phase_table
-from hvfreeze.report.units import factor, megabytes, percent, seconds
+from hvfreeze.report.figures import COLOURS, plot_phases
+from hvfreeze.report.tables import Table, factor, megabytes, percent, phase_table, seconds
 
 CUT = 4
 CUTS = (3, 4, 5)
@@ -60,57 +58,45 @@ def runs(preset: Preset) -> list[PlannedRun]:
     """Return all variants; a seed's runs follow each other in time. The phase times have one seed."""
     chosen = variants()
     if preset.is_smoke:
-        chosen = {label: chosen[label] for label in (OFF, ON)}
-    planned = [preset.run(label, seed, flags) for seed in preset.seeds for label, flags in chosen.items()]
-    if not preset.is_smoke:
-        for seed in range(max(preset.seeds) + 1, max(preset.seeds) + 1 + MORE_SEEDS):
-            planned += [preset.run(label, seed, chosen[label]) for label in (ON, "float16")]
-        for size in SIZES:
-            for cache in ("off", "on"):
-                flags: dict[str, Value] = {
-                    **BASE,
-                    "augment": "none",
-                    "cache": cache,
-                    "image_size": size,
-                    "batch_size": 32,
-                    "epochs": 4,
-                }
-                short = {**flags, "train_samples": 512, "validation_fraction": 0.1, "checkpoint_every": "0"}
-                planned.append(preset.run(f"size{size}-{cache}", preset.seeds[0], short))
+        return preset.runs({label: chosen[label] for label in (OFF, ON)}, {})
+    planned, more = preset.runs(chosen, {}), max(preset.seeds) + 1
+    for seed in range(more, more + MORE_SEEDS):
+        planned += [preset.run(label, seed, chosen[label]) for label in (ON, "float16")]
+    few: dict[str, Value] = {"batch_size": 32, "epochs": 4, "train_samples": 512, "validation_fraction": 0.1}
+    short: dict[str, Value] = {**BASE, **few, "augment": "none", "checkpoint_every": "0"}
+    for size in SIZES:
+        for cache in ("off", "on"):
+            flags = {**short, "cache": cache, "image_size": size}
+            planned.append(preset.run(f"size{size}-{cache}", preset.seeds[0], flags))
     return planned
 
 
 def answers(results: Results) -> list[Answer]:
     """Return the answer to question 5."""
-    gain = results.gain(ON, OFF)
+    gain, ahead = results.gain(ON, OFF), results.over_front(ON)
     if gain.n == 0:
         return []
-    study = STUDY_GROUPS[CUT]
+    study, deepest = STUDY_GROUPS[CUT], f"cut{CUTS[-1]}-on"
     ideal = paper.CACHED_SPEED_UP[study] / paper.SPEED_UP[study]
-    whole, ahead = results.gain(ON, "full"), results.over_front(ON)
-    accuracy = results.change(ON, "fresh")
     text = (
         f"With {CUT} of 6 stages frozen and two views a sample, the cache's speed-up is "
-        f"{shown(gain, factor, count=True)}, {shown(time_saved(gain), percent)} less time; on the "
+        f"{results.gain_text(ON, OFF, count=True)}, {shown(time_saved(gain), percent)} less time; on the "
         f"study's timings a perfect cache would give {factor(ideal)}. The clocks say that "
         f"{shown(saved_by_clocks(results, ON), seconds)} were saved, the program's own account "
         f"{shown(results.mean(ON, 'cache_seconds_saved'), seconds, count=True)}."
     )
-    if whole.n:
-        text += f" Freezing and cache together: {shown(whole, factor)} over full fine-tuning."
-    if accuracy.n:
-        text += f" Two views instead of fresh draws change accuracy by {shown(accuracy, signed_points)}."
+    if results.gain(ON).n:
+        text += f" Freezing and cache together: {results.gain_text(ON)} over full fine-tuning."
+    if results.change(ON, "fresh").n:
+        text += f" Two views instead of fresh draws change accuracy by {results.change_text(ON, 'fresh')}."
     if ahead.n:
-        text += f" Against full fine-tuning trained for as many seconds: {shown(ahead, signed_points)}."
-    deepest = f"cut{CUTS[-1]}-on"
-    if results.gain(deepest, "full").n:
-        text += (
-            f" With {CUTS[-1]} stages frozen and cached: {shown(results.gain(deepest, 'full'), factor)}, and "
-            f"{shown(results.over_front(deepest), signed_points)}."
-        )
+        text += f" Against full fine-tuning trained for as many seconds: {results.lead_text(ON)}."
+    if results.gain(deepest).n:
+        text += f" With {CUTS[-1]} stages frozen and cached: {results.gain_text(deepest)}, and "
+        text += f"{results.lead_text(deepest)}."
     negative = is_below(gain, 1) or is_below(ahead, 0)
     question = "5. What does caching the frozen prefix's output save?"
-    return [Answer(question=question, text=text, n=gain.n, negative=negative)]
+    return [Answer(question, text, gain.n, negative=negative)]
 
 
 def long_labels(results: Results) -> list[str]:
@@ -120,42 +106,41 @@ def long_labels(results: Results) -> list[str]:
 
 def tables(results: Results) -> list[Table]:
     """Return a row per variant, and the phases by image size."""
-    rows = []
-    for label in long_labels(results):
-        saved = mean_interval([row["cache_seconds_saved"] for row in results.of(label) if row["cache_bytes"]])
-        predicted = mean_interval(
-            [row["cache_seconds_saved_predicted"] for row in results.of(label) if row["cache_bytes"]]
-        )
-        clocks = saved_by_clocks(results, label)
-        exact = {row["cache_exact"] for row in results.of(label) if row["cache_bytes"]}
-        rows.append(
-            (
-                results.shown_as(label),
-                shown(results.mean(label, "train_seconds"), seconds),
-                shown(results.gain(label, "full"), factor),
-                shown(results.mean(label, "test_accuracy"), percent),
-                shown(results.change(label, "full"), signed_points),
-                shown(results.over_front(label), signed_points),
-                shown(results.mean(label, "cache_bytes"), megabytes),
-                shown(clocks, seconds) if clocks.n and saved.n else "",
-                shown(saved, seconds) if saved.n else "",
-                shown(predicted, seconds) if predicted.n else "",
-                "" if not exact else "yes" if exact == {True} else "no",
-            )
-        )
     columns = ("Variant", "Training time", "Speed-up", "Test accuracy", "Against full", SAME_TIME, "Stored")
+    more = ("Saved by the clocks", "Saved, own account", "Predicted", "Exact")
     found = [
-        Table(columns=(*columns, "Saved by the clocks", "Saved, own account", "Predicted", "Exact"), rows=tuple(rows)),
+        Table(columns=(*columns, *more), rows=tuple(cells(results, label) for label in long_labels(results))),
         compared(results, {name: name for name in STORED_LABELS}, ON, title="Stored type against the computed one"),
         compared(results, VIEW_LABELS, "fresh", title="Fixed views of a sample against fresh draws"),
     ]
     short = [label for label in results.labels if label.startswith("size")]
     if short:
         phases = phase_table(group_by_seed(results.runs_of(*short)))
-        found.append(
-            Table(title="Seconds by phase and image size, a few steps", columns=phases.columns, rows=phases.rows)
-        )
+        found.append(replace(phases, title="Seconds by phase and image size, a few steps"))
     return found
+
+
+def cells(results: Results, label: str) -> tuple[str, ...]:
+    """Return a variant's row; what a cache gave is shown of the runs that stored something."""
+    stored = [row for row in results.of(label) if row["cache_bytes"]]
+    saved, predicted = (
+        mean_interval([row[column] for row in stored])
+        for column in ("cache_seconds_saved", "cache_seconds_saved_predicted")
+    )
+    clocks, exact = saved_by_clocks(results, label), {row["cache_exact"] for row in stored}
+    return (
+        results.shown_as(label),
+        results.time_text(label),
+        results.gain_text(label, "full"),
+        results.accuracy_text(label),
+        results.change_text(label, "full"),
+        results.lead_text(label),
+        shown(results.mean(label, "cache_bytes"), megabytes),
+        shown(clocks, seconds) if clocks.n and saved.n else "",
+        shown(saved, seconds) if saved.n else "",
+        shown(predicted, seconds) if predicted.n else "",
+        "" if not exact else "yes" if exact == {True} else "no",
+    )
 
 
 def compared(results: Results, labels: Mapping[str, str], reference: str, *, title: str) -> Table:
@@ -163,8 +148,8 @@ def compared(results: Results, labels: Mapping[str, str], reference: str, *, tit
     rows = [
         (
             name,
-            shown(results.mean(label, "test_accuracy"), percent, count=True),
-            shown(results.change(label, reference), signed_points, count=True),
+            results.accuracy_text(label, count=True),
+            results.change_text(label, reference, count=True),
             shown(results.mean(label, "cache_bytes"), megabytes),
         )
         for name, label in labels.items()
@@ -175,18 +160,16 @@ def compared(results: Results, labels: Mapping[str, str], reference: str, *, tit
 
 def drawings(results: Results) -> list[Drawing]:
     """Return epochs, speed-ups by cut, accuracy by views, phases by image size, and accuracy against time."""
-    labels = long_labels(results)
+    labels, found = long_labels(results), []
     if not labels:
         return []
-    spread = "mean and 95 % interval"
-    found = []
     if results.of(ON) and results.of(OFF):
         caption = (
             f"An epoch's training time with {CUT} of 6 stages frozen and two views a sample: the first two epochs fill "
-            f"the cache, the others read it; without checkpoints; {spread}, "
+            f"the cache, the others read it; without checkpoints; mean and 95 % interval, "
             f"n = {len(results.of(OFF))} seeds without and {len(results.of(ON))} with the cache."
         )
-        found.append(Drawing(name="epochs", caption=caption, figure=epochs_chart(results, ON, OFF)))
+        found.append(Drawing("epochs", caption, epochs_chart(results, ON, OFF)))
     if results.of("full"):
         known = [cut for cut in CUTS if results.of(f"cut{cut}-on")]
         lines = [
@@ -197,45 +180,28 @@ def drawings(results: Results) -> list[Drawing]:
             )
             for place, cache in enumerate(("off", "on"))
         ]
-        caption = f"Speed-up by cut, two views; {spread}, n = {len(results.of('full'))} seeds."
         figure = line_chart(lines, x="frozen stages (of 6)", y="speed-up over full fine-tuning")
-        found.append(Drawing(name="speed-up", caption=caption, figure=figure))
-    bars = {
-        f"views: {name}": results.mean(label, "test_accuracy")
-        for name, label in VIEW_LABELS.items()
-        if results.of(label)
-    }
+        caption = f"Speed-up by cut, two views; {results.spread(['full'])}."
+        found.append(Drawing("speed-up", caption, figure))
+    views = {name: label for name, label in VIEW_LABELS.items() if results.of(label)}
+    bars = {f"views: {name}": results.mean(label, "test_accuracy") for name, label in views.items()}
     figure = bar_chart(bars, x="test accuracy (%)", scale=100, from_zero=False)
-    found.append(
-        Drawing(
-            name="views",
-            caption=f"Accuracy by the number of views of a sample; {spread}, {results.count([*VIEW_LABELS.values()])}.",
-            figure=figure,
-        )
-    )
+    caption = f"Accuracy by the number of views of a sample; {results.spread([*VIEW_LABELS.values()])}."
+    found.append(Drawing("views", caption, figure))
     short = [label for label in results.labels if label.startswith("size")]
     if short:
         caption = "Training time of rank 0 by phase at three image sizes, a few steps, no augmentation; n = 1 run each."
-        found.append(Drawing(name="sizes", caption=caption, figure=plot_phases(results.runs_of(*short))))
-    caption = f"{IN_TIME}; {spread}, {results.count(labels)}."
-    found.append(Drawing(name="accuracy-time", caption=caption, figure=accuracy_time_chart(results, labels)))
-    return found
+        found.append(Drawing("sizes", caption, plot_phases(results.runs_of(*short))))
+    return [*found, in_time(results, labels)]
 
 
+LIMITS = (
+    "Files lie on the local disk and mostly in the page cache; a network file system is another case.",
+    "Phase times by image size are of a few steps and have no repetition.",
+    "A full run draws fresh views; a cached run has its fixed views, as its users would have.",
+)
 EXPERIMENT = Experiment(
-    name="caching",
-    title="Caching the frozen prefix's output",
-    runs=runs,
-    answers=answers,
-    tables=tables,
-    drawings=drawings,
-    reference="full",
-    shown=3,
-    limits=(
-        "Files lie on the local disk and mostly in the page cache; a network file system is another case.",
-        "Phase times by image size are of a few steps and have no repetition.",
-        "A full run draws fresh views; a cached run has its fixed views, as its users would have.",
-    ),
+    "caching", "Caching the frozen prefix's output", runs, answers, tables, drawings, LIMITS, reference="full", shown=3
 )
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from analysis.parts.selection.group_lasso import used
-from analysis.parts.selection.tables import readme
+from analysis.parts.selection import readme, used
 from analysis.peers import NORMALISED
-from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.kept import RESULTS, publish, texts_of
 from analysis.sweeps.launching import Site, launch
 from analysis.sweeps.presets import REDUCED, Value
-from analysis.sweeps.rows import publish, texts_of
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import Batch, open_feeds, padded_batches
-from hvfreeze.data.decoding import Images
+from hvfreeze.data.decoding import Inputs
+from hvfreeze.data.views import seen_shape
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.heads.features import EveryBlock
-from hvfreeze.heads.kernel.fit import PENALTIES as COMPARED
-from hvfreeze.heads.kernel.fit import KernelFit, fit_kernel
-from hvfreeze.heads.kernel.module import KernelHead
-from hvfreeze.heads.linear.fit import PENALTIES as LINEAR
-from hvfreeze.heads.linear.fit import HeadFit, fit_softmax
+from hvfreeze.heads.features import every_block
+from hvfreeze.heads.kernel import PENALTIES as COMPARED
+from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
+from hvfreeze.heads.linear import PENALTIES as LINEAR
+from hvfreeze.heads.linear import HeadFit, fit_softmax
+from hvfreeze.heads.moments import measure
 from hvfreeze.heads.multilevel import SolvableHead, take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.standard import measure
-from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.report.csv_files import to_csv
-from hvfreeze.training.making.blueprint import Blueprint
-from hvfreeze.training.making.samples import open_corpus
+from hvfreeze.report.tables import to_csv
+from hvfreeze.training.build import open_corpus
+from hvfreeze.training.stage_build import Blueprint
 
 SAMPLES, POOL, HELD_OUT, CLASSES = 5_000, 4, 0.1, 10
 MEMORY = 2**32
@@ -58,12 +56,7 @@ HEADS = ("compared", "linear")
 class Views:
     """All views of the training samples and the test images, as features.
 
-    Attributes:
-        rows: (N, D) float32.
-        labels: (N,).
-        held_out: (N,) bool.
-        test: (T, D).
-        truth: (T,).
+    Attributes: rows (N, D) float32, labels (N,), held_out (N,) bool, test (T, D), truth (T,).
     """
 
     rows: Tensor
@@ -109,25 +102,22 @@ def rows_of(seed: int, data_dir: Path, weights: Path) -> Iterator[dict[str, Any]
     """Yield the test accuracy of both heads on each choice of features."""
     frozen = features(seed, data_dir, weights)
     penalties: dict[str, float] = {}
-    for name, views in chosen(frozen, seed):
+
+    def rows(name: str, views: Views) -> Iterator[dict[str, Any]]:
         for head in HEADS:
-            accuracy, penalty = solved(views, head)
+            accuracy, penalty = solved(views, head, penalty=penalties[head] if "tuned" in name else None)
             penalties.setdefault(head, penalty)
-            yield row(seed, name, head, views, accuracy, penalty)
+            row = {"seed": seed, "features": name, "head": head, "width": views.rows.shape[1]}
+            yield {**row, "accuracy": accuracy, "penalty": penalty}
+
+    for name, views in chosen(frozen, seed):
+        yield from rows(name, views)
     with tempfile.TemporaryDirectory() as folder:
         planned = REDUCED.run("tuned", seed, {**COMMON, **NORMALISED, **TUNED, "weights": weights.name})
         run_dir = launch(planned, Site(work=Path(folder), data_dir=data_dir, weights=weights), timeout=1200)
         tuned = features(seed, data_dir, run_dir / "model.pt")
-    for name, views in (("tuned", tuned), ("tuned and frozen", frozen.beside(tuned))):
-        for head in HEADS:
-            accuracy, penalty = solved(views, head, penalty=penalties[head])
-            yield row(seed, name, head, views, accuracy, penalty)
-
-
-def row(seed: int, name: str, head: str, views: Views, accuracy: float, penalty: float) -> dict[str, Any]:
-    """Return a row of the file."""
-    width = views.rows.shape[1]
-    return {"seed": seed, "features": name, "head": head, "width": width, "accuracy": accuracy, "penalty": penalty}
+    yield from rows("tuned", tuned)
+    yield from rows("tuned and frozen", frozen.beside(tuned))
 
 
 def chosen(frozen: Views, seed: int) -> Iterator[tuple[str, Views]]:
@@ -154,8 +144,9 @@ def features(seed: int, data_dir: Path, weights: Path) -> Views:
     )
     chain, _ = Blueprint.of(config.model, corpus, image_size=config.data.image_size).build_from(seed)
     chain.model.eval()
-    read = EveryBlock(chain, pool=POOL)
-    shown, tested = feed.every_view(), padded_batches(corpus.evaluated_ids, corpus.evaluated.labels, batch)
+    side = config.data.image_size
+    read = every_block(chain, pool=POOL, example=torch.zeros(1, *seen_shape(corpus.train.image_shape, side)))
+    shown, tested = feed.every_view(), padded_batches(corpus.evaluated_ids, evaluated.labels_of, batch)
     held_out = torch.from_numpy(feed.held_out(HELD_OUT))
     known = torch.cat([held_out[torch.from_numpy(each.ids[: each.counted])] for each in shown])
     rows, labels = table(read, feed.images, shown)
@@ -163,7 +154,7 @@ def features(seed: int, data_dir: Path, weights: Path) -> Views:
 
 
 @torch.no_grad()
-def table(read: EveryBlock, images: Images, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+def table(read: Callable[[Tensor], Tensor], images: Inputs, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     """Return features, (N, D), and labels, (N,), of batches."""
     rows = [read(images.load(batch.ids, batch.views))[: batch.counted] for batch in batches]
     return torch.cat(rows), torch.cat([batch.labels[: batch.counted] for batch in batches])

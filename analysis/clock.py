@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,19 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from analysis.benchmarks.launching import environment
 from analysis.parts.clock_tables import readme
-from analysis.parts.peers.answers import by_samples, shortest
-from analysis.parts.peers.labels import Cell, cell_of
+from analysis.parts.peers import Cell, by_samples, cell_of, shortest
 from analysis.peers import PEERS, Ground
-from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.launching import ROOT, Site, command_of
-from analysis.sweeps.presets import REDUCED, Preset
-from analysis.sweeps.provenance import commit
+from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
+from analysis.sweeps.launching import Site, command_of, follow
+from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import open_results
-from analysis.sweeps.rows import publish, texts_of
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.report.csv_files import to_csv
+from hvfreeze.report.tables import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
 
 RANKS = (2, 1, 4)
@@ -46,14 +40,7 @@ SECONDS = 1200.0
 
 @dataclass(frozen=True)
 class Timed:
-    """A command that is timed.
-
-    Attributes:
-        experiment: whose kept results it belongs to.
-        cell: the way, and the epochs that it is to have.
-        lr: its learning rate.
-        ranks: that it is started with.
-    """
+    """A command that is timed: a way on so many ranks, and the experiment whose kept results it belongs to."""
 
     experiment: str
     cell: Cell
@@ -120,28 +107,15 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
         RefusedError: it failed, or hangs.
     """
     assert site.weights is not None
-    preset: Preset = replace(REDUCED, weights=site.weights.name)
-    cell = replace(timed.cell, epochs=timed.epochs)
+    preset, cell = replace(REDUCED, weights=site.weights.name), replace(timed.cell, epochs=timed.epochs)
     flags = Ground(larger=COMPARED[timed.experiment]).work(preset, cell, PEERS[cell.peer])
     planned = preset.run(cell.label, 0, {**flags, "lr": timed.lr}, ranks=timed.ranks)
     with tempfile.TemporaryDirectory() as folder:
         run_dir, log = Path(folder) / "run", Path(folder) / "log.txt"
-        variables = {**environment(os.environ), "OMP_NUM_THREADS": "1"}
         start = time.perf_counter()
-        with log.open("wb") as output:
-            try:
-                subprocess.run(
-                    command_of(planned, site, run_dir),
-                    cwd=ROOT,
-                    env=variables,
-                    check=True,
-                    timeout=SECONDS,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                last = log.read_text(errors="replace").splitlines()[-3:]
-                raise RefusedError(f"{cell.label} on {timed.ranks} ranks failed: {' / '.join(last)}") from error
+        if follow(command_of(planned, site, run_dir), log, timeout=SECONDS) != 0:
+            last = log.read_text(errors="replace").splitlines()[-3:]
+            raise RefusedError(f"{cell.label} on {timed.ranks} ranks failed: {' / '.join(last)}")
         whole = time.perf_counter() - start
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return {

@@ -13,16 +13,15 @@ from __future__ import annotations
 import sys
 
 from analysis.parts.networks.step_times import compute, images, milliseconds, pace, phase, step
-from analysis.sweeps.estimates import bits_per_second
-from analysis.sweeps.experiment import main
+from analysis.sweeps.charts import bar_chart
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.launching import bits_per_second
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import NOTHING, shown
-from analysis.writing.charts import bar_chart
+from analysis.sweeps.sweep import main
 from hvfreeze.report.figures import plot_phases
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import megabytes, number
+from hvfreeze.report.tables import Table, megabytes, number
 from hvfreeze.runs.reading import Run
 
 NODES = (1, 2, 4)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import sys
 
-from analysis.parts.peers.labels import Cell
+from analysis.parts.peers import Cell
 from analysis.peers import PEERS, Ground
-from analysis.sweeps.experiment import main
+from analysis.sweeps.charts import bar_chart
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, shown, signed_points
-from analysis.writing.charts import bar_chart
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import megabytes, percent
+from analysis.sweeps.sweep import main
+from hvfreeze.report.tables import Table, megabytes, percent
 
 CELL = Cell(samples=5_000, peer="full", epochs=4)
 LEARNING_RATE = 0.05

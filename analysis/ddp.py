@@ -22,17 +22,16 @@ import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 from analysis.parts.ddp_loop import Training, train
-from hvfreeze.commands import parse
+from hvfreeze.cli import parse
+from hvfreeze.comm.resources import memory_budget
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.data.batches import open_feeds, padded_batches
-from hvfreeze.data.dealing import deal
-from hvfreeze.data.sets.opening import open_data
+from hvfreeze.data.batches import deal, open_feeds, padded_batches
+from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.ranks.machine.share import memory_budget
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
-from hvfreeze.training.making.blueprint import Blueprint, statistics_of
+from hvfreeze.training.stage_build import Blueprint, statistics_of
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 
@@ -110,7 +109,7 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         feed=feed,
         evaluation=evaluation,
         evaluation_batches=padded_batches(
-            corpus.share(replica=rank, replicas=size), corpus.evaluated.labels, settings.batch_size
+            corpus.share(replica=rank, replicas=size), evaluation.labels_of, settings.batch_size
         ),
         clock=PhaseClock(),
         trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),

@@ -28,8 +28,7 @@ from analysis.parts.demo_stages import PRETRAINED, Stage, plan
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.report.comparison import compare, group_by_seed
 from hvfreeze.report.report import write_report
-from hvfreeze.report.tables import Table, phase_table
-from hvfreeze.report.units import factor, megabytes, number, percent, plural, shown
+from hvfreeze.report.tables import Table, factor, megabytes, number, percent, phase_table, plural, shown
 from hvfreeze.runs.reading import Run, load_runs
 
 LAST_LINES = 12

@@ -3,7 +3,7 @@
     python -m analysis.exchange [--out DIR]
 
 On the local cluster of launch/, settings in turn; DIR gets rows.csv and README.md, and a network whose rows it has is
-not measured again. Ours are those of `hvfreeze.ranks.machine.mpi_environment.tune_open_mpi`, where nothing is set
+not measured again. Ours are those of `hvfreeze.comm.mpi_environment.tune_open_mpi`, where nothing is set
 beforehand. With several ranks a node, also Open MPI's hierarchical sums: first in each node, then between nodes.
 """
 
@@ -26,19 +26,15 @@ from torch import nn
 from analysis.benchmarks.launching import environment
 from analysis.parts.networks import messages
 from analysis.parts.networks.step_times import milliseconds
-from analysis.sweeps.estimates import bits_per_second
-from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.launching import ROOT, nodes_up, require_cluster
+from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
+from analysis.sweeps.launching import ROOT, bits_per_second, nodes_up, require_cluster
 from analysis.sweeps.presets import REDUCED
-from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish, texts_of
 from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
-from hvfreeze.chain.models import build_model
+from hvfreeze.comm.horovod_world import open_world
+from hvfreeze.comm.reducer import Reducer
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.report.csv_files import to_csv
-from hvfreeze.report.units import factor
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.report.tables import factor, to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
 
 NEXT_TO_NOTHING, LATENCIES = "1us", ("100us", "500us")

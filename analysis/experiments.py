@@ -17,37 +17,22 @@ from analysis import (
     communication,
     compression,
     exact_head,
+    grounds,
     peers,
-    peers64,
-    peers_mobilenet,
-    peers_more,
     pixels64,
     scaling,
     static_sweep,
     strategies,
     votes,
 )
-from analysis.sweeps.experiment import main as main_of
+from analysis.sweeps.sweep import main as main_of
 
-EXPERIMENTS = (
-    baseline.EXPERIMENT,
-    static_sweep.EXPERIMENT,
-    adaptive.EXPERIMENT,
-    votes.EXPERIMENT,
-    caching.EXPERIMENT,
-    communication.EXPERIMENT,
-    scaling.EXPERIMENT,
-    pixels64.EXPERIMENT,
+EXPERIMENTS = tuple(
+    module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication, scaling, pixels64)
 )
 LONGER = (
-    exact_head.EXPERIMENT,
-    compression.EXPERIMENT,
-    auto_parts.EXPERIMENT,
-    strategies.EXPERIMENT,
-    peers.EXPERIMENT,
-    peers_more.EXPERIMENT,
-    peers64.EXPERIMENT,
-    peers_mobilenet.EXPERIMENT,
+    *(module.EXPERIMENT for module in (exact_head, compression, auto_parts, grounds, strategies)),
+    *peers.EXPERIMENTS.values(),
 )
 """What heads that are solved give, what a compressed exchange and a chain on several ranks cost, and what else a user
 could do: each a command of its own, and peers take hours."""

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.experiments import EVERY
-from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.questions import Answer, Experiment
+from analysis.sweeps.experiment import SETTINGS, Answer, Experiment, draw, is_complete, readme
+from analysis.sweeps.kept import RESULTS, KeptRuns, publish, read_rows, write_rows
 from analysis.sweeps.results import Results, open_results
-from analysis.sweeps.rows import collect, publish, read_rows, write_rows
-from analysis.sweeps.writeup import SETTINGS, draw, is_complete, readme
-from hvfreeze.report.page import Picture, Section, write_page
+from hvfreeze.report.report import Picture, Section, write_page
 
 OUT = Path("build") / "experiments" / "report"
 
@@ -52,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_rows_again(directory: Path) -> None:
     """Make an experiment's CSV file again from the kept logs of the runs that it names, in the same order."""
-    write_rows(directory, collect(directory, [str(row["run"]) for row in read_rows(directory)]))
+    write_rows(directory, KeptRuns(directory).rows([str(row["run"]) for row in read_rows(directory)]))
 
 
 def summary(answers: Sequence[Answer]) -> Section:

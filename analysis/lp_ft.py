@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from analysis.parts.peers.labels import PROBE_EPOCHS, PROBE_VIEWS
-from hvfreeze.commands import parse
+from analysis.parts.peers import PROBE_EPOCHS, PROBE_VIEWS
+from hvfreeze.cli import parse
+from hvfreeze.comm.horovod_world import open_world
+from hvfreeze.comm.world import end_job_on_exception
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import end_job_on_exception
 from hvfreeze.training.run import run
 
 PROGRAM = "linear probing, then fine-tuning"

@@ -28,17 +28,15 @@ from analysis.parts.networks import cycles
 from analysis.parts.networks.sides import BATCH_ROWS, JOBS, LOW_RANK, ROUNDS, measure
 from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, of_network, table, whole
 from analysis.parts.networks.turns import Turns
-from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.experiment import main as main_of
+from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
 from analysis.sweeps.launching import ROOT, nodes_up, on_nodes, require_cluster
 from analysis.sweeps.presets import REDUCED
-from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish, texts_of
+from analysis.sweeps.sweep import main as main_of
+from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
-from hvfreeze.report.csv_files import to_csv
+from hvfreeze.report.tables import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
-from hvfreeze.training.making.cycle import LONG_CYCLE_MS
+from hvfreeze.training.build import LONG_CYCLE_MS
 
 Rounds = dict[str, list[list[float]]]
 """Seconds of the steps of each way, round by round."""
@@ -127,7 +125,7 @@ def told_in_turn(cluster: str, nodes: int, folder: Path, *, quick: bool) -> dict
             jobs[-1].wait(0)
         for number in range(1, 1 if quick else ROUNDS):
             for job in rotated(jobs, number):
-                job.go_on()
+                job.advance()
                 job.wait(number)
         for job in jobs:
             job.conclude()

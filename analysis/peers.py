@@ -2,7 +2,8 @@
 
     python -m analysis.peers --preset reduced --data-dir DIR --weights FILE
 
-1 000 and 5 000 samples at 32 pixels; peers_more: 20 000 samples, peers64: 64 pixels, peers_mobilenet: another network.
+1 000 and 5 000 samples at 32 pixels; peers_more: 20 000 samples, peers64: 64 pixels, peers_mobilenet: another network
+(`GROUNDS`).
 
 Full fine-tuning, also with smoothed labels, the last stage alone, the same from a cache, the head alone from a cache,
 linear probing before full fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
@@ -16,25 +17,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
-from analysis.parts.peers.answers import answers_of, drawings_of, tables_of
-from analysis.parts.peers.labels import Cell, best_rates
-from analysis.parts.peers.limits import OWN_RATES, TIMED, USUAL
-from analysis.sweeps.experiment import main
+from analysis.parts.peers import Cell, answers_of, best_rates, drawings_of, tables_of
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.kept import read_rows
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Experiment
 from analysis.sweeps.results import Results
-from analysis.sweeps.rows import read_rows
-from hvfreeze.config.tree import leaves
+from analysis.sweeps.sweep import main
 
 LEARNING_RATES = (0.02, 0.05, 0.1)
 HELD_OUT = 0.2
 TITLE = "Accuracy against time: every way of fine-tuning"
 BUDGETS = {1_000: (2, 4, 8, 16), 5_000: (1, 2, 4, 8), 20_000: (1, 2, 4, 8)}
 """Training samples -> epochs."""
-FEWER, MORE = (1_000, 5_000), (20_000,)
-"""Training samples of an experiment: more take hours more."""
 KNOWN = 5_000
 """Training samples whose learning rates are taken where no others were tried."""
 BATCHES = {1_000: 32, 5_000: 64, 20_000: 64}
@@ -57,7 +52,7 @@ HEAD_ALONE: dict[str, Value] = {"freeze": "static", "cut": 5}
 class Peer:
     """A way of fine-tuning."""
 
-    flags: MappingProxyType[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    flags: Mapping[str, Value] = field(default_factory=dict)
     program: str = "hvfreeze"
     rate_of: str = ""
     """The peer whose learning rates it takes; empty chooses its own."""
@@ -65,7 +60,7 @@ class Peer:
     """It is given so many of the budgets, the longest ones."""
     once: bool = False
     """Whether it has no epochs to choose."""
-    tuned: MappingProxyType[int, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    tuned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Training samples -> budgets that it is given besides, for a peer that makes use of more epochs than one."""
     lr: float | None = None
     """The learning rate that it has by itself."""
@@ -73,57 +68,48 @@ class Peer:
     """It is not run on more."""
     longer: int = 1
     """Times as many epochs as the budget says, for those whose epochs cost next to nothing."""
-    needs: str = ""
-    """A setting without which it cannot be run."""
 
 
+LIKE_FULL = Peer(rate_of="full", last=1, most_samples=5_000)
 PEERS = {
     "full": Peer(),
-    "ddp": Peer(program="analysis.ddp", rate_of="full", last=1, most_samples=5_000),
-    "smoothed": Peer(flags=MappingProxyType({"label_smoothing": 0.1}), rate_of="full", last=1, most_samples=5_000),
-    "last-stage": Peer(flags=MappingProxyType(LAST_STAGE)),
-    "last-stage-cached": Peer(flags=MappingProxyType({**LAST_STAGE, **CACHED}), rate_of="last-stage"),
-    "head-cached": Peer(flags=MappingProxyType({**HEAD_ALONE, **CACHED}), last=1, longer=4),
-    "lp-ft": Peer(flags=MappingProxyType(HEAD_ALONE), program="analysis.lp_ft"),
-    "voted": Peer(flags=MappingProxyType({"freeze": "gradient-norm"}), rate_of="full", last=2, most_samples=5_000),
-    "autofreeze": Peer(
-        flags=MappingProxyType({"freeze": "percentile", **CACHED}), rate_of="full", last=1, most_samples=5_000
-    ),
-    "pipetransformer": Peer(
-        flags=MappingProxyType({"freeze": "geometric", **CACHED}), rate_of="full", last=1, most_samples=5_000
-    ),
-    "composer": Peer(flags=MappingProxyType({"freeze": "linear"}), rate_of="full", last=1, most_samples=5_000),
-    "exact": Peer(flags=MappingProxyType(EXACT), rate_of="full", once=True, needs="head_fit"),
+    "ddp": replace(LIKE_FULL, program="analysis.ddp"),
+    "smoothed": replace(LIKE_FULL, flags={"label_smoothing": 0.1}),
+    "last-stage": Peer(flags=LAST_STAGE),
+    "last-stage-cached": Peer(flags={**LAST_STAGE, **CACHED}, rate_of="last-stage"),
+    "head-cached": Peer(flags={**HEAD_ALONE, **CACHED}, last=1, longer=4),
+    "lp-ft": Peer(flags=HEAD_ALONE, program="analysis.lp_ft"),
+    "voted": replace(LIKE_FULL, flags={"freeze": "gradient-norm"}, last=2),
+    "autofreeze": replace(LIKE_FULL, flags={"freeze": "percentile", **CACHED}),
+    "pipetransformer": replace(LIKE_FULL, flags={"freeze": "geometric", **CACHED}),
+    "composer": replace(LIKE_FULL, flags={"freeze": "linear"}),
+    "exact": Peer(flags=EXACT, rate_of="full", once=True),
     "auto": Peer(
-        flags=MappingProxyType(AUTO),
+        flags=AUTO,
         rate_of="full",
         lr=0.05,
         once=True,
-        tuned=MappingProxyType({SMOKE_SAMPLES: (4,), 5_000: (4,), 20_000: (4,)}),
-        needs="auto_without",
+        tuned={SMOKE_SAMPLES: (4,), 5_000: (4,), 20_000: (4,)},
     ),
-    "auto-one-view": Peer(
-        flags=MappingProxyType({**AUTO, "mirror": "off"}), rate_of="full", lr=0.05, once=True, needs="mirror"
-    ),
+    "auto-one-view": Peer(flags={**AUTO, "mirror": "off"}, rate_of="full", lr=0.05, once=True),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """What peers are compared on.
-
-    Attributes:
-        larger: times the preset's image size; flags: of all runs, such as another model.
-        counts: numbers of training samples; peers: who takes part.
-        rates_of: the experiment whose learning rates are taken, but for full fine-tuning's longest budget on no more
-            than KNOWN samples, which all are held against. Empty tries all for everyone.
-    """
+    """What peers are compared on."""
 
     larger: int = 1
+    """Times the preset's image size."""
     flags: Mapping[str, Value] = field(default_factory=dict)
-    counts: Sequence[int] = FEWER
+    """Of all runs, such as another model."""
+    counts: Sequence[int] = (1_000, 5_000)
+    """Numbers of training samples; 20 000 take hours more."""
     peers: Sequence[str] = tuple(PEERS)
     rates_of: str = ""
+    """The experiment whose learning rates are taken, but for full fine-tuning's longest budget on no more than KNOWN
+    samples, which all are held against. Empty tries all for everyone."""
+    limits: tuple[str, ...] = ()
 
     def chooses(self, cell: Cell, peer: Peer) -> bool:
         """Return whether learning rates are tried for a cell."""
@@ -154,17 +140,12 @@ class Ground:
         return {**nearest, **kept, **best_rates(results.rows, {**nearest, **kept})}
 
 
-def known_peers() -> dict[str, Peer]:
-    """Return the peers that this version of the program can run."""
-    return {name: peer for name, peer in PEERS.items() if not peer.needs or peer.needs in leaves()}
-
-
 def cells(preset: Preset, ground: Ground) -> Iterator[tuple[Cell, Peer]]:
     """Yield every peer at every number of samples and budget of epochs."""
     held = {samples: epochs for samples, epochs in BUDGETS.items() if samples in ground.counts}
     budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else held
     for samples, epochs in budgets.items():
-        for name, peer in known_peers().items():
+        for name, peer in PEERS.items():
             if samples > peer.most_samples or name not in (SMOKE_PEERS if preset.is_smoke else ground.peers):
                 continue
             for budget in budgets_of(peer, samples, epochs):
@@ -180,10 +161,9 @@ def runs(preset: Preset, ground: Ground) -> list[PlannedRun]:
     """Return the runs that choose learning rates, each for a peer, a number of samples and a budget."""
     planned = []
     for cell, peer in cells(preset, ground):
-        if ground.chooses(cell, peer):
-            for lr in preset.few(LEARNING_RATES):
-                flags = {**ground.work(preset, cell, peer), "validation_fraction": HELD_OUT, "lr": lr}
-                planned.append(preset.run(cell.tried(lr), preset.lr_seeds[0], flags, program=peer.program))
+        for lr in preset.few(LEARNING_RATES) if ground.chooses(cell, peer) else []:
+            flags = {**ground.work(preset, cell, peer), "validation_fraction": HELD_OUT, "lr": lr}
+            planned.append(preset.run(f"lr{lr:g}-{cell.label}", preset.lr_seeds[0], flags, program=peer.program))
     return planned
 
 
@@ -193,21 +173,14 @@ def then(preset: Preset, results: Results, ground: Ground) -> list[PlannedRun]:
     for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
         for cell, peer in chosen:
             if preset.is_smoke or seed < SEEDS[cell.samples]:
-                chosen_rate = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
-                lr = chosen_rate if peer.lr is None else peer.lr
-                flags = {**ground.work(preset, cell, peer), "lr": lr}
+                known = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
+                flags = {**ground.work(preset, cell, peer), "lr": known if peer.lr is None else peer.lr}
                 planned.append(preset.run(cell.label, seed, flags, program=peer.program))
     return planned
 
 
-def at(name: str, ground: Ground, *, limits: Sequence[str]) -> Experiment:
-    """Return the experiment on this ground.
-
-    Args:
-        name: of its module.
-        ground: who is compared on what.
-        limits: of its results.
-    """
+def experiment_on(name: str, ground: Ground) -> Experiment:
+    """Return the experiment `analysis.<name>`."""
     return Experiment(
         name=name,
         title=TITLE + (f", images {ground.larger} times as large" if ground.larger > 1 else ""),
@@ -217,12 +190,69 @@ def at(name: str, ground: Ground, *, limits: Sequence[str]) -> Experiment:
         answers=answers_of,
         tables=tables_of,
         drawings=drawings_of,
-        shown=1,
-        limits=tuple(limits),
+        limits=ground.limits,
     )
 
 
-EXPERIMENT = at("peers", Ground(), limits=(*OWN_RATES, *TIMED, *USUAL))
+OWN_RATES = (
+    "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
+    "Smoothed labels, the cached last stage, votes and the rival library take the rates of those that they vary.",
+)
+TAKEN_RATES = (
+    "Learning rates are those chosen at 32 pixels, of 5000 samples where there were not as many.",
+    "For the longest budget of full fine-tuning on at most 5000 three were tried on one seed; none was a point better.",
+)
+BY_STEPS = (
+    "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
+    "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
+    "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
+    "That auto's head compares rows, and in how many directions, was decided on seed 0 of these test images.",
+    "Auto that tunes was timed beside another job on cores of its own.",
+)
+"""Where `analysis.step_costs` has timed the network's steps."""
+USUAL = (
+    "Set-up and evaluation are left out. Whoever counts them gains less: analysis.clock does.",
+    "Ranks share one machine and its memory: no network is involved.",
+)
+MORE_MAY_HELP = (
+    "Full fine-tuning gains with every epoch here, and the highest rate served long budgets best: more may help."
+)
+STRONGEST = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
+"""Ours, what they are held against, and at 32 pixels the strongest of the others that store rows."""
+GROUNDS = {
+    "peers": Ground(limits=(*OWN_RATES, *BY_STEPS, *USUAL)),
+    "peers_more": Ground(
+        counts=(20_000,),
+        peers=STRONGEST,
+        rates_of="peers",
+        limits=(*TAKEN_RATES, "Of the ways that are planned full fine-tuning and auto were made.", *BY_STEPS, *USUAL),
+    ),
+    "peers64": Ground(
+        larger=2,
+        peers=(*STRONGEST, "head-cached", "lp-ft", "voted", "autofreeze", "pipetransformer", "composer"),
+        rates_of="peers",
+        limits=(
+            *TAKEN_RATES,
+            "Of the other ways the cached last stage, the head, and the head tuned before all were made, on one seed.",
+            *BY_STEPS,
+            *USUAL,
+        ),
+    ),
+    "peers_mobilenet": Ground(
+        flags={"model": "mobilenet_v3_small", "data": "imagefolder", "data_dir": "OTHER", "reset_head": True},
+        counts=(5_000,),
+        peers=("full", "auto", "auto-one-view"),
+        limits=(
+            OWN_RATES[0],
+            MORE_MAY_HELP,
+            "The network has learnt from 25 000 images of five other classes only: what it has to give is little.",
+            "Training time is the clock's, of runs one after another beside other jobs: an idle machine is faster.",
+            "CIFAR-10 on both sides: related images, a related task.",
+            *USUAL,
+        ),
+    ),
+}
+EXPERIMENTS = {name: experiment_on(name, ground) for name, ground in GROUNDS.items()}
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERIMENT))
+    sys.exit(main(EXPERIMENTS["peers"]))

@@ -23,16 +23,15 @@ from dataclasses import replace
 from analysis.communication import FROZEN, short
 from analysis.parts.networks.step_times import milliseconds, phase, step
 from analysis.parts.ring import LATENCIES, LATENCY, Point, efficiency, fit
-from analysis.sweeps.estimates import bits_per_second
-from analysis.sweeps.experiment import main
+from analysis.sweeps.charts import Line, line_chart
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.launching import bits_per_second
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer, Drawing, Experiment
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown
-from analysis.writing.charts import Line, line_chart
-from hvfreeze.report.style import COLOURS, DASHES
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import factor, percent
+from analysis.sweeps.sweep import main
+from hvfreeze.report.figures import COLOURS, DASHES
+from hvfreeze.report.tables import Table, factor, percent
 
 FIT, LEFT_OUT = (2, 3), 4
 BANDWIDTHS = ("1gbit", "200mbit")

@@ -10,21 +10,20 @@ study's groups are timed at 224 pixels too, for a few steps.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from analysis.parts import larger_images
-from analysis.sweeps.experiment import main
+from analysis.sweeps import paper
+from analysis.sweeps.charts import PAPER_COLOUR, Line, in_time, line_chart
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset
-from analysis.sweeps.questions import Answer, Drawing, Experiment
-from analysis.sweeps.results import Results
+from analysis.sweeps.results import COMPARED, SAME_TIME, Results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points, time_saved
-from analysis.writing import paper
-from analysis.writing.cells import COMPARED, SAME_TIME, compared, same_time
-from analysis.writing.charts import IN_TIME, PAPER_COLOUR, Line, accuracy_time_chart, line_chart
+from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import plot_phases
-from hvfreeze.report.style import COLOURS
-from hvfreeze.report.tables import Table, phase_table
-from hvfreeze.report.units import factor, percent
+from hvfreeze.report.figures import COLOURS, plot_phases
+from hvfreeze.report.tables import Table, factor, percent, phase_table
 
 GROUPS = range(7)
 INNER = (2, 4, 6, 8)
@@ -58,39 +57,33 @@ def fine(cut: int) -> str:
 
 def answers(results: Results) -> list[Answer]:
     """Return the answers to questions 1 and 2."""
-    label, full = coarse(HEADLINE), coarse(0)
-    gain, change = results.gain(label, full), results.change(label, full)
+    label = coarse(HEADLINE)
+    gain, change = results.gain(label), results.change(label)
     if gain.n == 0:
         return []
-    saved, ahead = time_saved(gain), results.over_front(label)
     larger = "".join(
         f"; a step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast here"
         for size in larger_images.sizes(results)
     )
     first = (
-        f"With {HEADLINE} of 7 groups frozen, training is {shown(gain, factor, count=True)} as fast, "
-        f"{shown(saved, percent)} less time; the study has {factor(paper.SPEED_UP[HEADLINE])} "
+        f"With {HEADLINE} of 7 groups frozen, training is {results.gain_text(label, count=True)} as fast, "
+        f"{shown(time_saved(gain), percent)} less time; the study has {factor(paper.SPEED_UP[HEADLINE])} "
         f"({paper.STATIC_SOURCE}){larger}."
     )
     theirs = paper.STATIC_ACCURACY[HEADLINE] - paper.STATIC_ACCURACY[0]
     second = (
-        f"Freezing {HEADLINE} of 7 groups changes test accuracy by {shown(change, signed_points, count=True)}, in "
+        f"Freezing {HEADLINE} of 7 groups changes test accuracy by {results.change_text(label, count=True)}, in "
         f"the study by {signed_points(theirs)}; against full fine-tuning trained for as many seconds: "
-        f"{shown(ahead, signed_points)}."
+        f"{results.lead_text(label)}."
     )
+    time, cost = (
+        "1. How much training time does a frozen prefix save?",
+        "2. What does a frozen prefix cost in accuracy?",
+    )
+    behind = is_below(results.over_front(label), 0)
     return [
-        Answer(
-            question="1. How much training time does a frozen prefix save?",
-            text=first,
-            n=gain.n,
-            negative=is_below(gain, 1),
-        ),
-        Answer(
-            question="2. What does a frozen prefix cost in accuracy?",
-            text=second,
-            n=change.n,
-            negative=is_below(ahead, 0),
-        ),
+        Answer(time, first, gain.n, negative=is_below(gain, 1)),
+        Answer(cost, second, change.n, negative=behind),
     ]
 
 
@@ -98,27 +91,16 @@ def tables(results: Results) -> list[Table]:
     """Return time and accuracy by cut for both splits, and the phases."""
     found = []
     for title, cuts, label in (("The study's groups", GROUPS, coarse), ("Residual blocks", range(10), fine)):
-        known = [cut for cut in cuts if results.of(label(cut))]
-        theirs = label is coarse
-        rows = tuple(cut_row(results, label(cut), cut, theirs=theirs) for cut in known)
-        columns = ("Frozen", *COMPARED, SAME_TIME)
-        more = ("Study: speed-up", "Study: accuracy") if theirs else ()
-        found.append(Table(title=title, columns=(*columns, *more), rows=rows))
+        rows = []
+        for cut in (cut for cut in cuts if results.of(label(cut))):
+            theirs = (factor(paper.SPEED_UP[cut]), percent(paper.STATIC_ACCURACY[cut])) if label is coarse else ()
+            rows.append((str(cut), *results.compared(label(cut)), results.lead_text(label(cut)), *theirs))
+        more = ("Study: speed-up", "Study: accuracy") if label is coarse else ()
+        found.append(Table(title=title, columns=("Frozen", *COMPARED, SAME_TIME, *more), rows=tuple(rows)))
     if larger_images.sizes(results):
         found.append(larger_images.table(results))
-    phases = phase_table(group_by_seed(results.runs_of(*[coarse(cut) for cut in GROUPS])))
-    return [*found, Table(title="Seconds by phase", columns=phases.columns, rows=phases.rows)]
-
-
-def cut_row(results: Results, label: str, cut: int, *, theirs: bool) -> tuple[str, ...]:
-    """Return a cut's row."""
-    paper_cells = (factor(paper.SPEED_UP[cut]), percent(paper.STATIC_ACCURACY[cut])) if theirs else ()
-    return (
-        str(cut),
-        *compared(results, label, coarse(0)),
-        same_time(results, label),
-        *paper_cells,
-    )
+    phases = phase_table(group_by_seed(results.runs_of(*map(coarse, GROUPS))))
+    return [*found, replace(phases, title="Seconds by phase")]
 
 
 def drawings(results: Results) -> list[Drawing]:
@@ -126,26 +108,15 @@ def drawings(results: Results) -> list[Drawing]:
     if not results.of(coarse(0)):
         return []
     known = [cut for cut in GROUPS if results.of(coarse(cut))]
-    theirs = {cut: Interval(value, value, value, 1) for cut, value in enumerate(paper.SPEED_UP)}
-    speed = line_chart(
-        [
-            Line(label="here", points={cut: results.gain(coarse(cut), coarse(0)) for cut in known}),
-            *larger_images.lines(results),
-            Line(label="study (Figure 3)", points=theirs, colour=PAPER_COLOUR, dash="--"),
-        ],
-        x="frozen groups (of 7)",
-        y="speed-up over training all layers",
-    )
-    reported = {cut: Interval(value, value, value, 1) for cut, value in enumerate(paper.STATIC_ACCURACY)}
-    accuracy = line_chart(
-        [
-            Line(label="here", points={cut: results.mean(coarse(cut), "test_accuracy") for cut in known}),
-            Line(label="study (Figures 4, 5), other setting", points=reported, colour=PAPER_COLOUR, dash="--"),
-        ],
-        x="frozen groups (of 7)",
-        y="test accuracy (%)",
-        scale=100,
-    )
+    labels = [coarse(cut) for cut in known]
+    frozen, spread = "frozen groups (of 7)", results.spread(labels)
+    here = Line(label="here", points={cut: results.gain(coarse(cut)) for cut in known})
+    theirs = of_study("study (Figure 3)", paper.SPEED_UP)
+    lines = [here, *larger_images.lines(results), theirs]
+    speed = line_chart(lines, x=frozen, y="speed-up over training all layers")
+    here = Line(label="here", points={cut: results.mean(coarse(cut), "test_accuracy") for cut in known})
+    theirs = of_study("study (Figures 4, 5), other setting", paper.STATIC_ACCURACY)
+    accuracy = line_chart([here, theirs], x=frozen, y="test accuracy (%)", scale=100)
     finer = {cut: results.mean(fine(cut), "test_accuracy") for cut in range(10) if results.of(fine(cut))}
     residual = line_chart(
         [Line(label="here", points=finer, colour=COLOURS[2])],
@@ -154,41 +125,38 @@ def drawings(results: Results) -> list[Drawing]:
         scale=100,
         from_zero=False,
     )
-    spread = f"mean and 95 % interval, {results.count([coarse(cut) for cut in known])}"
-    phases = plot_phases(results.runs_of(*[coarse(cut) for cut in known]))
-    in_time = accuracy_time_chart(
-        results, [*map(coarse, known), *(fine(cut) for cut in INNER if results.of(fine(cut)))]
-    )
+    inner = [fine(cut) for cut in INNER if results.of(fine(cut))]
+    fastest = f"Speed-up by the number of frozen groups; {spread}; larger images: one run each, over its epochs."
+    phases = f"Training time of rank 0 by phase; mean of {results.count([coarse(0)])}."
     return [
-        Drawing(
-            name="speed-up",
-            caption=f"Speed-up by the number of frozen groups; {spread}; larger images: one run each, over its epochs.",
-            figure=speed,
-        ),
-        Drawing(name="accuracy", caption=f"Test accuracy by the number of frozen groups; {spread}.", figure=accuracy),
-        Drawing(name="residual", caption=f"The same, cut at residual blocks; {spread}.", figure=residual),
-        Drawing(
-            name="phases",
-            caption=f"Training time of rank 0 by phase; mean of {results.count([coarse(0)])}.",
-            figure=phases,
-        ),
-        Drawing(name="accuracy-time", caption=f"{IN_TIME}; {spread}.", figure=in_time),
+        Drawing("speed-up", fastest, speed),
+        Drawing("accuracy", f"Test accuracy by the number of frozen groups; {spread}.", accuracy),
+        Drawing("residual", f"The same, cut at residual blocks; {spread}.", residual),
+        Drawing("phases", phases, plot_phases(results.runs_of(*labels))),
+        in_time(results, [*labels, *inner], counted=labels),
     ]
 
 
+def of_study(label: str, values: Sequence[float]) -> Line:
+    """Return the study's numbers by cut as a line without a spread."""
+    points = {cut: Interval(value, value, value, 1) for cut, value in enumerate(values)}
+    return Line(label=label, points=points, colour=PAPER_COLOUR, dash="--")
+
+
+LIMITS = (
+    "The learning rate is the one that is best without freezing.",
+    "The study trained for 50 epochs on 4 nodes, without pretraining; its accuracies show a trend only.",
+    "Ranks share one machine and its memory bandwidth.",
+)
 EXPERIMENT = Experiment(
-    name="static_sweep",
-    title="Time and accuracy against the number of frozen groups",
-    runs=runs,
-    answers=answers,
-    tables=tables,
-    drawings=drawings,
+    "static_sweep",
+    "Time and accuracy against the number of frozen groups",
+    runs,
+    answers,
+    tables,
+    drawings,
+    LIMITS,
     reference=coarse(0),
-    limits=(
-        "The learning rate is the one that is best without freezing.",
-        "The study trained for 50 epochs on 4 nodes, without pretraining; its accuracies show a trend only.",
-        "Ranks share one machine and its memory bandwidth.",
-    ),
 )
 
 if __name__ == "__main__":

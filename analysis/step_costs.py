@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.benchmarks.launching import ROOT, environment
-from analysis.parts.peers.times import file_of
-from analysis.sweeps.experiment import RESULTS
-from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish
+from analysis.parts.peers import file_of
+from analysis.sweeps.kept import RESULTS, commit, publish
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
 

@@ -1,4 +1,4 @@
-"""Writes what README.md says in numbers, between its markers, from analysis/results/; `--check` only compares.
+"""Writes the numbers of README.md and of docs/, between their markers, from analysis/results/; `--check` only compares.
 
 python -m analysis.summary [--check] [--readme FILE] [--results DIR]
 """
@@ -12,37 +12,60 @@ from pathlib import Path
 
 from analysis.experiments import EVERY
 from analysis.parts.readme import NOTHING_YET, PARTS
-from analysis.sweeps.experiment import RESULTS
+from analysis.sweeps.experiment import is_complete
+from analysis.sweeps.kept import RESULTS, KeptRuns, publish, read_rows
 from analysis.sweeps.results import open_results
-from analysis.sweeps.rows import collect, publish, read_rows
-from analysis.sweeps.writeup import is_complete
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.report.csv_files import to_csv
+from hvfreeze.report.tables import to_csv
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or compare the parts; return 0 when README agrees with the results, 3 when not."""
+    """Write or compare the parts; return 0 when the pages agree with the results, 3 when not."""
     parser = argparse.ArgumentParser(prog="python -m analysis.summary", description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where README and results disagree")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where pages and results disagree")
+    parser.add_argument("--readme", type=Path, default=README, help="pages are this file and docs/ beside it")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     try:
-        text = options.readme.read_text(encoding="utf-8")
         check_rows(options.results)
-        wanted = text
+        found = pages(options.readme)
+        wanted = dict(found)
         for name, part in (("results", table), *PARTS.items()):
-            wanted = with_part(wanted, name, part(options.results))
-        if options.check and wanted != text:
-            raise RefusedError(f"{options.readme} does not show what the results say: run python -m analysis.summary")
+            page = page_of(name, found)
+            up = "../" * (len(page.relative_to(options.readme.parent).parts) - 1)
+            text = part(options.results).replace("](analysis/", f"]({up}analysis/")
+            wanted[page] = with_part(wanted[page], name, text)
+        changed = [page for page in found if wanted[page] != found[page]]
+        if options.check and changed:
+            listed = ", ".join(map(str, changed))
+            raise RefusedError(f"{listed}: not what the results say; run python -m analysis.summary")
     except HvfreezeError as error:
         print(f"summary: error: {error}", file=sys.stderr)
         return error.exit_code
-    if wanted != text:
-        publish(options.readme, wanted)
+    for page in changed:
+        publish(page, wanted[page])
     return 0
+
+
+def pages(readme: Path) -> dict[Path, str]:
+    """Return README's text and that of every page below docs/ beside it."""
+    paths = [readme, *sorted((readme.parent / "docs").rglob("*.md"))]
+    return {path: path.read_text(encoding="utf-8") for path in paths if path.exists()}
+
+
+def page_of(name: str, pages: dict[Path, str]) -> Path:
+    """Return the one page that holds a part's markers.
+
+    Raises:
+        RefusedError: they are on no page, on several, or more than once.
+    """
+    holding = [page for page, text in pages.items() for _ in range(text.count(f"<!-- {name} -->"))]
+    if len(holding) != 1:
+        where = ", ".join(map(str, holding)) or "none"
+        raise RefusedError(f"<!-- {name} --> must stand once in README.md and the pages of docs/; found in: {where}")
+    return holding[0]
 
 
 def check_rows(root: Path) -> None:
@@ -56,8 +79,8 @@ def check_rows(root: Path) -> None:
         if is_complete(directory):
             held = (directory / "rows.csv").read_text(encoding="utf-8")
             names = [str(row["run"]) for row in read_rows(directory)]
-            if held != to_csv(collect(directory, names)):
-                raise RefusedError(f"{directory / 'rows.csv'} is not what the logs in runs/ say")
+            if held != to_csv(KeptRuns(directory).rows(names)):
+                raise RefusedError(f"{directory / 'rows.csv'} is not what runs.jsonl says")
 
 
 def table(root: Path) -> str:
@@ -74,16 +97,16 @@ def table(root: Path) -> str:
 
 
 def with_part(text: str, name: str, part: str) -> str:
-    """Return a README's text with a part between its markers.
+    """Return a page's text with a part between its markers.
 
     Raises:
-        RefusedError: the markers are not there, once each and in order.
+        RefusedError: the second marker does not follow the first.
     """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found, rest = text.partition(begin)
+    before, _, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed or begin in after:
-        raise RefusedError(f"README.md must hold the lines {begin} and {end}, once and in this order")
+    if not closed:
+        raise RefusedError(f"{begin} must be followed by {end}")
     return f"{before}{begin}\n{part}\n{end}{after}"
 
 

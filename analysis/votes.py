@@ -14,25 +14,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.sweeps.experiment import main
+from analysis.sweeps.charts import bar_chart, in_time
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer, Drawing, Experiment
-from analysis.sweeps.results import Results
+from analysis.sweeps.results import FINAL_CUT, Results
 from analysis.sweeps.statistics import (
     Interval,
     is_below,
     mean_interval,
     shown,
-    signed_points,
     within,
 )
-from analysis.writing.cells import FINAL_CUT, final_cut
-from analysis.writing.charts import IN_TIME, accuracy_time_chart, bar_chart
-from hvfreeze.freezing.voting.criteria import CRITERIA, Evidence
+from analysis.sweeps.sweep import main
+from hvfreeze.freezing.criteria import CRITERIA, Evidence
 from hvfreeze.report.figures import plot_cuts
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import factor, percent, seconds
-from hvfreeze.runs.reading import Run
+from hvfreeze.report.tables import Table, percent
 
 DEFAULT = "default"
 SKEW = "dirichlet:0.1"
@@ -64,13 +60,13 @@ def runs(preset: Preset) -> list[PlannedRun]:
     """Return all variants; a seed's runs follow each other in time. The batch of all ranks is the preset's."""
     ranks = preset.vote_ranks
     changes = variants(ranks)
-    chosen = ["full", "rank0"] if preset.is_smoke else list(changes)
+    if preset.is_smoke:
+        changes = {label: changes[label] for label in ("full", "rank0")}
     batch = max(1, preset.batch_size * preset.ranks // ranks)
     common: dict[str, Value] = {"blocks": preset.fine, "partition": SKEW, "batch_size": batch}
-    common.update(epochs=preset.vote_epochs, evaluate_every=preset.vote_epochs)
-    return [
-        preset.run(label, seed, {**common, **changes[label]}, ranks=ranks) for seed in preset.seeds for label in chosen
-    ]
+    return preset.runs(
+        changes, {**common, "epochs": preset.vote_epochs, "evaluate_every": preset.vote_epochs}, ranks=ranks
+    )
 
 
 def reference(label: str) -> str:
@@ -111,13 +107,17 @@ def median_cut(line: Mapping[str, Any], *, eta_max: float) -> int | None:
         warmup_epochs=0.0,
         eta_max=eta_max,
     )
-    return CRITERIA[line["criterion"]].propose(evidence).cut
+    return CRITERIA[line["criterion"]].propose(evidence)
 
 
-def median_agreement(run: Run) -> tuple[int, int]:
+def agreement(results: Results, label: str) -> tuple[int, int]:
     """Return in how many votes the median would have chosen the vote's cut, and how many votes had scores."""
-    eta_max = float(run.settings["eta_max"])
-    cuts = [(median_cut(line, eta_max=eta_max), line["cut_after"]) for line in run.decisions if line["proposals"]]
+    cuts = [
+        (median_cut(line, eta_max=float(run.settings["eta_max"])), line["cut_after"])
+        for run in results.runs_of(label)
+        for line in run.decisions
+        if line["proposals"]
+    ]
     scored = [(median, vote) for median, vote in cuts if median is not None]
     return sum(median == vote for median, vote in scored), len(scored)
 
@@ -147,31 +147,22 @@ def answers(results: Results) -> list[Answer]:
     """Return the answer to question 4."""
     if not results.of(DEFAULT) or not results.of("averaged"):
         return []
-    split, change = share(results, DEFAULT), results.change(DEFAULT, "averaged")
-    alone, cost = results.change(DEFAULT, "rank0"), results.change(DEFAULT, "full")
-    matched, scored = agreement(results, DEFAULT)
+    change, (matched, scored) = results.change(DEFAULT, "averaged"), agreement(results, DEFAULT)
     rows = [row for label in alike(results) for row in results.of(label)]
     trainings, counts = distinct(results, alike(results)), sorted({row["votes"] for row in rows})
     votes = f"{counts[0]} votes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} votes"
     undecided = change.n < 2 or change.low < 0 < change.high or trainings < len(rows)
-    begin = "Too few votes to say: under" if undecided else "Under"
     text = (
-        f"{begin} label skew {SKEW} the {len(rows)} runs that differ in how they vote are {trainings} distinct "
-        f"trainings, of {votes} each. The ranks disagree in {shown(split, percent, count=True)} of the votes; voting "
-        f"on local signals changes accuracy by {shown(change, signed_points)} against the criterion on averaged "
-        f"gradients, by {shown(alone, signed_points)} against rank 0 deciding alone, and by "
-        f"{shown(cost, signed_points)} against full fine-tuning, at a speed-up of "
-        f"{shown(results.gain(DEFAULT, 'full'), factor)}; a weighted median of the scores would have chosen the "
-        f"same cut in {matched} of {scored} votes."
+        f"{'Too few votes to say: under' if undecided else 'Under'} label skew {SKEW} the {len(rows)} runs that "
+        f"differ in how they vote are {trainings} distinct trainings, of {votes} each. The ranks disagree in "
+        f"{shown(share(results, DEFAULT), percent, count=True)} of the votes; voting on local signals changes accuracy "
+        f"by {results.change_text(DEFAULT, 'averaged')} against the criterion on averaged gradients, by "
+        f"{results.change_text(DEFAULT, 'rank0')} against rank 0 deciding alone, and by "
+        f"{results.change_text(DEFAULT)} against full fine-tuning, at a speed-up of {results.gain_text(DEFAULT)}; a "
+        f"weighted median of the scores would have chosen the same cut in {matched} of {scored} votes."
     )
     question = "4. Do weighted votes help when the ranks' data differ?"
-    return [Answer(question=question, text=text, n=change.n, negative=is_below(change, 0), undecided=undecided)]
-
-
-def agreement(results: Results, label: str) -> tuple[int, int]:
-    """Return `median_agreement` summed over a label's runs."""
-    found = [median_agreement(run) for run in results.runs_of(label)]
-    return sum(matched for matched, _ in found), sum(scored for _, scored in found)
+    return [Answer(question, text, change.n, negative=is_below(change, 0), undecided=undecided)]
 
 
 def tables(results: Results) -> list[Table]:
@@ -183,11 +174,11 @@ def tables(results: Results) -> list[Table]:
         rows.append(
             (
                 label,
-                shown(results.mean(label, "test_accuracy"), percent),
-                shown(results.change(label, against), signed_points) if votes else "",
-                shown(results.mean(label, "train_seconds"), seconds),
-                shown(results.gain(label, against), factor) if votes else "",
-                final_cut(results, label),
+                results.accuracy_text(label),
+                results.change_text(label, against) if votes else "",
+                results.time_text(label),
+                results.gain_text(label, against) if votes else "",
+                results.cut_text(label),
                 shown(share(results, label), percent) if votes else "",
                 f"{matched} of {scored}" if scored else "",
             )
@@ -201,47 +192,39 @@ def drawings(results: Results) -> list[Drawing]:
     labels = voting(results)
     if not labels:
         return []
-    spread = f"mean and 95 % interval, {results.count(labels)}"
     changes = {label: results.change(label, reference(label)) for label in labels}
     shares = {label: share(results, label) for label in labels}
+    shares = {label: value for label, value in shares.items() if not math.isnan(value.mean)}
     drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
-    first = [results.runs_of(label)[0] for label in drawn]
+    crowded = " More ranks than cores crowd the machine."
     return [
         Drawing(
-            name="accuracy",
-            caption=f"Test accuracy against full fine-tuning on the same data; {spread}.",
-            figure=bar_chart(changes, x="accuracy against full (points)", scale=100, from_zero=False),
+            "accuracy",
+            f"Test accuracy against full fine-tuning on the same data; {results.spread(labels)}.",
+            bar_chart(changes, x="accuracy against full (points)", scale=100, from_zero=False),
         ),
         Drawing(
-            name="disagreement",
-            caption=f"Votes in which ranks proposed different cuts; {spread}.",
-            figure=bar_chart({k: v for k, v in shares.items() if not math.isnan(v.mean)}, x="votes (%)", scale=100),
+            "disagreement",
+            f"Votes in which ranks proposed different cuts; {results.spread(labels)}.",
+            bar_chart(shares, x="votes (%)", scale=100),
         ),
         Drawing(
-            name="cuts", caption="The cut and the ranks' proposals; n = 1, the first seed.", figure=plot_cuts(first)
+            "cuts",
+            "The cut and the ranks' proposals; n = 1, the first seed.",
+            plot_cuts([results.runs_of(label)[0] for label in drawn]),
         ),
-        Drawing(
-            name="accuracy-time",
-            caption=f"{IN_TIME}; {spread}. More ranks than cores crowd the machine.",
-            figure=accuracy_time_chart(results, results.labels),
-        ),
+        in_time(results, results.labels, counted=labels, more=crowded),
     ]
 
 
+LIMITS = (
+    "The weighted median is scored vote by vote on the states that the real votes led to; it was not trained with.",
+    "Runs of equal parameters at the end are one training: how they were weighed made no difference to any vote.",
+    "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",
+    "The front of full fine-tuning was measured without label skew and at another number of ranks.",
+)
 EXPERIMENT = Experiment(
-    name="votes",
-    title="Weighted votes under uneven data",
-    runs=runs,
-    answers=answers,
-    tables=tables,
-    drawings=drawings,
-    reference="full",
-    limits=(
-        "The weighted median is scored vote by vote on the states that the real votes led to; it was not trained with.",
-        "Runs of equal parameters at the end are one training: how they were weighed made no difference to any vote.",
-        "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",
-        "The front of full fine-tuning was measured without label skew and at another number of ranks.",
-    ),
+    "votes", "Weighted votes under uneven data", runs, answers, tables, drawings, LIMITS, reference="full"
 )
 
 if __name__ == "__main__":

@@ -1,9 +1,16 @@
-"""What the training loop asks for the frozen prefix's output: read if it is cached, computed and kept if it is not."""
+"""The frozen prefix's output: read where it is cached, computed and kept where it is not.
+
+Every prefix forward has the same number of rows, because the bits of a row depend on it; shorter batches are filled up
+with repeated rows, which are neither stored nor counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -11,25 +18,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.compute import LoadImages, PaddedPrefix, Pairs, RunBlocks
+from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, Disk
-from hvfreeze.cache.file.names import Present, find_present
-from hvfreeze.cache.file.rows import Keys, pack_keys
-from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.cache.serving.filling import Filler
-from hvfreeze.cache.serving.giving_up import GivingUp
-from hvfreeze.cache.serving.meter import Meter, Phase
-from hvfreeze.cache.serving.prefetch import Prefetcher
-from hvfreeze.cache.serving.reading import Reader
-from hvfreeze.cache.serving.sharing import Sharing
-from hvfreeze.cache.store.index import Mask
-from hvfreeze.cache.store.levels import Levels
-from hvfreeze.cache.store.shares import Shares, shares_of
-from hvfreeze.cache.store.store import Store
+from hvfreeze.cache.file.format import Keys, is_dense, pack_keys, unpack_keys
+from hvfreeze.cache.file.reader import Present, find_present
+from hvfreeze.cache.fingerprint import Fingerprint, bytes_of
+from hvfreeze.cache.index import Mask
+from hvfreeze.cache.levels import Level, Levels
+from hvfreeze.cache.prefetch import Found, Prefetcher, Request, requests_for
+from hvfreeze.cache.store import Store
+
+logger = logging.getLogger(__name__)
+
+RunBlocks = Callable[[Tensor, int, int], Tensor]
+LoadImages = Callable[[Keys, Keys], Tensor]
+Pairs = tuple[Keys, Keys]
+"""Sample ids and views, (rows,) each."""
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass
+class Counters:
+    """Rows without padding, forwards of `batch_rows` rows, and seconds that training waited."""
+
+    batches: int = 0
+    """That were asked for behind a cut."""
+    rows_read: int = 0
+    rows_written: int = 0
+    rows_advanced: dict[int, int] = field(default_factory=dict)
+    """Cut -> rows that were read there and computed on from there to the current cut."""
+    forwards: int = 0
+    comparisons: int = 0
+    """Forwards beside these, of rows that are there, to see whether they are right."""
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of the samples of each of some epochs whose rows are there."""
+
+    present: tuple[float, ...]
+    """At the cut that was asked about."""
+    rows_to_complete: int
+    """See `Present`."""
+    sources: tuple[float, ...]
+    """At the deepest shallower cut, from which they would be computed; empty where there is none."""
+    source_cut: int
+    """That cut, 0 where there is none."""
 
 
 class PrefixActivations:
-    """Reads what is cached at the current cut, and otherwise computes from the deepest rows that are there."""
+    """Reads what is cached at the current cut, and otherwise computes from the deepest rows that are there.
+
+    Attributes:
+        failed: why the cache was given up; None while it is in use.
+        counters: of all calls so far.
+    """
 
     def __init__(
         self,
@@ -37,8 +82,8 @@ class PrefixActivations:
         run_blocks: RunBlocks,
         load_images: LoadImages,
         batch_rows: int,
-        directory: Path,
-        shard: str,
+        directory: Path | None = None,
+        shard: str = "0of1",
         stored: torch.dtype | None = None,
         shared: bool = False,
         private: bool = True,
@@ -56,46 +101,45 @@ class PrefixActivations:
             run_blocks: (x, start, stop) -> output of blocks start..stop-1, with the prefix in evaluation mode.
             load_images: (sample ids, views) -> float images (rows, C, H, W).
             batch_rows: rows of a training batch, and of every prefix forward.
-            directory: where cache files lie.
+            directory: where cache files lie; None where no rows are kept at any cut.
             shard: "RofN": rank R of N.
             stored: narrower type of the rows; None is the type that the prefix computes, which loses nothing.
             shared: also read rows that other ranks have published.
             private: refuse files that are not this user's own.
-            on_failure: what a damaged file or a full disk means: go on without the cache, or raise.
+            on_failure: a damaged file or a full disk ends the use of the cache, or the run.
             budget: pays for all files of this process.
             owner: names the run; only files of the same owner are ever removed.
-            disk: stands in for the real one.
+            disk: how fast it is.
             prefetch: batches read ahead.
-            phase: called with "cache_read" or "cache_write" around what training waits for.
+            phase: called with "cache_read" or "cache_write" around reads and writes that training waits for.
             prefix_digest: cut -> `digest_tensors` of that prefix; guards old rows when the cut moves.
         """
-        open_store = partial(
-            Store,
-            directory,
-            shard=shard,
-            batch_rows=batch_rows,
-            stored=stored,
-            shared=shared,
-            private=private,
-            budget=budget,
-            owner=owner,
-            disk=disk,
-        )
-        meter = Meter(phase)
-        self.counters = meter.counters
-        self.directory, self._shard, self._private = directory, shard, private
-        self._load_images, self._prefix = load_images, PaddedPrefix(run_blocks, batch_rows=batch_rows, stored=stored)
+
+        def open_store(fingerprint: Fingerprint, owned_keys: Keys) -> Store:
+            assert directory is not None, "rows are kept in a directory"
+            return Store(
+                directory,
+                fingerprint,
+                owned_keys,
+                shard=shard,
+                batch_rows=batch_rows,
+                stored=stored,
+                shared=shared,
+                private=private,
+                budget=budget,
+                owner=owner,
+                disk=disk,
+            )
+
+        self.directory, self.batch_rows = directory, batch_rows
+        self.counters = Counters()
+        self.failed: str | None = None
+        self._run_blocks, self._load_images = run_blocks, load_images
+        self._shard, self._private, self._stored = shard, private, stored
+        self._stops, self._batch_invariant = on_failure == "stop", True
+        self._phase = phase or (lambda name: nullcontext())
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
         self._prefetcher = Prefetcher(self._levels, depth=prefetch)
-        self._giving_up = GivingUp(self._levels, self._prefetcher, stops=on_failure == "stop")
-        self._reader = Reader(self._prefetcher, self._giving_up, meter, pad=self._prefix.pad)
-        self._filler = Filler(self._prefix, load_images, self._levels, self._reader, self._giving_up, meter)
-        self._sharing = Sharing(self._levels, self._prefetcher, self._filler, self._giving_up)
-
-    @property
-    def failed(self) -> str | None:
-        """Why the cache was given up; None while it is in use."""
-        return self._giving_up.reason
 
     @property
     def cut(self) -> int:
@@ -105,7 +149,7 @@ class PrefixActivations:
     @property
     def exact(self) -> bool:
         """Whether all rows in use have the bits that this run would compute."""
-        return self._prefix.stored is None and self._levels.exact
+        return self._stored is None and self._levels.exact
 
     @property
     def stored_bytes(self) -> int:
@@ -114,66 +158,73 @@ class PrefixActivations:
 
     @property
     def complete(self) -> bool:
-        """Whether every row of the universe is cached at the current cut."""
+        """Whether all rows that this process may store are cached at the current cut."""
         return self._levels.current is not None and self._levels.current.store.complete
 
     def begin_cut(
         self,
         cut: int,
         *,
-        mark: Fingerprint | None = None,
-        universe: Pairs | None = None,
+        fingerprint: Fingerprint | None = None,
+        owned_keys: Pairs | None = None,
         store: bool = True,
-        steady: bool = True,
+        batch_invariant: bool = True,
     ) -> None:
         """Take the first `cut` blocks for the prefix; rows of shallower cuts serve until this cut's are complete.
 
         Args:
             cut: number of frozen blocks.
-            mark: fingerprint of the rows at this cut; None when there is nothing to store or to round.
-            universe: (sample ids, views) that this process may store, each (rows,).
+            fingerprint: of the rows at this cut; None when there is nothing to store or to round.
+            owned_keys: (sample ids, views) that this process may store, each (rows,).
             store: whether rows are cached at this cut; without, old rows still save a part of the forward.
-            steady: a row's bits do not depend on its place in a batch, see `permuted_batch_is_exact`.
+            batch_invariant: a row's bits do not depend on its place in a batch, see `permuted_batch_is_exact`.
 
         Raises:
             CacheFault: a file of this fingerprint cannot be used, and failures are to stop the run.
         """
         self._prefetcher.forget()
-        wanted = store and cut > 0 and self.failed is None and mark is not None and universe is not None
-        keys = pack_keys(*universe) if wanted and universe is not None else None
-        with self._giving_up.guard():
-            self._levels.move(cut, mark=mark, universe=keys)
-            self._filler.steady = steady
-            self._filler.compare_files()
+        keys = pack_keys(*owned_keys) if store and cut > 0 and self.failed is None and owned_keys is not None else None
+        with self._guard():
+            self._levels.move(cut, fingerprint=fingerprint, owned_keys=keys)
+            self._batch_invariant = batch_invariant
+            self._compare_files()
 
-    def present(self, mark: Fingerprint, universe: Pairs) -> Present:
-        """Return which rows of `universe`, (sample ids, views), could be read at a cut with the fingerprint `mark`.
+    def present(self, fingerprint: Fingerprint, owned_keys: Pairs) -> Present:
+        """Return which of these rows, (sample ids, views), could be read at a cut with this fingerprint.
 
         Raises:
             CacheFault: a file of this fingerprint cannot be used.
         """
-        keys = pack_keys(*universe)
-        found = self._levels.present(mark, keys)
-        return found or find_present(self.directory, mark, keys, shard=self._shard, private=self._private)
+        keys = pack_keys(*owned_keys)
+        found = self._levels.present(fingerprint, keys)
+        assert self.directory is not None, "rows are kept in a directory"
+        return found or find_present(self.directory, fingerprint, keys, shard=self._shard, private=self._private)
 
-    def shares(self, mark: Fingerprint, cut: int, epochs: Sequence[Pairs]) -> Shares:
-        """Return how much of each of `epochs`, (sample ids, views), is there for a cut with the fingerprint `mark`.
+    def shares(self, fingerprint: Fingerprint, cut: int, epochs: Sequence[Pairs]) -> Shares:
+        """Return how much of each of `epochs`, (sample ids, views), is there for a cut with this fingerprint.
 
         Raises:
             CacheFault: a file of this fingerprint cannot be used.
         """
         ids, views = (np.concatenate(column) for column in zip(*epochs, strict=True))
         keys = [pack_keys(*pairs) for pairs in epochs]
-        return shares_of(keys, self.present(mark, (ids, views)), self._levels.sources_of(mark, cut))
+        present = self.present(fingerprint, (ids, views))
+        sources = self._levels.sources_of(fingerprint, cut)
+        return Shares(
+            present=tuple(1.0 - _mean(np.isin(own, present.absent)) for own in keys),
+            rows_to_complete=present.rows_to_complete,
+            sources=tuple(1.0 - _mean(sources[-1].store.missing(own)) for own in keys) if sources else (),
+            source_cut=sources[-1].cut if sources else 0,
+        )
 
     def announce(self, batches: Sequence[Pairs]) -> None:
         """Expect these (sample ids, views) next, in this order; they are read ahead when reading is slow.
 
         Rows that another job was found to be building are looked for again.
         """
-        if self._levels.waiting:
+        if self._levels.current is not None and self._levels.current.store.waiting:
             self.refresh()
-        self._reader.announce(batches)
+        self._prefetcher.announce(requests_for(batches, pad=self._pad))
 
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
         """Tell whether `get` will need no images for this batch."""
@@ -182,14 +233,6 @@ class PrefixActivations:
     def missing(self, sample_ids: Keys, views: Keys) -> Mask:
         """Tell for each of these rows, (rows,) each, whether it is not cached at the current cut."""
         return self._levels.missing(pack_keys(sample_ids, views))
-
-    def sweep(self, *, everything: bool = False) -> int:
-        """Compute missing rows of the announced batches, if that saves forwards of them; return how many were stored.
-
-        Args:
-            everything: the whole universe instead, whatever it takes; see `sweep_of`.
-        """
-        return self._filler.sweep(everything=everything)
 
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
         """Return the prefix's output for these samples and views, each (rows,); with cut 0 the images.
@@ -205,28 +248,62 @@ class PrefixActivations:
         if self.cut == 0:
             return self._load_images(sample_ids, views)
         self.counters.batches += 1
-        request = self._reader.announced(sample_ids, views)
-        found = self._reader.read(request)
+        request = self._prefetcher.next_for(sample_ids, views) or self._request(sample_ids, views)
+        found = self._read(request)
         if found is not None and found[0].cut == self.cut:
             self.counters.rows_read += len(sample_ids) if counted is None else counted
-            return found[1] if len(sample_ids) == self._prefix.batch_rows else found[1][: len(sample_ids)]
-        return self._filler.compute(request, found)[: len(sample_ids)]
+            return found[1] if len(sample_ids) == self.batch_rows else found[1][: len(sample_ids)]
+        return self._compute(request, found)[: len(sample_ids)]
+
+    def sweep(self, *, everything: bool = False) -> int:
+        """Compute missing rows of the announced batches, if that saves forwards of them; return how many were stored.
+
+        A batch of which one row is missing is computed whole. Missing rows alone fill fewer forwards, and those that
+        lie at a shallower cut are computed on from there when they are put together.
+
+        Args:
+            everything: all owned rows instead, whatever it takes.
+        """
+        level, batches = self._levels.fillable, [request.keys for request in self._prefetcher.upcoming]
+        chunks = self._chunks_to_sweep(level, batches, everything=everything) if level is not None else []
+        if level is None or not chunks:
+            return 0
+        before = self.counters.rows_written
+        for chunk in chunks:
+            if self.failed is None and not level.store.waiting:
+                request = self._request(*unpack_keys(chunk))
+                self._compute(request, self._read(request), at=level)
+        self._prefetcher.forget()
+        self._prefetcher.look_up()
+        return self.counters.rows_written - before
 
     def publish(self) -> None:
         """Make the rows stored so far readable for other processes, even if more are to come."""
-        self._sharing.publish()
-
-    def verify_share(self, rank: int, size: int) -> dict[str, str]:
-        """Verify this rank's share of shared files; return what `accept` of all ranks needs, joined."""
-        return self._sharing.verify_share(rank, size)
-
-    def accept(self, verified: Mapping[str, str]) -> None:
-        """Take files for verified that other ranks have, see `Published.accept`."""
-        self._sharing.accept(verified)
+        self._prefetcher.forget()
+        if self._levels.current is not None:
+            with self._guard():
+                self._levels.current.store.publish()
 
     def refresh(self) -> None:
         """Take in rows that other processes have published."""
-        self._sharing.refresh()
+        self._prefetcher.forget()
+        if self._levels.current is not None:
+            with self._guard():
+                self._levels.current.store.refresh()
+                self._compare_files()
+
+    def verify_share(self, rank: int, size: int) -> dict[str, str]:
+        """Verify this rank's share of shared files; return their names with the digests that `accept` asks for."""
+        verified: dict[str, str] = {}
+        if self._levels.current is not None:
+            with self._guard():
+                verified = self._levels.current.store.verify_share(rank, size)
+        return verified
+
+    def accept(self, verified: Mapping[str, str]) -> None:
+        """Take files for verified that `verify_share` of other ranks has returned."""
+        if self._levels.current is not None:
+            self._levels.current.store.accept(verified)
 
     def disable(self, reason: str, *, told: bool = False) -> None:
         """Go on without a cache: what is not published is removed, what is stays for others.
@@ -235,7 +312,11 @@ class PrefixActivations:
             reason: for the user.
             told: another process says it.
         """
-        self._giving_up.give_up(reason, told=told)
+        if self.failed is None:
+            self.failed = reason
+            logger.log(logging.INFO if told else logging.WARNING, "going on without the activation cache: %s", reason)
+        self._prefetcher.forget()
+        self._levels.discard()
 
     def close(self) -> None:
         """Publish what was stored at the current cut and let go of all files.
@@ -244,5 +325,124 @@ class PrefixActivations:
             CacheFault: it could not be written, and failures are to stop the run.
         """
         self._prefetcher.close()
-        with self._giving_up.guard():
+        with self._guard():
             self._levels.close()
+
+    @contextmanager
+    def _guard(self, phase: Literal["cache_read", "cache_write"] | None = None) -> Iterator[None]:
+        """Time the block, and let a fault of the cache in it end the cache's use, or the run."""
+        start = time.perf_counter()
+        with self._phase(phase) if phase else nullcontext():
+            try:
+                yield
+            except CacheFault as fault:
+                if self._stops:
+                    self._levels.discard()
+                    raise
+                self.disable(str(fault))
+        if phase == "cache_read":
+            self.counters.read_seconds += time.perf_counter() - start
+        elif phase == "cache_write":
+            self.counters.write_seconds += time.perf_counter() - start
+
+    def _pad(self, keys: Keys) -> Keys:
+        """Return `keys` repeated up to the batch shape."""
+        if not 0 < len(keys) <= self.batch_rows:
+            raise ValueError(f"a batch of {len(keys)} rows: need 1 to {self.batch_rows}, the training batch")
+        return keys if len(keys) == self.batch_rows else np.resize(keys, self.batch_rows)
+
+    def _request(self, sample_ids: Keys, views: Keys) -> Request:
+        """Return a request for a batch, (rows,) each, beside the announced ones."""
+        return requests_for([(sample_ids, views)], pad=self._pad)[0]
+
+    def _read(self, request: Request) -> Found | None:
+        """Return what is cached for a request; None when a row is missing, or the cache was given up."""
+        with self._guard("cache_read"):
+            return self._prefetcher.take(request)
+        return None
+
+    def _run(self, x: Tensor, start: int, stops: Sequence[int]) -> Tensor:
+        """Return blocks start..stops[-1]-1 of `x`: (batch_rows, ...), dense, and rounded at each of `stops`."""
+        with torch.no_grad():
+            for stop in stops:
+                x = self._run_blocks(x, start, stop)
+                x = x if is_dense(x.shape, x.stride()) else x.contiguous()
+                x = x if self._stored in (None, x.dtype) else x.to(self._stored).to(x.dtype)
+                start = stop
+        return x
+
+    def _compute(self, request: Request, found: Found | None, *, at: Level | None = None) -> Tensor:
+        """Return the output (batch_rows, ...) for a request; missing rows are on their way to the disk.
+
+        Args:
+            request: the batch.
+            found: rows of a shallower cut to compute on from; None is from images.
+            at: an older cut, whose output it is then; None is the current one.
+        """
+        if found is None:
+            start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
+        else:
+            start, exact, x = found[0].cut, found[0].store.exact, found[1]
+            advanced = self.counters.rows_advanced
+            advanced[start] = advanced.get(start, 0) + len(request.sample_ids)
+        self.counters.forwards += 1
+        output = self._run(x, start, self._levels.stops(start, end=at.cut if at else None))
+        with self._guard("cache_write"):
+            self.counters.rows_written += self._levels.append(request.keys, output, exact=exact, at=at)
+        return output
+
+    def _chunks_to_sweep(self, level: Level, batches: Sequence[Keys], *, everything: bool) -> list[Keys]:
+        """Return the keys of each forward, (rows,) of at most a batch, by which missing rows are stored at `level`.
+
+        None where they would save no forwards of `batches`. A forward costs as much as it has blocks: a choice that
+        rests on no clock is the same in every run.
+        """
+        store, cut = level.store, self.cut
+        if store.complete or store.waiting or not (everything or batches):
+            return []
+        wanted = store.owned_keys if everything else np.unique(np.concatenate(batches))
+        missing: Keys = wanted[store.missing_owned(wanted)]
+        # Those that a forward can start from at the same cut come together, the deepest first.
+        depths = np.zeros(len(missing), np.int64)
+        for source in self._levels.below(level):
+            depths[~source.store.missing(missing)] = source.cut
+        ordered = missing[np.argsort(-depths, kind="stable")]
+        chunks = [ordered[first : first + self.batch_rows] for first in range(0, len(ordered), self.batch_rows)]
+        if not everything and chunks:
+            waiting = [batch for batch in batches if store.missing(batch).any()]
+            swept = sum(level.cut - start for start in self._starts(chunks)) + len(waiting) * (cut - level.cut)
+            if swept >= sum(cut - start for start in self._starts(waiting)):
+                return []
+        return chunks
+
+    def _starts(self, batches: Sequence[Keys]) -> list[int]:
+        """Return the cut that a forward of each of `batches` starts at; 0 is the images."""
+        return [0 if found is None else found[0].cut for found in self._levels.locate_batches(batches)]
+
+    def _compare_files(self) -> None:
+        """Compare a few rows of every file that has come into use with computed ones; CacheFault where they differ."""
+        store = self._levels.current.store if self._levels.current else None
+        while store is not None and len(keys := store.to_compare()):
+            self.counters.comparisons += 1
+            images = self._load_images(*unpack_keys(self._pad(keys)))
+            store.compare(self._run(images, 0, self._levels.stops(0)), batch_invariant=self._batch_invariant)
+
+
+def _mean(mask: Mask) -> float:
+    return float(mask.mean()) if len(mask) else 0.0
+
+
+def permuted_batch_is_exact(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> bool:
+    """Tell whether each row's bits stay the same when the rows of a batch change places, which caching relies on.
+
+    Args:
+        run_prefix: the frozen prefix in evaluation mode.
+        images: (rows, C, H, W), a batch of the training shape, in the training memory format.
+    """
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(images)))
+    permuted = torch.empty_like(images)
+    torch.index_select(images, 0, order, out=permuted)
+    with torch.no_grad():
+        straight, moved = run_prefix(images), run_prefix(permuted)
+    expected = straight.index_select(0, order)
+    return torch.equal(bytes_of(expected), bytes_of(moved))

@@ -6,14 +6,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.lock import is_locked
-from hvfreeze.cache.file.names import FILE_NAME, LOCK_SUFFIX, TEMPORARY_SUFFIX, path_of
-from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.reader import FILE_NAME, LOCK_SUFFIX, TEMPORARY_SUFFIX, ActivationFile, path_of
 from hvfreeze.cache.fingerprint import JSON
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.files import LockedError, check_unlocked
 
 OURS = re.compile(rf"{FILE_NAME.pattern}(?:{re.escape(TEMPORARY_SUFFIX)}|{re.escape(LOCK_SUFFIX)})?")
 MIB = 1 << 20
@@ -29,11 +29,7 @@ def ls(directory: Path) -> int:
 
 
 def verify(directory: Path) -> int:
-    """Check every `.h5` file under `directory` in full and name the bad ones.
-
-    Returns:
-        The exit code: 3 when a file is refused.
-    """
+    """Check every `.h5` file under `directory` in full and name the bad ones."""
     lines, refused = [("file", "rows", "verdict")], 0
     for path in _files(directory):
         if path.suffix != ".h5":
@@ -52,11 +48,7 @@ def verify(directory: Path) -> int:
 
 
 def rm(directory: Path) -> int:
-    """Remove cache files under `directory`: by name, regular files only, none that is being built.
-
-    Returns:
-        The exit code: 3 when a file had to be left.
-    """
+    """Remove cache files under `directory`: by name, regular files only, none that is being built."""
     _require_directory(directory)
     if directory.is_symlink():
         raise UsageError(f"DIR ({directory}) is a link, and rm follows none: give the directory that it points to")
@@ -67,7 +59,7 @@ def rm(directory: Path) -> int:
             lock = path.with_name(name[: name.index(".h5") + len(".h5")] + LOCK_SUFFIX)
             if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
                 verdict = "left: it is no regular file"
-            elif is_locked(lock):
+            elif _is_locked(lock):
                 verdict = "left: it is being built"
             else:
                 os.unlink(name, dir_fd=descriptor)
@@ -96,7 +88,7 @@ def _require_directory(directory: Path) -> None:
 def _describe(path: Path) -> tuple[str, ...]:
     if path.suffix != ".h5":
         lock = path.with_suffix(LOCK_SUFFIX)
-        state = "being built" if is_locked(lock) else "left over"
+        state = "being built" if _is_locked(lock) else "left over"
         return *["-"] * 7, f"{path.lstat().st_size / MIB:.1f}", state
     try:
         file = ActivationFile(path)
@@ -114,6 +106,15 @@ def _describe(path: Path) -> tuple[str, ...]:
         f"{file.file_bytes / MIB:.1f}",
         "complete" if manifest.rows == manifest.capacity else "partial",
     )
+
+
+def _is_locked(path: Path) -> bool:
+    with suppress(OSError):
+        try:
+            check_unlocked(path)
+        except LockedError:
+            return True
+    return False
 
 
 def _name_in(field: JSON) -> str:

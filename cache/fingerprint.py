@@ -34,6 +34,16 @@ class Fingerprint:
     exactness: Mapping[str, JSON]
     digest: str
 
+    @classmethod
+    def of(cls, fields: Mapping[str, JSON], *, exactness: Mapping[str, JSON] | None = None) -> Fingerprint:
+        """Return the fingerprint of these fields; tuples become lists, so that it equals one read back from a file.
+
+        Without `exactness` the rows are of unknown or mixed origin, which is never exact.
+        """
+        identity = canonical(fields)
+        digest = hashlib.sha256(b"hvfreeze activation identity\0" + identity.encode()).hexdigest()
+        return cls(json.loads(identity), json.loads(canonical(exactness or {})), digest)
+
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
         """Return the identity fields in which `other` differs, sorted; empty when its rows may be used."""
         names = sorted(set(self.fields) | set(other.fields))
@@ -50,18 +60,6 @@ class Fingerprint:
             theirs, ours = (_shorten(_shown(fields, name)) for fields in (other.fields, self.fields))
             parts.append(f"{name} (file {theirs}, run {ours})")
         return ", ".join(parts)
-
-
-def fingerprint(fields: Mapping[str, JSON], *, exactness: Mapping[str, JSON] | None = None) -> Fingerprint:
-    """Return the fingerprint of these fields; tuples become lists, so that it equals one read back from a file.
-
-    Args:
-        fields: identity, by name.
-        exactness: what changes bits but not meaning; empty means of unknown or mixed origin, which is never exact.
-    """
-    identity = canonical(fields)
-    digest = hashlib.sha256(b"hvfreeze activation identity\0" + identity.encode()).hexdigest()
-    return Fingerprint(json.loads(identity), json.loads(canonical(exactness or {})), digest)
 
 
 def activation_fingerprint(
@@ -84,24 +82,11 @@ def activation_fingerprint(
 ) -> Fingerprint:
     """Return the fingerprint of a frozen prefix's output over a data set on this machine.
 
-    Args:
-        prefix: `digest_tensors` of the prefix's parameters and buffers.
-        operations: digest of what the prefix does with them: modules, functions and their settings, in order;
-            `cache ls` shows the `name` in it, and in `data`.
-        cut: number of frozen blocks.
-        data: identity of the data set (pixel hash, or paths with size and time).
-        split: "train" or "test"; rows of different splits never mix.
-        transform: everything between stored pixels and the prefix's input that is not drawn per view.
-        data_seed: seeds subset, shards and views.
-        augment: "none" or "views:K".
-        dtype: stored type, "native", "float16" or "bfloat16".
-        input_shape: (C, H, W) of one image.
-        memory_format: of the prefix's input, "contiguous" or "channels_last".
-        precision: "float32" or "bfloat16" (autocast).
-        batch_rows: rows of every prefix forward (exactness).
-        threads: torch threads of this rank (exactness).
-        via: cuts at which the activations were rounded to a narrower `dtype` on the way to `cut`, ascending; empty
-            for "native". With it a rounded row is a function of the sample whichever way it was computed.
+    `prefix` is `digest_tensors` of the prefix, and `operations` a digest of what it does with them; `cache ls` shows
+    the `name` in it and in `data`. `transform` is everything between stored pixels and the prefix's input that is not
+    drawn per view; `input_shape` is (C, H, W). `via` are the cuts, ascending, at which rows of a narrower `dtype` were
+    rounded on the way: with them a rounded row is a function of the sample whichever way it was computed. `batch_rows`,
+    of every forward, and torch's `threads` only decide about exactness.
     """
     identity: dict[str, JSON] = {
         "prefix": prefix,
@@ -120,7 +105,7 @@ def activation_fingerprint(
         "torch": torch.__version__,
         "processor": torch.backends.cpu.get_cpu_capability(),
     }
-    return fingerprint(identity, exactness={"batch_rows": batch_rows, "threads": threads})
+    return Fingerprint.of(identity, exactness={"batch_rows": batch_rows, "threads": threads})
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -1,48 +1,59 @@
 """Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output.
 
+`train(Config(...))` runs a configuration and returns its summary; `load_model` returns a finished run's model.
 For a Horovod script: `DistributedOptimizer`, in place of Horovod's, and `CachedLoader`, around the script's own loader.
-
-The parts of a training loop, one by one: `cut_into_blocks` and `Chain`, `open_world` and `broadcast_model`, `Reducer`,
-`Freezer` (or `freeze_by_vote`, which builds it with the usual settings), `PrefixActivations`. `load` returns a finished
-run's model.
+`HvfreezeError` is the base class of all errors. Everything else can be imported from its module, and may move.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
-_HOMES = {
-    "BatchActivations": "own_loop.cached.passes",
-    "CachedLoader": "own_loop.cached.loader",
-    "Cadence": "freezing.cadence",
-    "Chain": "chain.blocks",
-    "DistributedOptimizer": "own_loop.optimizer",
+_PUBLIC = {
+    "CachedLoader": "integration.cached_loader",
+    "Config": "config.tree",
+    "DistributedOptimizer": "integration.optimizer",
     "FreezeConfig": "config.sections",
+    "HvfreezeError": "errors",
+    "load_model": "inference.model",
+    "train": "training.run",
+}
+_EARLIER = {
+    "BatchActivations": "integration.cached_loader",
+    "Cadence": "freezing.cadence",
+    "Chain": "model.blocks",
     "Freezer": "freezing.freezer",
     "PrefixActivations": "cache.activations",
-    "Reducer": "ranks.reducer",
-    "SoloWorld": "ranks.world",
+    "Reducer": "comm.reducer",
+    "SoloWorld": "comm.world",
     "UsageError": "errors",
-    "Voter": "freezing.voting.weights",
-    "World": "ranks.world",
-    "broadcast_model": "ranks.equal_models",
-    "cut_into_blocks": "chain.blocks",
-    "freeze_by_vote": "freezing.freeze_by_vote",
-    "load": "applying.model",
-    "open_world": "ranks.horovod_world",
+    "Voter": "freezing.vote",
+    "World": "comm.world",
+    "broadcast_model": "comm.replica_sync",
+    "cut_into_blocks": "model.blocks",
+    "freeze_by_vote": "freezing.freezer",
+    "load": "inference.model",
+    "open_world": "comm.horovod_world",
 }
+"""Names that this module exported before, for one version."""
 
-__all__ = [*_HOMES]
+__all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"hvfreeze.{_PUBLIC[name]}"), name)
+    if name not in _EARLIER:
         raise AttributeError(f"module 'hvfreeze' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"hvfreeze.{_HOMES[name]}"), name)
+    home, now = f"hvfreeze.{_EARLIER[name]}", "load_model" if name == "load" else name
+    better = "hvfreeze.load_model" if name == "load" else f"from {home} import {name}"
+    warnings.warn(f"hvfreeze.{name} will go in the next version: use {better}", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(home), now)
 
 
 def __dir__() -> list[str]:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvfreeze.commands import parse, perform
-from hvfreeze.config.flags import configuration
+from hvfreeze.cli import parse, perform
+from hvfreeze.config.flags import configuration, given
 from hvfreeze.errors import HvfreezeError, RefusedError, StallError
-from hvfreeze.imports import kept_for_good
+from hvfreeze.torch_imports import kept_for_good
 
 if TYPE_CHECKING:
-    from hvfreeze.ranks.world import World
+    from hvfreeze.comm.world import World
+    from hvfreeze.config.tree import Config
 
 INTERRUPTED = 130
 GRACE_SECONDS = 10.0
@@ -28,11 +29,11 @@ GRACE_SECONDS = 10.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if given[:1] == ["train"] and not {"-h", "--help"} & set(given):
-            return train(given)
-        return max(perform(given), flush_output())
+        if words[:1] == ["train"] and not {"-h", "--help"} & set(words):
+            return train(words)
+        return max(perform(words), flush_output())
     except HvfreezeError as error:
         return give_up(error)
     except OSError:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """Train as one rank of the job, and leave it together with the others; a signal counts from here on."""
-    from hvfreeze.ranks.machine.signals import follow_launching_shell, noticing
+    from hvfreeze.comm.mpi_environment import follow_launching_shell, noticing
 
     with noticing(signal.SIGUSR1) as asked:
         follow_launching_shell()
@@ -57,9 +58,9 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     """Train; `asked` grows by each signal that asks this rank to leave."""
     started = time.monotonic()
     with kept_for_good():
-        from hvfreeze.ranks.agreement import together
-        from hvfreeze.ranks.horovod_world import open_world
-        from hvfreeze.ranks.world import end_job_on_exception
+        from hvfreeze.comm.agreement import raise_on_all_ranks
+        from hvfreeze.comm.horovod_world import open_world
+        from hvfreeze.comm.world import end_job_on_exception
 
     world = open_world()
     end_job_on_exception(world)
@@ -67,8 +68,12 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
         with kept_for_good():
             from hvfreeze.training.run import run
 
-        config = together(world, lambda: configuration(parse(arguments)), name="configuration")
-        summary = run(config, world, asked=asked, started=started)
+        def understood() -> tuple[Config, frozenset[str]]:
+            options = parse(arguments)
+            return configuration(options), given(options)
+
+        config, flags = raise_on_all_ranks(world, understood, name="configuration")
+        summary = run(config, world, asked=asked, started=started, given=flags)
         code = print_summary(summary) if config.run.json and world.rank == 0 else 0
     except HvfreezeError as error:
         if not error.everywhere and world.size > 1:
@@ -142,7 +147,7 @@ def give_up(error: HvfreezeError) -> int:
     A launcher ends all ranks when the first leaves. That must be rank 0, after it has spoken; where it has another fate
     than this rank, this rank speaks.
     """
-    from hvfreeze.ranks.machine.mpi_environment import claimed_rank
+    from hvfreeze.comm.mpi_environment import claimed_rank
 
     rank = claimed_rank(os.environ)
     if rank > 0:

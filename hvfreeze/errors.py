@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from typing_extensions import Self
+
+E = TypeVar("E", bound="HvfreezeError")
+
 
 class HvfreezeError(Exception):
     """An expected failure: its message is all that the user sees, and `exit_code` is the job's exit code.
@@ -13,11 +19,20 @@ class HvfreezeError(Exception):
     exit_code = 1
     everywhere = False
 
+    def on_all_ranks(self) -> Self:
+        """Return this error, which all ranks raise at the same point."""
+        self.everywhere = True
+        return self
+
 
 class UsageError(HvfreezeError):
     """An argument, a configuration key or the way of starting is wrong."""
 
     exit_code = 2
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument for which Horovod raises ValueError; scripts may catch it as such."""
 
 
 class RefusedError(HvfreezeError):

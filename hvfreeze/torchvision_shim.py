@@ -14,7 +14,7 @@ import sys
 import warnings
 from typing import Any
 
-from hvfreeze.torch_compiler import compiler_stood_in_for
+from hvfreeze.torch_imports import compiler_stood_in_for
 
 MISSING_OPERATOR = "operator torchvision::nms does not exist"
 SCHEMAS = (

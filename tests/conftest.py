@@ -29,6 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[pool.FRESH] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves the tests of a file in one process, where they share runs and nodes, but for those that share nothing."""
+    for item in items:
+        if item.path.name != "test_checks.py":
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 def pytest_sessionfinish() -> None:
     pool.end()
 

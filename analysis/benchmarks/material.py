@@ -12,23 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.compute import NullActivations
-from hvfreeze.config.optimizer import OptimizerConfig
-from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig
+from hvfreeze.cache.activations import PrefixActivations
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, OptimizerConfig
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Batch
-from hvfreeze.data.dealing import Corpus
-from hvfreeze.data.draws import Ids
-from hvfreeze.data.sets.image_set import ImageSet
-from hvfreeze.data.shards import plan_shards
-from hvfreeze.data.sources import ArraySource
-from hvfreeze.prefix.caching import NoCache
-from hvfreeze.ranks.world import World
-from hvfreeze.strategies.replicas.door import Replicas
+from hvfreeze.data.batches import Batch, Corpus
+from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.images import ArraySource
+from hvfreeze.data.shards import Ids, plan_shards
+from hvfreeze.strategies.data_parallel import DataParallel
+from hvfreeze.training.build import assemble
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_step
-from hvfreeze.training.making.assembling import assemble
-from hvfreeze.training.making.blueprint import Blueprint
+from hvfreeze.training.stage_build import Blueprint
 
 BATCH_ROWS = 128
 NUM_CLASSES = 10
@@ -132,9 +128,9 @@ def made_up_corpus(setting: Setting) -> Corpus:
     return Corpus(train=images, evaluated=images, evaluated_ids=ids[:size], plan=plan, notes=[])
 
 
-def replicas_of(job: Job) -> Replicas:
+def replicas_of(job: Job) -> DataParallel:
     """Return the job's strategy, whose parts a case measures."""
-    assert isinstance(job.strategy, Replicas)
+    assert isinstance(job.strategy, DataParallel)
     return job.strategy
 
 
@@ -160,7 +156,7 @@ class HeldSteps:
                 return replicas.halves.prefix(x, start, stop)
 
         rows = job.config.optimizer.batch_size
-        replicas.training.caching = NoCache(NullActivations(run_blocks=run_blocks, load_images=load, batch_rows=rows))
+        replicas.training.activations = PrefixActivations(run_blocks=run_blocks, load_images=load, batch_rows=rows)
         job.strategy.begin_epoch([])
         self._batches: Iterator[Batch] = cycle(batches)
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from analysis.benchmarks.material import LEARNING_RATE, MOMENTUM, NUM_CLASSES, WEIGHT_DECAY, HeldBatch
 from analysis.benchmarks.ranks import Ranks
-from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import World
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import World
 from hvfreeze.torchvision_shim import torchvision
 
 Forward = Callable[[Tensor], Tensor]

@@ -6,10 +6,9 @@ import shutil
 from typing import Any
 
 from analysis.benchmarks.material import Setting
-from hvfreeze.strategies.strategy import MODEL
+from hvfreeze.strategies.base import MODEL
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_epoch
-from hvfreeze.training.progress import Silence
 
 
 class ProgramRun:
@@ -28,7 +27,7 @@ class ProgramRun:
         """Make the run; return its mean loss. Collective: every rank must call this."""
         job = self.job
         for epoch in range(self.setting.epochs):
-            train_epoch(job, epoch, Silence())
+            train_epoch(job, epoch)
         job.strategy.close()
         self.predicted_seconds.append(float(job.strategy.report()["cache"]["seconds_saved_predicted"]))
         shutil.rmtree(job.directory)
@@ -48,7 +47,7 @@ def epoch_of(job: Job) -> float:
         ValueError: the run has no more epochs, so that there is nothing to time.
     """
     before = job.step
-    train_epoch(job, before // job.steps_per_epoch, Silence())
+    train_epoch(job, before // job.steps_per_epoch)
     if job.step == before:
         raise ValueError(f"epoch {before // job.steps_per_epoch} is behind the run's end: give the setting more epochs")
     return mean_loss(job)

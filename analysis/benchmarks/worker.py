@@ -18,7 +18,7 @@ from analysis.benchmarks.contest import UNFUSED, Pace
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.table import line
-from hvfreeze.ranks.world import end_job_on_exception
+from hvfreeze.comm.world import end_job_on_exception
 
 
 def main() -> None:

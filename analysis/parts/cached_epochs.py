@@ -7,10 +7,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from analysis.sweeps.charts import Line, line_chart
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval
-from analysis.writing.charts import Line, line_chart
-from hvfreeze.report.style import BASELINE, COLOURS
+from hvfreeze.report.figures import BASELINE, COLOURS
 
 CACHED_FROM = 2
 """Epochs that fill the cache: as many as there are views."""

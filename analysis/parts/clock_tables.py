@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from analysis.sweeps.statistics import Interval, mean_interval, shown
-from hvfreeze.report.units import factor, seconds
+from hvfreeze.report.tables import factor, seconds
 
 PIXELS = {"peers": 32, "peers64": 64}
 WAYS = {"auto": "`--freeze auto`", "auto-one-view": "the same, `--mirror off`", "full": "full fine-tuning"}
@@ -51,6 +52,12 @@ def verdicts(rows: Sequence[dict[str, str]]) -> list[str]:
         epochs = f"{mine['full'][0]['epochs']} epochs of full fine-tuning {shown(whole['full'], seconds)}"
         lines.append(f"- {images}: {epochs}; {told}; evaluating takes {seconds(evaluating)} on average")
     return lines
+
+
+def factor_of_commands(rows: Sequence[dict[str, str]], **ground: str) -> str:
+    """Return how many times faster the whole command with `--freeze auto` is on two ranks, empty if not measured."""
+    whole = [times(found(rows, **ground, way=way, ranks="2"), "whole").mean for way in ("full", "auto")]
+    return "" if any(map(math.isnan, whole)) else f"{factor(whole[0] / whole[1])} as fast"
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:

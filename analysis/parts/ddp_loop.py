@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
-from hvfreeze.data.decoding import Images
+from hvfreeze.data.decoding import Inputs
 from hvfreeze.runs.clock import PhaseClock, train_seconds
-from hvfreeze.training.stages.learning_rate import learning_rate
+from hvfreeze.training.stages import learning_rate
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Training:
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     feed: TrainFeed
-    evaluation: Images
+    evaluation: Inputs
     evaluation_batches: list[Batch]
     clock: PhaseClock
     trained_bytes: int

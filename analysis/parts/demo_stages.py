@@ -8,8 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from hvfreeze.data.sets.image_set import DataSplits, ImageSet
-from hvfreeze.data.sets.opening import open_data
+from hvfreeze.data.data_sets import DataSplits, ImageSet, open_data
 
 FIRST_HALF, SECOND_HALF = range(5), range(5, 10)
 PRETRAINED = "pretrained"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from analysis.sweeps import paper
+from analysis.sweeps.charts import Line
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, Values, paired_ratio, shown
-from analysis.writing import paper
-from analysis.writing.charts import Line
-from hvfreeze.report.style import COLOURS
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import factor
+from hvfreeze.report.figures import COLOURS
+from hvfreeze.report.tables import Table, factor
 
 BATCHES = {224: 16}
 """Image size -> samples per rank: enough that the step's work, not the exchange, takes the time."""

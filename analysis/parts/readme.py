@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.parts.cached_epochs import saved_by_clocks
+from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
 from analysis.parts.networks.tables import kept, table, verdicts
-from analysis.parts.peers.answers import best_full, by_samples
-from analysis.parts.peers.labels import Cell, cell_of
-from analysis.parts.peers.times import TIMED
+from analysis.parts.peers import TIMED, Cell, best_full, by_samples, cell_of
+from analysis.sweeps.kept import texts_of
 from analysis.sweeps.results import Results, open_results
-from analysis.sweeps.rows import texts_of
-from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
-from hvfreeze.report.units import percent, seconds
+from analysis.sweeps.statistics import Interval, shown, signed_points, verdict
+from hvfreeze.report.tables import percent, seconds
 
 COMPARISONS = ("peers", "peers_more", "peers64", "peers_mobilenet")
 """Experiments that compare all ways of fine-tuning."""
@@ -30,17 +30,22 @@ WORDS = {
 }
 """Labels that say too little."""
 WAYS_ARE = """\
-![Accuracy against training time of all ways of fine-tuning](analysis/results/peers/figures/front.png)
+![Accuracy against training time of all ways of fine-tuning](analysis/results/peers/figures/front.svg)
 
-A ResNet-18 pretrained on CIFAR-100, or a MobileNetV3 on half of CIFAR-10's classes, fine-tuned on a few images of
-CIFAR-10's (other) classes, 2 ranks, batches of 64 a rank (32 with 1 000 images), 95 % intervals; the figure is of 32
-pixels. `--freeze auto` has no learning rate to choose; full fine-tuning has the best of three, tried on one seed (at
-32 pixels with up to 5 000 images, elsewhere those rates), and of up to 8 epochs, 16 with 1 000 images, as many as
-serve it best; where that is 8, more may. Its seconds are its steps times what a step takes on an idle machine; those
-of `--freeze auto` and of MobileNet are the clock's. That auto's head compares rows, and in 512 directions, was
-decided on seed 0 of these test images."""
+The figure shows 32 pixels. A ResNet-18 pretrained on CIFAR-100, or a MobileNetV3 pretrained on half of CIFAR-10's
+classes, is fine-tuned on a few images of CIFAR-10's (other) classes: 2 ranks, batches of 64 a rank (32 with 1 000
+images), 95 % intervals.
+
+- `--freeze auto` has no learning rate to choose. Full fine-tuning has the best of three, tried on one seed (at 32
+  pixels with up to 5 000 images; elsewhere the same rates), and the best number of epochs up to 8, or 16 with 1 000
+  images. Where 8 is the best, more may be better.
+- The seconds of full fine-tuning are its steps times the seconds of a step on an idle machine. Those of `--freeze
+  auto` and of MobileNet are the clock's.
+- The kernel head and its 512 dimensions were chosen on the test set of seed 0.
+
+`--freeze auto`, beside full fine-tuning:"""
 COMMANDS_ARE = """\
-That is training time: starting, reading images, evaluating and writing the model come beside it. The whole command,
+These are training times. Starting, reading images, evaluating and writing the model come on top. The whole command,
 from its start until all ranks have left, one run each, against the shortest full fine-tuning within half a point of
 the best ([1 and 4 ranks, limits](analysis/results/clock/README.md)):"""
 BENCH = (
@@ -60,14 +65,14 @@ BENCH = (
 """Rows of the benchmark that README shows, several in one line where they differ in the cut only."""
 
 
-def leads(root: Path) -> Iterator[tuple[int, str, Interval]]:
-    """Yield image size, what was done and its lead over full fine-tuning trained for as long, of every kind of run."""
+def choices(root: Path) -> Iterator[tuple[Results, str, str]]:
+    """Yield results, label and words of all runs that are a user's choice beside full fine-tuning."""
     for name, reference in REFERENCES.items():
         results = open_results(root, name, reference)
         for label in results.labels:
             told = in_words(results, label)
             if told and label != reference:
-                yield int(results.of(label)[0]["image_size"]), told, results.over_front(label)
+                yield results, label, told
 
 
 def in_words(results: Results, label: str) -> str:
@@ -85,37 +90,37 @@ def in_words(results: Results, label: str) -> str:
 
 def front(root: Path) -> str:
     """Return how everything stands against full fine-tuning trained for as long, sorted by what the intervals show."""
-    found = [(size, told, lead) for size, told, lead in leads(root) if lead.n > 1]
+    found: dict[tuple[int, str], list[str]] = {}
+    counts, better = [], []
+    for results, label, told in choices(root):
+        lead = results.over_front(label)
+        if lead.n > 1:
+            shows = verdict(lead, "ahead", "behind", "no difference shown").removesuffix(" (negative)")
+            size = int(results.of(label)[0]["image_size"])
+            found.setdefault((size, shows), []).append(f"{told} {points(lead)}")
+            counts.append(lead.n)
+        if results.change(label).low > 0:
+            better.append(told)
     if not found:
         return NOTHING_YET
-    n = min(lead.n for _, _, lead in found)
     first = (
         "Against full fine-tuning trained for as many seconds, which anybody can do instead (points of test accuracy,\n"
-        f"95 % intervals, paired by seed, n = {n}):\n"
+        f"95 % intervals, paired by seed, n = {min(counts)}):\n"
     )
-    lines = [first]
-    for size in sorted({size for size, _, _ in found}):
-        mine = [(told, lead) for where, told, lead in found if where == size]
-        ahead = [each for each in mine if each[1].low > 0]
-        behind = [each for each in mine if is_below(each[1], 0)]
-        level = [each for each in mine if each not in ahead and each not in behind]
-        for word, chosen in (("ahead", ahead), ("no difference shown", level), ("behind", behind)):
-            if chosen:
-                listed = "; ".join(f"{told} {shown(lead, signed_points)}" for told, lead in chosen)
-                lines.append(f"- {size} pixels, {word}: {listed.replace(' points', '')}.")
-    return "\n".join([*lines, "", whole(root)])
-
-
-def whole(root: Path) -> str:
-    """Return whether anything is more accurate than full fine-tuning for all epochs."""
-    better = []
-    for name, reference in REFERENCES.items():
-        results = open_results(root, name, reference)
-        labels = [label for label in results.labels if label != reference and in_words(results, label)]
-        better += [in_words(results, label) for label in labels if results.change(label, reference).low > 0]
+    order = ("ahead", "no difference shown", "behind")
+    lines = [
+        f"- {size} pixels, {shows}: {'; '.join(found[size, shows])}."
+        for size, shows in sorted(found, key=lambda key: (key[0], order.index(key[1])))
+    ]
+    last = "Of these none is shown to be more accurate than full fine-tuning for all epochs."
     if better:
-        return f"More accurate than full fine-tuning for all epochs: {', '.join(better)}."
-    return "Of these none is shown to be more accurate than full fine-tuning for all epochs."
+        last = f"More accurate than full fine-tuning for all epochs: {', '.join(better)}."
+    return "\n".join([first, *lines, "", last])
+
+
+def points(change: Interval, *, count: bool = False) -> str:
+    """Return a change in points without the word."""
+    return shown(change, signed_points, count=count).replace(" points", "")
 
 
 def cache(root: Path) -> str:
@@ -125,18 +130,15 @@ def cache(root: Path) -> str:
         return NOTHING_YET
     predicted = results.mean("cut4-on", "cache_seconds_saved_predicted")
     views = {"one": "views1", "two": "cut4-on", "four": "views4", "eight": "views8"}
-    costs = ", ".join(
-        f"{name} {shown(results.change(label, 'fresh'), signed_points).replace(' points', '')}"
-        for name, label in views.items()
-    )
-    halved = shown(results.change("float16", "cut4-on"), signed_points, count=True).replace(" points", "")
+    costs = ", ".join(f"{name} {points(results.change(label, 'fresh'))}" for name, label in views.items())
     return (
         f"Four of six stages of a ResNet-18 frozen, 5 000 images of CIFAR-10 at 32 pixels, two views of each, 2 ranks, "
         f"mean and 95 % interval over seeds ([numbers, commands, logs](analysis/results/caching/README.md)). The plan "
         f"said that {seconds(predicted.mean)} would be saved on each rank; by the clocks "
         f"{shown(saved_by_clocks(results, 'cut4-on'), seconds, count=True)} were, by the program's own account "
         f"{shown(results.mean('cut4-on', 'cache_seconds_saved'), seconds, count=True)}. What views "
-        f"cost against fresh draws, in points of accuracy: {costs}; what rows in float16 cost: {halved}."
+        f"cost against fresh draws, in points of accuracy: {costs}; what rows in float16 cost: "
+        f"{points(results.change('float16', 'cut4-on'), count=True)}."
     )
 
 
@@ -175,47 +177,76 @@ def network(root: Path) -> str:
     if not rows:
         return NOTHING_YET
     return (
-        "ResNet-18 at 32 pixels, 64 images a rank, one rank a node: images a second, and in brackets the part of as "
-        "many times one node's\nalone, measured in turn with them "
-        "([numbers, forecasts, limits](analysis/results/network/README.md)). Where nothing is\nsent, nodes train "
-        "beside each other, each for itself: what they lose is the shared machine's doing. The four after it are\n"
-        f"`--compression` of ours.\n\n{table(rows)}\n\n{verdicts(rows)}"
+        "ResNet-18 at 32 pixels, 64 images a rank, one rank a node. Cells are images per second and, in brackets, the "
+        "scaling efficiency:\nthe share of as many times one node alone, measured in turn "
+        "([numbers, forecasts, limits](analysis/results/network/README.md)). In the column\n`nothing sent` each node "
+        "trains by itself, and its loss is due to the shared machine. The next four columns are our\n"
+        f"`--compression`.\n\n{table(rows)}\n\n{verdicts(rows)}"
     )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`--freeze auto` and full fine-tuning on so many samples of an experiment."""
+
+    experiment: str
+    samples: int
+    results: Results
+
+    def auto(self, peer: str = "auto") -> str:
+        return Cell(samples=self.samples, peer=peer, epochs=1).label
+
+    @property
+    def ground(self) -> str:
+        """The images' size, and the model where it is another."""
+        row = self.results.of(self.auto())[0]
+        return f"{row['image_size']} pixels" + ("" if row["model"] == TIMED else f", {row['model']}")
+
+    def seconds(self, label: str) -> str:
+        return seconds(self.results.mean(label, "train_seconds").mean)
+
+
+def pairs(root: Path) -> Iterator[Pair]:
+    """Yield all that was compared with `--freeze auto`."""
+    for name in COMPARISONS:
+        for samples, own in by_samples(open_results(root, name)):
+            pair = Pair(name, samples, own)
+            if own.of(pair.auto()):
+                yield pair
 
 
 def ways(root: Path) -> str:
     """Return the figure of all ways, and what `--freeze auto` alone comes to beside full fine-tuning."""
-    lines = [line for name in COMPARISONS for line in beside_full(root, name)]
-    if not lines:
-        return NOTHING_YET
-    return "\n".join(
-        [WAYS_ARE, "", *lines, "", COMMANDS_ARE, "", *whole_commands(texts_of(root / "clock" / "rows.csv"))]
+    lines = [beside_full(pair) for pair in pairs(root)]
+    commands = whole_commands(texts_of(root / "clock" / "rows.csv"))
+    return "\n".join([WAYS_ARE, "", *lines, "", COMMANDS_ARE, "", *commands]) if lines else NOTHING_YET
+
+
+def beside_full(pair: Pair) -> str:
+    """Return a line of `--freeze auto` beside full fine-tuning."""
+    own, auto, once, full = pair.results, pair.auto(), pair.auto("auto-one-view"), best_full(pair.results)
+    mirrorless = f"without mirror images (`--mirror off`) {own.accuracy_text(once)} in {pair.seconds(once)}; "
+    return (
+        f"- [{pair.samples} images at {pair.ground}](analysis/results/{pair.experiment}/README.md): "
+        f"{own.accuracy_text(auto, count=True)} in {pair.seconds(auto)}; {mirrorless if own.of(once) else ''}full "
+        f"fine-tuning comes to {own.accuracy_text(full)} in {pair.seconds(full)}, {cell_of(full).epochs} epochs. "
+        f"That is {own.change_text(auto, full)} against it, and "
+        f"{own.lead_text(auto)} against full fine-tuning that is trained as long."
     )
 
 
-def beside_full(root: Path, name: str) -> Iterator[str]:
-    """Yield a line for each number of samples of an experiment: `--freeze auto` beside full fine-tuning."""
-    for samples, own in by_samples(open_results(root, name)):
-        auto, full = Cell(samples=samples, peer="auto", epochs=1).label, best_full(own)
-        once = Cell(samples=samples, peer="auto-one-view", epochs=1).label
-        mirrorless = own.of(once) and (
-            f"without mirror images (`--mirror off`) {shown(own.mean(once, 'test_accuracy'), percent)} in "
-            f"{seconds(own.mean(once, 'train_seconds').mean)}; "
-        )
-        if own.of(auto):
-            size, model = (own.of(auto)[0][column] for column in ("image_size", "model"))
-            network = "" if model == TIMED else f", {model}"
-            yield (
-                f"- [{samples} images at {size} pixels{network}](analysis/results/{name}/README.md): "
-                f"{shown(own.mean(auto, 'test_accuracy'), percent, count=True)} in "
-                f"{seconds(own.mean(auto, 'train_seconds').mean)}; {mirrorless or ''}full "
-                "fine-tuning comes to "
-                f"{shown(own.mean(full, 'test_accuracy'), percent)} in "
-                f"{seconds(own.mean(full, 'train_seconds').mean)}, {cell_of(full).epochs} epochs. "
-                f"That is {shown(own.change(auto, full), signed_points)} against it, and "
-                f"{shown(own.over_front(auto), signed_points)} against full fine-tuning that is trained as long."
-            )
+def headline(root: Path) -> str:
+    """Return a row for each number of samples: full fine-tuning, `--freeze auto`, and how much sooner it is done."""
+    lines, clock = [], texts_of(root / "clock" / "rows.csv")
+    for pair in pairs(root):
+        own, auto, full = pair.results, pair.auto(), best_full(pair.results)
+        both = (f"{percent(own.mean(label, 'test_accuracy').mean)} in {pair.seconds(label)}" for label in (full, auto))
+        times = factor_of_commands(clock, experiment=pair.experiment, samples=str(pair.samples))
+        cells = (f"{pair.samples} at {pair.ground}", *both, own.change_text(auto, full), times)
+        lines.append(f"| {' | '.join(cells)} |")
+    heads = "| images | full fine-tuning | `--freeze auto --epochs 1` | difference | whole command |"
+    return "\n".join([heads, "|:---|---:|---:|---:|---:|", *lines]) if lines else NOTHING_YET
 
 
-PARTS = {"ways": ways, "front": front, "cache": cache, "bench": bench, "network": network}
+PARTS = {"headline": headline, "ways": ways, "front": front, "cache": cache, "bench": bench, "network": network}
 """Markers of README.md, with what stands between them, besides the table of answers."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
-from hvfreeze.ranks.reducer import BUCKET_BYTES
+from hvfreeze.comm.reducer import BUCKET_BYTES
 
 LATENCY = 50e-6
 """Seconds of a message from node to node, assumed: TCP over Ethernet, with its way through both systems."""

@@ -18,15 +18,14 @@ from pathlib import Path
 
 import torch
 
-from analysis.benchmarks.contest import Course, Side
+from analysis.benchmarks.contest import Side, StageRunner
 from analysis.benchmarks.material import CUTS, EpochSteps, HeldBatch, Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.unfrozen import data_parallel
+from hvfreeze.comm.world import end_job_on_exception
 from hvfreeze.config.sections import CacheConfig
-from hvfreeze.ranks.world import end_job_on_exception
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_epoch
-from hvfreeze.training.progress import Silence
 
 LIVE, CACHED, DDP = "live{}", "cached{}", "ddp"
 STEPS, VIEWS = 4, 2
@@ -52,12 +51,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()):
         sides = list(sides_of(ranks, setting, cuts=CUTS if options.seconds else CUTS[:1]))
-    course = Course(ranks, sides, time.perf_counter)
+    stage_runner = StageRunner(ranks, sides, time.perf_counter)
     start, seconds = time.monotonic(), {}
-    course.warm_up()
+    stage_runner.warm_up()
     for number in count():
-        course.play(number, steps=1)
-        seconds = course.slowest()
+        stage_runner.play(number, steps=1)
+        seconds = stage_runner.slowest()
         enough = number + 1 >= (LEAST_ROUNDS if options.seconds else 1)
         late = enough and time.monotonic() - start > options.seconds
         if ranks.agree(float(late)):
@@ -86,7 +85,7 @@ def sides_of(ranks: Ranks, setting: Setting, *, cuts: Sequence[int]) -> Iterator
     for cut in cuts:
         job = setting.job(CACHED.format(cut), cut=cut, augment=f"views:{VIEWS}", cache=CacheConfig(cache="on"))
         for epoch in range(VIEWS):
-            train_epoch(job, epoch, Silence())
+            train_epoch(job, epoch)
         yield epochs(job, VIEWS, name=CACHED.format(cut))
     loop = data_parallel(ranks, [], setting.scratch)
     loop.batches = loaded(setting.job(DDP, augment="fresh"))

@@ -1,5 +1,4 @@
-"""Experiments are made here: presets, runs that are kept, their rows, the statistics of these, and the page that says
-what came of it.
+"""Experiments: presets, launching, runs that are kept with their rows, results and statistics, pages and charts.
 
 May import `analysis.benchmarks.launching`, and nothing else of `analysis`.
 """

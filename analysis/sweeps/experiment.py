@@ -1,241 +1,180 @@
-"""Carries an experiment out: what is done is not done again, what was killed goes on, and results are always whole.
+"""An experiment: a question, the runs that answer it, and what is made of their rows, the page in its folder included.
 
-    python -m analysis.NAME --preset reduced --data-dir DIR --weights FILE
-    python -m analysis.NAME --seeds 3,4               more seeds beside those that are there
-    python -m analysis.NAME --estimate                how many runs, how long
-
-A finished run's small logs lie in RESULTS/NAME/runs/; they are what counts as done. Where another experiment has made
-the very same run, its logs are copied. Checkpoints, weights and caches lie under --work, and only until their run has
-finished.
+RESULTS/<experiment>/README.md      answers, figure, tables, limits, and how it was made
+RESULTS/<experiment>/figures/*.svg
+RESULTS/<experiment>/preset.json    the defaults around which one factor at a time is changed
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import os
-import shutil
-import signal
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.sweeps.estimates import Progress, duration, seconds_of
-from analysis.sweeps.kept import borrow, is_kept, keep, of_other_seeds
-from analysis.sweeps.launching import Site, launch, require_cluster
-from analysis.sweeps.presets import PRESETS, PlannedRun, Preset
-from analysis.sweeps.provenance import commit
-from analysis.sweeps.questions import Experiment, nothing_more
-from analysis.sweeps.results import Results, best_lr, open_results
-from analysis.sweeps.rows import Row, collect, read_rows, write_rows
-from analysis.sweeps.writeup import write_up
-from hvfreeze.errors import HvfreezeError, UsageError
+import matplotlib
+from matplotlib.figure import Figure
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-WORK = Path("build") / "experiments"
-PATIENCE = 20.0
-"""A run that takes this many times its estimate hangs."""
+from analysis.sweeps.kept import ROWS, RUNS, VERSIONS, Row, publish
+from analysis.sweeps.presets import PlannedRun, Preset
+from analysis.sweeps.results import Results
+from hvfreeze.report.figures import STYLE
+from hvfreeze.report.tables import Table, plural
+
+SETTINGS = "preset.json"
 
 
-def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
-    """Run an experiment's command line and return its exit code: 0 done, 1 some runs failed, else as `hvfreeze`."""
-    options = parse(experiment, arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        preset = preset_of(options, root=options.results)
-        if options.estimate:
-            print(estimate(experiment, preset))
-            return 0
-        require_lr(options, experiment, root=options.results)
-        site = site_of(options, experiment, preset)
-        return carry_out(experiment, preset, site, root=options.results, only=options.only)
-    except HvfreezeError as error:
-        print(f"{experiment.name}: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"{experiment.name}: interrupted; the same command goes on", file=sys.stderr)
-        return 130
+@dataclass(frozen=True)
+class Answer:
+    """A question answered in one sentence, with a number and its spread."""
+
+    question: str
+    text: str
+    n: int
+    negative: bool = False
+    """Whether the method did not keep what one would hope of it: the whole interval says so, not its middle."""
+    undecided: bool = False
+    """Whether the runs are too few or too much alike to answer it."""
+
+    @property
+    def mark(self) -> str:
+        """What stands before an answer that is no success; empty where nothing does."""
+        return "negative" if self.negative else "no answer yet" if self.undecided else ""
 
 
-def parse(experiment: Experiment, arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m analysis.{experiment.name}", description=experiment.title)
-    data = os.environ.get("HVFREEZE_DATA")
-    add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), default="reduced")
-    add("--data-dir", type=Path, default=Path(data) if data else None, help="where CIFAR-10 lies [$HVFREEZE_DATA]")
-    add("--weights", type=Path, help="state_dict to start from; the preset's results are about a pretrained model")
-    add("--ranks", type=int, help="instead of the preset's")
-    add("--lr", type=float, help="instead of what the baseline experiment chose, or the preset's")
-    add("--seeds", type=numbers, metavar="N[,N]", help="instead of the preset's; runs with other seeds stay")
-    add("--hosts", default="", help="HOST:SLOTS,... instead of this machine; they must see the same folders")
-    add("--work", type=Path, help=f"run directories under way [{WORK}/{experiment.name}/PRESET]")
-    add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
-    add("--only", type=labels, metavar="LABEL[,LABEL]", help="make these runs only; the rest another time")
-    add("--estimate", action="store_true", help="say how long it will take, and do nothing")
-    options = parser.parse_args(arguments)
-    options.work = options.work or WORK / experiment.name / options.preset
-    options.results = options.results or default_results(options.preset)
-    return options
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of an experiment."""
+
+    name: str
+    caption: str
+    figure: Figure
 
 
-def labels(text: str) -> tuple[str, ...]:
-    """Return a comma-separated list as its words."""
-    return tuple(word.strip() for word in text.split(","))
+def nothing_more(preset: Preset, results: Results) -> list[PlannedRun]:
+    """Return no further runs."""
+    return []
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Return a comma-separated list as its numbers, each once."""
-    return tuple(dict.fromkeys(int(word) for word in text.split(",")))
+@dataclass(frozen=True)
+class Experiment:
+    """A named set of runs, and what is made of their rows. The last three take results that may be incomplete."""
+
+    name: str
+    title: str
+    runs: Callable[[Preset], list[PlannedRun]]
+    answers: Callable[[Results], list[Answer]]
+    tables: Callable[[Results], list[Table]]
+    drawings: Callable[[Results], list[Drawing]]
+    limits: tuple[str, ...]
+    """What the results do not show, one sentence each."""
+    chooses_lr: bool = False
+    """Whether its first runs choose the learning rate of the others, instead of the baseline's."""
+    reference: str = ""
+    """The label of full fine-tuning among its runs, on their own data; empty where there is no one such label."""
+    shown: int = 1
+    """How many of the tables its README.md shows; the page of all experiments shows all."""
+    then: Callable[[Preset, Results], list[PlannedRun]] = nothing_more
+    """Runs that depend on what the first ones gave."""
+    one_factor: bool = True
+    """Whether runs have the preset's flags but for one; else a table tells their own."""
 
 
-def default_results(preset: str) -> Path:
-    """Return where a preset's results go: those of `reduced` are part of the repository."""
-    return {"smoke": WORK / "smoke-results", "full": RESULTS / "full"}.get(preset, RESULTS)
+def is_complete(directory: Path) -> bool:
+    """Tell whether an experiment's folder holds rows and what they were made with."""
+    return (directory / ROWS).exists() and (directory / SETTINGS).exists()
 
 
-def preset_of(options: argparse.Namespace, *, root: Path) -> Preset:
-    """Return the preset with what the command line says otherwise."""
-    preset = PRESETS[options.preset]
-    if options.ranks is not None:
-        preset = replace(preset, ranks=options.ranks)
-    if options.seeds is not None:
-        preset = replace(preset, seeds=options.seeds)
-    if options.weights is not None:
-        digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights.is_file() else ""
-        preset = replace(preset, weights=options.weights.name, weights_digest=digest)
-    found = best_lr(read_rows(root / "baseline"))
-    return replace(preset, lr=options.lr if options.lr is not None else found or preset.lr)
-
-
-def require_lr(options: argparse.Namespace, experiment: Experiment, *, root: Path) -> None:
-    """Refuse to begin with a learning rate that nobody chose.
-
-    Raises:
-        UsageError: the results hold no baseline that chose one, and none was given.
-    """
-    if options.preset == "smoke" or experiment.chooses_lr or options.lr is not None:
+def write_up(experiment: Experiment, preset: Preset, results: Results, *, made: bool) -> None:
+    """Write figures and README.md, and where runs were made the preset; without rows, nothing."""
+    if not results.rows:
         return
-    if best_lr(read_rows(root / "baseline")) is None:
-        raise UsageError(
-            f"--results ({root}) holds no baseline, which chooses the learning rate of this experiment; run "
-            f"python -m analysis.baseline with the same --results first, or give --lr (the kept results have 0.05)"
-        )
+    captions = draw(experiment, results, results.directory)
+    if made or not (results.directory / SETTINGS).exists():
+        used = {"preset": preset.name, "ranks": preset.ranks, "flags": preset.common()}
+        used["weights_sha256"] = preset.weights_digest
+        publish(results.directory / SETTINGS, json.dumps(used, indent=1) + "\n")
+    publish(results.directory / "README.md", readme(experiment, results, captions))
 
 
-def site_of(options: argparse.Namespace, experiment: Experiment, preset: Preset) -> Site:
-    """Return where the runs find what they need.
-
-    Raises:
-        UsageError: the data or the weights are not there.
-    """
-    if options.weights is not None and not options.weights.is_file():
-        raise UsageError(f"--weights ({options.weights}) must be a file")
-    if options.data_dir is not None and preset.data != "digits" and not options.data_dir.is_dir():
-        raise UsageError(f"--data-dir ({options.data_dir}) must be a folder")
-    data_dir = None if preset.data == "digits" else options.data_dir
-    return Site(work=options.work, data_dir=data_dir, weights=options.weights, hosts=options.hosts)
+def draw(experiment: Experiment, results: Results, folder: Path) -> dict[str, str]:
+    """Write the figures below `folder`; return each one's caption by its name."""
+    drawings = experiment.drawings(results)
+    for drawing in drawings:
+        save_figure(drawing.figure, folder / "figures" / f"{drawing.name}.svg")
+    return {drawing.name: drawing.caption for drawing in drawings}
 
 
-def estimate(experiment: Experiment, preset: Preset) -> str:
-    """Return the number of runs and how long they will take."""
-    planned = plan(experiment, preset, Results(Path()))
-    seconds = sum(seconds_of(run, preset) for run in planned)
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG, the same bytes for the same figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def readme(experiment: Experiment, results: Results, captions: dict[str, str]) -> str:
+    """Return README.md, which shows the first figure and links to the others."""
+    tables = experiment.tables(results)[: experiment.shown]
+    pictures = ""
+    if captions:
+        name, *others = captions
+        more = ", ".join(f"[{other}](figures/{other}.svg)" for other in others)
+        pictures = f"![{name}](figures/{name}.svg)\n\n{captions[name]}" + (f" More: {more}.\n" if more else "\n")
+    parts = [
+        f"# {experiment.title}\n",
+        "\n".join(claim(answer) for answer in experiment.answers(results)) + "\n",
+        pictures,
+        "\n".join((f"{table.title}\n\n" if table.title else "") + table.to_text() for table in tables),
+        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in experiment.limits) + "\n",
+        "## How it was made\n\n" + made(experiment, results),
+    ]
+    return "\n".join(part for part in parts if part.strip())
+
+
+def claim(answer: Answer) -> str:
+    """Return an answer as a list entry; what did not work says so first."""
+    return f"- {f'**({answer.mark})** ' if answer.mark else ''}**{answer.question}** {answer.text}"
+
+
+def made(experiment: Experiment, results: Results) -> str:
+    """Return command, defaults, machine, versions and n."""
+    settings = json.loads((results.directory / SETTINGS).read_text(encoding="utf-8"))
+    flags = {key.replace("_", "-"): value for key, value in settings["flags"].items()}
+    defaults = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
+    weights = f" --weights {flags['weights']}" if "weights" in flags else ""
+    around = f"defaults, of which one factor at a time is changed: `{defaults}`, " if experiment.one_factor else ""
+    digest = settings["weights_sha256"]
+    seeds = len({row["seed"] for row in results.rows})
     return (
-        f"{experiment.name} ({preset.name}): {len(planned)} runs, about {duration(seconds)} on {os.cpu_count()} cores"
+        f"- `python -m analysis.{experiment.name} --preset {settings['preset']} --data-dir DIR{weights}`\n"
+        f"- {around}{settings['ranks']} ranks\n"
+        f"- {plural(len(results.rows), 'run')}, {plural(seeds, 'seed')}; brackets hold 95 % intervals (Student's t, "
+        "paired by seed)\n"
+        "- training time is that of rank 0 without set-up, evaluation and checkpoints\n"
+        f"- {machines(results.rows)}{f'; weights SHA-256 {digest[:16]}...' if digest else ''}\n"
+        f"- {sources(results.rows)}\n"
+        f"- numbers, and every run's source, time, machine and versions: [{ROWS}]({ROWS}); configurations and logs: "
+        f"[{RUNS}]({RUNS})\n"
     )
 
 
-def plan(experiment: Experiment, preset: Preset, results: Results) -> list[PlannedRun]:
-    """Return all runs, each checked and each name once.
-
-    Raises:
-        UsageError: a flag is not acceptable, or two different runs have one name.
-    """
-    planned = [*experiment.runs(preset), *experiment.then(preset, results)]
-    by_name: dict[str, PlannedRun] = {}
-    for run in planned:
-        run.config()
-        if by_name.setdefault(run.name, run) != run:
-            raise UsageError(f"experiment {experiment.name} has two different runs of the name {run.name}")
-    return list(by_name.values())
+def machines(rows: Sequence[Row]) -> str:
+    """Return the machines and the versions that the runs had."""
+    places = {f"{row['processor']}, {row['cores']} cores, {row['threads']} thread a rank" for row in rows}
+    versions = {", ".join(f"{name} {row[name]}" for name in VERSIONS) for row in rows}
+    return f"{'; '.join(sorted(places))}; {'; '.join(sorted(versions))}"
 
 
-def carry_out(
-    experiment: Experiment, preset: Preset, site: Site, *, root: Path, only: Sequence[str] | None = None
-) -> int:
-    """Make the runs that are missing, and write the results; returns 1 when some failed.
-
-    Raises:
-        UsageError: no run has a label that is in `only`.
-    """
-    directory = root / experiment.name
-    print(estimate(experiment, preset), flush=True)
-    first = experiment.runs(preset)
-    before = kept_names(directory)
-    failed = make(first, preset, site, directory, only=only)
-    planned = plan(experiment, preset, open_results(root, experiment.name, experiment.reference))
-    unknown = sorted(set(only or ()) - {run.label for run in planned})
-    if unknown:
-        raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
-    if all(run.name in kept_names(directory) for run in first) or experiment.then is nothing_more:
-        failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
-    elif {run.label for run in planned if only is None or run.label in only} - {run.label for run in first}:
-        print(f"{experiment.name}: the other runs depend on these, which are not all there yet", file=sys.stderr)
-    results = open_results(root, experiment.name, experiment.reference)
-    write_up(experiment, preset, results, made=kept_names(directory) != before)
-    print(f"results: {directory}")
-    if failed:
-        print(f"{experiment.name}: error: {len(failed)} runs failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def make(
-    planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
-) -> list[str]:
-    """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed.
-
-    Raises:
-        UsageError: runs on nodes are missing, and there cannot be a local cluster; no run was begun.
-    """
-    chosen = [run for run in planned if only is None or run.label in only]
-    kept = [run.name for run in planned if is_kept(run, directory / "runs" / run.name)]
-    kept += [run.name for run in chosen if run.name not in kept and borrow(run, directory)]
-    wanted = [run for run in planned if run.name in kept or run in chosen]
-    if any(run.nodes for run in wanted if run.name not in kept):
-        require_cluster()
-    source = commit()
-    progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
-    others = of_other_seeds(planned, directory)
-    rows = collect(directory, [*kept, *others])
-    write_rows(directory, rows)
-    failed: list[str] = []
-    for run in wanted:
-        if run.name in progress.done:
-            continue
-        print(progress.line(run), flush=True)
-        started = time.monotonic()
-        try:
-            run_dir = launch(run, site, timeout=600 + PATIENCE * progress.estimates[run.name])
-        except HvfreezeError as error:
-            print(f"  {error}", file=sys.stderr, flush=True)
-            failed.append(run.name)
-        else:
-            keep(run_dir, run, directory / "runs" / run.name, source=source)
-            shutil.rmtree(run_dir)
-            rows = in_order([*rows, *collect(directory, [run.name])], planned)
-            write_rows(directory, rows)
-        progress.done[run.name] = time.monotonic() - started
-    return failed
-
-
-def kept_names(directory: Path) -> set[str]:
-    """Return the names of all runs whose logs are kept."""
-    return {path.parent.name for path in directory.glob("runs/*/summary.json")}
-
-
-def in_order(rows: Sequence[Row], planned: Sequence[PlannedRun]) -> list[Row]:
-    """Return the rows in the order in which their runs were planned, those of other seeds behind them."""
-    places = {run.name: place for place, run in enumerate(planned)}
-    return sorted(rows, key=lambda row: places.get(row["run"], len(places)))
+def sources(rows: Sequence[Row]) -> str:
+    """Return the commits that the runs were made from with the number of runs of each, and when they ended."""
+    counts = Counter(str(row["commit"]) for row in rows if row["commit"])
+    if not counts:
+        return "the source is not known"
+    listed = ", ".join(f"{source} ({count})" for source, count in counts.items())
+    days = sorted({str(row["finished"])[:10] for row in rows if row["finished"]})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    old = sum(row["stamped"] == "history" for row in rows)
+    told = f"; source and time of {plural(old, 'run')} as the repository's history has them" if old else ""
+    return f"source (runs): {listed}; {when}{told}"

@@ -1,7 +1,8 @@
-"""What is kept of a run: its small logs, without this machine's paths; and how they are read again.
+"""Kept runs and their rows.
 
-RESULTS/<experiment>/runs/<run>/    config.yaml environment.json metrics.jsonl decisions.jsonl summary.json plan.json
-                                    made.json
+RESULTS/<experiment>/runs.jsonl     a line a run: plan, source, environment, configuration, summary, epochs, votes
+RESULTS/<experiment>/rows.csv       a row a run, made from these: seconds, bytes, accuracies 0-1
+RESULTS/environments.json           machines and versions by their digests
 
 Training time is one thing in all experiments: seconds of rank 0 without set-up, evaluation and checkpoints. How often a
 run is saved is a matter of taste, and not every rival can save itself.
@@ -9,66 +10,212 @@ run is saved is a matter of taste, and not every rival can save itself.
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import dataclasses
+import datetime
+import fcntl
+import functools
+import hashlib
 import json
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from analysis.sweeps.presets import PlannedRun
-from analysis.sweeps.provenance import stamp
+from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
+from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
-from hvfreeze.runs.reading import TRAINING_PHASES, Run, load_run
+from hvfreeze.report.tables import to_csv
+from hvfreeze.runs.reading import TRAINING_PHASES, Run, check_values
 
-LOGS = ("config.yaml", "environment.json", "metrics.jsonl", "decisions.jsonl", "summary.json", "wire.json")
-PLAN = "plan.json"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+RUNS, ROWS, ENVIRONMENTS = "runs.jsonl", "rows.csv", "environments.json"
 UNCOUNTED = "checkpoint"
 """The phase of a run that is no part of its training time here."""
 COUNTED = tuple(phase for phase in TRAINING_PHASES if phase != UNCOUNTED)
+IDENTITY = tuple(field.name for field in dataclasses.fields(PlannedRun))
+VERSIONS = ("torch", "horovod", "mpi4py", "hvfreeze")
+DIGEST = 16
+"""Digits of a digest that a row holds: enough to tell trainings apart."""
+HASHES = ("commit", "parameter_digest")
+"""Columns whose text may look like a number: 9e59029 is no infinity, and 0012345 keeps its zeros."""
+UNVOTED = ("none", "static")
+"""Ways of freezing in which nobody votes."""
+SETTINGS = (
+    "model data train_samples validation_fraction image_size blocks epochs batch_size lr augment partition shard_sizes "
+    "freeze cut signal vote_weight quorum eta_max cache cache_dtype compression precision"
+).split()
+
+Row = dict[str, Any]
+Line = dict[str, Any]
 
 
-def keep(run_dir: Path, planned: PlannedRun, kept: Path, *, source: str) -> None:
-    """Copy a finished run's small logs to the folder `kept`, complete or not at all, without this machine's paths.
+class KeptRuns:
+    """The kept runs in an experiment's folder, as they were when this was opened or last added to."""
 
-    Args:
-        run_dir: the run directory.
-        planned: what was started.
-        kept: the folder, which is replaced.
-        source: the commit that the run was started from.
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path = directory / RUNS
+        self.lines = read_lines(self.path)
+        self.environments = read_environments(directory.parent)
+
+    def holds(self, planned: PlannedRun) -> bool:
+        """Tell whether the run is kept.
+
+        Raises:
+            RefusedError: another run of its name is; the message shows the difference.
+        """
+        if planned.name not in self.lines:
+            return False
+        held, asked = (flat(identity) for identity in (self.lines[planned.name], planned.identity()))
+        names = sorted(key for key in held | asked if held.get(key) != asked.get(key))
+        if names:
+            shown = "; ".join(f"{name}: {held.get(name)!r} there, {asked.get(name)!r} here" for name in names)
+            raise RefusedError(
+                f"{self.path} holds another run {planned.name} ({shown}); remove its line, or give another --results"
+            )
+        return True
+
+    def of_other_seeds(self, planned: Sequence[PlannedRun]) -> list[str]:
+        """Return the names of kept runs that differ from a planned one in the seed only, in the order of their seeds.
+
+        Raises:
+            RefusedError: a kept run has a planned run's label and is another; see `holds`.
+        """
+        names, like = {run.name for run in planned}, {run.label: run for run in planned}
+        others = [line for name, line in self.lines.items() if name not in names and line["label"] in like]
+        found = [dataclasses.replace(like[line["label"]], seed=line["seed"]) for line in others]
+        return [run.name for run in sorted(found, key=lambda run: run.seed) if self.holds(run)]
+
+    def keep(self, run_dir: Path, planned: PlannedRun, *, source: str) -> None:
+        """Add the finished run of a run directory, started from the commit `source`, without this machine's paths."""
+        environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+        names = {host: f"host{number}" for number, host in enumerate(dict.fromkeys(environment.get("hosts", [])))}
+        environment["hosts"] = [names[host] for host in environment.get("hosts", [])]
+        tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        tree["data"]["data_dir"] = tree["run"]["run_dir"] = None
+        tree["model"]["weights"] = Path(tree["model"]["weights"]).name
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        line: Line = {"run": planned.name, **planned.identity()}
+        # Older runs are stamped "history": their source and time are the repository's.
+        line |= {"commit": source, "finished": now, "stamped": "run", "environment": digest_of(environment)}
+        line |= {"config": tree, "summary": json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))}
+        for key, name in (("epochs", "metrics.jsonl"), ("votes", "decisions.jsonl")):
+            line[key] = [json.loads(text) for text in (run_dir / name).read_text(encoding="utf-8").splitlines()]
+        if (run_dir / "wire.json").exists():
+            line["wire"] = json.loads((run_dir / "wire.json").read_text(encoding="utf-8"))
+        root = self.directory.parent
+        with locked(root):
+            known = read_environments(root)
+            if line["environment"] not in known:
+                known = {**known, line["environment"]: environment}
+                publish(root / ENVIRONMENTS, json.dumps(known, indent=1, sort_keys=True) + "\n")
+        self.append(line)
+
+    def append(self, line: Line) -> None:
+        """Write a line behind the others; one that was cut short by a crash is replaced."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with locked(self.directory.parent), self.path.open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.lines, self.environments = read_lines(self.path), read_environments(self.directory.parent)
+
+    def borrow(self, planned: PlannedRun) -> bool:
+        """Take the run over from another experiment that has made the same one; tell whether there was one."""
+        for lines in self._elsewhere:
+            line = lines.get(planned.name)
+            if line and {key: line[key] for key in IDENTITY} == planned.identity():
+                self.append(line)
+                return True
+        return False
+
+    @functools.cached_property
+    def _elsewhere(self) -> list[dict[str, Line]]:
+        return [read_lines(path) for path in sorted(self.directory.parent.glob(f"*/{RUNS}"))]
+
+    def run(self, name: str) -> Run:
+        """Return a kept run with the one definition of training time, in its summary and in every epoch.
+
+        Raises:
+            RefusedError: no such run is kept, its environment is not, or it is damaged.
+        """
+        if name not in self.lines:
+            raise RefusedError(f"{self.path} holds no run {name}")
+        line, environment = self.lines[name], self.environments.get(self.lines[name]["environment"])
+        if environment is None:
+            raise RefusedError(f"{self.directory.parent / ENVIRONMENTS} lacks {line['environment']}, of run {name}")
+        # So that runs which differ in these alone are never taken for repetitions of each other.
+        tree = {**line["config"], "sweep": {key: line[key] for key in ("program", "nodes", "bandwidth")}}
+        default = default_settings()
+        run = Run(
+            name=name,
+            directory=self.directory / name,
+            config={key: {**default.get(key, {}), **tree.get(key, {})} for key in {**default, **tree}},
+            environment=environment,
+            metrics=tuple(without_checkpoints(epoch) for epoch in line["epochs"]),
+            decisions=tuple(line["votes"]),
+            summary=without_checkpoints(line["summary"]),
+        )
+        check_values(run)
+        return run
+
+    def rows(self, names: Sequence[str]) -> list[Row]:
+        """Return the rows of those of these runs that are kept."""
+        return [row_of(self.lines[name], self.run(name)) for name in names if name in self.lines]
+
+
+def read_lines(path: Path) -> dict[str, Line]:
+    """Return the kept runs of a file by name; a last line that was cut short by a crash counts as not there.
+
+    Raises:
+        RefusedError: a line is damaged; names it.
     """
-    part = kept.with_name(f".{kept.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for name in LOGS:
-        if (run_dir / name).exists():
-            shutil.copy(run_dir / name, part / name)
-    tree = yaml.safe_load((part / "config.yaml").read_text(encoding="utf-8"))
-    tree["data"]["data_dir"] = None
-    tree["run"]["run_dir"] = None
-    tree["model"]["weights"] = Path(tree["model"]["weights"]).name
-    # So that runs which differ in these alone are never taken for repetitions of each other.
-    tree["sweep"] = {"program": planned.program, "nodes": planned.nodes, "bandwidth": planned.bandwidth}
-    (part / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    known = json.loads((part / "environment.json").read_text(encoding="utf-8"))
-    names = {host: f"host{number}" for number, host in enumerate(dict.fromkeys(known.get("hosts", [])))}
-    known["hosts"] = [names[host] for host in known.get("hosts", [])]
-    (part / "environment.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    (part / PLAN).write_text(json.dumps(planned.identity(), indent=1) + "\n", encoding="utf-8")
-    stamp(part, source=source)
-    shutil.rmtree(kept, ignore_errors=True)
-    os.replace(part, kept)
+    found: dict[str, Line] = {}
+    whole = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")[0]
+    for number, text in enumerate(whole.splitlines(), 1):
+        try:
+            line = json.loads(text)
+            found[line["run"]] = line
+        except (ValueError, TypeError, KeyError) as error:
+            raise RefusedError(
+                f"{path} line {number} is damaged: {error}; remove it, and its run is made again"
+            ) from error
+    return found
 
 
-def kept_run(folder: Path) -> Run:
-    """Return a kept run with the one definition of training time, in its summary and in every epoch."""
-    run = load_run(folder)
-    metrics = tuple(without_checkpoints(line) for line in run.metrics)
-    summary = None if run.summary is None else without_checkpoints(run.summary)
-    return dataclasses.replace(run, metrics=metrics, summary=summary)
+def read_environments(root: Path) -> dict[str, Line]:
+    """Return the environments of all kept runs by their digests."""
+    path = root / ENVIRONMENTS
+    known: dict[str, Line] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return known
+
+
+@functools.cache
+def default_settings() -> dict[str, Any]:
+    """Return the default configuration, for leaves that an older run lacks."""
+    return to_dict(Config())
+
+
+def digest_of(environment: Line) -> str:
+    """Return the name of an environment."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the lock of all results below a folder, so that sweeps side by side write one after another."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def without_checkpoints(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,52 +226,136 @@ def without_checkpoints(line: Mapping[str, Any]) -> dict[str, Any]:
     return {**line, "seconds": seconds, "train_seconds": counted, "images_per_second": images / max(counted, 1e-9)}
 
 
-def is_kept(planned: PlannedRun, kept: Path) -> bool:
-    """Tell whether the run's logs are there already.
-
-    Raises:
-        RefusedError: another run's logs have its name; the message shows the difference.
-    """
-    if not (kept / "summary.json").exists() or not (kept / PLAN).exists():
-        return False
-    held, asked = flat(json.loads((kept / PLAN).read_text(encoding="utf-8"))), flat(planned.identity())
-    names = sorted(key for key in held | asked if held.get(key) != asked.get(key))
-    if names:
-        shown = "; ".join(f"{name}: {held.get(name)!r} there, {asked.get(name)!r} here" for name in names)
-        raise RefusedError(f"{kept} holds another run ({shown}); remove that folder, or give another --results")
-    return True
-
-
-def of_other_seeds(planned: Sequence[PlannedRun], directory: Path) -> list[str]:
-    """Return the names of kept runs that differ from a planned one in the seed only, in the order of their seeds.
-
-    Raises:
-        RefusedError: a kept run has a planned run's label and is another; see `is_kept`.
-    """
-    names = {run.name for run in planned}
-    found = {}
-    for like in {run.label: run for run in planned}.values():
-        for path in (directory / "runs").glob(f"{like.label}-s*/{PLAN}"):
-            told = json.loads(path.read_text(encoding="utf-8"))
-            other = dataclasses.replace(like, seed=told["seed"])
-            if told["label"] == like.label and other.name not in names and is_kept(other, path.parent):
-                found[other.name] = told["seed"]
-    return sorted(found, key=lambda name: found[name])
-
-
-def borrow(planned: PlannedRun, directory: Path) -> bool:
-    """Copy the run's logs from another experiment that has made the same run; tell whether there was one."""
-    for kept in sorted(directory.parent.glob(f"*/runs/{planned.name}")):
-        if (kept / "summary.json").exists() and json.loads((kept / PLAN).read_text()) == planned.identity():
-            own = directory / "runs" / planned.name
-            part = own.with_name(f".{own.name}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(kept, part)
-            part.rename(own)
-            return True
-    return False
-
-
-def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
+def flat(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's identity without its inner level."""
-    return {**{key: value for key, value in identity.items() if key != "flags"}, **identity["flags"]}
+    return {**{key: line[key] for key in IDENTITY if key != "flags"}, **line["flags"]}
+
+
+def row_of(line: Line, run: Run) -> Row:
+    """Return a kept run as plain numbers. `step_*` are seconds of rank 0 per step, in the epochs after `unlike`."""
+    summary, settings, environment = line["summary"], run.settings, run.environment
+    cache = summary.get("cache") or {}
+    cached = ("exact", "bytes", "rows_written", "rows_read", "seconds_saved_predicted", "seconds_saved")
+    return {
+        "run": run.name,
+        **{key: line[key] for key in ("label", "seed", "program", "ranks", "nodes", "bandwidth")},
+        **{name: settings.get(name) for name in SETTINGS},
+        "test_accuracy": run.test_accuracy,
+        "best_test_accuracy": run.best_accuracy,
+        "train_seconds": run.train_seconds,
+        "steps": int(run.metrics[-1]["step"]),
+        "images_per_second": run.images_per_second,
+        "allreduce_bytes": run.allreduce_bytes,
+        "other_bytes": summary.get("other_collective_bytes"),
+        "final_cut": run.final_cut,
+        "cut_history": " ".join(f"{move.cut}@{move.step}" for move in run.cut_history),
+        **vote_columns(run),
+        **{f"cache_{key}": cache.get(key) for key in cached},
+        **{f"seconds_{phase}": run.seconds[phase] for phase in COUNTED},
+        f"seconds_{UNCOUNTED}": float(summary["seconds"].get(UNCOUNTED, 0.0)),
+        **steady_columns(run),
+        "wire_bytes_per_step": wire_bytes_per_step(line.get("wire", {}), run),
+        "parameter_digest": (summary.get("parameter_digest") or "")[:DIGEST] or None,
+        **{key: line.get(key) for key in ("commit", "finished", "stamped")},
+        **{key: environment.get(key) for key in ("processor", "cores", "threads")},
+        **{name: environment.get("versions", {}).get(name) for name in VERSIONS},
+    }
+
+
+def vote_columns(run: Run) -> Row:
+    """Return the number of votes, of moves, and of votes in which ranks proposed different cuts; None without votes."""
+    if run.settings["freeze"] in UNVOTED:
+        return dict.fromkeys(("votes", "moves", "disagreements"))
+    votes = [line for line in run.decisions if line["proposals"]]
+    split = sum(len(set(line["proposals"])) > 1 for line in votes)
+    moves = sum(line["cut_after"] != line["cut_before"] for line in votes)
+    return {"votes": len(votes), "moves": moves, "disagreements": split}
+
+
+def unlike(run: Run) -> int:
+    """Return how many of a run's first epochs are unlike those that follow, which are timed; one is left to be timed.
+
+    The first, in which memory and libraries come up to speed, and those in which low rank has not set in.
+    """
+    steps = UNCOMPRESSED_STEPS if run.settings["compression"].startswith("powersgd") else 0
+    begun = 1 + next((place for place, line in enumerate(run.metrics) if line["step"] > steps), 0)
+    return min(begun, len(run.metrics) - 1)
+
+
+def steady_columns(run: Run) -> Row:
+    """Return seconds per step by phase over the epochs after `unlike`, over all where there is one only."""
+    left_out = unlike(run)
+    first, lines = (run.metrics[left_out - 1]["step"] if left_out else 0), run.metrics[left_out:]
+    steps = max(1, lines[-1]["step"] - first)
+    columns = {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) / steps for phase in COUNTED}
+    return {"step_seconds": sum(columns.values()), **{f"step_{phase}": value for phase, value in columns.items()}}
+
+
+def wire_bytes_per_step(wire: Mapping[str, Mapping[str, int]], run: Run) -> float | None:
+    """Return the bytes that the busiest node sent per step after `unlike` epochs, None where nobody counted."""
+    sent = {int(epochs): nodes for epochs, nodes in wire.items()}
+    first, last = min((epochs for epochs in sent if epochs >= unlike(run)), default=0), max(sent, default=0)
+    if not 0 < first < last:
+        return None
+    steps = run.metrics[last - 1]["step"] - run.metrics[first - 1]["step"]
+    return float(max(sent[last][node] - sent[first][node] for node in sent[last]) / steps)
+
+
+def publish(path: Path, text: str) -> None:
+    """Replace a file at once, so that whoever reads it never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def write_rows(directory: Path, rows: Sequence[Row]) -> None:
+    """Replace the CSV file."""
+    publish(directory / ROWS, to_csv(rows) if rows else "")
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """Return the rows of a CSV file, none where it is absent: numbers as numbers, empty cells as None."""
+    return [
+        {key: (text or None) if key in HASHES else cell(text) for key, text in row.items()}
+        for row in texts_of(directory / ROWS)
+    ]
+
+
+def texts_of(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file as they stand there, none where it is absent."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def cell(text: str) -> Any:
+    """Return a CSV cell's value."""
+    if text in ("", "None"):
+        return None
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def commit() -> str:
+    """Return the commit of the source, with "-dirty" where files differ from it; empty where that is not known."""
+    try:
+        known = git("rev-parse", "--short", "HEAD").strip()
+        # Results change while they are being made.
+        changed = git("status", "--porcelain", "--", ":/", ":!/analysis/results", ":!/README.md", ":!/docs").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{known}-dirty" if changed else known
+
+
+def git(*arguments: str) -> str:
+    """Return what git says about this source."""
+    where = Path(__file__).parent
+    return subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True).stdout

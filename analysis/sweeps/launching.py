@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from analysis.benchmarks.launching import environment
 from analysis.sweeps.presets import PlannedRun
@@ -25,6 +26,9 @@ CLUSTER = ROOT / "launch" / "cluster"
 GRACE_SECONDS = 15.0
 LOOK_SECONDS = 0.05
 _SET_PARENT_DEATH_SIGNAL = 1
+BELOW = "./"
+"""How a run's data folder begins that lies below the site's."""
+BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,40 +39,24 @@ class Site:
     """Folder for run directories while they are under way."""
     data_dir: Path | None = None
     weights: Path | None = None
+    """Files of other names that runs ask for lie beside it."""
     hosts: str = ""
     """HOST:SLOTS,... that see the same folders; empty is this machine."""
 
 
-class Meter(Protocol):
-    """Counts something while a run is under way."""
+def count_sent(processes: dict[str, int], run_dir: Path, sent: dict[int, dict[str, int]]) -> None:
+    """Write down what each node has sent, in the run directory's wire.json, when another epoch has ended.
 
-    def look(self) -> None:
-        """Count now."""
-
-
-class NoMeter:
-    """Counts nothing."""
-
-    def look(self) -> None:
-        """Do nothing."""
-
-
-class WireMeter:
-    """Counts the bytes that each node has sent at the end of every epoch, into the run directory's wire.json."""
-
-    def __init__(self, processes: dict[str, int], run_dir: Path) -> None:
-        self._processes, self._run_dir = processes, run_dir
-        self._sent: dict[int, dict[str, int]] = {}
-
-    def look(self) -> None:
-        """Write the counts down when another epoch has ended."""
-        try:
-            epochs = (self._run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-        except FileNotFoundError:
-            return
-        if epochs and epochs not in self._sent:
-            self._sent[epochs] = {name: sent_bytes(pid) for name, pid in self._processes.items()}
-            (self._run_dir / "wire.json").write_text(json.dumps(self._sent), encoding="utf-8")
+    Args:
+        processes: node -> a process in its network.
+        run_dir: of the run under way.
+        sent: epochs -> node -> bytes so far, which is added to.
+    """
+    path = run_dir / "metrics.jsonl"
+    epochs = path.read_bytes().count(b"\n") if path.exists() else 0
+    if epochs and epochs not in sent:
+        sent[epochs] = {name: sent_bytes(pid) for name, pid in processes.items()}
+        (run_dir / "wire.json").write_text(json.dumps(sent), encoding="utf-8")
 
 
 def sent_bytes(pid: int) -> int:
@@ -82,9 +70,10 @@ def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
     """Return the arguments behind the program's name."""
     values: dict[str, object] = {**planned.flags, "seed": planned.seed, "run_dir": run_dir.resolve()}
     if site.data_dir is not None:
-        values["data_dir"] = site.data_dir.resolve()
+        asked = str(values.get("data_dir", ""))
+        values["data_dir"] = site.data_dir.resolve() / (asked if asked.startswith(BELOW) else "")
     if site.weights is not None and "weights" in values:
-        values["weights"] = site.weights.resolve()
+        values["weights"] = site.weights.resolve().with_name(str(values["weights"]))
     words = ["train"]
     for name, value in values.items():
         words += ["--" + name.replace("_", "-")] if value is True else ["--" + name.replace("_", "-"), str(value)]
@@ -123,12 +112,11 @@ def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_name(f"{planned.name}.log")
     with contextlib.ExitStack() as stack:
-        cluster: str = ""
-        meter: Meter = NoMeter()
+        cluster, look = "", None
         if planned.nodes:
             cluster, processes = stack.enter_context(nodes_up(planned))
-            meter = WireMeter(processes, run_dir)
-        code = follow(command_of(planned, site, run_dir, cluster=cluster), log, meter, timeout=timeout)
+            look = functools.partial(count_sent, processes, run_dir, {})
+        code = follow(command_of(planned, site, run_dir, cluster=cluster), log, look, timeout=timeout)
     if code != 0 or not (run_dir / "summary.json").exists():
         last = "\n".join(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-12:])
         raise RefusedError(f"run {planned.name} ended with exit code {code}:\n{last}\n    all: {log}")
@@ -154,28 +142,30 @@ def nodes_up(planned: PlannedRun, *, latency: str = "") -> Iterator[tuple[str, d
     With `latency`, such as 0.5ms, messages between its nodes take so long.
     """
     program, name = str(CLUSTER), f"sweep{os.getpid()}"
-    limit = ["--bandwidth", planned.bandwidth] if planned.bandwidth else []
-    up = [program, "up", "--name", name, "--nodes", str(planned.nodes), "--owner", str(os.getpid()), *limit]
-    up += ["--slots", str(-(-planned.ranks // planned.nodes)), *(["--latency", latency] if latency else [])]
+    up = [program, "up", "--name", name, "--nodes", str(planned.nodes), "--owner", str(os.getpid())]
+    up += ["--slots", str(-(-planned.ranks // planned.nodes))]
+    up += [*(["--bandwidth", planned.bandwidth] if planned.bandwidth else [])]
+    up += [*(["--latency", latency] if latency else [])]
     said = subprocess.run(up, capture_output=True, text=True, check=False)
     if said.returncode != 0:
         raise RefusedError(f"run {planned.name} needs a local cluster: {said.stderr.strip()}")
     try:
-        status = subprocess.run(
-            [program, "status", "--name", name, "--json"], capture_output=True, text=True, check=True
-        )
+        asked = [program, "status", "--name", name, "--json"]
+        status = subprocess.run(asked, capture_output=True, text=True, check=True)
         yield name, {node["name"]: int(node["pid"]) for node in json.loads(status.stdout)[0]["nodes"]}
     finally:
         subprocess.run([program, "down", "--name", name], check=False)
 
 
-def follow(command: Sequence[str], log: Path, meter: Meter, *, timeout: float) -> int:
-    """Run a command to its end with its output in a file; returns its exit code, 110 when it took too long."""
-    variables = environment(os.environ)
+def follow(command: Sequence[str], log: Path, look: Callable[[], None] | None = None, *, timeout: float) -> int:
+    """Run a command to its end with its output in a file; returns its exit code, 110 when it took too long.
+
+    `look` is called now and then while it is under way.
+    """
     with log.open("ab") as output:
         job = subprocess.Popen(
             command,
-            env=variables,
+            env=environment(os.environ),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -186,7 +176,8 @@ def follow(command: Sequence[str], log: Path, meter: Meter, *, timeout: float) -
     deadline = time.monotonic() + timeout
     try:
         while job.poll() is None and time.monotonic() < deadline:
-            meter.look()
+            if look is not None:
+                look()
             time.sleep(LOOK_SECONDS)
         return 110 if job.poll() is None else job.returncode
     finally:
@@ -206,3 +197,9 @@ def end(job: subprocess.Popen[bytes]) -> None:
                 os.killpg(job.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.wait(GRACE_SECONDS)
+
+
+def bits_per_second(bandwidth: str) -> float:
+    """Return tc's notation of a rate as a number, infinity for none."""
+    match = re.fullmatch(r"([0-9.]+)([kmg]?)bit", bandwidth)
+    return float(match[1]) * BITS[match[2]] if match else float("inf")

@@ -7,9 +7,9 @@ setting of the study. Within a preset one factor at a time differs from the defa
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hvfreeze.config.tree import Config, from_dict
@@ -46,6 +46,10 @@ class PlannedRun:
         Raises:
             UsageError: a flag or its value is not acceptable.
         """
+        return self._config
+
+    @functools.cached_property
+    def _config(self) -> Config:
         return from_dict({**self.flags, "seed": self.seed}, source=f"run {self.name}")
 
     def identity(self) -> dict[str, Any]:
@@ -55,27 +59,27 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The scale of an experiment, and the defaults around which one factor at a time is changed."""
+    """The scale of an experiment, and the defaults around which one factor at a time is changed: those of `reduced`."""
 
-    name: str
-    data: str
-    model: str
-    train_samples: int | None
-    test_samples: int
-    image_size: int
-    batch_size: int
+    name: str = "reduced"
+    data: str = "cifar10"
+    model: str = "resnet18"
+    train_samples: int | None = 5_000
+    test_samples: int = 10_000
+    image_size: int = 32
+    batch_size: int = 128
     """Samples per rank and step at `ranks` ranks."""
-    epochs: int
-    lr: float
-    schedule: str
-    seeds: tuple[int, ...]
-    lr_seeds: tuple[int, ...]
+    epochs: int = 10
+    lr: float = 0.02
+    schedule: str = "cosine"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    lr_seeds: tuple[int, ...] = (0, 1)
     """Seeds of the runs that choose a learning rate, whatever other seeds are asked for."""
-    ranks: int
-    vote_ranks: int
-    vote_epochs: int
+    ranks: int = 2
+    vote_ranks: int = 4
+    vote_epochs: int = 4
     """Epochs of the runs at `vote_ranks` ranks, which take longest."""
-    checkpoint_every: str
+    checkpoint_every: str = "5"
     coarse: str = "paper"
     """The split with the study's seven groups."""
     fine: str = "residual"
@@ -87,16 +91,8 @@ class Preset:
 
     def common(self) -> dict[str, Value]:
         """Return the flags of every run."""
-        flags: dict[str, Value] = {
-            "data": self.data,
-            "model": self.model,
-            "image_size": self.image_size,
-            "batch_size": self.batch_size,
-            "epochs": self.epochs,
-            "lr": self.lr,
-            "schedule": self.schedule,
-            "checkpoint_every": self.checkpoint_every,
-        }
+        names = ("data", "model", "image_size", "batch_size", "epochs", "lr", "schedule", "checkpoint_every")
+        flags: dict[str, Value] = {name: getattr(self, name) for name in names}
         if self.train_samples is not None:
             flags["train_samples"] = self.train_samples
         if self.weights != "none":
@@ -104,26 +100,21 @@ class Preset:
         return flags
 
     def run(
-        self,
-        label: str,
-        seed: int,
-        changes: Mapping[str, Value] = MappingProxyType({}),
-        *,
-        ranks: int | None = None,
-        program: str = "hvfreeze",
-        nodes: int = 0,
-        bandwidth: str = "",
+        self, label: str, seed: int, changes: Mapping[str, Value] | None = None, ranks: int | None = None, **more: Any
     ) -> PlannedRun:
-        """Return a run with these flags changed."""
-        return PlannedRun(
-            label=label,
-            seed=seed,
-            flags={**self.common(), **changes},
-            ranks=self.ranks if ranks is None else ranks,
-            program=program,
-            nodes=nodes,
-            bandwidth=bandwidth,
-        )
+        """Return a run with these flags changed; `more` are its program, nodes and bandwidth."""
+        flags = {**self.common(), **(changes or {})}
+        return PlannedRun(label=label, seed=seed, flags=flags, ranks=self.ranks if ranks is None else ranks, **more)
+
+    def runs(
+        self, variants: Mapping[str, Mapping[str, Value]], common: Mapping[str, Value], *, ranks: int | None = None
+    ) -> list[PlannedRun]:
+        """Return a run for every seed and variant (label -> flags); a seed's runs follow each other in time."""
+        return [
+            self.run(label, seed, {**common, **flags}, ranks=ranks)
+            for seed in self.seeds
+            for label, flags in variants.items()
+        ]
 
     def few(self, options: Sequence[T]) -> list[T]:
         """Return the options, in the smoke preset only the last."""
@@ -141,52 +132,23 @@ SMOKE = Preset(
     model="shufflenet_v2_x0_5",
     train_samples=64,
     test_samples=360,
-    image_size=32,
     batch_size=8,
     epochs=2,
-    lr=0.02,
-    schedule="cosine",
     seeds=(0,),
     lr_seeds=(0,),
-    ranks=2,
     vote_ranks=2,
     vote_epochs=2,
     checkpoint_every="0",
     coarse="stage",
 )
-REDUCED = Preset(
-    name="reduced",
-    data="cifar10",
-    model="resnet18",
-    train_samples=5_000,
-    test_samples=10_000,
-    image_size=32,
-    batch_size=128,
-    epochs=10,
-    lr=0.02,
-    schedule="cosine",
-    seeds=(0, 1, 2),
-    lr_seeds=(0, 1),
-    ranks=2,
-    vote_ranks=4,
-    vote_epochs=4,
-    checkpoint_every="5",
-)
+REDUCED = Preset()
 FULL = Preset(
     name="full",
-    data="cifar10",
-    model="resnet18",
     train_samples=None,
-    test_samples=10_000,
-    image_size=32,
-    batch_size=128,
     epochs=50,
     lr=0.1,
     schedule="constant",
-    seeds=(0, 1, 2),
-    lr_seeds=(0, 1),
     ranks=4,
-    vote_ranks=4,
     vote_epochs=50,
     checkpoint_every="10",
 )

@@ -1,22 +1,73 @@
-"""An experiment's rows, with what a sentence or a figure needs of them, and the front that they are held against."""
+"""An experiment's rows, with the numbers and words that a sentence or a figure needs, and the front beside them.
+
+The front is full fine-tuning trained for several numbers of epochs: what anybody can do instead of freezing. Each
+budget of epochs is a training of its own, with the learning rate's whole schedule; none is a longer one stopped early.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from analysis.sweeps.front import Budget, Front
-from analysis.sweeps.kept import kept_run
-from analysis.sweeps.rows import Row, read_rows
-from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_difference, paired_ratio, within
+from analysis.sweeps.kept import KeptRuns, Row, read_rows
+from analysis.sweeps.statistics import (
+    Interval,
+    mean_interval,
+    of_seeds,
+    paired_difference,
+    paired_ratio,
+    shown,
+    signed_points,
+    time_saved,
+    within,
+)
+from hvfreeze.report.tables import factor, percent, seconds
 from hvfreeze.runs.reading import Run
+
+COMPARED = ("Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
+SAME_TIME, FINAL_CUT = "Full, trained as long", "Final cut"
+
+
+@dataclass(frozen=True, order=True)
+class Budget:
+    """Full fine-tuning for some epochs: training time in seconds, test accuracy 0-1."""
+
+    seconds: float
+    accuracy: float
+    epochs: int
+
+
+@dataclass(frozen=True)
+class Front:
+    """The budgets that were measured."""
+
+    budgets: tuple[Budget, ...] = ()
+
+    def seconds(self, epochs: int) -> float | None:
+        """Return the training time for that many epochs, None where it was not measured."""
+        return next((budget.seconds for budget in self.budgets if budget.epochs == epochs), None)
+
+    def accuracy(self, seconds: float) -> float:
+        """Return the accuracy after so long a training: between budgets linear, beyond them that of the nearest.
+
+        Below the shortest budget that is more than full fine-tuning reaches in the time.
+        """
+        points = sorted(self.budgets)
+        if seconds <= points[0].seconds:
+            return points[0].accuracy
+        for before, after in itertools.pairwise(points):
+            if seconds <= after.seconds:
+                share = (seconds - before.seconds) / (after.seconds - before.seconds)
+                return before.accuracy + share * (after.accuracy - before.accuracy)
+        return points[-1].accuracy
 
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of an experiment, with what a sentence or a figure needs of them."""
+    """The rows of an experiment. Methods without `_text` return numbers, the others what a sentence says of them."""
 
     directory: Path
     rows: list[Row] = field(default_factory=list)
@@ -25,7 +76,7 @@ class Results:
     fronts: Mapping[int, Front] = field(default_factory=dict)
     """The same for each seed alone, which is what differences are taken against."""
     reference: str = ""
-    """The label of full fine-tuning among these rows."""
+    """The label of full fine-tuning among these rows, which others are compared with."""
 
     @property
     def labels(self) -> list[str]:
@@ -33,7 +84,6 @@ class Results:
         return list(dict.fromkeys(str(row["label"]) for row in self.rows))
 
     def of(self, label: str) -> list[Row]:
-        """Return the rows of a label."""
         return [row for row in self.rows if row["label"] == label]
 
     def shown_as(self, label: str) -> str:
@@ -51,20 +101,19 @@ class Results:
         return {int(row["seed"]): float(row[column]) for row in self.of(label) if row[column] is not None}
 
     def mean(self, label: str, column: str) -> Interval:
-        """Return a column's mean over the seeds of a label."""
         return of_seeds(self.values(label, column))
 
     def cut(self, label: str) -> Interval:
         """Return the mean of the last cut over the seeds of a label."""
         return within(self.mean(label, "final_cut"), 0)
 
-    def gain(self, label: str, reference: str, column: str = "train_seconds") -> Interval:
+    def gain(self, label: str, reference: str = "", column: str = "train_seconds") -> Interval:
         """Return the reference's time over this label's, paired by seed."""
-        return paired_ratio(self.values(reference, column), self.values(label, column))
+        return paired_ratio(self.values(reference or self.reference, column), self.values(label, column))
 
-    def change(self, label: str, reference: str, column: str = "test_accuracy") -> Interval:
+    def change(self, label: str, reference: str = "", column: str = "test_accuracy") -> Interval:
         """Return this label's column minus the reference's, paired by seed."""
-        return paired_difference(self.values(label, column), self.values(reference, column))
+        return paired_difference(self.values(label, column), self.values(reference or self.reference, column))
 
     def paces(self) -> dict[int, float]:
         """Return for each seed how long full fine-tuning took here, over what it took when the front was measured.
@@ -84,15 +133,45 @@ class Results:
                 leads.append(row["test_accuracy"] - self.fronts[seed].accuracy(row["train_seconds"] / paces[seed]))
         return mean_interval(leads)
 
+    def time_text(self, label: str, *, count: bool = False) -> str:
+        return shown(self.mean(label, "train_seconds"), seconds, count=count)
+
+    def accuracy_text(self, label: str, *, count: bool = False) -> str:
+        return shown(self.mean(label, "test_accuracy"), percent, count=count)
+
+    def gain_text(self, label: str, reference: str = "", *, count: bool = False) -> str:
+        return shown(self.gain(label, reference), factor, count=count)
+
+    def change_text(self, label: str, reference: str = "", *, count: bool = False) -> str:
+        return shown(self.change(label, reference), signed_points, count=count)
+
+    def lead_text(self, label: str) -> str:
+        """Return accuracy against full fine-tuning trained for as many seconds: the cell below `SAME_TIME`."""
+        return shown(self.over_front(label), signed_points)
+
+    def cut_text(self, label: str) -> str:
+        return shown(self.cut(label), lambda cut: f"{cut:.1f}")
+
+    def compared(self, label: str, reference: str = "") -> tuple[str, ...]:
+        """Return the cells below `COMPARED`."""
+        saved = shown(time_saved(self.gain(label, reference)), percent)
+        time, accuracy = self.time_text(label), self.accuracy_text(label)
+        return time, self.gain_text(label, reference), saved, accuracy, self.change_text(label, reference)
+
     def count(self, labels: Sequence[str]) -> str:
         """Return n as a caption has it: the seeds of these labels, from the fewest to the most."""
         counts = sorted({len(self.of(label)) for label in labels})
         return f"n = {' to '.join(str(n) for n in (counts[:1] + counts[1:][-1:]))} seeds"
 
+    def spread(self, labels: Sequence[str]) -> str:
+        """Return what a caption says of points with whiskers."""
+        return f"mean and 95 % interval, {self.count(labels)}"
+
     @functools.cached_property
     def runs(self) -> dict[str, Run]:
         """The kept runs by name, those of the rows only."""
-        return {str(row["run"]): kept_run(self.directory / "runs" / str(row["run"])) for row in self.rows}
+        kept = KeptRuns(self.directory)
+        return {str(row["run"]): kept.run(str(row["run"])) for row in self.rows}
 
     def runs_of(self, *labels: str) -> list[Run]:
         """Return the kept runs of some labels, of all where none is named."""

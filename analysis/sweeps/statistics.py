@@ -63,6 +63,13 @@ def is_below(interval: Interval, limit: float) -> bool:
     return interval.n > 1 and interval.high < limit
 
 
+def verdict(change: Interval, better: str = "better", worse: str = "worse", level: str = "no difference shown") -> str:
+    """Return what a change shows: the whole interval says so, not its middle."""
+    if is_below(change, 0):
+        return f"{worse} (negative)"
+    return better if change.low > 0 else level
+
+
 def within(interval: Interval, low: float, high: float = math.inf) -> Interval:
     """Return an interval whose ends stay where the quantity can be: a share in 0..1, a cut above 0."""
     first, last = (min(max(end, low), high) if math.isfinite(end) else end for end in (interval.low, interval.high))

@@ -1,18 +1,21 @@
-"""The disk under a cache directory: whether and how it may be used, and a slower one to stand in for it."""
+"""The disk under a cache: its room and speed, who may be believed there, and one builder per file."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import logging
 import os
 import stat
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from hvfreeze.cache.faults import CacheFault, CacheFull
+from hvfreeze.cache.faults import CacheBusy, CacheFault, CacheFull
+from hvfreeze.files import FileLock, LockedError
 
 logger = logging.getLogger(__name__)
 
@@ -20,40 +23,22 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What the system says when a disk, or a share of it, has no room left."""
 
 
-class Disk(Protocol):
-    """Called with the bytes of every transfer, before a read and before a write."""
+@dataclass(frozen=True)
+class Disk:
+    """The disk as it is, or slowed down to these rates, each transfer on its own, in bytes per second."""
+
+    read_rate: float | None = None
+    write_rate: float | None = None
 
     def read(self, num_bytes: int) -> None:
-        """Hold the caller up for as long as reading takes beyond what the real disk needs."""
+        """Hold the caller up for as long as reading takes beyond the real disk's time."""
+        if self.read_rate:
+            time.sleep(num_bytes / self.read_rate)
 
     def write(self, num_bytes: int) -> None:
-        """Hold the caller up for as long as writing takes beyond what the real disk needs."""
-
-
-class LocalDisk:
-    """The disk as it is."""
-
-    def read(self, num_bytes: int) -> None:
-        """Do nothing: the real read takes its time."""
-
-    def write(self, num_bytes: int) -> None:
-        """Do nothing: the real write takes its time."""
-
-
-class LimitedDisk:
-    """A disk that transfers at most these rates, each transfer on its own, in bytes per second."""
-
-    def __init__(self, *, read_rate: float, write_rate: float) -> None:
-        self._read_rate = read_rate
-        self._write_rate = write_rate
-
-    def read(self, num_bytes: int) -> None:
-        """Sleep for as long as the transfer takes at the read rate."""
-        time.sleep(num_bytes / self._read_rate)
-
-    def write(self, num_bytes: int) -> None:
-        """Sleep for as long as the transfer takes at the write rate."""
-        time.sleep(num_bytes / self._write_rate)
+        """Hold the caller up for as long as writing takes beyond the real disk's time."""
+        if self.write_rate:
+            time.sleep(num_bytes / self.write_rate)
 
 
 class Budget:
@@ -70,11 +55,7 @@ class Budget:
         return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
 
     def reserve(self, num_bytes: int, *, path: Path) -> None:
-        """Take `num_bytes` for `path`.
-
-        Raises:
-            CacheFull: they would exceed the limit; nothing was taken.
-        """
+        """Take `num_bytes` for `path`; CacheFull where they would exceed the limit, and nothing is taken."""
         with self._lock:
             if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
                 raise CacheFull(
@@ -98,9 +79,8 @@ def free_bytes(directory: Path) -> int:
 def prepare_directory(directory: Path, *, private: bool = True) -> None:
     """Make `directory` and the folders above it where they are missing, and try to make a file in it.
 
-    What is made is for this user alone if `private`, else as the umask says.
-
-    A full disk is no reason to refuse: what lies there may still be read. It stops writing where that begins.
+    What is made is for this user alone if `private`, else as the umask says. A full disk is no reason to refuse: the
+    rows there may still be read.
 
     Raises:
         CacheFault: it cannot be used, or anybody may replace what lies in it.
@@ -130,11 +110,8 @@ def prepare_directory(directory: Path, *, private: bool = True) -> None:
 def distrust(status: os.stat_result, *, private: bool) -> str:
     """Return why a file's owner and mode forbid to believe what is in it, or nothing.
 
-    Its digests show damage, not intent: whoever can write the file can fit them.
-
-    Args:
-        status: of the open file.
-        private: believe this user's own files only; else also those of others, as who shares a directory must.
+    Its digests show damage, not intent: whoever can write the file can fit them. If `private`, this user's own files
+    only are believed, else also those of others, as who shares a directory must.
     """
     mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
     if mode & stat.S_IWOTH:
@@ -155,3 +132,27 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("cache file %s cannot be removed (%s)", path, error.strerror or error)
+
+
+def take_lock(path: Path, *, owner: str) -> FileLock:
+    """Return the lock at `path`, which says who holds it.
+
+    Raises:
+        CacheBusy: another process holds it; the message says which.
+        CacheFault: the lock file cannot be made, or the file system has no locks.
+    """
+    try:
+        lock = FileLock(path, temporary=True)
+    except LockedError as locked:
+        raise CacheBusy(f"cache file {path.with_suffix('')} is being built by {locked.holder}") from None
+    except OSError as error:
+        raise CacheFault(f"cache lock {path} cannot be made ({error}); give another --cache-dir") from error
+    if not lock.held:
+        lock.release()
+        raise CacheFault(
+            f"cache lock {path} cannot be taken: this file system may have no locks; give a --cache-dir on another"
+        )
+    # For people alone: a full disk has no room for it, and the lock holds without.
+    with contextlib.suppress(OSError):
+        lock.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "run": owner}))
+    return lock

@@ -86,12 +86,7 @@ class _SparseFile(io.RawIOBase):
 def make_frame(
     datasets: Mapping[str, tuple[tuple[int, ...], str]], attributes: Mapping[str, Mapping[str, str | int]]
 ) -> Frame:
-    """Return the frame of a file with these fixed-size contiguous datasets.
-
-    Args:
-        datasets: name -> (shape, numpy type), all in the root group.
-        attributes: name of a dataset, or "/" for the file -> attributes, texts stored with a fixed length.
-    """
+    """Return the frame of a file with these fixed-size contiguous datasets."""
     image = _SparseFile()
     regions = {}
     alignment = {"alignment_threshold": PAGE_BYTES, "alignment_interval": PAGE_BYTES}

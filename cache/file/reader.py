@@ -1,33 +1,204 @@
-"""A published cache file: opened without trusting it, verified in full, then read by mapping."""
+"""Published cache files: their names, and how they are found, verified and read."""
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import threading
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheMismatch
-from hvfreeze.cache.file.disk import Budget, Disk, LocalDisk, remove
-from hvfreeze.cache.file.hdf5 import Region, find_regions
-from hvfreeze.cache.file.manifest import (
+from hvfreeze.cache.file.disk import Budget, Disk, remove
+from hvfreeze.cache.file.format import (
     MAX_MANIFEST_BYTES,
     MAX_ROWS,
     NAMES,
     PAYLOAD,
     TABLES,
+    Keys,
     Manifest,
     manifest_digest,
+    pack_keys,
     verify_ranges,
 )
-from hvfreeze.cache.file.mapping import MappedRows
-from hvfreeze.cache.file.rows import Keys, pack_keys
+from hvfreeze.cache.file.hdf5 import Region, find_regions
 from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.files import is_at
+
+HUGE_BYTES = 4 << 20
+"""From here on memory is kept: the page faults of new memory take longer than the copy."""
+ReadRows = Callable[[int, int], bytes]
+"""Gives rows, from the first to before the second number, as bytes."""
+MOST_KEPT = 8
+"""Pieces of memory that wait for the next read."""
+ALIGNMENT = 64
+"""As torch's own memory: kernels may give other bits elsewhere."""
+
+
+class Room:
+    """Memory for large batches, which is used again as soon as nobody holds what it held. Any thread may take some."""
+
+    def __init__(self) -> None:
+        # Its methods are atomic: memory comes back wherever the last view of it dies, also while some is being taken.
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=MOST_KEPT)
+
+    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return uninitialised, aligned memory (num_bytes,) that no other array or tensor refers to."""
+        size = num_bytes + ALIGNMENT
+        try:
+            whole = self._free.pop()
+        except IndexError:
+            whole = np.empty(size, np.uint8)
+        if whole.nbytes != size:
+            # Batches have another size now: what waits is of no more use.
+            self._free.clear()
+            whole = np.empty(size, np.uint8)
+        start = -whole.ctypes.data % ALIGNMENT
+        # Behind a memoryview every view of the loan, and every tensor made of one, refers to the loan itself and not to
+        # what is under it: when the loan dies, nobody sees the memory any more.
+        loan: npt.NDArray[np.uint8] = np.frombuffer(memoryview(whole)[start : start + num_bytes], np.uint8)
+        weakref.finalize(loan, self._free.append, whole).atexit = False
+        return loan
+
+
+class MappedRows:
+    """Fixed-size rows inside a file. The file may be deleted while it is mapped, and stays readable.
+
+    A read looks at the file's size first, because touching a mapping beyond a truncated file's end kills the process.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        *,
+        offset: int,
+        num_rows: int,
+        row_bytes: int,
+        name: str,
+        dtype: torch.dtype = torch.uint8,
+    ) -> None:
+        """Map the rows.
+
+        Raises:
+            CacheFault: the rows do not lie inside the file, or there is no address space for them.
+        """
+        self.num_rows = num_rows
+        self.row_bytes = row_bytes
+        self._name = name
+        self._room = Room()
+        self._end = offset + num_rows * row_bytes
+        self._descriptor = -1
+        self._descriptor = os.dup(descriptor)
+        self._sealed: tuple[int, int] | None = None
+        self._verify: Callable[[ReadRows], None] = lambda read: None
+        self._looking, self._is_looking = threading.RLock(), False
+        try:
+            self._check()
+            mapped = mmap.mmap(self._descriptor, self._end, prot=mmap.PROT_READ)
+        except (OSError, ValueError, OverflowError) as error:
+            self.close()
+            raise CacheFault(f"cache file {name} cannot be mapped ({error})") from error
+        except CacheFault:
+            self.close()
+            raise
+        with warnings.catch_warnings():
+            # The mapping is read-only, and so is what is made of it here.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            count = num_rows * row_bytes // dtype.itemsize
+            self._rows = torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(num_rows, -1)
+
+    def seal(self, verify: Callable[[ReadRows], None]) -> None:
+        """Take the file for finished: from now on a change of it is a fault.
+
+        Times can be put back after a change, but not the time of that. So where the entry of the file has changed
+        (its name or mode, or it was removed), `verify` is given `pread`, reads all rows again, and raises CacheFault
+        where they have. It must not hold this object: its memory is to go with the last tensor that refers to it.
+        """
+        self._verify = verify
+        status = os.fstat(self._descriptor)
+        self._sealed = status.st_mtime_ns, status.st_ctime_ns
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return a copy (len(rows), elements) of these rows, given as int64 row numbers.
+
+        Raises:
+            CacheFault: the file was truncated, or changed after it was sealed.
+        """
+        self._check()
+        num_rows, num_elements = rows.shape[0], self._rows.shape[1]
+        if num_rows * self.row_bytes < HUGE_BYTES:
+            return torch.index_select(self._rows, 0, rows)
+        copy = (
+            torch.from_numpy(self._room.take(num_rows * self.row_bytes))
+            .view(self._rows.dtype)
+            .view(num_rows, num_elements)
+        )
+        return torch.index_select(self._rows, 0, rows, out=copy)
+
+    def pread(self, first: int, last: int) -> bytes:
+        """Return rows first..last-1 through the descriptor, which cannot kill the process on a truncated file."""
+        self._check()
+        length, start = (last - first) * self.row_bytes, self._end - (self.num_rows - first) * self.row_bytes
+        content = os.pread(self._descriptor, length, start)
+        if len(content) != length:
+            raise CacheFault(f"cache file {self._name} ends {length - len(content)} bytes early")
+        return content
+
+    def is_at(self, path: Path) -> bool:
+        """Tell whether `path` is this very file."""
+        return is_at(self._descriptor, path)
+
+    def close(self) -> None:
+        """Release the descriptor; the mapping goes with the last tensor that refers to it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        status = os.fstat(self._descriptor)
+        if status.st_size < self._end:
+            raise CacheFault(f"cache file {self._name} was truncated to {status.st_size} bytes, needs {self._end}")
+        if self._sealed is None:
+            return
+        modified, touched = self._sealed
+        if status.st_mtime_ns != modified:
+            raise CacheFault(f"cache file {self._name} was changed while it was in use")
+        if status.st_ctime_ns != touched:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Verify the rows, in one thread; the others wait."""
+        with self._looking:
+            status = os.fstat(self._descriptor)
+            sealed = status.st_mtime_ns, status.st_ctime_ns
+            # The verification itself reads rows, in this thread.
+            if self._is_looking or self._sealed == sealed:
+                return
+            self._is_looking = True
+            try:
+                self._verify(self.pread)
+            except CacheFault as fault:
+                raise CacheFault(f"cache file {self._name} was changed while it was in use ({fault})") from fault
+            finally:
+                self._is_looking = False
+            self._sealed = sealed
+
 
 PIECE_BYTES = 1 << 20
 MAX_TABLE_BYTES = 32 * MAX_ROWS
@@ -46,18 +217,12 @@ class ActivationFile:
     ) -> None:
         """Open `path` and check its frame, manifest and tables; the rows are only readable after `verify`.
 
-        Args:
-            path: the file.
-            expected: refuse a file of any other identity; None takes what is there.
-            disk: stands in for the real one.
-            private: refuse a file that is not this user's own.
-
         Raises:
             CacheMismatch: the file belongs to another fingerprint; the differing fields are named.
             CacheFault: the file is damaged or unsafe.
         """
         self.path = path
-        self._disk: Disk = disk or LocalDisk()
+        self._disk = disk or Disk()
         self._verified = self._late = False
         self._verifying = threading.Lock()
         self._verification: Future[None] | None = None
@@ -100,13 +265,10 @@ class ActivationFile:
                     raise CacheFault(f"cache file {self.path} refused: {fault}") from fault
                 self._verified = True
 
-    def verify_in(self, executor: Executor) -> None:
-        """Let `verify` happen elsewhere; `read` waits for it and raises what it raised."""
-        self._verification = executor.submit(self.verify)
-
-    def verify_when_read(self) -> None:
-        """Let `verify` happen when rows are first read."""
-        self._late = True
+    def verify_later(self, executor: Executor | None) -> None:
+        """Let `verify` happen elsewhere, and `read` wait for it; None is when rows are first read."""
+        self._late = executor is None
+        self._verification = executor.submit(self.verify) if executor else None
 
     def accept(self, digest: str) -> None:
         """Take the rows for verified if another process has verified the file with this digest."""
@@ -184,3 +346,81 @@ def _pread(descriptor: int, region: Region) -> bytes:
     if len(content) != region.nbytes:
         raise CacheFault("it ends early")
     return content
+
+
+DIGEST_CHARACTERS = 16
+FILE_NAME = re.compile(r"activations-[0-9a-f]{16}-\d+of\d+\.h5")
+TEMPORARY_SUFFIX = ".tmp"
+LOCK_SUFFIX = ".lock"
+
+
+def path_of(directory: Path, fingerprint: Fingerprint, *, shard: str) -> Path:
+    """Return where the rows of `fingerprint` that rank R of N writes belong; `shard` is "RofN"."""
+    return directory / f"activations-{fingerprint.digest[:DIGEST_CHARACTERS]}-{shard}.h5"
+
+
+def shard_of(path: Path) -> int:
+    """Return the rank that has written the file at `path`, by its name."""
+    return int(path.stem.rpartition("-")[2].partition("of")[0])
+
+
+def files_of(directory: Path, fingerprint: Fingerprint) -> list[Path]:
+    """Return the files of `fingerprint`, of all ranks and of runs of any size."""
+    pattern = f"activations-{fingerprint.digest[:DIGEST_CHARACTERS]}-*.h5"
+    return sorted(path for path in directory.glob(pattern) if FILE_NAME.fullmatch(path.name))
+
+
+def directory_bytes(directory: Path) -> int:
+    """Return the bytes of all cache files in `directory`, finished or not; links and locks do not count."""
+    paths = [*directory.glob("activations-*.h5"), *directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}")]
+    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+
+
+@dataclass(frozen=True, eq=False)
+class Present:
+    """What lies in a directory of the rows that a process may store."""
+
+    rows: int
+    """That may be read."""
+    absent: Keys
+    """(rows,) keys of the others, ascending."""
+    rows_to_complete: int = 0
+    """Those of them in the process's own file, where that is incomplete: completing it writes them anew."""
+
+
+def find_present(directory: Path, fingerprint: Fingerprint, keys: Keys, *, shard: str, private: bool = True) -> Present:
+    """Return which of `keys`, each once, lie in published files of `fingerprint`.
+
+    Raises:
+        CacheFault: a file of this fingerprint is damaged, unsafe or belongs to another one.
+    """
+    own, missing, in_own = path_of(directory, fingerprint, shard=shard), np.unique(keys), 0
+    total = len(missing)
+    for path in sorted(files_of(directory, fingerprint), key=lambda path: path != own):
+        if len(missing):
+            file = ActivationFile(path, expected=fingerprint, private=private)
+            missing = np.setdiff1d(missing, file.keys, assume_unique=True)
+            in_own = len(file.keys) if path == own else in_own
+    return Present(total - len(missing), missing, in_own if len(missing) else 0)
+
+
+def refusals(directory: Path, fingerprint: Fingerprint) -> list[str]:
+    """Return a line for each fingerprint of files of the same split and cut that are not used, naming what differs.
+
+    Files of one fingerprint, which ranks have written together, are opened once for all of them.
+    """
+    lines, seen = [], {fingerprint.digest[:DIGEST_CHARACTERS]}
+    for path in sorted(path for path in directory.glob("activations-*.h5") if FILE_NAME.fullmatch(path.name)):
+        digest = path.name.split("-")[1]
+        if digest in seen:
+            continue
+        seen.add(digest)
+        try:
+            other = ActivationFile(path).manifest.fingerprint
+        except CacheFault as fault:
+            lines.append(str(fault))
+            continue
+        alike = all(other.fields.get(name) == fingerprint.fields.get(name) for name in ("split", "cut"))
+        if alike and fingerprint.differences(other):
+            lines.append(f"cache file {path} not used: {fingerprint.explain(other)}")
+    return lines

@@ -1,4 +1,4 @@
-"""One cache file being made: allocated whole, filled row after row, published by a rename.
+"""One cache file being made behind the training's back: allocated whole, filled row after row, published by a rename.
 
 Rows are placed in the order in which they come, so every batch is one sequential write and ranges are hashed as they
 fill. The reader's promise rests on this order of events: nothing has the final name before everything under it is on
@@ -8,6 +8,9 @@ the disk, and nothing writes to a file that has it.
 from __future__ import annotations
 
 import os
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,20 +21,32 @@ from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheFull
 from hvfreeze.cache.file.disk import FULL, Budget, Disk, free_bytes, remove
+from hvfreeze.cache.file.format import (
+    NAMES,
+    PAYLOAD,
+    Keys,
+    Manifest,
+    RangeHasher,
+    manifest_digest,
+    tables,
+    verify_ranges,
+)
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
-from hvfreeze.cache.file.lock import FileLock
-from hvfreeze.cache.file.manifest import NAMES, PAYLOAD, Manifest, RangeHasher, manifest_digest, tables, verify_ranges
-from hvfreeze.cache.file.mapping import MappedRows
-from hvfreeze.cache.file.names import TEMPORARY_SUFFIX
-from hvfreeze.cache.file.rows import Keys
-from hvfreeze.cache.fingerprint import fingerprint
+from hvfreeze.cache.file.reader import TEMPORARY_SUFFIX, ActivationFile, MappedRows
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.files import FileLock, open_new, replace_file, sync_folder
 
 # A disk filled to its last byte breaks other programs first, and then this one's checkpoints.
 SPARE_BYTES = 1 << 20
+STAGED_BATCHES = 3
 
 
 class FileWriter:
-    """A file under a temporary name; `written` rows are in it and readable."""
+    """A file under a temporary name, whose rows are readable from here as soon as they were appended.
+
+    Batches are copied into staging buffers, and one thread carries them to the disk: what fails there is raised by the
+    next call. All methods but `read` belong to one thread; rows are numbered in the order of `append`.
+    """
 
     def __init__(
         self,
@@ -41,6 +56,7 @@ class FileWriter:
         manifest: Manifest,
         budget: Budget,
         disk: Disk,
+        staging_rows: int,
         replaces: int = 0,
         private: bool = True,
     ) -> None:
@@ -49,9 +65,10 @@ class FileWriter:
         Args:
             path: final name.
             lock: the lock of `path`, held by the caller; this releases it, also when it raises.
-            manifest: what the file is to hold; its `rows` is set at publication.
+            manifest: of the file; its `rows` is set at publication.
             budget: pays for the file.
-            disk: stands in for the real one.
+            disk: how fast it is.
+            staging_rows: the most rows of an `append`; up to three times that is kept in memory.
             replaces: bytes of the file that now has the name, given back to the budget at publication.
             private: nobody else may read it; without, its group may.
 
@@ -59,20 +76,20 @@ class FileWriter:
             CacheFull: it does not fit; nothing is left behind.
             CacheFault: the directory cannot be written.
         """
-        self.path = path
-        self.manifest = manifest
-        self.written = 0
-        self.published = False
-        self._budget, self._disk, self._replaces, self._private = budget, disk, replaces, private
+        self.path, self.manifest = path, manifest
+        self.appended = 0
+        self._budget, self._disk, self._replaces, self._lock = budget, disk, replaces, lock
+        self._staging_rows = staging_rows
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._frame = make_frame(manifest.datasets(), manifest.attributes())
-        self._keys = np.empty(manifest.capacity, np.int64)
-        self._hasher = RangeHasher(manifest)
-        self._lock = lock
-        self._descriptor = -1
-        self._reserved = 0
+        self._keys, self._hasher = np.empty(manifest.capacity, np.int64), RangeHasher(manifest)
+        self._written, self._published = 0, False
+        self._descriptor, self._reserved = -1, 0
+        self._error: CacheFault | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cache-writer")
+        self._last: Future[None] | None = None
         try:
-            self._allocate()
+            self._allocate(private=private)
             self._mapped = MappedRows(
                 self._descriptor,
                 offset=self._frame.regions[PAYLOAD].offset,
@@ -82,30 +99,48 @@ class FileWriter:
                 dtype=manifest.row.stored,
             )
         except (OSError, CacheFault) as error:
-            self.discard()
-            raise fault_of(error, path=path) from error
+            self._discard()
+            raise _fault_of(error, path=path) from error
+        # The one used last comes first: while the disk keeps up, the others are never touched and take no memory.
+        self._free: queue.LifoQueue[Tensor] = queue.LifoQueue()
+        for _ in range(STAGED_BATCHES):
+            self._free.put(torch.empty(staging_rows, manifest.row.num_elements, dtype=manifest.row.stored))
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes that the file takes, however many of its rows are written."""
-        return self._frame.size
-
-    def write(self, keys: Keys, rows: Tensor) -> None:
-        """Append `rows` (len(keys), elements), contiguous, of the stored type.
+    def append(self, keys: Keys, rows: Tensor, *, select: Tensor) -> None:
+        """Take a copy of rows `select` of `rows` (batch, elements); the batch may be changed afterwards.
 
         Raises:
-            OSError: the disk refused.
+            CacheFault: an earlier write has failed.
         """
-        content = rows.view(torch.uint8).numpy().reshape(-1).data
-        self._disk.write(len(content))
-        start = self._frame.regions[PAYLOAD].offset + self.written * self.manifest.row.row_bytes
-        _pwrite(self._descriptor, content, start)
-        self._hasher.update(content)
-        self._keys[self.written : self.written + len(keys)] = keys
-        self.written += len(keys)
+        self._check()
+        staged = self._free.get()
+        taken = staged[: len(select)]
+        torch.index_select(rows, 0, select, out=taken)
+        self.appended += len(keys)
+        self._submit(lambda: self._write(keys, taken), staged=staged)
+
+    def copy(self, source: ActivationFile) -> None:
+        """Take over all rows of `source`, in its order, once they are verified."""
+        self.appended += len(source.keys)
+
+        def copy() -> None:
+            source.verify()
+            for first in range(0, len(source.keys), self._staging_rows):
+                rows = torch.arange(first, min(first + self._staging_rows, len(source.keys)))
+                self._write(source.keys[first : first + len(rows)], source.read(rows))
+
+        self._submit(copy)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return a copy (len(rows), elements) of written rows, given as int64 row numbers."""
+        """Return a copy (len(rows), elements) of appended rows, by int64 row numbers; waits until they are written.
+
+        Raises:
+            CacheFault: a write has failed.
+        """
+        last = self._last
+        if last is not None and self._written < self.appended:
+            last.result()
+        self._check()
         self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._mapped.read(rows)
 
@@ -115,52 +150,34 @@ class FileWriter:
 
     def mark_inexact(self) -> None:
         """Let the file count as exact for no run: rows of several origins are in it."""
-        self.manifest = replace(self.manifest, fingerprint=fingerprint(self.manifest.fingerprint.fields))
+        self.manifest = replace(self.manifest, fingerprint=Fingerprint.of(self.manifest.fingerprint.fields))
 
     def publish(self) -> None:
-        """Give the file its final name, if it has not got it, once all of it is on the disk; rows stay readable.
+        """Let the file be published once everything appended so far is in it."""
+        self._submit(self._publish)
+
+    def close(self, *, keep: bool) -> None:
+        """Wait for what was asked for; an unpublished file is published if `keep` and it has rows, else removed.
+
+        Rows stay readable from here.
 
         Raises:
-            OSError: the disk refused; the file that had the name is untouched.
+            CacheFault: something has failed that no call has reported yet.
         """
-        if self.published:
-            return
-        manifest = replace(self.manifest, rows=self.written)
-        regions = self._frame.regions
-        keys, digests = self._keys[: self.written], self._hasher.digests()
-        parts = tables(manifest, keys, digests, manifest_bytes=regions["manifest"].nbytes)
-        parts["manifest_sha256"] = manifest_digest(lambda name: [parts[name]], regions)
-        for name, content in parts.items():
-            _pwrite(self._descriptor, memoryview(content), regions[name].offset)
-        os.fsync(self._descriptor)
-        opened, found = find_regions(self._temporary, names=NAMES)
-        os.close(opened)
-        if found != regions:
-            raise CacheFault(f"cache file {self.path} was changed by somebody else while it was made")
-        os.replace(self._temporary, self.path)
-        self._mapped.seal(partial(verify_ranges, manifest, digests))
-        self.published = True
-        sync_directory(self.path.parent)
-        self._budget.release(self._replaces)
-        self._let_go()
+        if keep and self.appended:
+            self.publish()
+        self._worker.shutdown(wait=True)
+        self._discard()
+        self._check()
 
-    def discard(self) -> None:
-        """Remove the temporary file unless it was published; rows stay readable for whoever holds the writer."""
-        if not self.published:
-            if self._descriptor >= 0:
-                remove(self._temporary)
-            self._give_back()
-        self._let_go()
-
-    def delete(self) -> None:
-        """Remove the file, published or not, unless another one has taken its name; rows stay readable as above."""
-        self.discard()
-        if self.published and self._reserved:
-            if self._mapped.is_at(self.path):
+    def delete(self, budget: Budget) -> None:
+        """Remove the closed file, unless another one has taken its name; rows stay readable from here."""
+        if self._published and self._reserved:
+            if self.is_at(self.path):
                 remove(self.path)
             self._give_back()
 
-    def _allocate(self) -> None:
+    def _allocate(self, *, private: bool) -> None:
         size, directory = self._frame.size, self.path.parent
         self._budget.reserve(size, path=self.path)
         self._reserved = size
@@ -168,11 +185,67 @@ class FileWriter:
         self._temporary.unlink(missing_ok=True)
         if size + SPARE_BYTES > free_bytes(directory):
             raise CacheFull(f"cache file {self.path} needs {size} bytes, {directory} has {free_bytes(directory)} free")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self._temporary, flags, 0o600 if self._private else 0o640)
+        self._descriptor = open_new(self._temporary, mode=0o600 if private else 0o640)
         os.posix_fallocate(self._descriptor, 0, size)
         for offset, content in self._frame.extents.items():
             _pwrite(self._descriptor, memoryview(content), offset)
+
+    def _submit(self, task: Callable[[], None], *, staged: Tensor | None = None) -> None:
+        self._last = self._worker.submit(self._run, task, staged)
+
+    def _run(self, task: Callable[[], None], staged: Tensor | None) -> None:
+        # Whatever fails here has no caller to reach: the next call raises it.
+        try:
+            if self._error is None:
+                task()
+        except Exception as error:
+            self._error = _fault_of(error, path=self.path)
+        finally:
+            if staged is not None:
+                self._free.put(staged)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _write(self, keys: Keys, rows: Tensor) -> None:
+        """Write `rows` (len(keys), elements), contiguous, of the stored type, behind those that were written."""
+        content = rows.view(torch.uint8).numpy().reshape(-1).data
+        self._disk.write(len(content))
+        start = self._frame.regions[PAYLOAD].offset + self._written * self.manifest.row.row_bytes
+        _pwrite(self._descriptor, content, start)
+        self._hasher.update(content)
+        self._keys[self._written : self._written + len(keys)] = keys
+        self._written += len(keys)
+
+    def _publish(self) -> None:
+        """Give the file its final name, if it has not got it; where that fails, the file that had it is untouched."""
+        if self._published:
+            return
+        manifest = replace(self.manifest, rows=self._written)
+        regions, digests = self._frame.regions, self._hasher.digests()
+        parts = tables(manifest, self._keys[: self._written], digests, manifest_bytes=regions["manifest"].nbytes)
+        parts["manifest_sha256"] = manifest_digest(lambda name: [parts[name]], regions)
+        for name, content in parts.items():
+            _pwrite(self._descriptor, memoryview(content), regions[name].offset)
+        opened, found = find_regions(self._temporary, names=NAMES)
+        os.close(opened)
+        if found != regions:
+            raise CacheFault(f"cache file {self.path} was changed by somebody else while it was made")
+        replace_file(self._descriptor, self._temporary, self.path)
+        self._mapped.seal(partial(verify_ranges, manifest, digests))
+        self._published = True
+        sync_folder(self.path.parent)
+        self._budget.release(self._replaces)
+        self._let_go()
+
+    def _discard(self) -> None:
+        """Remove the temporary file unless it was published."""
+        if not self._published:
+            if self._descriptor >= 0:
+                remove(self._temporary)
+            self._give_back()
+        self._let_go()
 
     def _give_back(self) -> None:
         self._budget.release(self._reserved)
@@ -185,22 +258,13 @@ class FileWriter:
         self._lock.release()
 
 
-def fault_of(error: Exception, *, path: Path) -> CacheFault:
+def _fault_of(error: Exception, *, path: Path) -> CacheFault:
     """Return `error` as a cache fault that names the file; a full disk and a cache fault keep their kind."""
     if isinstance(error, CacheFault):
         return error
     full = isinstance(error, OSError) and error.errno in FULL
     kind = CacheFull if full else CacheFault
     return kind(f"cache file {path} cannot be written ({error})")
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in `directory` survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:

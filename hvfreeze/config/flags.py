@@ -77,6 +77,7 @@ def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any) -> None:
     auto = leaf.metadata["auto"]
     defaults = [] if leaf.default is None else [str(leaf.default)]
     defaults += [] if auto is None else [f"with --freeze auto: {auto}"]
+    defaults += [f"with --strategy {name}: {value}" for name, value in leaf.metadata["by_strategy"].items()]
     shown = f"{text} [{'; '.join(defaults)}]" if defaults else text
     group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=shown)
 
@@ -92,15 +93,20 @@ def number_or_text(kind: Any) -> type:
     return next(option for option in (int, float, str) if option in options)
 
 
+def given(options: argparse.Namespace) -> frozenset[str]:
+    """Return the settings that stand on the train command's line, by flag with underscores."""
+    return frozenset(vars(options)) & frozenset(leaves())
+
+
 def configuration(options: argparse.Namespace) -> Config:
     """Return the configuration that the train command's options ask for.
 
     Raises:
         UsageError: the file or a value is not acceptable.
     """
-    given = {name: value for name, value in vars(options).items() if name in leaves()}
+    flags = {name: value for name, value in vars(options).items() if name in leaves()}
     path: Path | None = getattr(options, "config", None)
     if path is None:
-        return from_dict(given, source="command line")
+        return from_dict(flags, source="command line")
     source = f"--config ({path})"
-    return from_dict({**flat(read_yaml(path), source=source), **given}, source=source)
+    return from_dict({**flat(read_yaml(path), source=source), **flags}, source=source)

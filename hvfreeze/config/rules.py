@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
@@ -16,12 +17,26 @@ MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""
 
 
-def setting(default: Any, metavar: str, text: str, *, auto: Any = None) -> Any:
+def setting(
+    default: Any,
+    metavar: str,
+    text: str,
+    *,
+    read_by: str = "run",
+    auto: Any = None,
+    by_strategy: Mapping[str, Any] | None = None,
+) -> Any:
     """Return a dataclass field that is also a flag; the help names its value `metavar` and says `text`.
 
-    Where --freeze is auto and nothing was given, `auto` is taken instead of `default`, unless it is None.
+    `read_by` names, with spaces between, what a run must have for the setting to have an effect, as
+    `training/readers.py` knows it; `run` is what every run has. Where a run lacks one of these, who gave the setting is
+    told.
+
+    Where --freeze is auto and nothing was given, `auto` is taken instead of `default`, unless it is None. Where
+    --strategy is a key of `by_strategy` and nothing was given, its value is taken.
     """
-    return field(default=default, metadata={"metavar": metavar, "help": text, "auto": auto})
+    metadata = {"metavar": metavar, "help": text, "auto": auto, "read_by": read_by}
+    return field(default=default, metadata={**metadata, "by_strategy": by_strategy or {}})
 
 
 def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> None:
@@ -87,6 +102,26 @@ def parse_recipe(text: str) -> tuple[str, ...]:
         "parts that differ, at most one of them a crop",
     )
     return (*(crops or CROPS[:1]), *(part for part in RECIPES if part in parts and part not in CROPS))
+
+
+MLP_WIDTHS = (512, 512)
+"""Of an `mlp` without numbers."""
+
+
+def parse_mlp(flag: str, text: str) -> tuple[int, ...] | None:
+    """Return the neurons of each hidden layer in `mlp` or `mlp-WxW...`, None for a text that begins otherwise.
+
+    Raises:
+        UsageError: it begins so, and is neither.
+    """
+    if text != "mlp" and not text.startswith("mlp-"):
+        return None
+    if text == "mlp":
+        return MLP_WIDTHS
+    found = re.fullmatch(r"mlp((?:[-x][1-9][0-9]{0,5})+)", text.replace("-", "x"))
+    wanted = "mlp, or mlp-WxW... with the neurons of each hidden layer, as in mlp-2048 or mlp-512x512"
+    rule(found is not None and text.count("-") == 1, flag, text, wanted)
+    return tuple(int(width) for width in text.removeprefix("mlp-").split("x"))
 
 
 def parse_channels(flag: str, text: str) -> tuple[float, float, float]:

@@ -1,32 +1,40 @@
-"""The sections of a configuration: frozen dataclasses, checked on construction.
-
-A field is one setting, declared once: its name is the flag's (`eta_max` is `--eta-max`) and the key's in a file, its
-text is what `--help` says. Names are unique over all sections.
-"""
+"""The sections of a configuration: frozen dataclasses, checked on construction."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hvfreeze.config.rules import (
     number_list,
     one_of,
     parse_bytes,
+    parse_cadence,
     parse_channels,
+    parse_compression,
     parse_dirichlet,
+    parse_duration,
+    parse_mlp,
     parse_parts,
     parse_recipe,
     parse_views,
     rule,
     setting,
 )
-from hvfreeze.named_code import check_named_code, is_named_code
+from hvfreeze.user_code import check_named_code, is_named_code
 
 Channels = tuple[float, float, float]
-DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder")
-CRITERIA = ("gradient-norm", "percentile", "linear", "geometric")
-"""What proposes a cut; `freezing/voting/criteria.py` says how."""
+TEXT = "text"
+DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder", TEXT)
+TINY_LM = "tiny-lm"
+"""The model for a text."""
+TEXT_STRATEGIES = ("replicas", "local-sgd", "stale-ring")
+"""Strategies that train on windows of a text."""
+CONTEXT = 64
+"""Characters of a window where --context is not given."""
+CRITERIA = ("coherence", "gradient-norm", "percentile", "linear", "geometric")
+"""What proposes a cut; `freezing/criteria.py` says how."""
 AUTO = "auto"
 """A value of --freeze that is no criterion: stages that solve the head and tune blocks, see `training/stages`."""
 AUTO_PARTS = ("votes", "guard", "last-solve")
@@ -37,13 +45,28 @@ VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 class DataConfig:
     """Which samples are trained on, who gets them and how they are augmented."""
 
-    data: str = setting("digits", "NAME", "digits, cifar10, cifar100, imagefolder, or package:function")
-    data_dir: str | None = setting(None, "DIR", "where the data lies; default $HVFREEZE_DATA or a cache directory")
+    data: str = setting(
+        "digits",
+        "NAME",
+        "digits, cifar10, cifar100, imagefolder, text, or package:function",
+        by_strategy={"stale-ring": TEXT},
+    )
+    data_dir: str | None = setting(
+        None,
+        "DIR",
+        "where the data lies; default $HVFREEZE_DATA or a cache directory; with --data text a file, default: the "
+        "sources of Python's standard library",
+        read_by="files",
+    )
+    context: int | None = setting(None, "N", f"with --data text: characters of a window; [{CONTEXT}]")
     train_samples: int | None = setting(None, "N", "train on a stratified subset of N samples")
     validation_fraction: float = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
     image_size: int | None = setting(None, "PIXELS", "resize images; default: the data's own size")
     resize: int | None = setting(
-        None, "PIXELS", "resize to this first; training crops --image-size out of it, evaluation takes the centre"
+        None,
+        "PIXELS",
+        "resize to this first; training crops --image-size out of it, evaluation takes the centre",
+        read_by="larger-images",
     )
     mean: str | None = setting(
         None, "M", "normalise with this mean, one for all channels or three; default: the weights', else the data's"
@@ -51,21 +74,32 @@ class DataConfig:
     std: str | None = setting(None, "S", "normalise with this standard deviation, given together with --mean")
     data_seed: int | None = setting(None, "SEED", "seed of subset, shards, order and views; default: --seed")
     shuffle: str = setting(
-        "shard", "HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)"
+        "shard", "HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)", read_by="order"
     )
-    partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks")
-    shard_sizes: str = setting("equal", "HOW", "equal, or one relative size per rank, as in 3,1,1,1")
+    partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks", read_by="shards")
+    shard_sizes: str = setting("equal", "HOW", "equal, or one relative size per rank, as in 3,1,1,1", read_by="shards")
     skip_bad: bool = setting(
-        False, "", "leave out images that cannot be decoded, which are looked for before the start"
+        False, "", "leave out images that cannot be decoded, which are looked for before the start", read_by="decoding"
     )
     augment: str = setting(
-        "fresh", "HOW", "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)"
+        "fresh",
+        "HOW",
+        "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)",
+        read_by="views",
+    )
+    mirror: str = setting(
+        "auto",
+        "WHETHER",
+        "mirror images among the views, and for a solved head beside every sample: on (unless the data set rules them "
+        "out), auto (the same, but for a solved head held-out samples decide) or off (left and right differ)",
+        read_by="mirror-images",
     )
 
     recipe: str = setting(
         "crop",
         "LIST",
         "how views are made: crop (out of a black border) or random-resized-crop, with trivial-augment, color-jitter",
+        read_by="drawn-views",
     )
 
     def __post_init__(self) -> None:
@@ -80,7 +114,9 @@ class DataConfig:
         larger = self.resize is None or (self.image_size is not None and self.image_size <= self.resize <= 4096)
         rule(larger, "resize", self.resize, "given together with --image-size, at least that and at most 4096")
         self.statistics()
+        self._check_text()
         one_of("shuffle", self.shuffle, ("shard", "global"))
+        one_of("mirror", self.mirror, ("auto", "on", "off"))
         parse_views(self.augment)
         used = parse_recipe(self.recipe) == ("crop",) or self.augment != "none"
         rule(used, "recipe", self.recipe, "left out with --augment none, which shows every sample as it is")
@@ -89,6 +125,29 @@ class DataConfig:
             sizes = number_list("shard-sizes", self.shard_sizes)
             ok = all(math.isfinite(s) and s > 0 for s in sizes)
             rule(ok, "shard-sizes", self.shard_sizes, "equal, or one positive, finite number per rank")
+
+    def _check_text(self) -> None:
+        """Refuse what is for images with a text, and what is for a text with images."""
+        text, context = self.data == TEXT, self.context
+        rule(text or context is None, "context", context, f"left out unless --data is {TEXT}")
+        rule(context is None or 2 <= context <= 4096, "context", context, "in 2..4096 characters")
+        for flag, value, usual in (
+            ("image-size", self.image_size, None),
+            ("resize", self.resize, None),
+            ("mean", self.mean, None),
+            ("recipe", self.recipe, "crop"),
+            ("skip-bad", self.skip_bad, False),
+            ("partition", self.partition, "iid"),
+        ):
+            rule(not text or value == usual, flag, value, f"left out with --data {TEXT}", "it is for images")
+        alone = self.validation_fraction == 0 or self.augment == "none"
+        why = "other views of windows reach into those that are held out"
+        rule(not text or alone, "augment", self.augment, "none with --data text and --validation-fraction", why)
+
+    @property
+    def window(self) -> int:
+        """Characters of a text's window."""
+        return self.context or CONTEXT
 
     @property
     def stored_size(self) -> int | None:
@@ -104,6 +163,10 @@ class DataConfig:
         rule(all(number > 0 for number in std), "std", self.std, "above 0")
         return mean, std
 
+    def mirrors(self, flips: bool) -> bool:
+        """Tell whether mirror images are trained on; `flips` is the data set's word that they show the same class."""
+        return flips and self.mirror != "off"
+
     def cacheable(self) -> bool:
         """Tell whether a sample's view can come again, so that its activations are worth keeping."""
         return self.augment != "fresh"
@@ -116,24 +179,55 @@ class FreezeConfig:
     freeze: str = setting(
         "none",
         "CRITERION",
-        "none, static, gradient-norm, percentile, linear, geometric, or auto (solve the head, tune blocks where "
-        "--epochs has room, solve it again)",
+        "none, static, coherence (what gains nothing any more), gradient-norm, percentile, linear, geometric, or auto "
+        "(solve the head, tune blocks where --epochs has room, solve it again)",
+        read_by="freezing",
     )
     cut: int | None = setting(
-        None, "K", "with --freeze static: the first K blocks are frozen; with auto: they are while the others are tuned"
+        None,
+        "K",
+        "with --freeze static: the first K blocks are frozen; with auto: they are while the others are tuned",
+        read_by="cut",
     )
-    interval: int | None = setting(None, "STEPS", "steps between votes; default: half an epoch")
-    freeze_warmup: int | None = setting(None, "STEPS", "steps before the first vote; default: one epoch")
-    patience: int = setting(1, "N", "a rank proposes what its criterion wanted N times in a row")
-    eta_max: float = setting(0.2, "ETA", "a block whose gradient norm changes faster is not frozen")
+    interval: int | None = setting(None, "STEPS", "steps between votes; default: half an epoch", read_by="cadence")
+    freeze_warmup: int | None = setting(
+        None, "STEPS", "steps before the first vote; default: one epoch", read_by="cadence"
+    )
+    patience: int = setting(1, "N", "a rank proposes what its criterion wanted N times in a row", read_by="criteria")
+    eta_max: float = setting(
+        0.2, "ETA", "a block whose gradient norm changes faster is not frozen", read_by="gradients"
+    )
+    min_gain: float = setting(
+        0.02,
+        "X",
+        "with coherence: freeze blocks that gain less than X of what their part of a step's time would",
+        read_by="gains",
+    )
+    statistics: str = setting(
+        "auto",
+        "WHICH",
+        "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (kept with "
+        "--freeze auto and --weights, else batch)",
+        read_by="steps",
+    )
     signal: str = setting(
-        "local", "WHICH", "gradients that the criterion sees: local (each rank's own) or averaged (no real vote)"
+        "local",
+        "WHICH",
+        "gradients that the criterion sees: local (each rank's own) or averaged (no real vote)",
+        read_by="observed",
     )
-    vote_weight: str = setting("uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank")
-    quorum: float = setting(0.5, "Q", "part of the weight that must support a cut, in (0, 1]")
-    shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect")
+    vote_weight: str = setting(
+        "uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank", read_by="criteria voters"
+    )
+    quorum: float = setting(
+        0.5, "Q", "part of the weight that must support a cut, in (0, 1]", read_by="criteria voters"
+    )
+    shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect", read_by="criteria")
     auto_without: str = setting(
-        "none", "LIST", "with --freeze auto: leave out votes, guard (keep what is best on held-out samples), last-solve"
+        "none",
+        "LIST",
+        "with --freeze auto: leave out votes, guard (keep what is best on held-out samples), last-solve",
+        read_by="tuning",
     )
 
     def __post_init__(self) -> None:
@@ -148,7 +242,11 @@ class FreezeConfig:
         rule(self.freeze_warmup is None or self.freeze_warmup >= 0, "freeze-warmup", self.freeze_warmup, "0 or more")
         rule(self.patience >= 1, "patience", self.patience, "at least 1")
         rule(self.eta_max > 0, "eta-max", self.eta_max, "a positive number (inf for no bound)")
+        rule(0 < self.min_gain < math.inf, "min-gain", self.min_gain, "a positive number")
+        one_of("statistics", self.statistics, ("auto", "batch", "kept"))
         one_of("signal", self.signal, ("local", "averaged"))
+        own = self.signal == "local" or self.freeze != "coherence"
+        rule(own, "signal", self.signal, "local with --freeze coherence, which compares the ranks' gradients")
         rule(0 < self.quorum <= 1, "quorum", self.quorum, "in (0, 1]")
         if self.vote_weight not in VOTE_WEIGHTS:
             weights = number_list("vote-weight", self.vote_weight, also=", ".join(VOTE_WEIGHTS))
@@ -174,6 +272,10 @@ class FreezeConfig:
         """Tell whether a part of --freeze auto, one of `AUTO_PARTS`, is not left out."""
         return part not in parse_parts("auto-without", self.auto_without, AUTO_PARTS)
 
+    def criteria(self) -> tuple[str, ...]:
+        """Return the criteria that are asked at a vote: the one that decides, where one does, and the shadows."""
+        return (*([self.freeze] if self.votes else []), *self.shadow_names())
+
     def shadow_names(self) -> tuple[str, ...]:
         """Return the criteria that are scored and logged without effect."""
         return () if self.shadow == "none" else tuple(self.shadow.split(","))
@@ -183,17 +285,27 @@ class FreezeConfig:
 class CacheConfig:
     """Whether and where the frozen prefix's activations are kept."""
 
-    cache: str = setting("off", "MODE", "off, auto (when it pays) or on; needs --augment none or views:K")
-    cache_dir: str | None = setting(None, "DIR", "where its files stay after the run; default: the run directory")
-    cache_dtype: str = setting("native", "TYPE", "native (exact), float16 or bfloat16")
-    cache_limit: str = setting("none", "SIZE", "disk space over all ranks, as in 20G; default: none")
+    cache: str = setting(
+        "off", "MODE", "off, auto (when it pays) or on; needs --augment none or views:K", read_by="cached-rows"
+    )
+    cache_dir: str | None = setting(
+        None, "DIR", "where its files stay after the run; default: the run directory", read_by="cache cached-rows"
+    )
+    cache_dtype: str = setting("native", "TYPE", "native (exact), float16 or bfloat16", read_by="cache cached-rows")
+    cache_limit: str = setting(
+        "none", "SIZE", "disk space over all ranks, as in 20G; default: none", read_by="cache cached-rows"
+    )
     cache_shared: bool = setting(
         False,
         "",
         "ranks may read each other's files on a shared file system; files of other users and groups are trusted",
+        read_by="cache cached-rows sharing",
     )
     cache_failure: str = setting(
-        "recompute", "HOW", "on a full disk or a damaged file: recompute (go on without it) or stop"
+        "recompute",
+        "HOW",
+        "on a full disk or a damaged file: recompute (go on without it) or stop",
+        read_by="cache cached-rows",
     )
 
     def __post_init__(self) -> None:
@@ -205,3 +317,474 @@ class CacheConfig:
     def limit_bytes(self) -> int | None:
         """Return the budget in bytes over all ranks, None where there is none."""
         return parse_bytes("cache-limit", self.cache_limit)
+
+
+MOST_CELLS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network, where it may be cut, and what it starts from."""
+
+    model: str = setting(
+        "resnet18",
+        "NAME",
+        "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
+        "--data text, timm:NAME, or package:function for your own",
+        by_strategy={"local-critics": "resnet20", "stale-ring": TINY_LM, "subnets": "mlp"},
+    )
+    blocks: str = setting(
+        "auto",
+        "HOW",
+        "where it may be cut: stage, residual, paper or NAME,NAME,...; auto: residual for --strategy grid and "
+        "local-critics, else stage",
+        read_by="cuts",
+    )
+    weights: str = setting("none", "FILE", "none, DEFAULT (torchvision's, downloaded), or a state_dict's file")
+    reset_head: bool = setting(
+        False,
+        "",
+        "start the head afresh, also where the weights have one of as many classes",
+        read_by="trained-weights steps",
+    )
+
+    def __post_init__(self) -> None:
+        rule(bool(self.model), "model", repr(self.model), "the name of a classification model")
+        parse_mlp("model", self.model)
+        if is_named_code(self.model):
+            check_named_code("model", self.model)
+            rule(self.weights != "DEFAULT", "weights", "DEFAULT", "none or a file with a model of your own")
+        rule(bool(self.blocks), "blocks", repr(self.blocks), "auto, stage, residual, paper or NAME,NAME,...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The head: what it reads, and whether it is trained with the rest or solved on frozen blocks."""
+
+    head: str = setting(
+        "last",
+        "WHICH",
+        "last (the model's own), mlp or mlp-WxW... (hidden layers of W neurons in its place) or multi-level (reads "
+        "every block)",
+        auto="multi-level",
+    )
+    head_fit: str = setting(
+        "sgd",
+        "HOW",
+        "sgd (trained with the rest), or, all blocks frozen, solved by all ranks: exact (logistic regression), kernel "
+        "(likeness to every training sample)",
+        auto="kernel",
+    )
+    pool: int = setting(
+        4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells", read_by="multi-level"
+    )
+
+    def __post_init__(self) -> None:
+        mlp = parse_mlp("head", self.head) is not None
+        rule(mlp or self.head in ("last", "multi-level"), "head", self.head, "last, mlp, mlp-WxW... or multi-level")
+        one_of("head-fit", self.head_fit, ("sgd", "exact", "kernel"))
+        rule(1 <= self.pool <= MOST_CELLS, "pool", self.pool, f"in 1..{MOST_CELLS}")
+        # Features of several blocks differ a hundredfold in size: no learning rate fits them all.
+        fits = self.head != "multi-level" or self.solved
+        rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact or kernel too")
+        rule(not (mlp and self.solved), "head", self.head, "last or multi-level with --head-fit exact or kernel")
+
+    @property
+    def solved(self) -> bool:
+        """Whether the head is solved, not trained."""
+        return self.head_fit != "sgd"
+
+
+LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3, "lars": 3.0}
+"""--optimizer -> --lr where none is given."""
+WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4}
+"""--optimizer -> --weight-decay where none is given. AdamW's is apart from the gradient; the number is PyTorch's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, its schedule, and what the loss is; --lr and --weight-decay have a default for each optimizer."""
+
+    epochs: int = setting(
+        10,
+        "N",
+        "passes over the shard; with --freeze auto: at most work worth so many epochs of full fine-tuning",
+        auto=16,
+        by_strategy={"stale-ring": 1},
+        read_by="epochs",
+    )
+    batch_size: int = setting(128, "N", "samples per rank and backward pass", auto=32, by_strategy={"stale-ring": 32})
+    accumulate: int = setting(
+        1, "N", "batches per rank and step: N backward passes, one exchange of their mean", read_by="steps"
+    )
+    optimizer: str = setting(
+        "sgd",
+        "NAME",
+        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor)",
+        auto="adamw",
+        by_strategy={"stale-ring": "adamw"},
+        read_by="steps",
+    )
+    lr: float = setting(
+        None,
+        "LR",
+        "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3",
+        auto=3e-4,
+        read_by="steps",
+    )
+    head_lr: str | None = setting(
+        None,
+        "LR",
+        "the head's own learning rate; with shared-trunk's several heads one for all or one each, as in 1,2",
+        read_by="steps",
+    )
+    momentum: float = setting(
+        0.9, "M", "of SGD and LARS; AdamW's first beta", by_strategy={"subnets": 0.0}, read_by="steps"
+    )
+    nesterov: bool = setting(False, "", "with sgd: Nesterov's momentum", read_by="steps")
+    weight_decay: float = setting(None, "WD", "weight decay; default: 0.0001, with adamw 0.01", read_by="steps")
+    no_decay_norms: bool = setting(
+        False, "", "no weight decay on biases and on what norms scale and shift by", read_by="steps decay"
+    )
+    clip_grad: float | None = setting(
+        None,
+        "NORM",
+        "scale averaged gradients down to at most this norm; votes see them before, --signal averaged after",
+        read_by="steps",
+    )
+    label_smoothing: float = setting(
+        0.0, "E", "this part of each label is spread evenly over all classes", read_by="steps"
+    )
+    mixup: float = setting(
+        0.0,
+        "ALPHA",
+        "mix pairs of images and labels by a draw from Beta(ALPHA, ALPHA); behind a cut, the frozen blocks' output",
+        read_by="steps",
+    )
+    schedule: str = setting(
+        "constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine", auto="cosine", read_by="steps"
+    )
+    lr_warmup: int = setting(
+        0, "STEPS", "steps over which the learning rate rises linearly to --lr", read_by="steps warmup"
+    )
+    compression: str = setting(
+        "none",
+        "HOW",
+        "of gradients: none, fp16, powersgd:R, or auto (what the network asks for)",
+        read_by="steps exchange",
+    )
+    precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")
+
+    def __post_init__(self) -> None:
+        rule(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        rule(self.batch_size >= 1, "batch-size", self.batch_size, "at least 1")
+        rule(self.accumulate >= 1, "accumulate", self.accumulate, "at least 1")
+        one_of("optimizer", self.optimizer, tuple(LEARNING_RATES))
+        self._fill_in("lr", LEARNING_RATES)
+        self._fill_in("weight_decay", WEIGHT_DECAYS)
+        rule(math.isfinite(self.lr) and self.lr > 0, "lr", self.lr, "a positive number")
+        self.head_rates()
+        rule(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
+        nesterov_ok = not self.nesterov or (self.optimizer == "sgd" and self.momentum > 0)
+        rule(nesterov_ok, "nesterov", True, "used with --optimizer sgd and a --momentum above 0")
+        decay_ok = math.isfinite(self.weight_decay) and self.weight_decay >= 0
+        rule(decay_ok, "weight-decay", self.weight_decay, "0 or a positive number")
+        clip_ok = self.clip_grad is None or (math.isfinite(self.clip_grad) and self.clip_grad > 0)
+        rule(clip_ok, "clip-grad", self.clip_grad, "a positive number")
+        rule(0 <= self.label_smoothing < 1, "label-smoothing", self.label_smoothing, "in [0, 1)")
+        rule(0 <= self.mixup <= 100, "mixup", self.mixup, "in 0..100; 0.2 is usual, 0 is none")
+        one_of("schedule", self.schedule, ("constant", "step", "cosine"))
+        rule(self.lr_warmup >= 0, "lr-warmup", self.lr_warmup, "0 or more steps")
+        parse_compression(self.compression)
+        one_of("precision", self.precision, ("float32", "bfloat16"))
+
+    def steps_per_epoch(self, batches: int) -> int:
+        """Return the optimizer steps of an epoch of so many batches; the last may be of fewer than the others."""
+        return -(-batches // self.accumulate)
+
+    def head_rates(self) -> list[float] | None:
+        """Return the learning rates that were given for heads, None where they all have --lr."""
+        if self.head_lr is None:
+            return None
+        rates = number_list("head-lr", self.head_lr)
+        ok = all(math.isfinite(rate) and rate > 0 for rate in rates)
+        rule(ok, "head-lr", self.head_lr, "positive numbers separated by commas")
+        return rates
+
+    def _fill_in(self, leaf: str, defaults: dict[str, float]) -> None:
+        if getattr(self, leaf) is None:
+            object.__setattr__(self, leaf, defaults[self.optimizer])
+
+
+STRATEGIES = ("replicas", "shared-trunk", "grid", "local-sgd", "local-critics", "stale-ring", "subnets")
+OWN_FLAGS = {
+    "replicas": (),
+    "shared-trunk": ("heads", "tasks", "head_blocks", "labels", "trunk", "cut_by", "cut_at"),
+    "grid": ("parts", "replicas", "micro_batches", "pipeline", "redeal", "cut_by", "cut_at"),
+    "local-sgd": ("local_steps",),
+    "local-critics": ("parts", "critic_every", "critic_lr", "cut_by", "cut_at"),
+    "stale-ring": ("parts", "stale_after", "tied_gradient", "cut_by", "cut_at"),
+    "subnets": ("local_steps",),
+}
+"""The flags that only some strategies know. Their defaults are None, so that one is seen to be given."""
+
+
+MOST_PARTS = 4096
+LOCAL_STEPS = 10
+"""Where --local-steps is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """Which rank runs which blocks, and what ranks exchange."""
+
+    strategy: str = setting(
+        "replicas",
+        "NAME",
+        "replicas (every rank has the whole model and a shard of the data), shared-trunk (several models on one "
+        "frozen trunk that lies on all ranks), grid (one model cut over ranks, in several replicas), local-sgd "
+        "(replicas that train alone for some steps, then take their mean), local-critics (layer groups that update "
+        "at once, by the loss that critics behind them predict), stale-ring (one model cut over a ring of ranks, "
+        "whose gradients are some steps old) or subnets (the neurons of an MLP are dealt to the ranks, which train "
+        "theirs alone for some steps)",
+    )
+    heads: int | None = setting(
+        None, "N", "shared-trunk: models, each with a head on the data's own labels; default: one per rank"
+    )
+    tasks: str | None = setting(
+        None, "FILE", "shared-trunk: one model a task instead; a CSV of labels, or YAML that says more"
+    )
+    head_blocks: int | None = setting(
+        None, "K", "shared-trunk: the last K blocks are each model's own; default: 1, a linear head"
+    )
+    labels: str | None = setting(
+        None,
+        "HOW",
+        "shared-trunk: ride (with the activations), direct (from rank 0) or replay (each rank's own); [replay]",
+        read_by="line",
+    )
+    trunk: str | None = setting(
+        None,
+        "HOW",
+        "shared-trunk: split (over the ranks), or whole (each rank runs all of it: the baseline); [split]",
+        read_by="ranks",
+    )
+    cut_by: str | None = setting(
+        None,
+        "HOW",
+        "shared-trunk, grid, local-critics, stale-ring: what segments share evenly: compute, params, count, or given "
+        "with --cut-at; [compute]",
+        read_by="line",
+    )
+    cut_at: str | None = setting(
+        None, "LIST", "with --cut-by given: the blocks at which segments begin, as in 2,4", read_by="line"
+    )
+
+    parts: int | None = setting(
+        None,
+        "P",
+        "grid: ranks over which the model is cut; default: all ranks, or those that --replicas leaves to each; "
+        "local-critics: layer groups, on as many ranks or fewer; default: 4; stale-ring: modules, one more than ranks",
+        read_by="parts",
+    )
+    replicas: int | None = setting(
+        None, "R", "grid: copies of the model, each on --parts ranks; default: 1", read_by="parts"
+    )
+    micro_batches: int | None = setting(
+        None, "M", "grid: parts of a batch that follow each other through the model; default: 2 a part, 1 with one part"
+    )
+    pipeline: str | None = setting(
+        None,
+        "HOW",
+        "grid: fill-drain (all forwards first) or 1f1b (fewest activations kept), the same bits; [1f1b]",
+        read_by="line",
+    )
+    redeal: str | None = setting(
+        None,
+        "HOW",
+        "grid: on (ranks whose blocks are all frozen, or cached, become further lines of the rest) or off (they wait); "
+        "[off]",
+        read_by="line redealing",
+    )
+    stale_after: int | None = setting(
+        None, "STEPS", "stale-ring: steps at the start whose gradients are all new; default: a tenth of an epoch"
+    )
+    tied_gradient: str | None = setting(
+        None, "HOW", "stale-ring: of parameters that both ends use, the gradients' sum or half of it; [sum]"
+    )
+    critic_every: int | None = setting(None, "K", "local-critics: critics learn from every K-th batch; default: 1")
+    critic_lr: float | None = setting(None, "LR", "local-critics: learning rate of the critics' Adam; default: 0.0003")
+
+    local_steps: int | None = setting(
+        None, "J", "local-sgd, subnets: optimizer steps that a rank makes alone in a round; [10]", read_by="rounds"
+    )
+
+    def __post_init__(self) -> None:
+        one_of("strategy", self.strategy, STRATEGIES)
+        for flag in {flag for flags in OWN_FLAGS.values() for flag in flags}:
+            self._belongs(flag, getattr(self, flag))
+        rule(self.heads is None or 1 <= self.heads <= 4096, "heads", self.heads, "in 1..4096")
+        rule(
+            self.heads is None or self.tasks is None,
+            "heads",
+            self.heads,
+            "left out with --tasks, which names the models",
+        )
+        blocks = self.head_blocks
+        rule(blocks is None or blocks >= 1, "head-blocks", blocks, "at least 1")
+        for flag, choices in (
+            ("labels", ("ride", "direct", "replay")),
+            ("trunk", ("split", "whole")),
+            ("cut_by", ("compute", "params", "count", "given")),
+            ("pipeline", ("fill-drain", "1f1b")),
+            ("redeal", ("on", "off")),
+            ("tied_gradient", ("sum", "half")),
+        ):
+            if getattr(self, flag) is not None:
+                one_of(flag.replace("_", "-"), getattr(self, flag), choices)
+        for flag in ("parts", "replicas", "micro_batches"):
+            value = getattr(self, flag)
+            rule(value is None or 1 <= value <= MOST_PARTS, flag.replace("_", "-"), value, f"in 1..{MOST_PARTS}")
+        rule(self.stale_after is None or self.stale_after >= 0, "stale-after", self.stale_after, "0 or more steps")
+        steps = self.local_steps
+        rule(steps is None or 1 <= steps < 2**31, "local-steps", steps, "at least 1 step")
+        rule(self.critic_every is None or self.critic_every >= 1, "critic-every", self.critic_every, "at least 1")
+        lr = self.critic_lr
+        rule(lr is None or (math.isfinite(lr) and lr > 0), "critic-lr", lr, "a positive number")
+        given = self.cut_by == "given"
+        rule(
+            given == (self.cut_at is not None),
+            "cut-at",
+            self.cut_at,
+            "given together with --cut-by given, and only then",
+        )
+        self.starts()
+
+    def starts(self) -> list[int]:
+        """Return the blocks at which segments begin, but for the first."""
+        if self.cut_at is None:
+            return []
+        starts = number_list("cut-at", self.cut_at)
+        rule(all(start == start // 1 for start in starts), "cut-at", self.cut_at, "whole numbers separated by commas")
+        return [int(start) for start in starts]
+
+    def grid_parts(self, ranks: int) -> int:
+        """Return over how many of `ranks` ranks --strategy grid cuts the model.
+
+        Raises:
+            UsageError: --parts and --replicas do not make up the number of ranks.
+        """
+        parts = self.parts or max(1, ranks // (self.replicas or 1))
+        replicas = self.replicas or max(1, ranks // parts)
+        rule(
+            parts * replicas == ranks,
+            "parts",
+            parts,
+            f"such that --parts x --replicas ({parts} x {replicas}) is the number of ranks ({ranks})",
+            f"start {parts * replicas} ranks, or leave one of the two out",
+        )
+        return parts
+
+    def ring_parts(self, ranks: int) -> int:
+        """Return into how many modules --strategy stale-ring cuts the model.
+
+        Raises:
+            UsageError: --parts does not fit the number of ranks.
+        """
+        parts = ranks + 1 if self.parts is None else self.parts
+        why = f"the first and the last module share a rank; start {max(1, parts - 1)} ranks, or leave it out"
+        rule(parts == ranks + 1, "parts", parts, f"one more than the number of ranks ({ranks})", why)
+        return parts
+
+    @property
+    def steps_alone(self) -> int:
+        """Optimizer steps that a rank makes in a round, without the others."""
+        return self.local_steps or LOCAL_STEPS
+
+    @property
+    def redeals(self) -> bool:
+        """Whether the ranks of a grid are dealt out anew when its front freezes."""
+        return self.redeal == "on"
+
+    def _belongs(self, flag: str, value: Any) -> None:
+        owners = [name for name, flags in OWN_FLAGS.items() if flag in flags]
+        wanted = f"used with --strategy {' or '.join(owners)} only"
+        rule(value is None or self.strategy in owners, flag.replace("_", "-"), value, wanted)
+
+
+MOST_THREADS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run keeps its files, how it starts and what it starts from."""
+
+    seed: int = setting(0, "SEED", "of the model's initialisation and dropout")
+    threads: int | None = setting(
+        None, "N", "torch threads per rank; default: OMP_NUM_THREADS, else this rank's share of the cores"
+    )
+    run_dir: str | None = setting(None, "DIR", "where the run's files go; default: runs/<time>-<name>")
+    checkpoint_every: str = setting(
+        "auto",
+        "N",
+        "epochs between checkpoints, or steps with the suffix s (200s); 0 is none; auto: at ends of epochs, as "
+        "often as takes 3 % of the time",
+    )
+    evaluate_every: int = setting(
+        1,
+        "N",
+        "epochs between evaluations; the last epoch and a solved head are always evaluated",
+        auto=1000,
+        read_by="optional-evaluations",
+    )
+    keep: str = setting(
+        "last",
+        "WHICH",
+        "model to keep: last, or best on held-out samples (--validation-fraction)",
+        read_by="evaluations",
+    )
+    early_stop: int | None = setting(
+        None,
+        "N",
+        "stop when N evaluations in a row find no better model on held-out samples (--validation-fraction)",
+        read_by="evaluations patience",
+    )
+    time_budget: str = setting(
+        "none",
+        "TIME",
+        "how long the run may take, as in 90s, 10m or 1h30m: steps are chosen for it, and --epochs does not count",
+    )
+    resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
+    resume_inexact: bool = setting(
+        False,
+        "",
+        "with --resume: go on although threads, versions, processor or number of ranks changed, hence not bit for bit",
+    )
+    tensorboard: bool = setting(False, "", "write event files for TensorBoard into the run directory too")
+    quiet: bool = setting(False, "", "say nothing but errors; log.txt in the run directory has the lines")
+    json: bool = setting(False, "", "print the summary as the last line")
+
+    def __post_init__(self) -> None:
+        rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
+        rule(not self.resume_inexact or self.resume, "resume-inexact", True, "given together with --resume")
+        rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")
+        ok = self.threads is None or 1 <= self.threads <= MOST_THREADS
+        rule(ok, "threads", self.threads, f"at least 1 and at most {MOST_THREADS}")
+        if self.checkpoint_every != "auto":
+            parse_cadence("checkpoint-every", self.checkpoint_every)
+        one_of("keep", self.keep, ("last", "best"))
+        rule(self.early_stop is None or self.early_stop >= 1, "early-stop", self.early_stop, "at least 1 evaluation")
+        self.budget_seconds()
+        rule(self.evaluate_every >= 1, "evaluate-every", self.evaluate_every, "at least 1 epoch")
+
+    def budget_seconds(self) -> float | None:
+        """Return the seconds that the run may take, None for as long as --epochs makes it."""
+        return parse_duration("time-budget", self.time_budget)
+
+    def checkpoint_cadence(self) -> tuple[int, str] | None:
+        """Return how many `epochs` or `steps` lie between two checkpoints, 0: none; None where their cost decides."""
+        return None if self.checkpoint_every == "auto" else parse_cadence("checkpoint-every", self.checkpoint_every)
+
+    def evaluates(self, epoch: int) -> bool:
+        """Tell whether epoch `epoch`, the first is 0, ends with an evaluation; the last one does in any case."""
+        return (epoch + 1) % self.evaluate_every == 0

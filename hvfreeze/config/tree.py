@@ -1,4 +1,4 @@
-"""A configuration: the tree of all sections, and the same as nested dicts and as a YAML file.
+"""A configuration: the tree of all sections, as nested dicts and as a YAML file of plain values.
 
 It comes from a YAML file (`--config`), from command line flags that override it, or from Python. The leaves of the tree
 have unique names.
@@ -14,14 +14,66 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.config.model import HeadConfig, ModelConfig
-from hvfreeze.config.optimizer import OptimizerConfig
-from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
+import yaml
+
 from hvfreeze.config.rules import rule
-from hvfreeze.config.run import RunConfig
-from hvfreeze.config.sections import AUTO, CacheConfig, DataConfig, FreezeConfig
-from hvfreeze.config.strategy import StrategyConfig
+from hvfreeze.config.sections import (
+    AUTO,
+    TEXT,
+    TEXT_STRATEGIES,
+    TINY_LM,
+    CacheConfig,
+    DataConfig,
+    FreezeConfig,
+    HeadConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    StrategyConfig,
+)
 from hvfreeze.errors import UsageError
+
+MOST_BYTES = 2**20
+DEEPEST = 16
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a value, or refuse it where it is an alias or lies too deep."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*NAME) is not read; write the value out")
+        if self._depth >= DEEPEST:
+            raise yaml.YAMLError(f"values are nested deeper than {DEEPEST} levels")
+        self._depth += 1
+        try:
+            node: yaml.Node | None = super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+        return node
+
+
+def parse_plain_yaml(text: bytes) -> Any:
+    """Return the value in UTF-8 YAML `text`, at most 1 MiB; None for an empty one.
+
+    Raises:
+        ValueError: it is something else; says in one line what.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+    try:
+        return yaml.load(text.decode("utf-8"), PlainLoader)
+    except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            reason if isinstance(error, (yaml.YAMLError, ValueError)) else f"{type(error).__name__}: {reason}"
+        ) from error
+
 
 SOLVED = ("static", 1)
 """Criterion and cut of a run whose head is solved: its two blocks are the features and the head."""
@@ -49,6 +101,7 @@ class Config:
             rule(self.data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
         if self.data.shuffle == "global" and self.cache.cache == "on":
             rule(self.cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
+        self._check_text()
         held_out = self.data.validation_fraction > 0
         why = "what is chosen must be chosen on held-out samples, never on the test set"
         with_it = "given together with --validation-fraction F, such as 0.1"
@@ -58,6 +111,8 @@ class Config:
         many = self.strategy.strategy == "shared-trunk"
         rule(many or len(heads) < 2, "head-lr", self.optimizer.head_lr, "one number: there is one head")
         rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
+        kernel = self.head.head_fit == "kernel"
+        rule(self.head.head != "last" or not kernel, "head", self.head.head, "multi-level with --head-fit kernel")
         if self.freeze.auto:
             self._check_auto()
         elif self.head.solved:
@@ -79,10 +134,20 @@ class Config:
                 settings.mixup,
                 "left out with --head-fit exact or kernel, which fits every sample",
             )
-            kernel = self.head.head_fit == "kernel"
-            rule(self.head.head != "last" or not kernel, "head", self.head.head, "multi-level with --head-fit kernel")
             replicas = self.strategy.strategy == "replicas"
             rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact or kernel")
+
+    def _check_text(self) -> None:
+        model, text = self.model.model, self.data.data == TEXT
+        rule(text or model != TINY_LM, "model", model, f"given together with --data {TEXT}", "it reads characters")
+        fits = not text or model == TINY_LM or (":" in model and not model.startswith("timm:"))
+        rule(fits, "model", model, f"{TINY_LM} or package:function with --data {TEXT}")
+        strategy, known = self.strategy.strategy, " or ".join(TEXT_STRATEGIES)
+        rule(not text or strategy in TEXT_STRATEGIES, "strategy", strategy, f"{known} with --data {TEXT}")
+        rule(not (text and self.optimizer.mixup), "mixup", self.optimizer.mixup, f"left out with --data {TEXT}")
+        rule(not text or self.head.head == "last", "head", self.head.head, f"last with --data {TEXT}")
+        fit = self.head.head_fit
+        rule(not (text and self.head.solved), "head-fit", fit, f"sgd with --data {TEXT}, and --freeze not auto")
 
     def _check_auto(self) -> None:
         rule(
@@ -99,16 +164,14 @@ class Config:
     def resolved(self) -> Config:
         """Return this configuration with what follows from others of its settings.
 
-        --blocks auto is residual for the grid, which shares blocks out evenly, else stage. A solved head is one
-        epoch, and the head alone free; with --freeze auto that holds for some of the run's stages, not for the run. The
-        model's own last layer can be solved, but not compare rows.
+        --blocks auto is residual for the grid and for local critics, which share blocks out evenly, else stage. A
+        solved head is one epoch, and the head alone free; with --freeze auto that holds for some of the run's stages,
+        not for the run.
         """
         if self.model.blocks == "auto":
-            fine = self.strategy.strategy == "grid"
+            fine = self.strategy.strategy in ("grid", "local-critics")
             model = dataclasses.replace(self.model, blocks="residual" if fine else "stage")
             return dataclasses.replace(self, model=model).resolved()
-        if self.freeze.auto and self.head.head == "last" and self.head.head_fit == "kernel":
-            return dataclasses.replace(self, head=dataclasses.replace(self.head, head_fit="exact")).resolved()
         if not self.head.solved or self.freeze.auto:
             return self
         freeze, cut = SOLVED
@@ -142,7 +205,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:
     """Build a Config from nested dicts; a flat dict of flag names is accepted too.
 
-    What is not given has its default, with --freeze auto the one for that.
+    What is not given has its default, with some values of --freeze and --strategy the one for that.
 
     Raises:
         UsageError: an unknown key, a wrong type or a value out of its range; the message names `source`.
@@ -151,6 +214,7 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
     types = typing.get_type_hints(Config)
     sections: dict[str, dict[str, Any]] = {section: {} for section in types}
     given = flat(tree, source=source)
+    given = strategy_defaults(given) | given
     if given.get("freeze") == AUTO:
         given = auto_defaults(given) | given
     for leaf, value in given.items():
@@ -163,10 +227,32 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
 
 
 def auto_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what leaves are with --freeze auto where nothing is given; rates are those of SGD, and left to others."""
+    """Return what leaves are with --freeze auto where nothing is given; the rate is AdamW's, and left to others."""
     known = {name: leaf.metadata["auto"] for name, (_, leaf, _) in leaves().items()}
-    others = () if given.get("optimizer") in (None, "sgd") else ("lr", "weight_decay")
+    if given.get("head") == "last":
+        # The model's own last layer can be solved, but not compare rows.
+        known["head_fit"] = "exact"
+    others = () if given.get("optimizer") in (None, "adamw") else ("lr",)
     return {name: value for name, value in known.items() if value is not None and name not in others}
+
+
+def strategy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what leaves are with the strategy that is given, where that has defaults of its own."""
+    strategy = str(given.get("strategy"))
+    by_leaf = {name: leaf.metadata["by_strategy"] for name, (_, leaf, _) in leaves().items()}
+    return {name: defaults[strategy] for name, defaults in by_leaf.items() if strategy in defaults}
+
+
+def differing(config: Config) -> frozenset[str]:
+    """Return the flags (with underscores) whose values are not the defaults of a run of this kind."""
+    auto, solved = config.freeze.auto, config.head.solved
+    kind = {"strategy": config.strategy.strategy, "optimizer": config.optimizer.optimizer}
+    kind |= {"freeze": AUTO, "head": config.head.head} if auto else {}
+    usual, mine = (flat(to_dict(each), source="configuration") for each in (from_dict(kind), config))
+    # What `resolved` makes of settings was not asked for, and stands in every config.yaml.
+    made: dict[str, Any] = {"freeze": SOLVED[0], "cut": SOLVED[1], "epochs": 1} if solved and not auto else {}
+    made["blocks"] = from_dict(kind).resolved().model.blocks
+    return frozenset(name for name, value in usual.items() if mine[name] not in (value, made.get(name, value)))
 
 
 def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -178,7 +264,7 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     known = leaves()
     sections = typing.get_type_hints(Config)
     found: dict[str, Any] = {}
-    for key, value in tree.items():
+    for key, value in in_place(tree).items():
         name = str(key).replace("-", "_")
         section = name if isinstance(value, Mapping) else None
         if section is not None and section not in sections:
@@ -188,6 +274,21 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
             if leaf not in known or section not in (None, known[leaf][0]):
                 raise UsageError(f"{source}: unknown key '{leaf}'{did_you_mean(leaf, known)}")
             found[leaf] = entry
+    return found
+
+
+MOVED = {"mirror": "head"}
+"""Leaves that configuration files of version 0.1.0 have in this section, and that are in another one here."""
+
+
+def in_place(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings with the leaves of older files where they belong; what is given there stays."""
+    found = dict(tree)
+    for leaf, before in MOVED.items():
+        section, now = found.get(before), leaves()[leaf][0]
+        if isinstance(section, Mapping) and leaf in section and isinstance(found.get(now, {}), Mapping):
+            found[before] = {name: value for name, value in section.items() if name != leaf}
+            found[now] = {leaf: section[leaf], **found.get(now, {})}
     return found
 
 

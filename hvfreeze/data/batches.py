@@ -5,7 +5,7 @@ Ranks are known here as `replica` of `replicas`: all ranks that work on one batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,19 +16,102 @@ from torch import Tensor
 
 from hvfreeze.config.rules import parse_recipe
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.dealing import Corpus
-from hvfreeze.data.decoding import Images, load_pixels
-from hvfreeze.data.draws import Ids
-from hvfreeze.data.on_disk.broken import all_loaded
-from hvfreeze.data.sets.image_set import ImageSet
-from hvfreeze.data.shards import ShardPlan, split_validation
-from hvfreeze.data.views.augment import MIRRORED, Augment, parse_augment
-from hvfreeze.data.views.transform import Statistics, transform_for
+from hvfreeze.data.data_sets import DataSplits, ImageSet
+from hvfreeze.data.decoding import Images, Inputs, load_pixels
+from hvfreeze.data.images import all_loaded, listed
+from hvfreeze.data.shards import Ids, ShardPlan, plan_shards, split_validation, stratified_subset
+from hvfreeze.data.text import TextSource
+from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for
+from hvfreeze.data.windows import Shift, Windows
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The samples of a run: what is trained on, what is evaluated on, and who gets which."""
+
+    train: ImageSet
+    evaluated: ImageSet
+    evaluated_ids: Ids
+    plan: ShardPlan
+    notes: list[str]
+
+    def identities(self) -> dict[str, str]:
+        """Return digests of the samples, equal for equal data on other machines."""
+        return {"train": self.train.identity(local=False), "test": self.evaluated.identity(local=False)}
+
+    def sampled_pixels(self) -> dict[str, str]:
+        """Return digests of a few decoded images: other files of the same names and sizes give others."""
+        return {"train": self.train.sample_digest(), "test": self.evaluated.sample_digest()}
+
+    def share(self, *, replica: int, replicas: int) -> Ids:
+        """Return the samples that `replica` evaluates: every sample in exactly one replica."""
+        return self.evaluated_ids[replica::replicas]
+
+    def owned(self, *, replica: int, replicas: int) -> Ids:
+        """Return the training samples that `replica` is to store, if any: every sample in exactly one replica."""
+        shard = self.plan.shards[replica]
+        # Dealt anew in every epoch, all samples are in every shard.
+        return shard[replica::replicas] if self.plan.shuffle == "global" else shard
+
+
+def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, ImageSet, Ids]:
+    """Return the training samples' ids, the split that is evaluated, and which of its samples are.
+
+    Raises UsageError where there are fewer samples than the settings ask for.
+    """
+    train, labels = splits.train, splits.train.labels.numpy()
+    ids = train.ids
+    if data.train_samples is not None:
+        ids = ids[stratified_subset(labels[ids], data.train_samples, seed=seed)]
+    if data.validation_fraction > 0:
+        ids, held_out = split_validation(labels, ids, fraction=data.validation_fraction, seed=seed)
+        return ids, train, held_out
+    return ids, splits.test, splits.test.ids
+
+
+def notes_on_broken(splits: DataSplits) -> list[str]:
+    """Return a line about the images that are left out, where there are some."""
+    reasons = [reason for part in (splits.train, splits.test) for reason in part.broken.values()]
+    return [f"{len(reasons)} images cannot be decoded and are left out: {listed(reasons)}"] if reasons else []
+
+
+def deal(
+    splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, replicas: int, whole_batches: bool = True
+) -> Corpus:
+    """Choose training and evaluation samples and plan the shards; nothing is decoded.
+
+    With `whole_batches` the notes tell which samples fill no batch; without, the run uses batches that are not full.
+    Raises UsageError where the samples do not suffice for what the settings ask.
+    """
+    ids, evaluated, evaluated_ids = choose(splits, data, seed=seed)
+    plan = plan_shards(
+        splits.train.labels.numpy(),
+        ids,
+        size=replicas,
+        batch_size=batch_size,
+        seed=seed,
+        shuffle=data.shuffle,
+        partition=data.partition,
+        shard_sizes=data.shard_sizes,
+    )
+    notes = [*splits.notes, *notes_on_broken(splits)]
+    if data.validation_fraction > 0:
+        notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
+    dropped = len(ids) - plan.batches_per_epoch * batch_size * replicas
+    if dropped > 0 and whole_batches:
+        notes.append(
+            f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
+            f"{plan.batches_per_epoch} whole batches of {batch_size} are made of every shard"
+        )
+    return Corpus(splits.train, evaluated, evaluated_ids, plan, notes)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Samples of a forward pass: (B,) ids, views and labels; `counted` of them are real, the rest pads the shape."""
+    """Samples of a forward pass: (B,) ids and views, and labels; `counted` of them are real, the rest pads the shape.
+
+    Labels are (B,) classes, or the (B, T) characters that follow those of windows.
+    """
 
     ids: Ids
     views: Ids
@@ -43,7 +126,8 @@ class TrainFeed:
     plan: ShardPlan
     replica: int
     labels: Tensor
-    images: Images
+    """(samples,) int64 by which samples are shared out; those of a batch come from `images`."""
+    images: Inputs
 
     def epoch(self, epoch: int) -> list[Batch]:
         """Return the epoch's batches in order, all of the same shape."""
@@ -51,31 +135,35 @@ class TrainFeed:
         batches = []
         for ids in self.plan.epoch_order(epoch, self.replica):
             views = transform.augment.view_of(ids, epoch=epoch, data_seed=transform.data_seed)
-            labels = self.labels[torch.from_numpy(ids)]
+            labels = self.images.labels_of(ids, views)
             batches.append(Batch(ids=ids, views=views, labels=labels, counted=len(ids)))
         return batches
 
-    def every_view(self) -> list[Batch]:
-        """Return batches that count each view of each sample of this replica once, view by view."""
+    def every_view(self, *, of: NDArray[np.bool_] | None = None) -> list[Batch]:
+        """Return batches that count each view of each sample of this replica once, view by view.
+
+        `of` is (samples,), for each sample id whether it is meant; None means all.
+        """
         shard, replicas = self.plan.shards[self.replica], len(self.plan.shards)
         own = shard[self.replica :: replicas] if self.plan.shuffle == "global" else shard
+        own = own if of is None else own[of[own]]
         views = range(max(1, self.images.transform.augment.num_views))
-        each = [padded_batches(own, self.labels, self.plan.batch_size, view=view) for view in views]
+        each = [padded_batches(own, self.images.labels_of, self.plan.batch_size, view=view) for view in views]
         return [batch for batches in each for batch in batches]
 
-    def shown(self, augment: Augment, *, without: NDArray[np.bool_] | None = None) -> TrainFeed:
+    def shown(self, augment: Augment, *, mirrors: bool, without: NDArray[np.bool_] | None = None) -> TrainFeed:
         """Return a feed of the same pixels in other views.
 
         Args:
             augment: which views.
+            mirrors: whether mirror images are among them.
             without: (samples,) for each sample id whether it is left out; None leaves out nothing.
 
         Raises:
             UsageError: what is left fills no batch.
         """
         plan = self.plan if without is None else self.plan.without(without)
-        transform = replace(self.images.transform, augment=augment)
-        return replace(self, plan=plan, images=replace(self.images, transform=transform))
+        return replace(self, plan=plan, images=self.images.shown(augment, mirrors=mirrors))
 
     def held_out(self, fraction: float) -> NDArray[np.bool_]:
         """Return (samples,), for each sample id whether it is among the part of the training samples held out.
@@ -94,20 +182,24 @@ def grouped(batches: Sequence[Batch], size: int) -> list[list[Batch]]:
     return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
 
 
-def padded_batches(ids: Ids, labels: Tensor, batch_size: int, *, view: int = 0) -> list[Batch]:
+LabelsOf = Callable[[Ids, Ids], Tensor]
+"""Ids and views -> labels; see `Batch`."""
+
+
+def padded_batches(ids: Ids, labels_of: LabelsOf, batch_size: int, *, view: int = 0) -> list[Batch]:
     """Return batches of exactly `batch_size` rows that count each of `ids` once; the last repeats its last sample."""
     batches = []
     for start in range(0, len(ids), batch_size):
         chosen = ids[start : start + batch_size]
         filled = np.pad(chosen, (0, batch_size - len(chosen)), mode="edge")
         views = np.full_like(filled, view)
-        batches.append(Batch(ids=filled, views=views, labels=labels[torch.from_numpy(filled)], counted=len(chosen)))
+        batches.append(Batch(ids=filled, views=views, labels=labels_of(filled, views), counted=len(chosen)))
     return batches
 
 
-def announce(images: Images, batches: Sequence[Batch]) -> None:
+def announce(images: Inputs, batches: Sequence[Batch]) -> None:
     """Tell a streamed source which batches come next, in order."""
-    images.pixels.prefetch([batch.ids for batch in batches])
+    images.prefetch([batch.ids for batch in batches])
 
 
 def open_feeds(
@@ -120,23 +212,24 @@ def open_feeds(
     budget_bytes: int,
     statistics: Statistics | None = None,
     solved: bool = False,
-    mirror: bool = True,
-) -> tuple[TrainFeed, Images]:
-    """Load the pixels of a replica's training and evaluation samples.
+) -> tuple[TrainFeed, Inputs]:
+    """Load the pixels, or windows, of a replica's training and evaluation samples.
 
     Args:
         corpus: what `deal` returned.
-        data: augmentation and image size.
+        data: augmentation, mirror images and image size.
         seed: the data seed.
         replica: whose samples.
         replicas: how many there are.
         budget_bytes: what each split's pixels may take in memory.
         statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
         solved: see `augment_of`.
-        mirror: whether mirror images are wanted where a head is solved.
     """
+    mirrors = data.mirrors(corpus.train.flips)
 
-    def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Images:
+    def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Inputs:
+        if isinstance(image_set.source, TextSource):
+            return Windows(image_set.source, Shift(data_seed=seed, augment=augment))
         transform = transform_for(
             image_set,
             augment=augment,
@@ -144,11 +237,13 @@ def open_feeds(
             image_size=data.image_size,
             recipe=parse_recipe(data.recipe),
             statistics=data.statistics() or statistics,
+            mirrors=mirrors,
         )
         workers = max(1, torch.get_num_threads())
-        return Images(load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers), transform)
+        pixels = load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers)
+        return Images(pixels, transform, image_set.labels)
 
-    augment = augment_of(data, solved=solved, mirrors=mirror and corpus.train.flips)
+    augment = augment_of(data, solved=solved, mirrors=mirrors)
     train, evaluated = all_loaded(
         partial(load, corpus.train, corpus.plan.shards[replica], augment),
         partial(load, corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none")),
@@ -163,7 +258,7 @@ def augment_of(data: DataConfig, *, solved: bool, mirrors: bool) -> Augment:
         data: says --augment.
         solved: a head is fitted to them: with anything but `views:K`, which are fixed, a sample is seen as it is and,
             where `mirrors` says so, as its mirror image.
-        mirrors: whether a sample's mirror image shows the same, and is wanted.
+        mirrors: whether mirror images are wanted.
     """
     augment = parse_augment(data.augment)
     if not solved or augment.kind == "views":

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.data.draws import Ids
-from hvfreeze.data.on_disk.broken import BrokenImagesError
-from hvfreeze.data.sets.image_set import ImageSet
-from hvfreeze.data.sources import PixelArray
-from hvfreeze.data.views.transform import Transform
+from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.images import BrokenImagesError
+from hvfreeze.data.reading import PixelArray
+from hvfreeze.data.shards import Ids
+from hvfreeze.data.views import Augment, Transform
+from hvfreeze.data.windows import Windows
 from hvfreeze.errors import RefusedError
 
 _log = logging.getLogger(__name__)
 
+MOST_DIGESTED_BYTES = 2**32
+"""Of a set's pixels, all ranks together: a second of work for each gigabyte."""
 _CHUNK = 64
 _BATCHES_AHEAD = 4
 
@@ -44,8 +49,7 @@ class Pixels(Protocol):
     def fetch(self, ids: Ids) -> Tensor:
         """Return (B, C, H, W) uint8, row i of sample ids[i].
 
-        Raises:
-            RefusedError: An image is damaged or cannot be read; names the file.
+        Raises RefusedError, which names the file, where an image is damaged or cannot be read.
         """
 
     def prefetch(self, batches: Iterable[Ids]) -> None:
@@ -100,6 +104,19 @@ class MemoryPixels:
             raise KeyError(f"sample {ids[rows.argmin()]} is not among those loaded")
         return self._pixels.index_select(0, torch.from_numpy(rows))
 
+    def content(self, ids: Ids) -> int:
+        """Return the sum, modulo 2^64, over samples of a digest of each one's number and pixels.
+
+        So it does not depend on how samples are dealt out to ranks. Of large sets some samples are left out.
+        """
+        rarely = -(-len(self._row_of) * self._pixels[:1].numel() // MOST_DIGESTED_BYTES)
+        total = 0
+        for sample in ids[ids % max(1, rarely) == 0].tolist():
+            row = self._pixels[self._row_of[sample]].numpy()
+            digest = hashlib.blake2b(row.data, digest_size=8, key=sample.to_bytes(8, "little")).digest()
+            total = (total + int.from_bytes(digest, "little")) % 2**64
+        return total
+
     def prefetch(self, batches: Iterable[Ids]) -> None:
         """Do nothing: everything is in memory."""
 
@@ -115,14 +132,18 @@ class StreamedPixels:
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         self._plan: list[Ids] = []
-        self._position_of: dict[bytes, int] = {}
+        self._positions_of: dict[bytes, list[int]] = {}
+        self._fetched = -1
         self._started: dict[int, tuple[Tensor, list[Future[dict[int, str]]]]] = {}
         self._next = 0
 
     def fetch(self, ids: Ids) -> Tensor:
         """See `Pixels.fetch`; waits only for what the threads have not decoded yet."""
-        position = self._position_of.get(ids.tobytes(), -1)
+        # The same samples come once for each view.
+        known = self._positions_of.get(ids.tobytes(), [])
+        position = next((place for place in known if place > self._fetched), -1)
         if position >= 0:
+            self._fetched = position
             self._forget(before=position)
         pixels, futures = self._started.pop(position) if position in self._started else self._start(ids)
         if position >= 0:
@@ -138,7 +159,10 @@ class StreamedPixels:
         """See `Pixels.prefetch`; only the next four batches are worked on."""
         self._forget(before=len(self._plan))
         self._plan = list(batches)
-        self._position_of = {ids.tobytes(): position for position, ids in enumerate(self._plan)}
+        self._positions_of = {}
+        for position, ids in enumerate(self._plan):
+            self._positions_of.setdefault(ids.tobytes(), []).append(position)
+        self._fetched = -1
         self._next = 0
         self._look_ahead()
 
@@ -203,11 +227,33 @@ class Images:
 
     pixels: MemoryPixels | StreamedPixels
     transform: Transform
+    labels: Tensor
+    """(samples,) int64, of all samples of the set."""
 
     def load(self, ids: Ids, views: Ids) -> Tensor:
         """Return (B, C, S, S) float32, channels last, augmented and normalised; row i shows view views[i] of ids[i]."""
         images = self.transform(self.pixels.fetch(ids), ids=ids, views=views)
         return images.contiguous(memory_format=torch.channels_last)
+
+    def labels_of(self, ids: Ids, views: Ids) -> Tensor:
+        """Return (B,) int64."""
+        return self.labels[torch.from_numpy(ids)]
+
+    def prefetch(self, batches: Iterable[Ids]) -> None:
+        """Tell a streamed source which samples come next, in order."""
+        self.pixels.prefetch(batches)
+
+    def mirrored(self, ids: Ids, views: Ids) -> NDArray[np.bool_]:
+        """Return (B,), for each view of a sample whether it shows the mirror image."""
+        return self.transform.mirrored(ids, views)
+
+    def shown(self, augment: Augment, *, mirrors: bool) -> Images:
+        """Return the same pixels in other views, with mirror images among them or without."""
+        return replace(self, transform=replace(self.transform, augment=augment, flips=mirrors))
+
+
+Inputs = Images | Windows
+"""What a model is given of the samples that this rank holds, and their labels."""
 
 
 def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[dict[int, str]]:

@@ -9,8 +9,57 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hvfreeze.config.rules import number_list, one_of, parse_dirichlet, rule
-from hvfreeze.data.draws import Ids, shuffled
 from hvfreeze.errors import UsageError
+
+Ids = NDArray[np.int64]
+Bits = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def _word(value: str | int | Ids) -> Bits:
+    # At least one axis: numpy warns of wrap-around in scalars and not in arrays, and wrap-around is what is wanted.
+    if isinstance(value, str):
+        return np.array([int.from_bytes(value.encode("ascii"), "little")], dtype=np.uint64)
+    if isinstance(value, int):
+        return np.array([value % 2**64], dtype=np.uint64)
+    return np.atleast_1d(value).astype(np.uint64)
+
+
+def draw(purpose: str, *words: int | Ids) -> Bits:
+    """Return 64 random bits for every row of the broadcast words (splitmix64, one round a word).
+
+    Args:
+        purpose: At most eight ASCII letters that keep the draws of one use apart from those of another.
+        words: Integers, or int64 arrays of one common shape (B,).
+
+    Returns:
+        (B,) uint64, or (1,) when all words are integers.
+    """
+    state = _word(purpose)
+    for word in words:
+        state = (state ^ _word(word)) + _GOLDEN
+        state = (state ^ (state >> np.uint64(30))) * _FIRST
+        state = (state ^ (state >> np.uint64(27))) * _SECOND
+        state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def two_below(bits: Bits, limit: int) -> tuple[Ids, Ids]:
+    """Return two independent (B,) int64 arrays of integers in 0..limit-1 (limit below 2**32) from one draw."""
+    high = ((bits >> _HALF) * np.uint64(limit)) >> _HALF
+    low = ((bits & _LOW_HALF) * np.uint64(limit)) >> _HALF
+    return high.astype(np.int64), low.astype(np.int64)
+
+
+def shuffled(ids: Ids, purpose: str, *words: int) -> Ids:
+    """Return the distinct `ids` in the order of their own draws, so that adding an id moves no other one."""
+    return ids[np.argsort(draw(purpose, *words, ids), kind="stable")]
+
 
 OWNERS = "a shard is a rank's, with --strategy grid a replica's, with shared-trunk that of all ranks"
 
@@ -125,6 +174,11 @@ class ShardPlan:
     seed: int
     """The data seed."""
 
+    @property
+    def samples(self) -> int:
+        """Of all ranks, each counted once."""
+        return len(self.shards[0]) if self.shuffle == "global" else sum(map(len, self.shards))
+
     def epoch_order(self, epoch: int, rank: int) -> Ids:
         """Return (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
 
@@ -138,11 +192,14 @@ class ShardPlan:
         dealt = order[: self.batches_per_epoch * size * self.batch_size]
         return np.ascontiguousarray(dealt.reshape(self.batches_per_epoch, size, self.batch_size)[:, rank])
 
+    def in_batches(self, size: int) -> ShardPlan:
+        """Return the plan of the same owners in batches of `size` samples, at most as many as now."""
+        return replace(self, batch_size=size, batches_per_epoch=self.batches_per_epoch * self.batch_size // size)
+
     def without(self, left_out: NDArray[np.bool_]) -> ShardPlan:
         """Return the plan of the same owners without some samples; (samples,) tells for each id whether it goes.
 
-        Raises:
-            UsageError: What is left of the smallest shard fills no batch.
+        Raises UsageError where what is left of the smallest shard fills no batch.
         """
         shards = tuple(shard[~left_out[shard]] for shard in self.shards)
         shared = self.shuffle == "global"

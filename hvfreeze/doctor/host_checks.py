@@ -1,4 +1,4 @@
-"""What nodes must have in common: each check is a pure function from their answers to a `CheckResult`."""
+"""Checks of nodes that are to train together: pure functions from their answers and links to a `CheckResult`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvfreeze.doctor.checks import CheckResult
 from hvfreeze.doctor.remote import PACKAGES
+from hvfreeze.doctor.this_machine import CheckResult
 
 CLOCK_SECONDS = 2.0
 
@@ -20,12 +20,13 @@ class Host:
     slots: int
 
 
+Facts = Mapping[str, Mapping[str, Any]]
+"""By host, as `remote.facts` gives them."""
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What a host said: `facts` as `hostprobe.facts` gives them, or `error` and its `remedy`.
-
-    `asked` and `answered` are this machine's times around it, in seconds.
-    """
+    """A host's `facts`, or `error` and its `remedy`; `asked` and `answered` are this machine's times, in seconds."""
 
     facts: Mapping[str, Any]
     error: str
@@ -43,32 +44,35 @@ def check_ssh(answers: Mapping[str, Answer]) -> CheckResult:
     return CheckResult("ssh", True, f"{_all(answers)} answer")
 
 
-def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> CheckResult:
-    """Check that every host has the packages and mpirun, in the same versions as the first."""
+def odd_ones(found: Mapping[str, str]) -> tuple[str, list[str], list[str]]:
+    """Return the most frequent value, the hosts where it is "missing", and the hosts with another one."""
+    usual = max(found.values(), key=list(found.values()).count)
+    lacking = [host for host, value in found.items() if value == "missing"]
+    return usual, lacking, [host for host, value in found.items() if value not in (usual, "missing")]
+
+
+def check_versions(facts: Facts) -> CheckResult:
+    """Check that every host has the packages and mpirun, in the same versions."""
     kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "Python": lambda said: str(said["python"]),
         "mpirun": lambda said: str(said["mpi"]),
         **{name: lambda said, name=name: str(said["versions"][name]) for name in PACKAGES},  # type: ignore[misc]
     }
-    remedy = "run `make setup` there, or share one environment between the nodes"
     parts = []
     for kind, of in kinds.items():
         found = {name: of(said) for name, said in facts.items()}
-        usual = max(found.values(), key=list(found.values()).count)
-        lacking = [name for name, value in found.items() if value == "missing"]
-        others = [f"{name} {value}" for name, value in found.items() if value not in ("missing", usual)]
+        usual, lacking, others = odd_ones(found)
         parts += [f"no {kind} on {', '.join(lacking)}"] if lacking else []
-        parts += [f"{kind} {usual}, but {', '.join(others)}"] if others else []
+        parts += [f"{kind} {usual}, but {', '.join(f'{name} {found[name]}' for name in others)}"] if others else []
     if parts:
+        remedy = "run `make setup` there, or share one environment between the nodes"
         return CheckResult("versions", False, "; ".join(parts), remedy)
     return CheckResult("versions", True, f"{_all(facts)} alike")
 
 
 def check_same(name: str, found: Mapping[str, str], *, remedy: str) -> CheckResult:
-    """Every host gave the same value, and it is not "missing"."""
-    usual = max(found.values(), key=list(found.values()).count)
-    lacking = [host for host, value in found.items() if value == "missing"]
-    others = [host for host, value in found.items() if value not in (usual, "missing")]
+    """Check that every host gave the same value, and that it is not "missing"."""
+    _, lacking, others = odd_ones(found)
     if lacking:
         return CheckResult(name, False, f"missing on {', '.join(lacking)}", f"{remedy} there, or share it")
     if others:
@@ -76,7 +80,7 @@ def check_same(name: str, found: Mapping[str, str], *, remedy: str) -> CheckResu
     return CheckResult(name, True, f"{_all(found)} alike")
 
 
-def check_cache_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: str) -> CheckResult:
+def check_cache_directory(facts: Facts, *, directory: str) -> CheckResult:
     """Check that every host could write 1 MiB to `directory`."""
     bad = [f"{name}: {said['cache']}" for name, said in facts.items() if said["cache"]]
     if bad:
@@ -85,18 +89,17 @@ def check_cache_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: 
     return CheckResult("cache directory", True, f"{directory} is writable")
 
 
-def check_data_directory(facts: Mapping[str, Mapping[str, Any]], *, directory: str) -> CheckResult:
+def check_data_directory(facts: Facts, *, directory: str) -> CheckResult:
     """Check that every host sees the same names under `directory`."""
     found = {name: str(said["data"]) for name, said in facts.items()}
     bad = [f"{name}: {value.removeprefix('error: ')}" for name, value in found.items() if value.startswith("error: ")]
     if bad:
-        return CheckResult(
-            "data directory", False, f"{directory}: {'; '.join(bad)}", "copy the data there, or share it"
-        )
+        value = f"{directory}: {'; '.join(bad)}"
+        return CheckResult("data directory", False, value, "copy the data there, or share it")
     return check_same("data directory", found, remedy=f"put the same {directory}")
 
 
-def check_ports(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host], *, ports: list[int]) -> CheckResult:
+def check_ports(facts: Facts, hosts: Sequence[Host], *, ports: list[int]) -> CheckResult:
     """Check that every host has as many free ports in the range as its ranks and their daemon listen on."""
     span = f"{ports[0]}-{ports[1]}"
     used = {name: list(said["used_ports"]) for name, said in facts.items()}
@@ -105,9 +108,8 @@ def check_ports(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host], *
     if few:
         wanted = max(2 * host.slots + 1 for host in few)
         value = "; ".join([*words, f"too few are free on {', '.join(host.name for host in few)}"])
-        return CheckResult(
-            "ports", False, f"{span}: {value}", f"HVFREEZE_PORTS needs {wanted} free ports on each of them"
-        )
+        remedy = f"HVFREEZE_PORTS needs {wanted} free ports on each of them"
+        return CheckResult("ports", False, f"{span}: {value}", remedy)
     remedy = "others of the range are taken instead" if words else ""
     return CheckResult("ports", True, f"{span}: {'; '.join(words) or 'free'}", remedy)
 
@@ -123,18 +125,78 @@ def check_clock(answers: Mapping[str, Answer]) -> CheckResult:
     return CheckResult("clock", True, "; ".join(off) or f"{_all(answers)} within {CLOCK_SECONDS:.0f} s", remedy)
 
 
-def check_slots(facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host]) -> CheckResult:
+def check_slots(facts: Facts, hosts: Sequence[Host]) -> CheckResult:
     """Check that no host is to take more ranks than it has cores."""
-    full = [f"{host.name}: {host.slots} ranks, {facts[host.name]['cores']} cores" for host in hosts]
-    full = [text for text, host in zip(full, hosts, strict=True) if host.slots > int(facts[host.name]["cores"])]
-    remedy = (
-        "set OMPI_MCA_mpi_yield_when_idle=1 (the scripts in launch/ do), or give the host fewer slots" if full else ""
-    )
-    cores = sum(int(said["cores"]) for said in facts.values())
-    return CheckResult(
-        "cores", True, "; ".join(full) or f"{cores} for {sum(host.slots for host in hosts)} ranks", remedy
-    )
+    cores = {name: int(said["cores"]) for name, said in facts.items()}
+    full = [f"{h.name}: {h.slots} ranks, {cores[h.name]} cores" for h in hosts if h.slots > cores[h.name]]
+    if full:
+        remedy = "set OMPI_MCA_mpi_yield_when_idle=1 (the scripts in launch/ do), or give the host fewer slots"
+        return CheckResult("cores", True, "; ".join(full), remedy)
+    return CheckResult("cores", True, f"{sum(cores.values())} for {sum(host.slots for host in hosts)} ranks")
 
 
 def _all(names: Mapping[str, object]) -> str:
     return f"{len(names)} host{'s' * (len(names) > 1)}"
+
+
+RESNET18 = {"none": (44_726_568, 12), "fp16": (22_363_332, 12), "powersgd:4": (621_560, 15)}
+"""Compression -> bytes that a rank of two hands over in a step of ResNet-18 with ten classes, and in how many sums."""
+COMPUTE_SECONDS, HIDING_SECONDS = 0.25, 0.15
+"""A step that a few cores compute, 64 images of 32 pixels, and the backward pass in it, behind which sums travel."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What was measured from a host to the next."""
+
+    megabits_per_second: float
+    latency_seconds: float
+    """Of a byte, one way."""
+
+
+Links = Mapping[tuple[str, str], Link | str]
+"""By (sender, receiver); text says why there is none."""
+
+
+def check_bandwidth(links: Links) -> CheckResult:
+    """Check that every host reaches the next; a link at less than half of the fastest is noted."""
+    if not links:
+        return CheckResult("bandwidth", True, "one host")
+    broken = [f"{sender} -> {receiver}: {link}" for (sender, receiver), link in links.items() if isinstance(link, str)]
+    if broken:
+        remedy = "open the firewall between them (HVFREEZE_PORTS limits the ports), or set HVFREEZE_INTERFACES"
+        return CheckResult("bandwidth", False, "; ".join(broken), remedy)
+    rates = {pair: link.megabits_per_second for pair, link in links.items() if isinstance(link, Link)}
+    (sender, receiver), least = min(rates.items(), key=lambda item: item[1])
+    most = max(rates.values())
+    remedy = f"{sender} -> {receiver} slows every allreduce down to its rate" if least < most / 2 else ""
+    return CheckResult("bandwidth", True, f"{least:.0f} to {most:.0f} Mbit/s, all sending to the next at once", remedy)
+
+
+def check_latency(links: Links) -> CheckResult:
+    """Tell how long a byte takes from a host to the next."""
+    delays = [1e3 * link.latency_seconds for link in links.values() if isinstance(link, Link)]
+    if not delays:
+        return CheckResult("latency", True, "one host" if not links else "not measured")
+    return CheckResult("latency", True, f"{min(delays):.2f} to {max(delays):.2f} ms from a host to the next")
+
+
+def check_job(links: Links) -> CheckResult:
+    """Tell what a step of ResNet-18 would take on these hosts; what waits for the network is noted."""
+    usable = [link for link in links.values() if isinstance(link, Link)]
+    if len(usable) < max(1, len(links)):
+        return CheckResult("a step", True, "one host: nothing to exchange" if not links else "not known")
+    seconds = {name: step_seconds(usable, *what) for name, what in RESNET18.items()}
+    shown = ", ".join(f"{1e3 * taken:.0f} ms with {name}" for name, taken in seconds.items())
+    value = f"ResNet-18 that computes {1e3 * COMPUTE_SECONDS:.0f} ms: --compression {shown}"
+    waits = seconds["none"] > 1.05 * COMPUTE_SECONDS
+    return CheckResult("a step", True, value, "add --compression auto, which measures and chooses" if waits else "")
+
+
+def step_seconds(links: Sequence[Link], payload_bytes: float, sums: int) -> float:
+    """Return the seconds of a step whose sums go round the hosts, one link as good as the slowest."""
+    hosts = len(links)
+    rate = 1e6 * min(link.megabits_per_second for link in links) / 8
+    latency = max(link.latency_seconds for link in links)
+    exchange = 2 * (hosts - 1) * (payload_bytes / hosts / rate + sums * latency)
+    return COMPUTE_SECONDS + max(0.0, exchange - HIDING_SECONDS)

@@ -5,27 +5,111 @@ Nodes are asked over ssh, with the Python and the directory of this process, as 
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from hvfreeze.doctor.asking import ask, measure_ring
-from hvfreeze.doctor.checks import CheckResult, exit_code, table
-from hvfreeze.doctor.host_checks import (
-    Host,
-    check_cache_directory,
-    check_clock,
-    check_data_directory,
-    check_ports,
-    check_same,
-    check_slots,
-    check_ssh,
-    check_versions,
-)
-from hvfreeze.doctor.network_checks import check_bandwidth, check_job, check_latency
+from hvfreeze.doctor import host_checks as checks
+from hvfreeze.doctor.host_checks import Answer, Host, Link
+from hvfreeze.doctor.this_machine import CheckResult, exit_code, table
 from hvfreeze.errors import UsageError
+
+ANSWER_SECONDS = 60.0
+BANDWIDTH_SECONDS = 0.5
+PROBE = Path(__file__).with_name("remote.py")
+# ssh's own words, and what they mean to somebody who wants to train.
+SSH_TROUBLE = (
+    ("not resolve", "the name has no address", "correct --hosts or the hostfile, or /etc/hosts"),
+    ("Permission denied", "ssh refuses the key", "`ssh-copy-id {host}`, until `ssh {host} true` asks nothing"),
+    ("Host key", "ssh does not trust its host key", "compare it, then `ssh-keyscan {host} >> ~/.ssh/known_hosts`"),
+    ("timed out", "no answer", "is it up, and its network reachable from here?"),
+    ("No route", "no answer", "is it up, and its network reachable from here?"),
+    ("refused", "no ssh server", "start sshd there"),
+    ("not found", "no Python at {python}", "run `make setup` there, or share this environment with it"),
+    ("No such file", "no Python at {python}", "run `make setup` there, or share this environment with it"),
+)
+
+
+def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, str], Link | str]:
+    """Return the link from each host to the next, all used at once as in a ring allreduce, or why there is none.
+
+    One host alone has no next: {}.
+    """
+    if len(hosts) < 2:
+        return {}
+    token = secrets.token_hex(16)
+    pairs = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
+    listeners = [_start(receiver, {"do": "listen", "token": token, "ports": ports}) for _, receiver in pairs]
+    senders = []
+    for (sender, receiver), listener in zip(pairs, listeners, strict=True):
+        assert listener.stdout is not None
+        port = _first_answer(listener.stdout).get("port", 0)
+        order = {"do": "send", "token": token, "host": receiver.name, "port": port, "seconds": BANDWIDTH_SECONDS}
+        senders.append(_start(sender, order))
+    links: dict[tuple[str, str], Link | str] = {}
+    for (sender, receiver), listening, sending in zip(pairs, listeners, senders, strict=True):
+        sent = _first_answer(sending.communicate(timeout=ANSWER_SECONDS)[0].splitlines())
+        trouble = sent.get("error", "no answer")
+        if trouble:
+            listening.kill()
+        received = _first_answer(listening.communicate(timeout=ANSWER_SECONDS)[0].splitlines())
+        rate = received.get("bytes", 0) * 8e-6 / received.get("seconds", 1.0)
+        found = Link(rate, sent.get("latency", 0.0)) if rate else "nothing arrived"
+        links[sender.name, receiver.name] = trouble or found
+    return links
+
+
+def _start(host: Host, order: Mapping[str, Any]) -> subprocess.Popen[str]:
+    """Return the probe, running on the host with this order."""
+    variables = (f"{name}={os.environ.get(name, usual)}" for name, usual in (("PATH", os.defpath), ("PYTHONPATH", "")))
+    words = ["env", *variables, sys.executable, "-", json.dumps(order)]
+    remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
+    here = host.name in ("localhost", "127.0.0.1", socket.gethostname())
+    reach = ["sh", "-c"] if here else ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host.name]
+    pipe = subprocess.PIPE
+    with PROBE.open() as text:
+        return subprocess.Popen([*reach, remote], stdin=text, stdout=pipe, stderr=pipe, text=True)
+
+
+def ask(host: Host, order: Mapping[str, Any]) -> Answer:
+    """Return what the host says to an order, or why it does not answer and what to do about it."""
+    asked = time.time()
+    process = _start(host, order)
+    try:
+        output, trouble = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, trouble = process.communicate()
+        trouble = f"{trouble}\ntimed out after {ANSWER_SECONDS:.0f} s"
+    facts = _first_answer(output.splitlines())
+    if facts:
+        return Answer(facts, "", "", asked, time.time())
+    last = trouble.strip().splitlines()[-1] if trouble.strip() else f"ended with code {process.returncode}"
+    for words, meaning, remedy in SSH_TROUBLE:
+        if words in trouble:
+            names = {"host": host.name, "python": sys.executable}
+            return Answer({}, meaning.format(**names), remedy.format(**names), asked, time.time())
+    return Answer({}, last, f"try `ssh {host.name} true`", asked, time.time())
+
+
+def _first_answer(lines: Iterable[str]) -> dict[str, Any]:
+    """Return the first JSON object among the lines, {} without one; a login script may print before it."""
+    for line in lines:
+        if line.startswith("{"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+    return {}
+
 
 HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?")
 """What a host may be called, with its slots: ssh takes a name that begins with - for an option, such as one that runs a
@@ -35,18 +119,15 @@ command. launch/hosts.sh and launch/restarts.py have the same rule."""
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Return the hosts in `a:2,b:2,c`; without a number a host takes one rank.
 
-    Raises:
-        UsageError: a part is not NAME or NAME:SLOTS, or a name is there twice.
+    Raises UsageError where a part is not NAME or NAME:SLOTS, or a name is there twice.
     """
-    hosts = tuple(_parse_host(part.strip(), source="--hosts") for part in text.split(","))
-    return _without_repetition(hosts, source="--hosts")
+    return _hosts([part.strip() for part in text.split(",")], source="--hosts")
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Return the hosts of a file with a line a host: `a slots=2`, `a:2` or `a`; `#` begins a comment.
 
-    Raises:
-        UsageError: the file cannot be read, is empty, or has a line of another form.
+    Raises UsageError where the file cannot be read, is empty, or has a line of another form.
     """
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -55,45 +136,35 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not parts:
         raise UsageError(f"--hostfile {path} names no host: write a line a host, such as `node0 slots=1`")
-    return _without_repetition(
-        tuple(_parse_host(part, source=f"--hostfile {path}") for part in parts), source=str(path)
-    )
+    return _hosts(parts, source=f"--hostfile {path}")
 
 
-def _parse_host(part: str, *, source: str) -> Host:
-    found = HOST.fullmatch(part)
-    if found is None:
-        raise UsageError(
-            f"{source}: {part!r} is not NAME or NAME:SLOTS (`node0:1`; in a hostfile also `node0 slots=1`)"
-        )
-    return Host(found.group(1), int(found.group(2) or 1))
-
-
-def _without_repetition(hosts: tuple[Host, ...], *, source: str) -> tuple[Host, ...]:
+def _hosts(parts: Sequence[str], *, source: str) -> tuple[Host, ...]:
+    hosts = []
+    for part in parts:
+        found = HOST.fullmatch(part)
+        if found is None:
+            rule = "is not NAME or NAME:SLOTS (`node0:1`; in a hostfile also `node0 slots=1`)"
+            raise UsageError(f"{source}: {part!r} {rule}")
+        hosts.append(Host(found.group(1), int(found.group(2) or 1)))
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UsageError(f"{source} names {', '.join(twice)} more than once: name a host once, with all its slots")
-    return hosts
+    return tuple(hosts)
 
 
 def run_hosts_doctor(hosts: Sequence[Host], *, data_dir: Path | None = None, cache_dir: Path | None = None) -> int:
     """Print a table of all checks of these hosts; return 0 when they are usable together, 3 when there is a problem."""
-    checks = host_checks(hosts, data_dir=data_dir, cache_dir=cache_dir)
-    print(table(checks))
-    return exit_code(checks)
+    found = host_checks(hosts, data_dir=data_dir, cache_dir=cache_dir)
+    print(table(found))
+    return exit_code(found)
 
 
 def host_checks(
     hosts: Sequence[Host], *, data_dir: Path | None = None, cache_dir: Path | None = None
 ) -> list[CheckResult]:
-    """Return all checks of these hosts, in the order of the table; takes seconds, whatever their number.
-
-    Args:
-        hosts: the nodes; the ports in $HVFREEZE_PORTS (FIRST-LAST) are checked too when that is set.
-        data_dir: must hold the same names on every node; None is not checked.
-        cache_dir: must be writable on every node; None is the current directory.
-    """
+    """Return all checks of these hosts, in the order of the table; takes seconds, whatever their number."""
     ports = _ports(os.environ.get("HVFREEZE_PORTS", ""))
     order = {
         "do": "facts",
@@ -105,24 +176,23 @@ def host_checks(
         answers = dict(zip([host.name for host in hosts], pool.map(lambda host: ask(host, order), hosts), strict=True))
     reached = [host for host in hosts if not answers[host.name].error]
     facts = {host.name: answers[host.name].facts for host in reached}
-    checks = [check_ssh(answers)]
-    if reached:
-        links = measure_ring(reached, ports=ports)
-        checks += [
-            check_versions(facts),
-            check_same(
-                "code", {name: str(said["code"]) for name, said in facts.items()}, remedy="install the same hvfreeze"
-            ),
-            check_cache_directory(facts, directory=str(order["cache_dir"])),
-            *([check_data_directory(facts, directory=str(data_dir))] if data_dir else []),
-            *([check_ports(facts, reached, ports=ports)] if ports else []),
-            check_clock({host.name: answers[host.name] for host in reached}),
-            check_slots(facts, reached),
-            check_bandwidth(links),
-            check_latency(links),
-            check_job(links),
-        ]
-    return checks
+    if not reached:
+        return [checks.check_ssh(answers)]
+    code = {name: str(said["code"]) for name, said in facts.items()}
+    links = measure_ring(reached, ports=ports)
+    return [
+        checks.check_ssh(answers),
+        checks.check_versions(facts),
+        checks.check_same("code", code, remedy="install the same hvfreeze"),
+        checks.check_cache_directory(facts, directory=str(order["cache_dir"])),
+        *([checks.check_data_directory(facts, directory=str(data_dir))] if data_dir else []),
+        *([checks.check_ports(facts, reached, ports=ports)] if ports else []),
+        checks.check_clock({host.name: answers[host.name] for host in reached}),
+        checks.check_slots(facts, reached),
+        checks.check_bandwidth(links),
+        checks.check_latency(links),
+        checks.check_job(links),
+    ]
 
 
 def _ports(text: str) -> list[int]:

@@ -29,12 +29,9 @@ class Probe:
 
 def probe(name: str, *, timeout_seconds: float = 120.0) -> Probe:
     """Return the facts of library `name`, from a fresh process; a crash, an exception or silence becomes `error`."""
-    output, error = run_and_read(
-        [sys.executable, "-m", "hvfreeze.doctor.libraries", name], timeout_seconds=timeout_seconds
-    )
-    if error:
-        return Probe(error=error)
-    return Probe(facts=json.loads(output.splitlines()[-1]))
+    command = [sys.executable, "-m", "hvfreeze.doctor.libraries", name]
+    output, error = run_and_read(command, timeout_seconds=timeout_seconds)
+    return Probe(error=error) if error else Probe(facts=json.loads(output.splitlines()[-1]))
 
 
 def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tuple[str, str]:

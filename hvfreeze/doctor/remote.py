@@ -27,10 +27,9 @@ PINGS = 20
 
 
 def facts(order: dict[str, Any]) -> dict[str, Any]:
-    """Return versions, code, directories, free ports, cores and the time, as seen by this process.
+    """Return versions, code, directories, used ports, cores and the time, as seen by this process.
 
-    Args:
-        order: `cache_dir`, `data_dir` (paths, or "" for none) and `ports` ([first, last], or []).
+    `order` has `cache_dir`, `data_dir` (paths, or "" for none) and `ports` ([first, last], or []).
     """
     return {
         "python": platform.python_version(),
@@ -117,10 +116,8 @@ def _is_free(port: int) -> bool:
 def listen(order: dict[str, Any]) -> dict[str, Any]:
     """Print a port, answer there to each of some bytes, and receive what `send` sends then.
 
-    Return {"bytes", "seconds"}, from the first byte of that to the last.
-
-    Args:
-        order: `token`, which a sender must begin with, and `ports` as in `facts`.
+    Return {"bytes", "seconds"}, from the first byte of that to the last. `order` has `token`, which a sender must begin
+    with, and `ports` as in `facts`.
     """
     with socket.socket() as server:
         free = [port for port in _range(order["ports"]) if _is_free(port)]

@@ -1,35 +1,190 @@
-"""`hvfreeze doctor`: is this machine fit to train, and if not, what to mend.
-
-`local_checks` finds the facts and has them checked, `run_doctor` prints what came of it.
-"""
+"""`hvfreeze doctor`: is this machine fit to train, and if not, what to mend."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from hvfreeze.doctor.checks import (
-    CheckResult,
-    check_cores,
-    check_disk,
-    check_hdf5,
-    check_horovod,
-    check_horovod_torch,
-    check_memory,
-    check_mpi4py,
-    check_mpirun,
-    check_processor,
-    check_python,
-    check_shared_memory,
-    check_torch,
-    check_torchvision,
-    check_user,
-    exit_code,
-    table,
-)
-from hvfreeze.doctor.libraries import mpi_name, probe, run_and_read
+from hvfreeze.doctor.libraries import Probe, mpi_name, probe, run_and_read
+from hvfreeze.memory import available_bytes
+
+USABLE, UNUSABLE = 0, 3
+REBUILD = "remove .venv/ and run `make setup`, which builds Horovod for the torch and MPI that it finds"
+OLDEST_TORCH = (2, 10)
+TORCH = "torch>=2.10,<2.14"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One row of the table: a problem when not `ok`, a note when `ok` with a `remedy`, fine otherwise."""
+
+    name: str
+    ok: bool
+    value: str
+    remedy: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`OK`, `note` or `PROBLEM`."""
+        if not self.ok:
+            return "PROBLEM"
+        return "note" if self.remedy else "OK"
+
+
+def exit_code(checks: Iterable[CheckResult]) -> int:
+    """Return 0 when every check is ok, 3 otherwise."""
+    return USABLE if all(check.ok for check in checks) else UNUSABLE
+
+
+def table(checks: Sequence[CheckResult]) -> str:
+    """Return one line a check, under it what to mend, and a last line that counts them."""
+    width = max((len(check.name) for check in checks), default=0)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.verdict:<8} {check.name:<{width}}  {check.value}")
+        if check.remedy:
+            lines.append(f"{'':<8} {'':<{width}}  -> {check.remedy}")
+    verdicts = [check.verdict for check in checks]
+    fine, notes, problems = (verdicts.count(verdict) for verdict in ("OK", "note", "PROBLEM"))
+    usable = "NOT usable" if problems else "usable"
+    return "\n".join([*lines, f"This machine is {usable}: {fine} OK, {notes} to note, {problems} to mend."])
+
+
+def check_python(version: tuple[int, ...], *, executable: str) -> CheckResult:
+    """Check that Python is 3.10 or newer."""
+    value = f"{'.'.join(map(str, version))} ({executable})"
+    if version < (3, 10):
+        return CheckResult("Python", False, value, "hvfreeze needs Python 3.10 or newer")
+    return CheckResult("Python", True, value)
+
+
+def check_torch(torch: Probe) -> CheckResult:
+    """Check that torch loads; tell its version and the threads that it uses by itself."""
+    if torch.error:
+        return CheckResult("torch", False, torch.error, f"run `make setup`, or pip install '{TORCH}'")
+    version = tuple(map(int, re.findall(r"\d+", torch.facts["version"])[:2]))
+    if version < OLDEST_TORCH:
+        why = "files that it loads can run code or corrupt memory"
+        return CheckResult("torch", False, f"{torch.facts['version']}: {why}", f"pip install '{TORCH}'")
+    threads = f"{torch.facts['threads']} threads, {torch.facts['capability']} kernels"
+    return CheckResult("torch", True, f"{torch.facts['version']}, {threads}")
+
+
+def check_torchvision(torchvision: Probe) -> CheckResult:
+    """Check that torchvision loads, with its compiled operators or with stand-ins for them."""
+    if torchvision.error:
+        remedy = "install the torchvision that belongs to this torch"
+        return CheckResult("torchvision", False, torchvision.error, remedy)
+    value = torchvision.facts["version"]
+    if torchvision.facts["shim"]:
+        value += ", without its compiled operators"
+        remedy = "models and transforms work; for detection operators install torch and torchvision from the same index"
+        return CheckResult("torchvision", True, value, remedy)
+    return CheckResult("torchvision", True, value)
+
+
+def check_horovod(horovod: Probe) -> CheckResult:
+    """Check that Horovod loads and was built with MPI."""
+    if horovod.error:
+        return CheckResult("Horovod", False, horovod.error, f"one process trains without it; for several, {REBUILD}")
+    if not horovod.facts["mpi_built"]:
+        return CheckResult("Horovod", False, f"{horovod.facts['version']}, built without MPI", REBUILD)
+    return CheckResult("Horovod", True, f"{horovod.facts['version']}, built with {horovod.facts['mpi'] or 'MPI'}")
+
+
+def check_horovod_torch(horovod: Probe) -> CheckResult:
+    """Check that Horovod was built against the torch that is installed."""
+    name = "Horovod's torch"
+    if horovod.error:
+        return CheckResult(name, False, "unknown", "Horovod must load first")
+    built, installed = horovod.facts["built_with_torch"], horovod.facts["torch"]
+    if built != installed:
+        return CheckResult(name, False, f"built with {built}, installed is {installed}", REBUILD)
+    return CheckResult(name, True, built)
+
+
+def check_mpirun(found: str, *, error: str, horovod: Probe) -> CheckResult:
+    """Check that mpirun is there and starts ranks of the MPI that Horovod was built with."""
+    if error:
+        return CheckResult("mpirun", False, error, "apt-get install openmpi-bin, or load your cluster's MPI module")
+    return _same_mpi("mpirun", found, value=found, horovod=horovod)
+
+
+def check_mpi4py(mpi4py: Probe, *, horovod: Probe) -> CheckResult:
+    """Check that mpi4py loads and talks to the MPI that Horovod was built with."""
+    if mpi4py.error:
+        remedy = "pip install mpi4py, and have an MPI library where it is found"
+        return CheckResult("mpi4py", False, mpi4py.error, remedy)
+    value = f"{mpi4py.facts['version']} on {mpi4py.facts['mpi']}"
+    return _same_mpi("mpi4py", mpi4py.facts["mpi"], value=value, horovod=horovod)
+
+
+def check_hdf5(h5py: Probe) -> CheckResult:
+    """Check that h5py loads, which the activation cache needs."""
+    if h5py.error:
+        return CheckResult("h5py", False, h5py.error, "pip install h5py")
+    return CheckResult("h5py", True, f"{h5py.facts['version']}, HDF5 {h5py.facts['hdf5']}")
+
+
+def check_cores(cores: int, *, local_size: int, yields: bool) -> CheckResult:
+    """Check that ranks on this machine do not outnumber the cores that they may use, or give way while they wait."""
+    value = f"{cores} usable, {local_size} rank{'s' * (local_size > 1)} here, yielding {'on' if yields else 'off'}"
+    if local_size > cores and not yields:
+        remedy = "set OMPI_MCA_mpi_yield_when_idle=1, else waiting ranks keep the cores busy: steps many times slower"
+        return CheckResult("cores", True, value, remedy)
+    return CheckResult("cores", True, value)
+
+
+def check_processor(flags: frozenset[str]) -> CheckResult:
+    """Tell what the processor offers for training: vector width and bfloat16 (`flags` as in /proc/cpuinfo)."""
+    wanted = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512 bfloat16", "amx_bf16": "AMX bfloat16"}
+    has = [label for flag, label in wanted.items() if flag in flags]
+    lacks = [f"no {label}" for flag, label in wanted.items() if flag not in flags]
+    return CheckResult("processor", True, ", ".join(has + lacks))
+
+
+ROOM = {
+    "memory": (GIB, "available", "each rank takes about 0.5 GiB before any data: start fewer ranks"),
+    "disk": (
+        2 * GIB,
+        "free in this folder",
+        "checkpoints and activation caches may not fit here: give --run-dir and --cache-dir on a larger disk",
+    ),
+    "shared memory": (
+        GIB // 4,
+        "free in /dev/shm",
+        "containers get 64 MiB unless told otherwise: start this one with --shm-size=1g",
+    ),
+}
+"""Bytes that two small ranks need, with messages and batches of loading workers in shared memory; unit; remedy."""
+
+
+def check_room(name: str, amount_bytes: int) -> CheckResult:
+    """Check that there is enough of `memory`, `disk` or `shared memory`."""
+    at_least, unit, remedy = ROOM[name]
+    return CheckResult(name, True, f"{amount_bytes / GIB:.1f} GiB {unit}", remedy if amount_bytes < at_least else "")
+
+
+def check_user(user_id: int, *, allowed: bool) -> CheckResult:
+    """Check whether Open MPI will refuse to start as this user."""
+    if user_id == 0 and not allowed:
+        remedy = "plain mpirun refuses root without OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+        return CheckResult("user", True, "root", remedy)
+    return CheckResult("user", True, "root, allowed to start ranks" if user_id == 0 else f"id {user_id}")
+
+
+def _same_mpi(name: str, found: str, *, value: str, horovod: Probe) -> CheckResult:
+    expected = horovod.facts.get("mpi", "")
+    if expected and found != expected:
+        remedy = f"put that MPI first on PATH and LD_LIBRARY_PATH, or {REBUILD}"
+        return CheckResult(name, False, f"{value}, but Horovod was built with {expected}", remedy)
+    return CheckResult(name, True, value)
 
 
 def run_doctor() -> int:
@@ -43,7 +198,6 @@ def local_checks() -> list[CheckResult]:
     """Return all checks of this machine, in the order of the table; it takes seconds to load every library."""
     horovod = probe("horovod")
     mpirun_text, mpirun_error = run_and_read(["mpirun", "--version"])
-    disk = shutil.disk_usage(Path.cwd())
     return [
         check_python(sys.version_info[:3], executable=sys.executable),
         check_torch(probe("torch")),
@@ -58,27 +212,15 @@ def local_checks() -> list[CheckResult]:
             local_size=int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")),
             yields=os.environ.get("OMPI_MCA_mpi_yield_when_idle", "0") not in ("", "0"),
         ),
-        check_processor(_processor_flags()),
-        check_memory(_available_memory_bytes()),
-        check_disk(disk.free),
-        check_shared_memory(_shared_memory_bytes()),
+        check_processor(frozenset(_first_line("/proc/cpuinfo", "flags").partition(":")[2].split())),
+        check_room("memory", available_bytes()),
+        check_room("disk", shutil.disk_usage(Path.cwd()).free),
+        check_room("shared memory", shutil.disk_usage("/dev/shm").free),
         check_user(os.geteuid(), allowed=os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") == "1"),
     ]
 
 
-def _processor_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
-
-
-def _available_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _shared_memory_bytes() -> int:
-    return shutil.disk_usage("/dev/shm").free
+def _first_line(path: str, start: str) -> str:
+    """Return the rest of the first line of a file that begins with `start`, empty without one."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix(start).strip() for line in lines if line.startswith(start)), "")

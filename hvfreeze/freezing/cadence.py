@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.voting.criteria import Evidence
-from hvfreeze.freezing.voting.proposer import USABLE_INTERVALS, Proposer
-from hvfreeze.runs.moves import Move
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.criteria import CRITERIA, USABLE_INTERVALS, Evidence, Proposer
+from hvfreeze.runs.reading import Move
 
 
 @dataclass
@@ -19,34 +19,70 @@ class Length:
     epochs: int
 
 
+INTERVAL_STEPS = 100
+"""Between votes where nobody has said how long an epoch is."""
+WARMUP_INTERVALS = 5
+"""Before the first vote, likewise."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """When votes are held, in optimizer steps, and how long training lasts."""
+    """When votes are held, in optimizer steps, and how long training lasts.
+
+    Without `steps_per_epoch` nothing is known of epochs; without `num_epochs` training, and with it the votes, has no
+    end that is known. Criteria that follow a schedule need both; see `check_schedules`.
+    """
 
     interval: int
     warmup: int
-    steps_per_epoch: int
-    num_epochs: int
+    steps_per_epoch: int | None = None
+    num_epochs: int | None = None
     plan: Length | None = None
     """Tells the epochs instead of `num_epochs`, for training whose length changes while it lasts."""
 
     @classmethod
     def of(
-        cls, settings: FreezeConfig, *, steps_per_epoch: int, num_epochs: int, plan: Length | None = None
+        cls,
+        settings: FreezeConfig,
+        *,
+        steps_per_epoch: int | None = None,
+        num_epochs: int | None = None,
+        plan: Length | None = None,
     ) -> Cadence:
-        """Return the settings' cadence: by default votes twice an epoch, from the end of the first epoch on."""
+        """Return the settings' cadence.
+
+        By default votes twice an epoch, from the end of the first epoch on; where the length of an epoch is not known,
+        every `INTERVAL_STEPS`.
+        """
+        interval = settings.interval or (INTERVAL_STEPS if steps_per_epoch is None else max(1, steps_per_epoch // 2))
+        first = WARMUP_INTERVALS * interval if steps_per_epoch is None else steps_per_epoch
         return cls(
-            interval=settings.interval or max(1, steps_per_epoch // 2),
-            warmup=steps_per_epoch if settings.freeze_warmup is None else settings.freeze_warmup,
+            interval=interval,
+            warmup=first if settings.freeze_warmup is None else settings.freeze_warmup,
             steps_per_epoch=steps_per_epoch,
             num_epochs=num_epochs,
             plan=plan,
         )
 
     @property
-    def epochs(self) -> int:
-        """Epochs that training lasts, as is planned now."""
-        return self.num_epochs if self.plan is None else self.plan.epochs
+    def epochs(self) -> float:
+        """Epochs that training lasts, as is planned now; infinity where that is not known."""
+        if self.plan is not None:
+            return self.plan.epochs
+        return math.inf if self.num_epochs is None else self.num_epochs
+
+    @property
+    def last_step(self) -> float:
+        """The step with which training ends; infinity where that is not known."""
+        return math.inf if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+    def epochs_in(self, steps: float) -> float:
+        """Return how many epochs so many steps are; 0 where the length of an epoch is not known."""
+        return 0.0 if self.steps_per_epoch is None else steps / self.steps_per_epoch
+
+    def epoch(self, step: int) -> int:
+        """Return the number of the epoch that a step is in; 0 where the length of an epoch is not known."""
+        return 0 if self.steps_per_epoch is None else step // self.steps_per_epoch
 
     @property
     def first_vote(self) -> int:
@@ -64,7 +100,19 @@ class Cadence:
 
     def votes(self, step: int) -> bool:
         """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""
-        return self.ends_interval(step) and step >= self.warmup and step < self.steps_per_epoch * self.epochs
+        return self.ends_interval(step) and step >= self.warmup and step < self.last_step
+
+
+def check_schedules(settings: FreezeConfig, *, steps_per_epoch: int | None, num_epochs: int | None) -> None:
+    """Raise UsageError where a criterion follows a schedule, and its length is not known."""
+    given = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs}
+    lacking = [f"{name}=" for name, value in given.items() if value is None]
+    for name in [settings.freeze, *settings.shadow_names()] if lacking else []:
+        if name in CRITERIA and not CRITERIA[name].watches_gradients:
+            raise UsageError(
+                f"freeze ({name}) follows a schedule, which needs {' and '.join(lacking)}: give the optimizer's steps "
+                "in an epoch and the number of epochs, or a criterion that looks at gradients"
+            )
 
 
 def epochs_until_move(
@@ -78,15 +126,20 @@ def epochs_until_move(
     """
     if evidence.cut == evidence.num_blocks - 1:
         return math.inf
+    if cadence.steps_per_epoch is None:
+        return 0.0  # it may come at any time
     criterion = proposer.criterion
     waiting = max(0, USABLE_INTERVALS - proposer.intervals) if criterion.watches_gradients else 0
-    for later in cadence.interval_ends(step, cadence.steps_per_epoch * cadence.epochs - 1):
+    # Without an end, the first vote that may move the cut comes after the warm-up and the intervals waited for.
+    within = max(step, cadence.warmup) + (USABLE_INTERVALS + 2) * cadence.interval
+    last = within if math.isinf(cadence.last_step) else int(cadence.last_step) - 1
+    for later in cadence.interval_ends(step, last):
         waiting -= 1
-        then = replace(evidence, epoch=later / cadence.steps_per_epoch)
-        wants = criterion.watches_gradients or criterion.propose(then).cut > evidence.cut
+        then = replace(evidence, epoch=cadence.epochs_in(later))
+        wants = criterion.watches_gradients or criterion.propose(then) > evidence.cut
         if waiting <= 0 and cadence.votes(later) and wants:
             more = votes_until_move(cadence, history, step=step) - 1 if criterion.watches_gradients else 0.0
-            return (later - step + more * cadence.interval) / cadence.steps_per_epoch
+            return cadence.epochs_in(later - step + more * cadence.interval)
     return math.inf
 
 

@@ -1,33 +1,37 @@
-"""The Freezer: observes training, asks all ranks for a vote, and moves the cut on all of them in the same step.
-
-A frozen block cannot move: its parameters leave the optimizer with their state, lose their gradient and travel no
-more; its modules enter evaluation mode and stay there through every `model.train()`, so that its output is a pure
-function of a sample.
-"""
+"""The Freezer: observes training, asks all ranks for a vote, and moves the cut on all of them in the same step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from hvfreeze.chain.blocks import Chain
+from hvfreeze.comm.reducer import Observer, Reducer
+from hvfreeze.comm.replica_sync import average_running_statistics
+from hvfreeze.comm.world import World
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
-from hvfreeze.freezing.frozen import FrozenPrefix
+from hvfreeze.freezing.coherence import Coherence, gap, nothing_sampled
+from hvfreeze.freezing.criteria import Evidence, Proposer
+from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import GradientSums, Join, Observations, nothing_observed
-from hvfreeze.freezing.voting.ballots import hold_vote
-from hvfreeze.freezing.voting.criteria import Evidence
-from hvfreeze.freezing.voting.proposer import Proposer
-from hvfreeze.freezing.voting.vote import Decision
-from hvfreeze.freezing.voting.weights import Voter, voting_weight
-from hvfreeze.ranks.equal_models import average_running_statistics
-from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import World
-from hvfreeze.runs.moves import Move
+from hvfreeze.freezing.vote import Decision, Voter, hold_vote, voting_weight
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.traced import Inputs, in_blocks
+from hvfreeze.runs.reading import Move
+
+
+def check_not_tied(chain: Chain, settings: FreezeConfig) -> None:
+    """Refuse to freeze a first block that shares parameters with the last one, which trains to the end."""
+    if chain.tied and settings.freeze != "none":
+        raise UsageError(
+            f"--freeze ({settings.freeze}) must be none: {chain.tied[0]} of the first block is the last block's too, "
+            "which trains to the end"
+        )
 
 
 class Freezer:
@@ -44,6 +48,7 @@ class Freezer:
         voter: this rank's shard, for weights that depend on it.
         held: the blocks lo..hi-1 that this rank has, where the chain is cut over ranks; None is all.
         join: adds up what this rank and those that hold the other blocks have observed; a collective among them.
+        work: each block's part of a step's time, for criteria that weigh it; empty: all the same.
     """
 
     def __init__(
@@ -58,26 +63,50 @@ class Freezer:
         voter: Voter = Voter(),  # noqa: B008  (frozen)
         held: tuple[int, int] | None = None,
         join: Join = list,
+        work: Sequence[float] = (),
     ) -> None:
-        self.chain, self.optimizer, self.reducer, self.world = chain, optimizer, reducer, world
+        self.optimizer, self.reducer, self.world = optimizer, reducer, world
         self.settings, self.cadence, self.voter = settings, cadence, voter
         self.step = 0
-        self.cut_history: list[Move] = []
-        self._prefix = FrozenPrefix(chain, optimizer, held=held)
-        deciding = [settings.freeze] if settings.votes else []
-        self._proposers = {name: Proposer(name) for name in [*deciding, *settings.shadow_names()]}
-        watching = any(proposer.criterion.watches_gradients for proposer in self._proposers.values())
-        source = settings.signal if watching or settings.vote_weight == "snr" else "none"
-        sums = GradientSums(chain, step_norms=settings.vote_weight == "snr", held=held, join=join)
+        # A script's reducer, which any backward pass starts, follows the script's switches.
+        self.prefix = FrozenPrefix(
+            chain,
+            optimizer,
+            held=held,
+            switched=reducer.starts_itself,
+            keeps_statistics=settings.statistics == "kept",
+        )
+        self._proposers = {name: Proposer(name) for name in settings.criteria()}
+        watched = {proposer.criterion.watches for proposer in self._proposers.values()}
+        source = settings.signal if "norms" in watched or settings.vote_weight == "snr" else "none"
+        self._work = tuple(work)
+        self._coherence = (
+            Coherence(self.prefix, optimizer, reducer, every=gap(cadence.interval), join=join)
+            if "gains" in watched
+            else None
+        )
+        sums = GradientSums(self.prefix, step_norms=settings.vote_weight == "snr", join=join)
         self._seen = Observations(sums, source)
+        check_not_tied(chain, settings)
         self._check_settings()
+        self.prefix.on_move(self._follow)
         self._move(settings.cut if settings.cut is not None else 0)
-        self._prefix.unseal()
+        self.prefix.unseal()
+
+    @property
+    def chain(self) -> Chain:
+        """The model in blocks."""
+        return self.prefix.chain
 
     @property
     def cut(self) -> int:
         """Number of frozen blocks."""
-        return self._prefix.cut
+        return self.prefix.cut
+
+    @property
+    def cut_history(self) -> list[Move]:
+        """The cut at the start and after every move."""
+        return self.prefix.history
 
     def after_step(self, loss: float) -> Decision | None:
         """Count an optimizer step; at the end of an interval, vote and apply the outcome.
@@ -90,37 +119,51 @@ class Freezer:
         Raises:
             DivergedError: something changed a frozen parameter or buffer since it was frozen.
         """
-        self._prefix.check(step=self.step)
+        self.prefix.check(step=self.step)
         self.step += 1
-        self._seen.add_step(loss, self._prefix.carried)
+        if len(self.chain.blocks) < 2:
+            return None
+        self._seen.add_step(loss, self.prefix.carried)
+        if self._coherence is not None:
+            self._coherence.end_step()
         if not self._proposers or not self.cadence.ends_interval(self.step):
             return None
         self._seen.end_interval()
+        if self._coherence is not None:
+            self._coherence.end_interval()
         for proposer in self._proposers.values():
             proposer.intervals += 1
         decision = self._vote() if self.cadence.votes(self.step) else None
-        self._seen.begin_interval(self.cut)
+        self._begin_interval()
         if decision is not None and decision.moved:
             self._move(decision.cut_after)
         return decision
 
-    def freeze(self, cut: int) -> None:
-        """Freeze exactly the first `cut` blocks from now on, without a vote.
+    @property
+    def looks(self) -> bool:
+        """Whether frozen blocks are to be looked at before this step is counted; equal on all ranks."""
+        seen, decides = self._coherence, self.settings.freeze == "coherence"
+        ends = self.cadence.ends_interval(self.step + 1) and self.cadence.votes(self.step + 1)
+        return seen is not None and decides and ends and seen.looks_are_due
 
-        Collective: every rank of the world must call this in the same step.
+    def look(self, losses: Iterable[Tensor]) -> None:
+        """Let the coming vote know what frozen blocks would gain; see `Coherence.look`. Not a collective."""
+        assert self._coherence is not None
+        self._coherence.look(losses)
+
+    def freeze(self, cut: int) -> None:
+        """Freeze exactly the first `cut` blocks from now on, without a vote. Collective.
 
         Raises:
             UsageError: `cut` is out of range.
         """
-        self._prefix.refuse(cut)
+        self.prefix.refuse(cut)
         self.average_statistics()
         self._move(cut)
-        self._seen.begin_interval(cut)
+        self._begin_interval()
 
     def thaw(self, cut: int) -> None:
-        """Let every block from `cut` on train again, with fresh optimizer state; the same as `freeze(cut)` backwards.
-
-        Collective: every rank of the world must call this in the same step.
+        """Let every block from `cut` on train again, with fresh optimizer state: `freeze(cut)` backwards. Collective.
 
         Raises:
             UsageError: `cut` is deeper than the current cut, or out of range.
@@ -131,8 +174,8 @@ class Freezer:
 
     @property
     def epochs_left(self) -> float:
-        """Epochs until training ends."""
-        return self.cadence.epochs - self.step / self.cadence.steps_per_epoch
+        """Epochs until training ends; infinity where that is not known."""
+        return self.cadence.epochs - self.cadence.epochs_in(self.step)
 
     def epochs_until_move(self) -> float:
         """Return the epochs until the cut may be expected to move, infinity where it is fixed."""
@@ -149,16 +192,18 @@ class Freezer:
             "cut_history": [list(move) for move in self.cut_history],
             "tracks": {name: proposer.state() for name, proposer in self._proposers.items()},
             **self._seen.state_dict(),
+            **({} if self._coherence is None else {"coherence": self._coherence.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of the same rank; call it before the optimizer's own `load_state_dict`."""
         self.step = state["step"]
-        self._move(state["cut"])
-        self.cut_history = [Move(*entry) for entry in state["cut_history"]]
-        self._proposers |= {name: Proposer.of(name, *values) for name, values in state["tracks"].items()}
+        self.prefix.restore([Move(*entry) for entry in state["cut_history"]])
+        self._proposers |= {name: Proposer(name, *values) for name, values in state["tracks"].items()}
         self._seen.load_state_dict(state)
-        self._prefix.unseal()
+        if self._coherence is not None and "coherence" in state:
+            self._coherence.load_state_dict(state["coherence"])
+        self.prefix.unseal()
 
     @staticmethod
     def redealt(state: dict[str, Any], *, restep: Callable[[int], int]) -> dict[str, Any]:
@@ -176,22 +221,20 @@ class Freezer:
             "cut": state["cut"],
             "cut_history": [list(move._replace(step=restep(move.step))) for move in moves],
             "tracks": {name: proposer.state() for name, proposer in forgetful.items()},
+            **(
+                {"coherence": {**nothing_sampled(), "peaks": state["coherence"]["peaks"]}}
+                if "coherence" in state
+                else {}
+            ),
         }
 
     def average_statistics(self) -> None:
-        """Make BatchNorm's running statistics equal on all ranks, those of frozen blocks too, which keep their bits.
-
-        Collective: every rank of the world must call this in the same step.
-        """
+        """Make BatchNorm's running statistics equal on all ranks; frozen ones keep their bits. Collective."""
         self.reducer.other_bytes += average_running_statistics(self.chain.modules(), self.world)
-        self.seal()
-
-    def seal(self) -> None:
-        """Take frozen parameters and buffers as they are now for what must not change any more."""
-        self._prefix.seal()
+        self.prefix.seal()
 
     def _check_settings(self) -> None:
-        self._prefix.refuse(self.settings.cut or 0)
+        self.prefix.refuse(self.settings.cut or 0)
         if self.settings.vote_weight not in VOTE_WEIGHTS:
             count = len(self.settings.vote_weight.split(","))
             if count != self.world.size:
@@ -201,14 +244,29 @@ class Freezer:
                 )
 
     def _move(self, cut: int) -> None:
-        self._prefix.move(cut)
-        self.cut_history.append(Move(self.step // self.cadence.steps_per_epoch, self.step, cut))
+        self.prefix.move(Move(self.cadence.epoch(self.step), self.step, cut))
+
+    def _follow(self) -> None:
+        """Forget what was seen at the cut before, and exchange what trains at this one."""
+        cut = self.cut
         for proposer in self._proposers.values():
             if self.step > 0 or cut > 0:
                 proposer.moved(max(proposer.cut, cut) if proposer.name != self.settings.freeze else cut)
-        self.reducer.carry(self._prefix.carried())
-        self._seen.forget(cut)
+        self.reducer.carry(self.prefix.carried())
+        self._seen.forget()
+        self.reducer.observer, self.reducer.on_average = None, None
+        if len(self.chain.blocks) < 2:
+            return  # nothing will ever be frozen
         self.reducer.observer = self._seen.observer
+        if self._coherence is not None:
+            self._coherence.follow()
+            self.reducer.observer = both(self._seen.observer, self._coherence.observe)
+            self.reducer.on_average = self._coherence.compare
+
+    def _begin_interval(self) -> None:
+        self._seen.begin_interval()
+        if self._coherence is not None:
+            self._coherence.restart()
 
     def _evidence(self) -> Evidence:
         blocks = range(len(self.chain.blocks))
@@ -216,14 +274,22 @@ class Freezer:
         return Evidence(
             cut=self.cut,
             num_blocks=len(blocks),
-            has_parameters=tuple(bool(self._prefix.trained(b, b + 1)) for b in blocks),
+            has_parameters=tuple(b < self.cut or self._trains(b) for b in blocks),
             previous_norms=previous,
             norms=current,
-            epoch=self.step / self.cadence.steps_per_epoch,
+            epoch=self.cadence.epochs_in(self.step),
             num_epochs=self.cadence.epochs,
-            warmup_epochs=self.cadence.warmup / self.cadence.steps_per_epoch,
+            warmup_epochs=self.cadence.epochs_in(self.cadence.warmup),
             eta_max=self.settings.eta_max,
+            gains=None if self._coherence is None else self._coherence.gains,
+            looks=() if self._coherence is None else tuple(self._coherence.looks),
+            peaks=() if self._coherence is None else tuple(self._coherence.peaks),
+            work=self._work,
+            min_gain=self.settings.min_gain,
         )
+
+    def _trains(self, block: int) -> bool:
+        return any(parameter.requires_grad for _, parameter in self.prefix.trained(block, block + 1))
 
     def _vote(self) -> Decision:
         self.average_statistics()
@@ -242,9 +308,59 @@ class Freezer:
             weight=weight,
             broken=self._seen.broken,
             step=self.step,
-            steps_per_epoch=self.cadence.steps_per_epoch,
+            epoch=self.cadence.epoch(self.step),
         )
         for name, outcome in decision.shadow.items():
             if outcome["cut"] != self._proposers[name].cut:
                 self._proposers[name].moved(outcome["cut"])
         return decision
+
+
+def both(first: Observer | None, second: Observer) -> Observer:
+    """Return what shows gradients to two observers, the first of which may be missing."""
+
+    def observe(slot: int, gradient: Tensor) -> None:
+        if first is not None:
+            first(slot, gradient)
+        second(slot, gradient)
+
+    return observe
+
+
+def freeze_by_vote(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    *,
+    steps_per_epoch: int,
+    num_epochs: int,
+    settings: FreezeConfig = FreezeConfig(freeze="coherence"),  # noqa: B008  (frozen)
+    blocks: str | None = None,
+    example: Inputs | None = None,
+) -> Freezer:
+    """Return a Freezer for `model` with votes twice an epoch from the end of the first on; `reducer` is part of it.
+
+    For more choice, build `Chain`, `Reducer` and `Freezer` yourself.
+
+    Args:
+        model: any module.
+        optimizer: any torch optimizer over its parameters.
+        world: the ranks that vote.
+        steps_per_epoch: optimizer steps of each rank.
+        num_epochs: how long training lasts.
+        settings: criterion, guards, weights and quorum.
+        blocks: where the model may be cut, see `in_blocks`.
+        example: a batch of the model's inputs; needed where it is neither a torchvision classifier nor an
+            nn.Sequential, unless `blocks` names its blocks.
+
+    Raises:
+        UsageError: the settings do not fit the model or the world, or the model is not divided so.
+    """
+    return Freezer(
+        in_blocks(model, blocks=blocks, example=example),
+        optimizer=optimizer,
+        reducer=Reducer(world),
+        world=world,
+        settings=settings,
+        cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.chain.blocks import Chain
+from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 
 Join = Callable[[Sequence[float]], list[float]]
 """Adds up what ranks that hold different blocks have observed."""
@@ -18,56 +18,47 @@ Join = Callable[[Sequence[float]], list[float]]
 
 @dataclass
 class GradientSums:
-    """Vector sums of the gradients of the blocks from the cut up to the head, over one interval.
+    """Vector sums of the gradients of the blocks from the cut up to the head, over one interval."""
 
-    `add` is called for each parameter in each step; `norms` reads the interval's result per block.
-    With `step_norms` the squared norm of every single step is kept too, for the signal-to-noise weight.
-    """
-
-    chain: Chain
+    prefix: FrozenPrefix
     step_norms: bool = False
-    held: tuple[int, int] | None = None
-    """The blocks lo..hi-1 whose gradients this rank has; None is all."""
+    """Whether the squared norm of every single step is kept too, for the signal-to-noise weight."""
     join: Join = list
     """With the ranks that hold the others; a collective among them."""
-    cut: int = 0
     steps: int = 0
     squared_steps: float = 0.0
     _sums: list[Tensor] = field(default_factory=list)
     _block_of: list[int] = field(default_factory=list)
 
-    def restart(self, cut: int) -> None:
-        """Begin an empty interval at `cut`."""
-        if cut != self.cut or not self._block_of:
-            self.cut = cut
-            start, stop = self.held or (0, len(self.chain.blocks))
-            blocks = range(max(cut, start), min(stop, len(self.chain.blocks) - 1))
-            named = [(block, p) for block in blocks for _, p in self.chain.named_parameters(block, block + 1)]
-            # What the user took out of training has no gradient, and no slot.
-            owners = [(block, p) for block, p in named if p.requires_grad]
-            self._block_of = [block for block, _ in owners]
-            self._sums = [torch.zeros_like(p) for _, p in owners]
-        else:
-            for total in self._sums:
-                total.zero_()
-        self.steps = 0
-        self.squared_steps = 0.0
+    def begin(self) -> None:
+        """Begin an empty interval at another cut."""
+        chain, (start, stop) = self.prefix.chain, self.prefix.held
+        blocks = range(max(self.prefix.cut, start), min(stop, len(chain.blocks) - 1))
+        owners = [(block, p) for block in blocks for _, p in self.prefix.trained(block, block + 1)]
+        self._block_of = [block for block, _ in owners]
+        # What a script has switched off needs no memory until it is switched on.
+        self._sums = [torch.zeros_like(p) if p.requires_grad else torch.zeros(0) for _, p in owners]
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin an empty interval."""
+        for total in self._sums:
+            total.zero_()
+        self.steps, self.squared_steps = 0, 0.0
 
     def add(self, slot: int, gradient: Tensor) -> None:
         """Add the gradient of the `slot`-th trained parameter from the cut on; the head's are left out."""
         if slot >= len(self._sums):
             return
+        if self._sums[slot].shape != gradient.shape:
+            self._sums[slot] = torch.zeros_like(gradient)
         self._sums[slot].add_(gradient)
         if self.step_norms:
             self.squared_steps += float(torch.linalg.vector_norm(gradient)) ** 2
 
-    def step_done(self) -> None:
-        """Count a step as complete."""
-        self.steps += 1
-
     def norms(self) -> tuple[float, ...]:
         """Return per block of the whole chain the norm of its summed gradient, 0 for blocks that nobody observed."""
-        squares = [0.0] * len(self.chain.blocks)
+        squares = [0.0] * len(self.prefix.chain.blocks)
         if self.steps:
             for block, total in zip(self._block_of, self._sums, strict=True):
                 squares[block] += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
@@ -82,15 +73,14 @@ class GradientSums:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's accumulators; the sums only where an interval has begun."""
         sums = [total.clone() for total in self._sums] if self.steps else []
-        return {"cut": self.cut, "steps": self.steps, "squared_steps": self.squared_steps, "sums": sums}
+        return {"cut": self.prefix.cut, "steps": self.steps, "squared_steps": self.squared_steps, "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from accumulators that `state_dict` returned."""
-        self.restart(state["cut"])
+        """Continue from accumulators that `state_dict` returned at the same cut."""
         self.steps = state["steps"]
         self.squared_steps = state["squared_steps"]
-        for mine, saved in zip(self._sums, state["sums"], strict=False):
-            mine.copy_(saved)
+        for slot, saved in enumerate(state["sums"]):
+            self._sums[slot] = saved.clone()
 
 
 @dataclass
@@ -135,21 +125,21 @@ class Observations:
                 if parameter.grad is not None:
                     self.sums.add(slot, parameter.grad)
         if self.source != "none":
-            self.sums.step_done()
+            self.sums.steps += 1
 
     def end_interval(self) -> None:
         """Keep the norms of the interval that is complete."""
         if self.source != "none":
             self.norms = [*self.norms, self.sums.norms()][-2:]
 
-    def begin_interval(self, cut: int) -> None:
+    def begin_interval(self) -> None:
         """Begin an empty interval."""
-        self.sums.restart(cut)
+        self.sums.restart()
         self.loss_sum, self.loss_steps = 0.0, 0
 
-    def forget(self, cut: int) -> None:
+    def forget(self) -> None:
         """Begin gradient sums anew at another cut; norms of other blocks are no longer comparable."""
-        self.sums.restart(cut)
+        self.sums.begin()
         self.norms = []
 
     def state_dict(self) -> dict[str, Any]:

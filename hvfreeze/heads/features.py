@@ -6,36 +6,26 @@ Better Transfer Learning" (ICML 2022).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.chain.steps import Call
 from hvfreeze.errors import UsageError
-
-CHANNELS_LAST_IN_NAME = "SwinTransformer"
-"""Torchvision's one family whose blocks give maps as (B, H, W, C)."""
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.map_layout import channels_last
+from hvfreeze.model.steps import Call
 
 
 class EveryBlock:
     """Every block's output but the head's: maps pooled to at most `pool` x `pool` cells, tokens to their mean."""
 
-    def __init__(self, chain: Chain, *, pool: int) -> None:
-        """Take a chain of at least two blocks and `pool`, at least 1.
-
-        Raises:
-            UsageError: there is no block before the head, or `pool` is below 1.
-        """
-        if len(chain.blocks) < 2:
-            raise UsageError(
-                f"head (multi-level): {type(chain.model).__name__} has one block only, its head; name finer --blocks"
-            )
-        if pool < 1:
-            raise UsageError(f"pool ({pool}) must be at least 1: cells a side that each block's map is averaged to")
+    def __init__(self, chain: Chain, *, pool: int, turned: bool) -> None:
+        """Take a chain of at least two blocks, `pool`, at least 1, and whether its maps have their channels last."""
         self._blocks = chain.blocks[:-1]
         self._pool = pool
-        self._channels_last = type(chain.model).__name__ == CHANNELS_LAST_IN_NAME
+        self._channels_last = turned
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the blocks' features side by side, in forward order, (B, D) float32, for images (B, ...)."""
@@ -45,6 +35,45 @@ class EveryBlock:
             maps = images.permute(0, 3, 1, 2) if self._channels_last and images.dim() == 4 else images
             parts.append(pooled(maps, self._pool))
         return torch.cat(parts, 1)
+
+
+class EveryBlockInItsLayout:
+    """As `EveryBlock`, where some of the blocks' maps have their channels last, and others first.
+
+    A class of its own: rows of a cache are filed under the code that made them, and those of `EveryBlock` stay.
+    """
+
+    def __init__(self, chain: Chain, *, pool: int, turned: Sequence[bool]) -> None:
+        """Take for each block but the last whether its maps have their channels last."""
+        self._blocks = chain.blocks[:-1]
+        self._pool = pool
+        self._turned = tuple(turned)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the blocks' features side by side, in forward order, (B, D) float32, for images (B, ...)."""
+        parts = []
+        for block, turned in zip(self._blocks, self._turned):
+            images = block(images)
+            parts.append(pooled(images.permute(0, 3, 1, 2) if turned else images, self._pool))
+        return torch.cat(parts, 1)
+
+
+def every_block(chain: Chain, *, pool: int, example: Tensor) -> EveryBlock | EveryBlockInItsLayout:
+    """Return what makes features of every block but the last; of `example`, (B, ...), only the shape counts.
+
+    Raises:
+        UsageError: there is no block before the head, `pool` is below 1, or a block's maps cannot be understood.
+    """
+    if len(chain.blocks) < 2:
+        raise UsageError(
+            f"head (multi-level): {type(chain.model).__name__} has one block only, its head; name finer --blocks"
+        )
+    if pool < 1:
+        raise UsageError(f"pool ({pool}) must be at least 1: cells a side that each block's map is averaged to")
+    turned = channels_last(chain, range(1, len(chain.blocks)), example=example)
+    if len({known for known in turned if known is not None}) > 1:
+        return EveryBlockInItsLayout(chain, pool=pool, turned=[bool(known) for known in turned])
+    return EveryBlock(chain, pool=pool, turned=any(turned))
 
 
 def pooled(output: Tensor, pool: int) -> Tensor:

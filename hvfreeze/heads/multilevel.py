@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.chain.blocks import Block, Chain
-from hvfreeze.config.model import HeadConfig
+from hvfreeze.config.sections import HeadConfig
 from hvfreeze.errors import RefusedError
-from hvfreeze.heads.features import EveryBlock, before_last_layer
-from hvfreeze.heads.kernel.fit import KernelFit
-from hvfreeze.heads.kernel.module import KernelHead
-from hvfreeze.heads.linear.fit import HeadFit
+from hvfreeze.heads.features import before_last_layer, every_block
+from hvfreeze.heads.kernel import KernelFit, KernelHead
+from hvfreeze.heads.linear import HeadFit
+from hvfreeze.model.blocks import Block, Chain
+from hvfreeze.model.modes import in_evaluation
 
 SolvableHead = nn.Linear | KernelHead
 
@@ -36,7 +36,7 @@ class MultiLevelClassifier(nn.Module):
         """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features."""
         super().__init__()
         self.body = chain.model
-        self._features = EveryBlock(chain, pool=pool)
+        self._features = every_block(chain, pool=pool, example=example)
         self._body_chain = chain
         width = self._width(example)
         self.head = KernelHead(width, classes) if kernel else nn.Linear(width, classes)
@@ -77,23 +77,14 @@ class MultiLevelClassifier(nn.Module):
 
     @torch.no_grad()
     def _width(self, example: Tensor) -> int:
-        modes = {module: module.training for module in self.body.modules()}
-        self.body.eval()
-        try:
+        with in_evaluation(self.body):
             return self.features(example).shape[1]
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
 
 def solvable_chain(chain: Chain, settings: HeadConfig, *, classes: int, example: Tensor) -> Chain:
     """Return the chain of two blocks, features and head, whose head the settings ask to be solved.
 
-    Args:
-        chain: the model, which stays as it is and becomes part of the result.
-        settings: with `last` the head is the model's own last layer.
-        classes: of a head on every block.
-        example: images, (B, C, H, W); only their shape counts.
+    The model stays as it is and becomes part of the result; of `example`, (B, C, H, W), only the shape counts.
 
     Raises:
         UsageError: the model has no such head.
@@ -144,15 +135,10 @@ def export(classifier: nn.Module, path: Path | str, *, example: Tensor) -> None:
     Raises:
         RefusedError: torch cannot follow the module's arithmetic, or the file cannot be written.
     """
-    modes = {module: module.training for module in classifier.modules()}
-    classifier.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), in_evaluation(classifier):
             batch = {0: torch.export.Dim("batch", min=1)}
             program = torch.export.export(classifier, (example,), dynamic_shapes=(batch,))
         torch.export.save(program, path)
     except (RuntimeError, OSError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
         raise RefusedError(f"{path}: {type(classifier).__name__} cannot be exported: {error}") from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

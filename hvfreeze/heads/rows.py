@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
-from hvfreeze.ranks.world import World
+from hvfreeze.data.shards import Ids
 
 CHUNK_ROWS = 512
 """Rows in a chunk, at least: in smaller ones the calls cost as much as the products."""
@@ -20,47 +21,42 @@ CHUNK_ROWS = 512
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some of a rank's rows.
-
-    Attributes:
-        features: (B, D) float32, float16 or bfloat16; read, never written.
-        labels: (B,) int64, in 0..classes-1.
-        held_out: (B,) bool; these rows choose the penalty and are not fitted until it is chosen. Views of one sample
-            must be held out together.
-    """
+    """Some of a rank's rows."""
 
     features: Tensor
+    """(B, D) float32, float16 or bfloat16; read, never written."""
     labels: Tensor
+    """(B,) int64, in 0..classes-1."""
     held_out: Tensor
+    """(B,) bool; these rows choose the penalty and are not fitted until then. Views of one sample go together."""
+    samples: Tensor
+    """(B,) int64: the rows of one number are views of one sample; all of them are this rank's."""
+    mirrored: Tensor
+    """(B,) bool, whether a row is of a mirror image."""
+
+    def only(self, kept: Tensor) -> Chunk:
+        """Return the rows of which `kept`, (B,) bool, is true."""
+        return Chunk(*(getattr(self, field.name)[kept] for field in fields(self)))
 
 
 class Rows(Protocol):
-    """A rank's rows. Every pass must give the same chunks in the same order: sums follow it, and so do their bits.
-
-    Attributes:
-        width: D, the number of features; equal on all ranks, also on one without rows.
-    """
+    """A rank's rows; `width` is D, the number of features, equal on all ranks, also on one without rows."""
 
     width: int
 
     def chunks(self) -> Iterable[Chunk]:
-        """Return the rank's rows from the first to the last; nothing on a rank without rows."""
+        """Return the rows, the same chunks in the same order in every pass: the bits of all sums depend on them."""
 
 
 def fits(rows: int, width: int, memory_bytes: int) -> bool:
-    """Tell whether as many rows of `width` features may be kept in memory."""
+    """Tell whether as many rows of `width` float32 features may be kept in memory."""
     return rows * width * 4 <= memory_bytes
 
 
 def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
-    """Pass over the rows once, so that what can be kept of them is; return whether some rank wants to stop.
+    """Pass over the rows once, so that those that fit are kept; return whether some rank wants to stop. Collective.
 
-    Args:
-        rows: this rank's.
-        world: the ranks.
-        stop: called with the number of rows so far, after every chunk; when it returns true, this rank's pass ends.
-
-    Collective: every rank of `world` must call this.
+    `stop` is called with the number of rows so far, after every chunk; when it returns true, this rank's pass ends.
     """
     count, stopped = 0, False
     for chunk in rows.chunks():
@@ -73,25 +69,66 @@ def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
 
 
 class RowsInMemory:
-    """Rows held as tensors, in chunks of `CHUNK_ROWS`."""
+    """Rows held as tensors as `Chunk` has them, in chunks of `CHUNK_ROWS`; there may be none.
 
-    def __init__(self, features: Tensor, labels: Tensor, held_out: Tensor) -> None:
-        """Take (N, D), (N,) and (N,) tensors as `Chunk` has them; N may be 0."""
+    Without `samples` every row is a sample of its own, numbered from `first` on; without `mirrored` none is.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        labels: Tensor,
+        held_out: Tensor,
+        samples: Tensor | None = None,
+        mirrored: Tensor | None = None,
+        *,
+        first: int = 0,
+    ) -> None:
         self.width = features.shape[1]
-        self._tensors = (features, labels, held_out)
+        samples = torch.arange(first, first + len(labels)) if samples is None else samples
+        mirrored = torch.zeros_like(held_out) if mirrored is None else mirrored
+        self._tensors = (features, labels, held_out, samples, mirrored)
 
     def chunks(self) -> Iterator[Chunk]:
         """Return views of the tensors."""
-        for features, labels, held_out in zip(*(tensor.split(CHUNK_ROWS) for tensor in self._tensors)):
+        for parts in zip(*(tensor.split(CHUNK_ROWS) for tensor in self._tensors)):
             # A tensor without rows still splits into one empty piece.
-            if len(labels):
-                yield Chunk(features, labels, held_out)
+            if len(parts[0]):
+                yield Chunk(*parts)
+
+
+class SomeRows:
+    """Those of a rank's rows of which `kept`, (N,) bool in their order, is true."""
+
+    def __init__(self, rows: Rows, kept: Tensor) -> None:
+        self.width = rows.width
+        self._rows, self._kept = rows, kept
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Return the chunks with a row that is kept, without the others; a chunk that loses none is not copied."""
+        place = 0
+        for chunk in self._rows.chunks():
+            kept = self._kept[place : place + len(chunk.labels)]
+            place += len(chunk.labels)
+            if kept.all():
+                yield chunk
+            elif kept.any():
+                yield chunk.only(kept)
 
 
 class RowsOfBatches:
-    """Rows of a run's batches, a few to a chunk: fetched in every pass, or once where they may be kept in memory.
+    """Rows of a run's batches, a few to a chunk: fetched in every pass, or once where they fit into memory.
 
     Chunks, and so the bits of all sums, do not depend on whether rows are kept.
+
+    Args:
+        batches: this rank's; may be none.
+        fetch: returns a batch's features, (B, D) float32; padding is cut off here.
+        expect: called with the batches that will be fetched next, in order.
+        width: D.
+        held_out: (samples,) for each sample id whether its rows are held out.
+        mirrored: returns for (B,) sample ids and views which are mirror images, (B,).
+        memory_bytes: rows are kept where they take no more.
     """
 
     def __init__(
@@ -102,20 +139,11 @@ class RowsOfBatches:
         expect: Callable[[Sequence[Batch]], None],
         width: int,
         held_out: NDArray[np.bool_],
+        mirrored: Callable[[Ids, Ids], NDArray[np.bool_]],
         memory_bytes: int,
     ) -> None:
-        """Fetch nothing yet.
-
-        Args:
-            batches: this rank's; may be none.
-            fetch: gives a batch's features, (B, D) float32; padding is cut off here.
-            expect: told which batches will be fetched next, in order.
-            width: D.
-            held_out: (samples,) for each sample id whether its rows are held out.
-            memory_bytes: rows are kept where they take no more.
-        """
         self.width = width
-        self._fetch, self._expect, self._held_out = fetch, expect, held_out
+        self._fetch, self._expect, self._held_out, self._mirrored = fetch, expect, held_out, mirrored
         each = -(-CHUNK_ROWS // max(1, len(batches[0].ids))) if batches else 1
         self._groups = [batches[start : start + each] for start in range(0, len(batches), each)]
         self.kept = fits(sum(batch.counted for batch in batches), width, memory_bytes)
@@ -128,11 +156,15 @@ class RowsOfBatches:
         if left:
             self._expect([batch for group in left for batch in group])
         for group in left:
-            ids = np.concatenate([batch.ids[: batch.counted] for batch in group])
-            # Copied also where the group is one batch: what is fetched may be a buffer that the next is read into.
+            ids, views = (
+                np.concatenate(parts)
+                for parts in zip(*((batch.ids[: batch.counted], batch.views[: batch.counted]) for batch in group))
+            )
+            # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
             features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
             labels = torch.cat([batch.labels[: batch.counted] for batch in group])
-            chunk = Chunk(features, labels, torch.from_numpy(self._held_out[ids]))
+            held_out, mirrored = torch.from_numpy(self._held_out[ids]), torch.from_numpy(self._mirrored(ids, views))
+            chunk = Chunk(features, labels, held_out, torch.from_numpy(ids), mirrored)
             if self.kept:
                 self._chunks.append(chunk)
             yield chunk

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvfreeze.chain.blocks import Chain
+from hvfreeze.cache.activations import PrefixActivations
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.disk import prepare_directory
+from hvfreeze.cache.file.reader import refusals
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch, announce
-from hvfreeze.data.decoding import Images
-from hvfreeze.prefix.caching import Caching, NoCache
-from hvfreeze.prefix.opening import CacheTerms, open_caching
+from hvfreeze.data.decoding import Inputs
+from hvfreeze.data.shards import Ids
+from hvfreeze.model.blocks import Chain
+from hvfreeze.prefix.cache_decision import Account, CostInputs, Planner, PrefixTimer, summary_of
 from hvfreeze.prefix.splits import Recipe, RowSource, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
 
@@ -27,7 +36,7 @@ class Halves:
 
     def prefix(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the output of frozen blocks start..stop-1 for `x`, without gradient."""
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.autocast():
             return self.chain.run(x, start, stop)
 
     def suffix(self, features: Tensor, cut: int) -> Tensor:
@@ -36,7 +45,7 @@ class Halves:
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the output of blocks start..stop-1 for `x`, with gradient where that is on."""
-        with self._autocast():
+        with self.autocast():
             return self.chain.run(x, start, stop)
 
     def be_in_mode(self, *, training: bool) -> None:
@@ -45,62 +54,269 @@ class Halves:
         if self.chain.model.training != training:
             self.chain.model.train(training)
 
-    def _autocast(self) -> torch.autocast:
+    def rows_of(self, split: Split, recipe: Recipe) -> RowSource:
+        """Return the rows of `split` for a rank that has all blocks."""
+        return RowSource(
+            split=split,
+            recipe=recipe,
+            chain=self.chain,
+            digest=partial(prefix_digest, self.chain),
+            load_images=split.images.load,
+            run_blocks=self.prefix,
+        )
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which blocks run in this precision."""
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTerms:
+    """On what terms a run caches, whichever split it is."""
+
+    settings: CacheConfig
+    """Whether, where and how."""
+    data: DataConfig
+    """How training samples are shown; in shuffle `global` every rank meets all, and rows can only be shared."""
+    world: World
+    """The ranks that decide together."""
+    outlook: CostInputs
+    owner: str
+    """Names the run; only its own files are ever removed."""
+    say: Callable[[str], None]
+    """Tells the user a line; does nothing but on rank 0."""
+
+    @property
+    def shuffled_globally(self) -> bool:
+        """Whether no rank knows its own samples beforehand."""
+        return self.data.shuffle == "global"
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether rows may be kept: it is asked for, and rows are met again by ranks that can read them."""
+        reachable = not self.shuffled_globally or self.settings.cache_shared
+        return self.settings.cache != "off" and self.data.cacheable() and reachable
+
+
+NOTHING_KEPT: dict[str, Any] = {
+    "mode": "off",
+    "exact": True,
+    "bytes": 0,
+    "rows_written": 0,
+    "rows_read": 0,
+    "rows_read_predicted": 0.0,
+    "seconds_saved_predicted": 0.0,
+    "seconds_saved": 0.0,
+    "stays": [],
+}
+"""summary.json's `cache` of a run without one."""
 
 
 @dataclass
 class Features:
     """The frozen prefix's output for the batches of one split, read where it is cached."""
 
-    images: Images
-    caching: NoCache | Caching
+    images: Inputs
+    activations: PrefixActivations
+    terms: CacheTerms
+    source: RowSource
+    account: Account
+    planner: Planner | None
+    """None: the prefix is computed in every epoch."""
+    _fingerprint: Fingerprint | None = None
+    _declined: bool = False
+    _told: set[str] = field(default_factory=set)
 
     @property
     def cut(self) -> int:
         """Frozen blocks whose output this is."""
-        return self.caching.activations.cut
+        return self.activations.cut
+
+    @property
+    def keeps(self) -> bool:
+        """Whether rows of the current cut are kept. Not a collective."""
+        kept = self.planner is not None and self.activations.failed is None
+        return kept and self._fingerprint is not None and not self._declined
+
+    def move(self, cuts: Sequence[int]) -> None:
+        """Follow the cut to the last of `cuts`; rows of the cut before serve until there are new ones. Collective.
+
+        Rounded rows depend on all the cuts that the run has had.
+
+        Raises:
+            CacheFault: something is wrong with the cache, and --cache-failure is `stop`; on all ranks.
+        """
+        cut = cuts[-1]
+        if self.planner is None:
+            self.activations.begin_cut(cut)
+            return
+        self.account.settle(self.cut)
+        self._agree_on_failure()
+        self._fingerprint, self._declined = None, False
+        if cut == 0 or self.activations.failed is not None:
+            self.activations.begin_cut(cut)
+            return
+        self._fingerprint = self.source.fingerprint(cuts)
+        self._consider(self.planner, cut, self._fingerprint)
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
-        """Get ready for an epoch's batches, in order.
+        """Announce an epoch's batches, and fill in the rows that a partly filled cache lacks where that saves forwards.
 
-        Collective: every rank of the world must call this.
+        A cut whose rows are not kept is looked at again: it may have stayed for longer than was to be expected.
+        Collective.
         """
-        self.caching.begin_epoch(batches)
+        if self.planner is not None:
+            self._agree_on_failure()
+            if self._declined and self._fingerprint is not None and self.activations.failed is None:
+                self._consider(self.planner, self.cut, self._fingerprint, again=True)
+            self._announce(batches)
+            self.activations.sweep()
         announce(self.images, batches)
 
     def expect(self, batches: Sequence[Batch]) -> None:
         """Read ahead for these batches, in order, beside what an epoch began with. Not a collective."""
-        self.caching.activations.announce([(batch.ids, batch.views) for batch in batches])
+        self._announce(batches)
         announce(self.images, batches)
-
-    def move(self, cut: int, *, before: Sequence[int] = ()) -> None:
-        """Follow the cut to `cut`; `before` are the cuts that the run has had until now, on which rounded rows depend.
-
-        Collective: every rank of the world must call this in the same step.
-        """
-        self.caching.move([*before, cut])
 
     def of(self, batch: Batch) -> Tensor:
         """Return the features of a batch, (B, ...); with cut 0 the images themselves."""
-        return self.caching.activations.get(batch.ids, batch.views, counted=batch.counted)
+        return self.activations.get(batch.ids, batch.views, counted=batch.counted)
+
+    def report(self) -> dict[str, Any]:
+        """Return summary.json's `cache`, summed over ranks; seconds are a rank's mean. Collective."""
+        if self.planner is None:
+            return dict(NOTHING_KEPT)
+        self.account.settle(self.cut)
+        activations = self.activations
+        exact = self.planner.exact and activations.exact
+        mine = (exact, activations.stored_bytes, activations.counters.rows_written, self.account.of_periods())
+        exacts, sizes, written, done = zip(*self.terms.world.allgather_object(mine, name="cache.report"))
+        return {
+            "mode": self.terms.settings.cache,
+            "exact": all(exacts),
+            "bytes": sum(sizes),
+            "rows_written": sum(written),
+            **summary_of(self.account.periods, done),
+        }
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files."""
-        self.caching.activations.close()
+        """Keep the cached rows and let go of all files."""
+        self.activations.close()
+
+    def _announce(self, batches: Sequence[Batch]) -> None:
+        self.activations.announce([(batch.ids, batch.views) for batch in batches])
+
+    def _consider(self, planner: Planner, cut: int, fingerprint: Fingerprint, *, again: bool = False) -> None:
+        """Plan, and begin to keep the rows of this cut where that pays or was asked for. Collective."""
+        settings, world, split = self.terms.settings, self.terms.world, self.source.split
+        asked = settings.cache == "on"
+        try:
+            plan = planner.plan(cut, lambda epochs: self.activations.shares(fingerprint, cut, epochs), asked=asked)
+        except CacheFault as fault:
+            if settings.cache_failure == "stop":
+                raise
+            self.activations.disable(str(fault), told=world.rank > 0)
+            self.activations.begin_cut(cut)
+            return
+        use = plan.use or asked
+        self._declined = not use
+        if again and not use:
+            return
+        if split.name == "train":
+            when = ", looked at again" if again else ""
+            decided = f"cache {settings.cache} at cut {cut}{when}: {plan.reason}"
+            self.terms.say(f"{decided}; log.txt has the table\n{plan.table()}" if len(plan.rows) > 1 else decided)
+        self.account.settle(self.cut)
+        self.account.begin(cut, plan, kept=use)
+
+        def begin() -> None:
+            self.activations.begin_cut(
+                cut,
+                fingerprint=fingerprint,
+                owned_keys=split.owned_keys(),
+                store=use,
+                batch_invariant=planner.batch_invariant,
+            )
+
+        raise_on_all_ranks(world, begin, name=f"cache.begin.{split.name}")
+        self._agree_on_failure()
+        if use and self.activations.failed is None:
+            self._tell_refusals(fingerprint)
+        if use and self.activations.failed is None and self.source.shared:
+            self._fill()
+        elif not again:
+            # The rest of the epoch under way, should the cut have moved in its middle.
+            self.activations.sweep()
+
+    def _fill(self) -> None:
+        """Compute rows before training goes on, of which each rank stores a share and all read all. Collective."""
+        world, name = self.terms.world, self.source.split.name
+        self.activations.sweep(everything=True)
+        self.activations.publish()
+        world.barrier(name=f"cache.{name}")
+        self.activations.refresh()
+        # Each file is hashed once by all ranks together: reading is everybody's, and hashing takes as long.
+        mine = self.activations.verify_share(world.rank, world.size)
+        theirs = world.allgather_object(mine, name=f"cache.verified.{name}")
+        self.activations.accept({name: digest for verified in theirs for name, digest in verified.items()})
+        self._agree_on_failure()
+
+    def _tell_refusals(self, fingerprint: Fingerprint) -> None:
+        """Say which files of this cut are not used, and why; each once."""
+        if self.terms.world.rank == 0 and self.activations.stored_bytes == 0:
+            for line in refusals(self.terms.outlook.directory, fingerprint):
+                if line not in self._told:
+                    self._told.add(line)
+                    self.terms.say(line)
+
+    def _agree_on_failure(self) -> None:
+        name = f"cache.failed.{self.source.split.name}"
+        for rank, reason in enumerate(self.terms.world.allgather_object(self.activations.failed, name=name)):
+            if reason is not None and self.activations.failed is None:
+                self.activations.disable(f"rank {rank}: {reason}", told=True)
 
 
-def open_features(terms: CacheTerms, halves: Halves, split: Split, recipe: Recipe, *, clock: PhaseClock) -> Features:
-    """Return the features of `split` for a rank that has all blocks, kept as `terms` say; see `open_caching`.
+def open_features(terms: CacheTerms, source: RowSource, *, clock: PhaseClock) -> Features:
+    """Return the features whose rows `source` computes; `clock` times what training waits for. Collective.
 
-    Collective: every rank of the terms' world must call this.
+    With `--cache auto` and views that never come again none are kept.
+
+    Raises:
+        CacheFault: the cache directory of some rank cannot be used; on all ranks.
     """
-    source = RowSource(
-        split=split,
-        recipe=recipe,
-        chain=halves.chain,
-        digest=partial(prefix_digest, halves.chain),
-        load_images=split.images.load,
-        run_blocks=halves.prefix,
+    timer, settings, split, recipe = PrefixTimer(), terms.settings, source.split, source.recipe
+
+    def load(ids: Ids, views: Ids) -> Tensor:
+        with clock.within("data"), timer.loading():
+            return source.load_images(ids, views)
+
+    def compute(x: Tensor, start: int, stop: int) -> Tensor:
+        with clock.within("forward"), timer.running(start, stop):
+            return source.run_blocks(x, start, stop)
+
+    if not terms.cacheable:
+        plain = PrefixActivations(run_blocks=compute, load_images=load, batch_rows=recipe.batch_rows)
+        return Features(split.images, plain, terms, source, Account(timer, plain.counters), planner=None)
+    # Now, and not hours later at the first cut: a directory that cannot be used is the user's to change.
+    # Without a directory of its own the cache lies in the run's, which is made here first and is always private.
+    private = settings.cache_dir is None or not settings.cache_shared
+    prepare = partial(prepare_directory, terms.outlook.directory, private=private)
+    raise_on_all_ranks(terms.world, prepare, name=f"cache.directory.{split.name}")
+    source = replace(source, shared=source.shared or terms.shuffled_globally)
+    activations = PrefixActivations(
+        run_blocks=compute,
+        load_images=load,
+        batch_rows=recipe.batch_rows,
+        directory=terms.outlook.directory,
+        shard=f"{terms.world.rank}of{terms.world.size}",
+        stored=recipe.stored,
+        shared=source.shared,
+        private=not settings.cache_shared,
+        on_failure="stop" if settings.cache_failure == "stop" else "recompute",
+        budget=terms.outlook.budget,
+        owner=terms.owner,
+        phase=clock.within,
+        prefix_digest=source.digest,
     )
-    return Features(split.images, open_caching(terms, source, clock=clock))
+    account, planner = Account(timer, activations.counters), Planner(terms.world, source, terms.outlook, timer)
+    return Features(split.images, activations, terms, source, account, planner)

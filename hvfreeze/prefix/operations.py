@@ -18,12 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.cache.fingerprint import JSON, bytes_of, canonical
-from hvfreeze.chain.blocks import Chain
+from hvfreeze.model.blocks import Chain
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train"}
 """Attributes that say nothing of what a module computes; `train` is replaced where a module is held in evaluation."""
 NOT_RUN = frozenset({"__init__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+FILED_AS = {
+    "hvfreeze.model.blocks": "hvfreeze.chain.blocks",
+    "hvfreeze.model.families": "hvfreeze.chain.families",
+    "hvfreeze.model.model_sources": "hvfreeze.chain.models",
+    "hvfreeze.model.narrow_resnets": "hvfreeze.chain.origins.narrow_resnets",
+    "hvfreeze.model.steps": "hvfreeze.chain.steps",
+    "hvfreeze.model.traced": "hvfreeze.chain.watched.blocks",
+}
+"""Module names -> the names that rows are filed under, so that a cache outlives a move of the code."""
 VERSIONED = ("torch.", "torch", "builtins", "math", "_operator", "_functools", "collections", "typing")
 
 
@@ -174,4 +183,5 @@ def _is_versioned(value: Any) -> bool:
 
 def _qualified(value: Any) -> str:
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
-    return f"{getattr(value, '__module__', None) or ''}.{name}"
+    module = getattr(value, "__module__", None) or ""
+    return f"{FILED_AS.get(module, module)}.{name}"

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hvfreeze.cache.compute import LoadImages, RunBlocks
-from hvfreeze.cache.file.rows import TYPE_BY_NAME
+from hvfreeze.cache.activations import LoadImages, RunBlocks
+from hvfreeze.cache.file.format import TYPE_BY_NAME
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, digest_tensors
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.data.decoding import Images
-from hvfreeze.data.draws import Ids
-from hvfreeze.data.sets.image_set import ImageSet
-from hvfreeze.data.views.transform import seen_shape
+from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.decoding import Inputs
+from hvfreeze.data.shards import Ids
+from hvfreeze.data.views import seen_shape
+from hvfreeze.model.blocks import Chain
 from hvfreeze.prefix.operations import operations_digest
 
 MEMORY_FORMAT = "channels_last"
@@ -45,7 +45,7 @@ class Split:
     name: str
     """`train` or `test`."""
     image_set: ImageSet
-    images: Images
+    images: Inputs
     ids: Ids
     """(N,) samples; none where there are fewer samples than ranks."""
     passes_per_epoch: float = 1.0
@@ -56,7 +56,7 @@ class Split:
         """Distinct views of a sample."""
         return max(1, self.images.transform.augment.num_views)
 
-    def universe(self) -> tuple[Ids, Ids]:
+    def owned_keys(self) -> tuple[Ids, Ids]:
         """Return (sample ids, views), (N x views,) each: every row that this rank may store."""
         views = np.arange(self.num_views, dtype=np.int64)
         return np.tile(self.ids, self.num_views), np.repeat(views, len(self.ids))

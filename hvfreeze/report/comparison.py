@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import re
 import statistics
 from collections.abc import Callable, Hashable, Sequence
@@ -57,8 +57,7 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
     """Return the runs in groups that differ in nothing but the seed, in the order of their first run."""
     groups: dict[Hashable, list[Run]] = {}
     for run in runs:
-        changing = SEEDS | WITHOUT_EFFECT
-        leaves = {leaf: value for leaf, value in run.settings.items() if leaf not in changing}
+        leaves = {leaf: value for leaf, value in run.settings.items() if leaf not in SEEDS | WITHOUT_EFFECT}
         groups.setdefault((repr(sorted(leaves.items())), machine(run), run.finished), []).append(run)
     names = [name_of(members) for members in groups.values()]
     return [
@@ -68,36 +67,25 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
 
 
 def name_of(runs: Sequence[Run]) -> str:
-    """Return what the names of runs have in common, without a number that counts seeds."""
+    """Return the beginning that the names of runs share, without a number that counts seeds."""
     if len(runs) == 1:
         return runs[0].name
-    common = re.sub(r"[-_. ]*(seed|s)?[-_. ]*\d*$", "", shared_beginning([run.name for run in runs]))
-    return common or runs[0].name
-
-
-def shared_beginning(names: Sequence[str]) -> str:
-    """Return the characters that all names begin with."""
-    same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*names))
-    return "".join(column[0] for column in same)
+    common = os.path.commonprefix([run.name for run in runs])  # noqa: RUF071
+    return re.sub(r"[-_. ]*(seed|s)?[-_. ]*\d*$", "", common) or runs[0].name
 
 
 def machine(run: Run) -> Hashable:
     """Return what seconds depend on beside the work: ranks, hosts, processor, cores and threads."""
-    known = run.environment
-    hosts = known.get("hosts") or []
-    return (
-        run.size,
-        len(set(hosts)),
-        *(str(known.get(key)) for key in ("processor", "cores", "capability", "threads")),
-    )
+    facts = [str(run.environment.get(key)) for key in ("processor", "cores", "capability", "threads")]
+    return (run.size, len(set(run.environment.get("hosts") or [])), *facts)
 
 
 def work(run: Run) -> Hashable:
     """Return what must be equal for two training times to be comparable: all but freezing, cache and seed."""
     without = SEEDS | WITHOUT_EFFECT | {"blocks"}
-    sections = [section for section in run.config if section not in ("freeze", "cache")]
-    leaves = {leaf: run.config[section][leaf] for section in sections for leaf in run.config[section]}
-    return (repr(sorted((leaf, value) for leaf, value in leaves.items() if leaf not in without)), machine(run))
+    sections = [leaves for section, leaves in run.config.items() if section not in ("freeze", "cache")]
+    leaves = {leaf: value for section in sections for leaf, value in section.items() if leaf not in without}
+    return (repr(sorted(leaves.items())), machine(run))
 
 
 def compare(group: Group, groups: Sequence[Group]) -> Comparison | None:
@@ -108,10 +96,10 @@ def compare(group: Group, groups: Sequence[Group]) -> Comparison | None:
     first = group.runs[0]
     if first.is_baseline or not first.finished:
         return None
-    matching = [other for other in groups if other.runs[0].is_baseline and work(other.runs[0]) == work(first)]
-    if not matching:
+    baselines = (other for other in groups if other.runs[0].is_baseline and work(other.runs[0]) == work(first))
+    baseline = next(baselines, None)
+    if baseline is None:
         return None
-    baseline = matching[0]
     ratios = [reference_seconds(run, baseline) / max(run.train_seconds, 1e-9) for run in group.runs]
     return Comparison(baseline, spread(ratios), spread([1 - 1 / ratio for ratio in ratios]))
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -10,20 +14,103 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hvfreeze.report.comparison import Group, compare, group_by_seed
-from hvfreeze.report.style import (
-    BASELINE,
-    COLOURS,
-    DASHES,
-    STYLE,
-    WIDE,
-    add_legend,
-    clipped,
-    directly_labelled,
-    label_lines,
-)
-from hvfreeze.report.tables import group_label
-from hvfreeze.report.units import factor, seconds
+from hvfreeze.report.tables import factor, group_label, seconds, writing
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
+
+WIDE, NARROW = 8.0, 3.7
+"""Widths in inches: of a page, and of a phone held upright."""
+
+# Okabe and Ito's colours, which people with any colour vision tell apart; the baseline is dark grey.
+BASELINE = "#444444"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.", ":")
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "svg.hashsalt": "hvfreeze",
+    "text.parse_math": False,  # a run's name may hold dollar signs
+}
+MOST_DIRECT_LABELS = 6
+
+
+def save_figure(figure: Figure, base: Path) -> Path:
+    """Write `base`.png (150 dpi) and `base`.svg, the same bytes for the same figure; return the latter's path.
+
+    Raises:
+        RefusedError: they cannot be written.
+    """
+    svg = base.with_name(base.name + ".svg")
+    with writing(base), matplotlib.rc_context(STYLE):
+        figure.savefig(base.with_name(base.name + ".png"), dpi=150, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return svg
+
+
+def label_lines(figure: Figure, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write labels to the right of the lines' ends (x, y, colour, label); with many or little width, in a legend."""
+    if not directly_labelled(len(ends), figure.get_figwidth()):
+        add_legend(figure, "outside lower left", columns=2 if figure.get_figwidth() >= WIDE else 1)
+        return
+    axes = figure.axes[0]
+    wrapped = [textwrap.fill(label, 26) for *_, label in ends]
+    low, high = axes.get_ylim()
+    places = [(y - low) / (high - low) for _, y, *_ in ends]
+    heights = [(1 + text.count("\n")) * 0.19 / (0.8 * figure.get_figheight()) for text in wrapped]
+    for (x, y, colour, _), text, place in zip(ends, wrapped, spread_out(places, heights)):
+        axes.annotate(
+            text,
+            (x, y),
+            xytext=(1.03, place),
+            textcoords="axes fraction",
+            color=colour,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "linestyle": ":", "relpos": (0, 0.5)},
+        )
+
+
+def directly_labelled(num_lines: int, width: float) -> bool:
+    """Return whether lines have their labels beside them rather than in a legend."""
+    return num_lines <= MOST_DIRECT_LABELS and width >= WIDE
+
+
+def clipped(text: str, length: int) -> str:
+    """Return a text with its end left out where it is too long."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def spread_out(places: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Return places in 0..1 near those wanted, in the same order, at which labels of these heights do not overlap."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    found, floor, ceiling = list(places), float("-inf"), 1.0
+    for i in order:
+        found[i] = max(places[i], floor + heights[i] / 2)
+        floor = found[i] + heights[i] / 2
+    for i in reversed(order):
+        found[i] = min(found[i], ceiling - heights[i] / 2)
+        ceiling = found[i] - heights[i] / 2
+    return found
+
+
+def add_legend(figure: Figure, place: Any, *, columns: int) -> None:
+    """Put a legend of all axes outside them, every label once."""
+    entries = [axes.get_legend_handles_labels() for axes in figure.axes]
+    # Labels that begin with an underscore would be left out.
+    named = {label.lstrip(): handle for handles, labels in entries for handle, label in zip(handles, labels)}
+    labels = [f" {label}" if label.startswith("_") else label for label in named]
+    figure.legend(list(named.values()), labels, loc=place, ncols=columns, handlelength=1.5, columnspacing=1.2)
+
 
 PHASE_COLOURS = {
     "data": "#BBBBBB",
@@ -43,15 +130,9 @@ RANK_MARKERS = "osD^vP*X"
 
 def colours(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """Return a colour and a dash pattern per group."""
-    chosen: list[tuple[str, str]] = []
-    count = 0
-    for group in groups:
-        if group.runs[0].is_baseline:
-            chosen.append((BASELINE, DASHES[sum(c == BASELINE for c, _ in chosen) % len(DASHES)]))
-        else:
-            chosen.append((COLOURS[count % len(COLOURS)], DASHES[count // len(COLOURS) % len(DASHES)]))
-            count += 1
-    return chosen
+    grey = itertools.cycle((BASELINE, dash) for dash in DASHES)
+    coloured = itertools.cycle((colour, dash) for dash in DASHES for colour in COLOURS)
+    return [next(grey if group.runs[0].is_baseline else coloured) for group in groups]
 
 
 def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
@@ -63,17 +144,15 @@ def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> F
         axes = figure.add_subplot()
         ends = []
         for group, (colour, dash) in zip(groups, colours(groups)):
-            for run in group.runs:
-                if len(group.runs) > 1:
-                    axes.plot(*accuracy_curve([run]), color=colour, linewidth=0.8, alpha=0.35)
+            for run in group.runs if len(group.runs) > 1 else ():
+                axes.plot(*accuracy_curve([run]), color=colour, linewidth=0.8, alpha=0.35)
             times, accuracies = accuracy_curve(group.runs)
-            if not times:
-                continue
-            marker = "o" if len(times) <= 40 else ""
-            axes.plot(times, accuracies, dash, color=colour, marker=marker, markersize=3, label=group_label(group))
-            ends.append((times[-1], accuracies[-1], colour))
+            if times:
+                label, marker = group_label(group), "o" if len(times) <= 40 else ""
+                axes.plot(times, accuracies, dash, color=colour, marker=marker, markersize=3, label=label)
+                ends.append((times[-1], accuracies[-1], colour, label))
         axes.set(xlabel="training time (s)", ylabel="test accuracy (%)", xlim=(0, None))
-        label_lines(figure, ends, [group_label(group) for group in groups if accuracy_curve(group.runs)[0]])
+        label_lines(figure, ends)
         return figure
 
 
@@ -83,10 +162,9 @@ def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     times, accuracies = [], []
     for epoch in range(1, epochs + 1):
         reached = [run.metrics[epoch - 1]["test_accuracy"] for run in runs]
-        if None in reached:
-            continue
-        times.append(sum(line["train_seconds"] for run in runs for line in run.metrics[:epoch]) / len(runs))
-        accuracies.append(100 * sum(reached) / len(runs))
+        if None not in reached:
+            times.append(sum(line["train_seconds"] for run in runs for line in run.metrics[:epoch]) / len(runs))
+            accuracies.append(100 * sum(reached) / len(runs))
     return times, accuracies
 
 
@@ -95,7 +173,8 @@ def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
     groups = group_by_seed(runs)
     used = [p for p in TRAINING_PHASES if any(run.seconds[p] > 0 for run in runs)]
     with matplotlib.rc_context(STYLE):
-        legend_rows = -(-len(used) // legend_columns(width))
+        legend_columns = max(1, int(width / 1.2))
+        legend_rows = -(-len(used) // legend_columns)
         figure = Figure(figsize=(width, 0.75 + 0.22 * legend_rows + 0.62 * len(groups)), layout="constrained")
         axes = figure.add_subplot()
         longest = max(group.spread(lambda run: run.train_seconds).mean for group in groups)
@@ -113,13 +192,8 @@ def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
         axes.set(xlabel="training time of rank 0 (s)", yticks=[], ylim=(len(groups) - 0.6, -0.75), xlim=(0, longest))
         axes.spines["left"].set_visible(False)
         axes.grid(visible=False, axis="y")
-        add_legend(figure, "outside upper left", columns=legend_columns(width))
+        add_legend(figure, "outside upper left", columns=legend_columns)
         return figure
-
-
-def legend_columns(width: float) -> int:
-    """Return how many phases fit into a row of the legend."""
-    return max(1, int(width / 1.2))
 
 
 def add_segment(
@@ -181,3 +255,32 @@ def plot_cut(axes: Axes, run: Run) -> None:
         x = [line["step"] / per_epoch for line in run.decisions]
         y = [line["shadow"][name]["cut"] for line in run.decisions]
         axes.step(x, y, DASHES[1 + place % 3], where="post", color="#888888", linewidth=1, label=f"shadow {name}")
+
+
+def plot_gains(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
+    """Return each block's part of what a step gains over time, the mean over ranks, a panel per run."""
+    chosen = list(runs)[:MOST_PANELS]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, 0.75 + 1.9 * len(chosen)), layout="constrained")
+        panels = figure.subplots(len(chosen), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, run in zip(panels, chosen):
+            plot_gain(axes, run)
+            axes.set_title(clipped(run.name, int(11.5 * width)), loc="left", fontsize=9)
+            axes.set_ylim(-0.05, 1.0)
+        panels[-1].set(xlabel="epochs of training", xlim=(0, None))
+        figure.supylabel("part of a step's gain", fontsize=9)
+        add_legend(figure, "outside upper left", columns=4 if width >= WIDE else 2)
+        return figure
+
+
+def plot_gain(axes: Axes, run: Run) -> None:
+    """Draw one run's parts by block, front blocks first; where a block is frozen, or nothing is known, no line."""
+    votes = [line for line in run.decisions if line.get("gains")]
+    times = [line["step"] / run.steps_per_epoch for line in votes]
+    shades = matplotlib.colormaps["viridis"]
+    count = max(len(line["gains"][0]) for line in votes)
+    for block in range(count):
+        known = [[row[block] for row in line["gains"] if row[block] is not None] for line in votes]
+        means = [sum(values) / len(values) if values else float("nan") for values in known]
+        colour = shades(0.9 * block / max(1, count - 1))
+        axes.plot(times, means, "-", marker=".", color=colour, linewidth=1.4, label=f"block {block}")

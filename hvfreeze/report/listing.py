@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.report.tables import Table, describe_cache, describe_freezing
-from hvfreeze.report.units import percent, plural, seconds
-from hvfreeze.runs.lock import check_unlocked
+from hvfreeze.report.tables import describe_run, epochs_done, percent, seconds, table_of
+from hvfreeze.runs.files import check_unlocked
 from hvfreeze.runs.reading import Run, load_run, read_config
 
 COLUMNS = ("Run", "State", "Model", "Data", "Ranks", "Freeze", "Cache", "Accuracy", "Training time", "Final cut")
@@ -19,27 +18,17 @@ COLUMNS = ("Run", "State", "Model", "Data", "Ranks", "Freeze", "Cache", "Accurac
 def list_runs(folder: Path) -> int:
     """Print a table of the runs in a folder, or of the run that it is, and return exit code 0.
 
-    Raises:
-        RefusedError: the folder cannot be read, or holds no run.
-    """
-    places = run_directories(folder)
-    if not places:
-        raise RefusedError(f"{folder} holds no run directory; give the folder that holds them, such as runs/")
-    print(Table(columns=COLUMNS, rows=tuple(row_of(place) for place in places)).to_text(), end="")
-    return 0
-
-
-def run_directories(folder: Path) -> list[Path]:
-    """Return the run directories in a folder by name; the folder itself where it is one.
-
-    Raises:
-        RefusedError: the folder cannot be read.
+    Raises RefusedError where the folder cannot be read, or holds no run.
     """
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
         raise RefusedError(f"{folder} cannot be read: {error.strerror}") from error
-    return [place for place in ([folder] if folder / "config.yaml" in entries else entries) if is_run(place)]
+    places = [place for place in ([folder] if folder / "config.yaml" in entries else entries) if is_run(place)]
+    if not places:
+        raise RefusedError(f"{folder} holds no run directory; give the folder that holds them, such as runs/")
+    print(table_of([dict.fromkeys(COLUMNS, "") | row_of(place) for place in places]).to_text(), end="")
+    return 0
 
 
 def is_run(place: Path) -> bool:
@@ -58,41 +47,33 @@ def progress_of(place: Path) -> tuple[int, ...]:
     return tuple(file.stat().st_size if file.is_file() else 0 for file in files)
 
 
-def row_of(place: Path) -> tuple[str, ...]:
-    """Return a run's line; one that cannot be read says why in place of numbers."""
+def row_of(place: Path) -> dict[str, str]:
+    """Return a run's line by column; one that cannot be read says why in place of numbers."""
     name = place.resolve().name
     try:
-        settings = {
-            leaf: value for leaves in read_config(place / "config.yaml").values() for leaf, value in leaves.items()
-        }
+        config = read_config(place / "config.yaml")
         if not has_epoch(place):
-            known = (str(settings["model"]), str(settings["data"]))
-            return (name, f"{doing(place)}, no epoch yet", *known, "", str(settings["freeze"]), "", "", "", "")
+            leaves = {leaf.title(): str(value) for section in config.values() for leaf, value in section.items()}
+            known = {title: leaves[title] for title in ("Model", "Data", "Freeze")}
+            return {"Run": name, "State": f"{doing(place)}, no epoch yet", **known}
         run = load_run(place)
     except RefusedError as error:
-        return (name, f"damaged: {error}", *[""] * (len(COLUMNS) - 2))
-    return (
-        name,
-        state_of(run),
-        str(run.settings["model"]),
-        str(run.settings["data"]),
-        str(run.size),
-        describe_freezing(run),
-        describe_cache(run),
-        percent(run.test_accuracy),
-        seconds(run.train_seconds),
-        str(run.final_cut),
-    )
+        return {"Run": name, "State": f"damaged: {error}"}
+    return {
+        "Run": name,
+        "State": state_of(run),
+        **describe_run(run),
+        "Accuracy": percent(run.test_accuracy),
+        "Training time": seconds(run.train_seconds),
+        "Final cut": str(run.final_cut),
+    }
 
 
 def state_of(run: Run) -> str:
     """Return how far a run is, and whether a job is at work on it."""
     if run.finished:
         return "finished"
-    done, epochs = len(run.metrics), int(run.settings["epochs"])
-    # What stages or a time budget make of --epochs, nobody has written down yet.
-    planned = run.settings["freeze"] == "auto" or run.settings["time_budget"] != "none"
-    return f"{doing(run.directory)}, {plural(done, 'epoch') if planned else f'{done} of ' + plural(epochs, 'epoch')}"
+    return f"{doing(run.directory)}, {epochs_done(run)}"
 
 
 def doing(place: Path) -> str:
@@ -109,8 +90,7 @@ def doing(place: Path) -> str:
 def readable_runs(places: Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
     """Return those directories that hold a run with an epoch, after a note on standard error about each other one.
 
-    Raises:
-        RefusedError: none does; says what is wrong with the first.
+    Raises RefusedError where none does; says what is wrong with the first.
     """
     found, refusals = [], []
     for place in places:

@@ -7,51 +7,96 @@ OUT/data/*.csv          runs, epochs and votes as plain numbers
 
 from __future__ import annotations
 
+import base64
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
+import jinja2
 from matplotlib.figure import Figure
 
-from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.errors import UsageError
+from hvfreeze.report import figures, tables
 from hvfreeze.report.comparison import Comparison, Group, compare, group_by_seed
-from hvfreeze.report.csv_files import epoch_rows, run_rows, to_csv, vote_rows
-from hvfreeze.report.figures import MOST_PANELS, plot_accuracy_against_time, plot_cuts, plot_phases
 from hvfreeze.report.listing import doing, has_epoch, is_run, progress_of, readable_runs
-from hvfreeze.report.page import Picture, Section, write_page, write_text
-from hvfreeze.report.style import NARROW, WIDE, save_figure
-from hvfreeze.report.tables import (
-    command_table,
-    environment_table,
-    models_table,
-    phase_table,
-    summary_table,
-    vote_table,
-)
-from hvfreeze.report.units import factor, percent, plural, shown
+from hvfreeze.report.tables import Table, factor, percent, plural, shown, to_csv, write_text
 from hvfreeze.runs.reading import Run, load_runs
 
+TEMPLATES = Path(__file__).parent / "templates"
 VOTES_UNFOLDED = 24
 """With more votes than this over all runs, the page folds each run's table away."""
 
 
-class Plot(Protocol):
-    """A figure from runs, at a width in inches."""
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure on the page: its files, from which the page takes a copy of the SVG."""
 
-    def __call__(self, runs: Sequence[Run], *, width: float) -> Figure:
-        """Draw it."""
+    caption: str
+    svg: Path
+    narrow_svg: Path | None = None
+    """A version for narrow screens."""
+    files: tuple[str, ...] = ()
+    """Paths relative to the page, offered as links."""
+
+    @property
+    def source(self) -> str:
+        """The figure as a data URI."""
+        return data_uri(self.svg)
+
+    @property
+    def narrow_source(self) -> str:
+        """The narrow version as a data URI, empty where there is none."""
+        return data_uri(self.narrow_svg) if self.narrow_svg else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page under a heading."""
+
+    heading: str
+    text: tuple[str, ...] = ()
+    """Paragraphs."""
+    points: tuple[str, ...] = ()
+    """A list, an entry each."""
+    pictures: tuple[Picture, ...] = ()
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Paragraphs in small type at the section's end."""
+
+
+def data_uri(svg: Path) -> str:
+    """Return an SVG file as a data URI."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.read_bytes()).decode()
+
+
+def write_page(
+    title: str, sections: Sequence[Section], *, out: str | os.PathLike[str], refresh_seconds: int = 0
+) -> Path:
+    """Write `out`/index.html and return its path; all text is escaped.
+
+    With `refresh_seconds` a browser that shows the page loads it again as often.
+    """
+    # No blank lines from statements; a name that the template lacks is an error.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    path = Path(out) / "index.html"
+    template = environment.get_template("report.html")
+    write_text(path, template.render(title=title, sections=sections, refresh=refresh_seconds))
+    return path
 
 
 def write_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str]) -> int:
     """Write a report on any number of runs to the folder `out`, say where it is, and return exit code 0.
 
-    What is no run, is damaged or has no epoch yet is left out, with a note.
-
-    Raises:
-        RefusedError: no run is left, or `out` cannot be written; names it.
+    What is no run, is damaged or has no epoch yet is left out, with a note. Raises RefusedError where no run is left,
+    or `out` cannot be written; names it.
     """
     runs = load_runs(readable_runs(run_dirs))
     path = write_report_page(runs, out=Path(out))
@@ -62,11 +107,9 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.Pa
 def watch_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str], seconds: int) -> int:
     """Write the report anew whenever a run has made an epoch, until no job is at work on any; return exit code 0.
 
-    The page reloads itself in the browser meanwhile. Runs may be without an epoch yet.
-
-    Raises:
-        UsageError: `seconds` makes no sense.
-        RefusedError: no job is at work and no run can be read, or `out` cannot be written; names it.
+    The page reloads itself in the browser meanwhile. Runs may be without an epoch yet. Raises UsageError where
+    `seconds` makes no sense and RefusedError where no job is at work and no run can be read, or `out` cannot be
+    written; names it.
     """
     if seconds < 1:
         raise UsageError(f"--watch ({seconds}) must be at least 1 second")
@@ -86,21 +129,21 @@ def watch_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.Pa
 
 
 def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 0) -> Path:
-    """Write figures, CSV files and the page to the folder `out`; return the page's path.
-
-    Raises:
-        RefusedError: `out` cannot be written.
-    """
+    """Write figures, CSV files and the page to the folder `out`; return the page's path."""
     groups = group_by_seed(runs)
-    for name, rows in (("runs", run_rows(groups)), ("epochs", epoch_rows(groups)), ("votes", vote_rows(groups))):
-        write_text(out / "data" / f"{name}.csv", to_csv(rows))
+    for name, rows in (("runs", tables.run_rows), ("epochs", tables.epoch_rows), ("votes", tables.vote_rows)):
+        write_text(out / "data" / f"{name}.csv", to_csv(rows(groups)))
+    several = [run for run in runs if run.metrics[-1].get("models")]
+    note = "A run's accuracy is the mean over its models."
+    models = Section(heading="Models", tables=tuple(map(tables.models_table, several)), notes=(note,))
+    last = (tables.command_table(groups), tables.environment_table(groups))
     sections = [
         summary_section(groups),
         accuracy_section(runs, out=out),
-        *models_sections(runs),
+        *([models] if models.tables else []),
         phase_section(runs, groups, out=out),
         *cut_sections(runs, out=out),
-        Section(heading="Commands and environment", tables=(command_table(groups), environment_table(groups))),
+        Section(heading="Commands and environment", tables=last),
     ]
     title = f"hvfreeze: report on {plural(len(runs), 'run')}"
     return write_page(title, sections, out=out, refresh_seconds=refresh_seconds)
@@ -111,9 +154,8 @@ def summary_section(groups: Sequence[Group]) -> Section:
     compared = [(group, compare(group, groups)) for group in groups]
     held_out = [float(group.runs[0].settings["validation_fraction"]) > 0 for group in groups]
     where = "on held-out samples" if all(held_out) else "on the test set"
-    where += (
-        ", or on samples held out where --validation-fraction is given" if any(held_out) and not all(held_out) else ""
-    )
+    if any(held_out) and not all(held_out):
+        where += ", or on samples held out where --validation-fraction is given"
     notes = [f"Accuracy: {where}, after the last epoch. Training time: all but evaluation and set-up."]
     if any(len(group.runs) > 1 for group in groups):
         notes.append("Runs that differ in the seed only share a row: the mean, and in brackets lowest to highest.")
@@ -126,7 +168,7 @@ def summary_section(groups: Sequence[Group]) -> Section:
     return Section(
         heading="Summary",
         points=tuple(headline(group, comparison) for group, comparison in compared if comparison),
-        tables=(summary_table(groups),),
+        tables=(tables.summary_table(groups),),
         notes=(" ".join(notes),),
     )
 
@@ -146,24 +188,16 @@ def accuracy_section(runs: Sequence[Run], *, out: Path) -> Section:
     caption = f"Test accuracy against training time, a point an epoch; {number_of_runs(runs)}."
     if len(group_by_seed(runs)) < len(runs):
         caption += " Thick: the mean of time and of accuracy after each epoch; thin: single runs."
-    picture = draw(plot_accuracy_against_time, runs, name="accuracy-against-time", caption=caption, out=out)
+    picture = draw(figures.plot_accuracy_against_time, runs, name="accuracy-against-time", caption=caption, out=out)
     return Section(heading="Accuracy against time", pictures=(picture,))
-
-
-def models_sections(runs: Sequence[Run]) -> list[Section]:
-    """Return the section with each model of the runs that trained several, none where there is no such run."""
-    several = [run for run in runs if run.metrics[-1].get("models")]
-    note = "A run's accuracy is the mean over its models."
-    return [Section(heading="Models", tables=tuple(map(models_table, several)), notes=(note,))] if several else []
 
 
 def phase_section(runs: Sequence[Run], groups: Sequence[Group], *, out: Path) -> Section:
     """Return the section with the seconds by phase."""
-    caption = (
-        f"Training time of rank 0 by phase (allreduce: the wait that backward does not hide); {number_of_runs(runs)}."
-    )
-    picture = draw(plot_phases, runs, name="phases", caption=caption, out=out)
-    return Section(heading="Where the time goes", pictures=(picture,), tables=(phase_table(groups),))
+    caption = "Training time of rank 0 by phase (allreduce: the wait that backward does not hide); "
+    caption += f"{number_of_runs(runs)}."
+    picture = draw(figures.plot_phases, runs, name="phases", caption=caption, out=out)
+    return Section(heading="Where the time goes", pictures=(picture,), tables=(tables.phase_table(groups),))
 
 
 def cut_sections(runs: Sequence[Run], *, out: Path) -> list[Section]:
@@ -175,40 +209,36 @@ def cut_sections(runs: Sequence[Run], *, out: Path) -> list[Section]:
         "The cut, which is the number of frozen blocks, and what each rank proposed at every vote (the marks of one "
         "vote stand side by side); n = 1 run a panel."
     )
-    if len(moving) > MOST_PANELS:
-        caption += f" The first {MOST_PANELS} of {len(moving)} runs."
-    picture = draw(plot_cuts, moving, name="cuts", caption=caption, out=out)
+    if len(moving) > figures.MOST_PANELS:
+        caption += f" The first {figures.MOST_PANELS} of {len(moving)} runs."
+    pictures = [draw(figures.plot_cuts, moving, name="cuts", caption=caption, out=out)]
+    if weighed := [run for run in moving if any(line.get("gains") for line in run.decisions)]:
+        caption = (
+            "The part of what a step gains on unseen samples that each block has, block 0 in front, by the gradients' "
+            "agreement at each vote; the mean over ranks; n = 1 run a panel."
+        )
+        pictures.append(draw(figures.plot_gains, weighed, name="gains", caption=caption, out=out))
     voting = [run for run in moving if run.decisions]
     folded = sum(len(run.decisions) for run in voting) > VOTES_UNFOLDED
-    tables = tuple(replace(vote_table(run), folded=folded) for run in voting)
+    votes = tuple(replace(tables.vote_table(run), folded=folded) for run in voting)
     note = (
         "Proposals and weights are in the order of ranks. Support: the part of the whole weight whose ranks proposed "
-        "that cut or a deeper one. The deepest cut whose support reaches the quorum is taken; a vote never thaws."
+        "that cut or a deeper one. The deepest cut whose support reaches the quorum is taken."
     )
-    return [Section(heading="Votes and cuts", pictures=(picture,), tables=tables, notes=(note,) if voting else ())]
+    return [Section(heading="Votes and cuts", pictures=tuple(pictures), tables=votes, notes=(note,) if voting else ())]
 
 
 def number_of_runs(runs: Sequence[Run]) -> str:
     """Return n for a caption."""
     sizes = sorted({len(group.runs) for group in group_by_seed(runs)})
-    return (
-        f"n = {sizes[0]}"
-        + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
-        + f" {'run' if sizes == [1] else 'runs'} each"
-    )
+    upper = f" to {sizes[-1]}" if len(sizes) > 1 else ""
+    return f"n = {sizes[0]}{upper} {'run' if sizes == [1] else 'runs'} each"
 
 
-def draw(plot: Plot, runs: Sequence[Run], *, name: str, caption: str, out: Path) -> Picture:
-    """Write a figure at page and at phone width, and return it for the page.
-
-    Raises:
-        RefusedError: the files cannot be written.
-    """
+def draw(plot: Callable[..., Figure], runs: Sequence[Run], *, name: str, caption: str, out: Path) -> Picture:
+    """Write a figure at page and at phone width, and return it for the page."""
     base = out / "figures" / name
-    try:
-        _, svg = save_figure(plot(runs, width=WIDE), base)
-        _, narrow = save_figure(plot(runs, width=NARROW), base.with_name(f"{name}-narrow"))
-    except OSError as error:
-        raise RefusedError(f"{base} cannot be written: {error.strerror}; choose another --out") from error
+    svg = figures.save_figure(plot(runs, width=figures.WIDE), base)
+    narrow = figures.save_figure(plot(runs, width=figures.NARROW), base.with_name(f"{name}-narrow"))
     files = tuple(f"figures/{name}.{suffix}" for suffix in ("png", "svg"))
     return Picture(caption=caption, svg=svg, narrow_svg=narrow, files=files)

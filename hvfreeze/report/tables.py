@@ -1,19 +1,60 @@
-"""Tables about runs for a person: rows of text with units."""
+"""Tables about runs for a person, rows of text with units, and the same as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.report.comparison import WITHOUT_EFFECT, Comparison, Group, Spread, compare, seeds
-from hvfreeze.report.units import factor, megabytes, number, percent, plural, seconds, shown
+from hvfreeze.errors import RefusedError
+from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
 
 RANKS_SHOWN = 8
 """With more ranks than this, equal ballots are counted instead of listed."""
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """Return a fraction as a percentage, a dash where it is not known."""
+    return "-" if math.isnan(value) else f"{100 * value:.{digits}f} %"
+
+
+def seconds(value: float) -> str:
+    """Return seconds with three significant digits, and no more than one decimal from 10 s on."""
+    return f"{value:.0f} s" if value >= 1000 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+
+
+def megabytes(value: float) -> str:
+    """Return bytes as megabytes (10^6 bytes)."""
+    return f"{value / 1e6:.0f} MB" if value >= 1e8 or value == 0 else f"{value / 1e6:.1f} MB"
+
+
+def factor(value: float) -> str:
+    """Return a ratio."""
+    return f"{value:.2f}x"
+
+
+def number(value: float) -> str:
+    """Return a count or a rate with about three significant digits."""
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def shown(value: Spread, unit: Callable[[float], str]) -> str:
+    """Return a mean, with lowest and highest in brackets where they differ."""
+    low, high = (unit(end).rstrip(" %sxMB") for end in (value.low, value.high))
+    return unit(value.mean) if low == high else f"{unit(value.mean)} ({low} to {high})"
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """Return a count with its noun."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,123 +82,203 @@ class Table:
         return "\n".join([lines[0], f"|{rule}|", *lines[1:]]) + "\n"
 
 
+def table_of(rows: Sequence[Mapping[str, str]], *, title: str = "", prose: Sequence[str] = ()) -> Table:
+    """Return a table of rows by column title; the first row has all columns."""
+    columns = tuple(rows[0]) if rows else ()
+    cells = tuple(tuple(row.get(column, "") for column in columns) for row in rows)
+    return Table(columns=columns, rows=cells, title=title, prose=frozenset(prose))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of `path`; a failure to write there is a RefusedError that names it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and make its folder; bytes of file names that are no text stay as they are.
+
+    Raises:
+        RefusedError: it cannot be written.
+    """
+    with writing(path):
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return CSV with a column for every key that occurs."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return plain numbers of every run: seconds, bytes, accuracies 0-1."""
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            comparison = compare(Group(run.name, (run,)), groups)
+            row: dict[str, Any] = {"run": run.name, "group": group.name, "finished": run.finished, "ranks": run.size}
+            row |= {leaf: run.settings[leaf] for leaf in ("model", "data", "freeze", "cut", "cache", "seed")}
+            row |= {"test_accuracy": run.test_accuracy, "best_test_accuracy": run.best_accuracy}
+            row |= {"epochs": len(run.metrics), "train_seconds": run.train_seconds}
+            row["speed_up"] = comparison.speed_up.mean if comparison else None
+            row["time_saved"] = comparison.time_saved.mean if comparison else None
+            row |= {"images_per_second": run.images_per_second, "allreduce_bytes": run.allreduce_bytes}
+            row["final_cut"] = run.final_cut
+            rows.append(row | {f"seconds_{phase}": value for phase, value in run.seconds.items()})
+    return rows
+
+
+def epoch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return every line of every metrics.jsonl with a column for each phase."""
+    return [
+        {
+            "run": run.name,
+            **{key: value for key, value in line.items() if not isinstance(value, dict)},
+            **{f"seconds_{phase}": value for phase, value in line["seconds"].items()},
+        }
+        for group in groups
+        for run in group.runs
+        for line in run.metrics
+    ]
+
+
+def vote_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return every line of every decisions.jsonl; lists have spaces between their entries."""
+    rows = []
+    for name, line in ((run.name, line) for group in groups for run in group.runs for line in run.decisions):
+        plain = {key: " ".join(map(str, v)) if isinstance(v, list) else v for key, v in line.items() if key != "shadow"}
+        shadows = {f"shadow_{other}": scored["cut"] for other, scored in line.get("shadow", {}).items()}
+        rows.append({"run": name, **plain, **shadows})
+    return rows
+
+
 def group_label(group: Group) -> str:
     """Return the group's name, with the number of seeds, or of runs where some share one, and whether it has ended."""
     different = len({seeds(run) for run in group.runs}) == len(group.runs)
     parts = [plural(len(group.runs), "seed" if different else "run")] if len(group.runs) > 1 else []
     if not group.runs[0].finished:
-        done = max(len(run.metrics) for run in group.runs)
-        parts.append(f"not finished: {done} of {plural(group.runs[0].settings['epochs'], 'epoch')}")
+        parts.append(f"not finished: {epochs_done(max(group.runs, key=lambda run: len(run.metrics)))}")
     return group.name + (f" ({', '.join(parts)})" if parts else "")
 
 
-def describe_freezing(run: Run) -> str:
-    """Return how the run chose its cut."""
-    settings = run.settings
-    if settings["freeze"] == "static":
-        return f"static, cut {settings['cut']}"
-    weight = settings["vote_weight"]
-    weighted = settings["freeze"] != "none" and weight != "uniform"
-    return f"{settings['freeze']}, {weight} votes" if weighted else str(settings["freeze"])
+def epochs_done(run: Run) -> str:
+    """Return how many epochs a run has made, and of how many where that was settled before."""
+    done, planned = len(run.metrics), run.planned_epochs
+    return plural(done, "epoch") if planned is None else f"{done} of {plural(planned, 'epoch')}"
 
 
-def describe_cache(run: Run) -> str:
-    """Return the cache mode asked for, and the one that came of it where that differs."""
-    asked = str(run.settings["cache"])
+def describe_run(run: Run) -> dict[str, str]:
+    """Return how a run trained, by column: model, data, ranks, how it chose its cut, and the cache's mode.
+
+    The mode that came of the cache follows the one that was asked for where they differ.
+    """
+    settings, asked = run.settings, str(run.settings["cache"])
+    freeze, weight = str(settings["freeze"]), settings["vote_weight"]
+    if freeze == "static":
+        freeze = f"static, cut {settings['cut']}"
+    elif freeze != "none" and weight != "uniform":
+        freeze = f"{freeze}, {weight} votes"
     came = str(run.metrics[-1].get("cache", {}).get("mode", asked))
-    return asked if came == asked else f"{asked}: {came}"
+    cache = asked if came == asked else f"{asked}: {came}"
+    known = {"Model": str(settings["model"]), "Data": str(settings["data"]), "Ranks": str(run.size)}
+    return {**known, "Freeze": freeze, "Cache": cache}
 
 
 def summary_table(groups: Sequence[Group]) -> Table:
     """Return one row per group: what it was, and what came of it."""
-    columns = ("Run", "Model", "Data", "Ranks", "Freeze", "Cache", "Accuracy", "Best accuracy", "Training time")
-    more = ("Speed-up", "Time saved", "Images/s", "Allreduce", "Final cut")
-    return Table(
-        columns=(*columns, *more),
-        rows=tuple(summary_row(group, compare(group, groups)) for group in groups),
-        prose=frozenset(("Run", "Model", "Data", "Freeze", "Cache")),
-    )
+    rows = []
+    for group in groups:
+        comparison = compare(group, groups)
+        speed_up = time_saved = "baseline" if group.runs[0].is_baseline else ""
+        if comparison is not None:
+            speed_up, time_saved = shown(comparison.speed_up, factor), shown(comparison.time_saved, percent)
+        rows.append(
+            {
+                "Run": group_label(group),
+                **describe_run(group.runs[0]),
+                "Accuracy": shown(group.spread(lambda r: r.test_accuracy), percent),
+                **bits_of(group, groups),
+                "Best accuracy": shown(group.spread(lambda r: r.best_accuracy), percent),
+                "Training time": shown(group.spread(lambda r: r.train_seconds), seconds),
+                "Speed-up": speed_up,
+                "Time saved": time_saved,
+                "Images/s": shown(group.spread(lambda r: r.images_per_second), number),
+                "Allreduce": shown(group.spread(lambda r: r.allreduce_bytes), megabytes),
+                "Final cut": shown(group.spread(lambda r: r.final_cut), number),
+            }
+        )
+    return table_of(rows, prose=("Run", "Model", "Data", "Freeze", "Cache"))
 
 
-def summary_row(group: Group, comparison: Comparison | None) -> tuple[str, ...]:
-    """Return a group's row of the summary."""
-    run = group.runs[0]
-    against = ("baseline", "baseline") if run.is_baseline else ("", "")
-    if comparison is not None:
-        against = (shown(comparison.speed_up, factor), shown(comparison.time_saved, percent))
-    return (
-        group_label(group),
-        str(run.settings["model"]),
-        str(run.settings["data"]),
-        str(run.size),
-        describe_freezing(run),
-        describe_cache(run),
-        shown(group.spread(lambda r: r.test_accuracy), percent),
-        shown(group.spread(lambda r: r.best_accuracy), percent),
-        shown(group.spread(lambda r: r.train_seconds), seconds),
-        *against,
-        shown(group.spread(lambda r: r.images_per_second), number),
-        shown(group.spread(lambda r: r.allreduce_bytes), megabytes),
-        shown(group.spread(lambda r: r.final_cut), number),
-    )
+def bits_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
+    """Return the column of bits per character, empty for a group of images; no column where all are images."""
+    key = "test_bits_per_character"
+    if not any(key in line for other in groups for run in other.runs for line in run.metrics):
+        return {}
+    last = [line[key] for run in group.runs for line in run.metrics[-1:] if key in line]
+    return {"Bits per character": f"{sum(last) / len(last):.3f}" if last else ""}
 
 
 def models_table(run: Run) -> Table:
     """Return one row per model of a run that trained several at once: how each did after the last epoch."""
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "Test accuracy": ("test_accuracy", percent),
+        "Test loss": ("test_loss", number),
+        "Training accuracy": ("train_accuracy", percent),
+        "Training loss": ("train_loss", number),
+    }
     rows = []
     for name, scores in run.metrics[-1].get("models", {}).items():
-        cells = [scores.get(key) for key in ("test_accuracy", "test_loss", "train_accuracy", "train_loss")]
-        shown_as = (percent, number, percent, number)
-        rows.append((name, *("" if value is None else show(value) for value, show in zip(cells, shown_as))))
-    columns = ("Model", "Test accuracy", "Test loss", "Training accuracy", "Training loss")
-    return Table(columns=columns, rows=tuple(rows), title=run.name)
+        found = {title: (scores.get(key), unit) for title, (key, unit) in columns.items()}
+        rows.append({"Model": name, **{t: "" if value is None else unit(value) for t, (value, unit) in found.items()}})
+    return table_of(rows, title=run.name)
 
 
 def phase_table(groups: Sequence[Group]) -> Table:
     """Return seconds by phase, a row per phase that took any time, a column per group."""
     used = [p for p in TRAINING_PHASES if any(run.seconds[p] > 0 for group in groups for run in group.runs)]
-    rows = [(phase, *(shown(phase_spread(group, phase), seconds) for group in groups)) for phase in used]
+    rows = [(p, *(shown(group.spread(lambda r, p=p: r.seconds[p]), seconds) for group in groups)) for p in used]  # type: ignore[misc]
     total = ("all", *(shown(group.spread(lambda r: r.train_seconds), seconds) for group in groups))
     columns = ("Phase", *(group_label(group) for group in groups))
     return Table(columns=columns, rows=(*rows, total), prose=frozenset(("Phase",)))
 
 
-def phase_spread(group: Group, phase: str) -> Spread:
-    """Return a phase's seconds over the group's runs."""
-    return group.spread(lambda run: run.seconds[phase])
-
-
 def vote_table(run: Run) -> Table:
     """Return one row per vote: who proposed what with which weight, what that supported, and what came of it."""
     shadows = sorted({name for line in run.decisions for name in line.get("shadow", {})})
-    columns = ("Vote", "Epoch", "Step", "Proposals", "Weights", "Support", "Quorum", "Cut", "Why")
     rows = [
-        (*vote_row(number, line), *(shadow_cell(line, name) for name in shadows))
-        for number, line in enumerate(run.decisions, 1)
+        {"Vote": str(position), **vote_row(line), **{f"Shadow {name}": shadow_cell(line, name) for name in shadows}}
+        for position, line in enumerate(run.decisions, 1)
     ]
     moves = sum(line["cut_after"] != line["cut_before"] for line in run.decisions)
-    return Table(
-        title=f"{run.name}: {plural(len(rows), 'vote')}, {plural(moves, 'change')} of the cut",
-        columns=(*columns, *(f"Shadow {name}" for name in shadows)),
-        rows=tuple(rows),
-        prose=frozenset(("Support", "Why")),
-    )
+    title = f"{run.name}: {plural(len(rows), 'vote')}, {plural(moves, 'change')} of the cut"
+    return table_of(rows, title=title, prose=("Support", "Why"))
 
 
-def vote_row(position: int, line: Mapping[str, Any]) -> tuple[str, ...]:
+def vote_row(line: Mapping[str, Any]) -> dict[str, str]:
     """Return a vote's row, without the shadow criteria."""
-    moved = line["cut_after"] != line["cut_before"]
-    return (
-        str(position),
-        str(line["epoch"]),
-        str(line["step"]),
-        ballots([str(proposal) for proposal in line["proposals"]]),
-        ballots([f"{weight:.3g}" for weight in line["weights"]]),
-        support(line),
-        percent(line["quorum"]),
-        f"{line['cut_before']} → {line['cut_after']}" if moved else f"stays {line['cut_before']}",
-        str(line["reason"]),
-    )
+    before, after, tally = line["cut_before"], line["cut_after"], line["tally"]
+    # The share of the weight behind each cut that is deeper than the one before the vote.
+    shares = [f"cut {k}: {percent(tally[k] / line['total'])}" for k in range(before + 1, len(tally)) if tally[k] > 0]
+    return {
+        "Epoch": str(line["epoch"]),
+        "Step": str(line["step"]),
+        "Proposals": ballots([str(proposal) for proposal in line["proposals"]]),
+        "Weights": ballots([f"{weight:.3g}" for weight in line["weights"]]),
+        "Support": ", ".join(shares) or "none for a deeper cut",
+        "Quorum": percent(line["quorum"]),
+        "Cut": f"{before} → {after}" if before != after else f"stays {before}",
+        "Why": str(line["reason"]),
+    }
 
 
 def ballots(values: Sequence[str]) -> str:
@@ -167,24 +288,18 @@ def ballots(values: Sequence[str]) -> str:
     return ", ".join(f"{count} times {value}" for value, count in Counter(values).most_common())
 
 
-def support(line: Mapping[str, Any]) -> str:
-    """Return the share of the weight behind each cut that is deeper than the one before the vote."""
-    deeper = range(line["cut_before"] + 1, len(line["tally"]))
-    total = line["total"]
-    shares = [f"cut {cut}: {percent(line['tally'][cut] / total)}" for cut in deeper if line["tally"][cut] > 0]
-    return ", ".join(shares) or "none for a deeper cut"
-
-
 def shadow_cell(line: Mapping[str, Any], name: str) -> str:
-    """Return what a shadow criterion's cut would have been, and the proposals behind it."""
+    """Return the cut that a shadow criterion would have given, and the proposals behind it."""
     scored = line.get("shadow", {}).get(name)
     return f"{scored['cut']} ({ballots([str(p) for p in scored['proposals']])})" if scored else ""
 
 
 def command_table(groups: Sequence[Group]) -> Table:
     """Return for each group the flags that differ from the defaults."""
-    rows = tuple((group_label(group), command(group.runs[0], num_runs=len(group.runs))) for group in groups)
-    return Table(columns=("Run", "Command"), rows=rows, prose=frozenset(("Run", "Command")))
+    rows = [
+        {"Run": group_label(group), "Command": command(group.runs[0], num_runs=len(group.runs))} for group in groups
+    ]
+    return table_of(rows, prose=("Run", "Command"))
 
 
 def command(run: Run, *, num_runs: int = 1) -> str:
@@ -201,10 +316,9 @@ def command(run: Run, *, num_runs: int = 1) -> str:
 def environment_table(groups: Sequence[Group]) -> Table:
     """Return what the runs ran on, a row per fact, a column per environment that differs."""
     found: dict[str, tuple[dict[str, str], list[str]]] = {}
-    for group in groups:
-        for run in group.runs:
-            facts = environment_facts(run)
-            found.setdefault(repr(facts), (facts, []))[1].append(run.name)
+    for run in (run for group in groups for run in group.runs):
+        facts = environment_facts(run)
+        found.setdefault(repr(facts), (facts, []))[1].append(run.name)
     everywhere = list(found.values())
     names = list(dict.fromkeys(name for facts, _ in everywhere for name in facts))
     titles = ("all runs",) if len(everywhere) == 1 else tuple(", ".join(runs) for _, runs in everywhere)
@@ -213,7 +327,7 @@ def environment_table(groups: Sequence[Group]) -> Table:
 
 
 def environment_facts(run: Run) -> dict[str, str]:
-    """Return the facts of environment.json as text, versions and hosts opened up."""
+    """Return the facts of environment.json as text, a fact for each library's version."""
     facts: dict[str, str] = {}
     for key, value in run.environment.items():
         if key == "versions":

@@ -1,4 +1,1 @@
-"""The run directory: what is written there, by whom and how safely, and how it is read again. Knows no ranks.
-
-Imports `errors` and `config` only.
-"""
+"""The run directory: what is written there, by whom and how safely, and how it is read again."""

@@ -6,27 +6,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PHASES = (
-    "data",
-    "forward",
-    "backward",
-    "allreduce",
-    "optimizer",
-    "vote",
-    "cache_read",
-    "cache_write",
-    "checkpoint",
-    "evaluate",
-)
+STEP_PHASES = ("data", "forward", "backward", "allreduce", "optimizer", "vote", "cache_read", "cache_write")
 BESIDE_TRAINING = ("checkpoint", "evaluate")
 """Phases that are no part of a step."""
+PHASES = STEP_PHASES + BESIDE_TRAINING
 
 
 class PhaseClock:
     """Adds up wall-clock seconds by phase, and this process's processor seconds, of all its threads, in them.
 
-    `enter` switches the phase; `within` interrupts it and comes back. Time that no phase claimed, such as the loop's
-    own, belongs to the phase before it, so that the phases add up to the whole.
+    Time that no phase claimed, such as the loop's own, belongs to the phase before it, so that all add up to the whole.
     """
 
     def __init__(self) -> None:
@@ -54,7 +43,7 @@ class PhaseClock:
             self.enter(before)
 
     def restart(self) -> None:
-        """Forget the time since the last switch, such as set-up before the first step."""
+        """Forget the time since the last switch of phases."""
         self._since, self._processor_since = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.errors import UsageError
+from hvfreeze.files import PRIVATE_FOLDER
+from hvfreeze.runs.files import Lock, check_unlocked, reason_of
 from hvfreeze.runs.identity import Settings, changes
-from hvfreeze.runs.lock import Lock, check_unlocked
-from hvfreeze.runs.publishing import PRIVATE_FOLDER, reason_of
 from hvfreeze.runs.reading import read_config, read_object
 from hvfreeze.runs.record import Record
 
@@ -27,21 +27,15 @@ PATIENCE_SECONDS = 12.0
 
 
 def directory_name(*words: str) -> str:
-    """Return a name for a run directory: the time, words that tell runs apart for a person, and six random digits.
-
-    The digits keep jobs apart that start in the same second.
-    """
+    """Return the time, the words, and six random digits, which tell jobs apart that start in the same second."""
     safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word) for word in words)
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), *safe, secrets.token_hex(3)])
 
 
 def check_directory(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:
-    """Return what resuming in `directory` changes, after checking that the run may use it; nothing on disk is changed.
+    """Return what resuming in `directory`, which is absolute, changes, after checking that the run may use it.
 
-    Args:
-        directory: absolute; it need not exist.
-        settings: the run's configuration.
-        environment: environment.json's object of this job.
+    Nothing on disk is changed. `environment` is environment.json's object of this job.
 
     Raises:
         UsageError: it cannot be written, is in use, belongs to somebody else, or holds a run that is not to be resumed.
@@ -60,12 +54,7 @@ def check_directory(directory: Path, settings: Settings, environment: Mapping[st
 
 
 def changed_settings(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:
-    """Return what resuming the run in `directory` changes; nothing where there is no run.
-
-    Raises:
-        UsageError: it holds a run that is not to be resumed.
-        RefusedError: see `identity.changes`; or its files are damaged.
-    """
+    """Return what resuming the run in `directory` changes; nothing where there is no run."""
     known, before = directory / "config.yaml", directory / "environment.json"
     if not known.exists():
         return []
@@ -82,11 +71,7 @@ def check_can_be_made(directory: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that the operating system will not let us write, without trying.
-
-    Raises:
-        OSError: it is so.
-    """
+    """Raise OSError for a folder that the operating system will not let us write, without trying."""
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         code = errno.EROFS if read_only else errno.EACCES
@@ -110,9 +95,9 @@ def check_owners(directory: Path) -> None:
 
 
 def open_record(directory: Path, settings: Settings, *, environment: Mapping[str, Any]) -> Record:
-    """Make a directory that `check_directory` accepts, lock it, and open the run's logs in it.
+    """Make a directory that `check_directory` accepts, private, lock it, and open the run's logs in it.
 
-    A directory that others could write to becomes private. One that cannot be used is left as it was.
+    One that cannot be used is left as it was.
 
     Raises:
         UsageError: the directory cannot be written, or another job has taken it since.

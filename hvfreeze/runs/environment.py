@@ -36,8 +36,7 @@ def facts_of_this_rank() -> dict[str, Any]:
 def describe_environment(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return environment.json's object from every rank's facts, in the order of ranks.
 
-    A fact of `OF_EVERY_RANK` is one value where it is equal on all ranks, else a list of one per rank; the others are
-    rank 0's.
+    A fact of `OF_EVERY_RANK` is a list of one value per rank where they differ; the others are rank 0's.
     """
     found: dict[str, Any] = {"size": len(ranks), "hosts": [facts["host"] for facts in ranks]}
     for name, value in ranks[0].items():

@@ -10,19 +10,8 @@ from hvfreeze.errors import RefusedError, UsageError
 
 Settings = Mapping[str, Mapping[str, Any]]
 """A configuration as nested dicts, by section and leaf."""
-HARMLESS = (
-    "run_dir",
-    "resume",
-    "resume_inexact",
-    "json",
-    "quiet",
-    "tensorboard",
-    "data_dir",
-    "cache_dir",
-    "cache_limit",
-    "cache_shared",
-    "cache_failure",
-)
+OF_CACHE = ("cache_dir", "cache_limit", "cache_shared", "cache_failure")
+HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "tensorboard", "data_dir", *OF_CACHE)
 """Leaves of the configuration that may differ between a run and its resumption: they never change a result."""
 PATHS, NO_PATHS = ("data_dir", "cache_dir", "run_dir", "weights", "tasks"), ("none", "DEFAULT")
 COMPARED_OTHERWISE = ("epochs", "threads", "cache", "cache_dtype")
@@ -34,15 +23,12 @@ VERSIONS = ("torch", "torchvision", "horovod", "numpy", "hvfreeze")
 
 def absolute(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return a configuration whose paths mean the same in every working directory."""
-    return {
-        section: {
-            leaf: os.path.abspath(value)
-            if leaf in PATHS and isinstance(value, str) and value not in NO_PATHS
-            else value
-            for leaf, value in leaves.items()
-        }
-        for section, leaves in settings.items()
-    }
+
+    def resolved(leaf: str, value: Any) -> Any:
+        is_path = leaf in PATHS and isinstance(value, str) and value not in NO_PATHS
+        return os.path.abspath(value) if is_path else value
+
+    return {section: {leaf: resolved(leaf, v) for leaf, v in leaves.items()} for section, leaves in settings.items()}
 
 
 def other_run(held: Settings, settings: Settings) -> list[str]:
@@ -60,15 +46,12 @@ def other_run(held: Settings, settings: Settings) -> list[str]:
 
 
 def inexact(held: Settings, settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what makes going on differ, in bits, from never having stopped.
+    """Return what makes a resumption differ, in bits, from a run that never stopped.
 
-    Args:
-        held: the configuration of the run that stopped.
-        settings: the configuration with which it is to go on.
-        before: environment.json's object of the run that stopped.
-        now: the same of the job that is to go on.
+    `held` and `before` are the configuration and environment.json's object of the run that stopped, `settings` and
+    `now` those of the job that resumes it.
     """
-    pairs = [("cached as", stored_as(held), stored_as(settings))]
+    pairs = [("cached as", *(stored_as(tree["cache"]) for tree in (held, settings)))]
     # Another number of ranks is the checkpoint's to judge.
     if before.get("size") == now.get("size"):
         pairs += [(name, before[name], now[name]) for name in FACTS if name in before and name in now]
@@ -81,9 +64,8 @@ def inexact(held: Settings, settings: Settings, before: Mapping[str, Any], now: 
     return [f"{name}: {was} there, {is_} here" for name, was, is_ in pairs if was != is_]
 
 
-def stored_as(settings: Settings) -> str:
+def stored_as(cache: Mapping[str, Any]) -> str:
     """Return how activations come back from the cache: exactly, however that is asked for, or rounded."""
-    cache = settings["cache"]
     exact = cache["cache"] == "off" or cache["cache_dtype"] == "native"
     return "exact values" if exact else f"{cache['cache_dtype']} ({cache['cache']})"
 
@@ -93,9 +75,8 @@ def changes(
 ) -> list[str]:
     """Return what a resumption changes on purpose, to be recorded and said.
 
-    Raises:
-        UsageError: --resume was not given.
-        RefusedError: it is another run, or going on would not be exact and --resume-inexact was not given.
+    Raises UsageError where --resume was not given, RefusedError where it is another run, or going on would not be
+    exact and --resume-inexact was not given.
     """
     run = settings["run"]
     if not run["resume"]:

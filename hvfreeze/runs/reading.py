@@ -10,13 +10,23 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvfreeze.config.plain_yaml import parse_plain_yaml
-from hvfreeze.config.tree import Config, to_dict
+from hvfreeze.config.sections import AUTO
+from hvfreeze.config.tree import Config, in_place, parse_plain_yaml, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import PHASES, train_seconds
-from hvfreeze.runs.moves import Move
+
+
+class Move(NamedTuple):
+    """A change of the cut; in files the list [epoch, step, cut]."""
+
+    epoch: int
+    step: int
+    """Optimizer steps made before the change."""
+    cut: int
+    """Blocks that are frozen from then on."""
+
 
 TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")
 METRICS = ("epoch", "step", "cut", "test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
@@ -49,6 +59,12 @@ class Run:
     def finished(self) -> bool:
         """Whether the run has come to its end."""
         return self.summary is not None
+
+    @property
+    def planned_epochs(self) -> int | None:
+        """Epochs that the run was to make; None with stages or a time budget, which choose them as the run goes on."""
+        chosen_later = self.settings["freeze"] == AUTO or self.settings["time_budget"] != "none"
+        return None if chosen_later else int(self.settings["epochs"])
 
     @property
     def size(self) -> int:
@@ -130,8 +146,7 @@ class Run:
 def load_run(directory: str | os.PathLike[str]) -> Run:
     """Return what a run directory holds; a run that has not ended has no summary.
 
-    Raises:
-        RefusedError: the directory or a file in it is missing, damaged or without an epoch; names it.
+    Raises RefusedError, which names it, where the directory or a file in it is missing, damaged or without an epoch.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -155,11 +170,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
 
 
 def check_values(run: Run) -> None:
-    """Refuse a run of which some number is none, before somebody works with it.
-
-    Raises:
-        RefusedError: names the directory.
-    """
+    """Refuse a run with values of another kind than numbers where numbers belong."""
     try:
         _ = run.size, run.images_per_second, run.allreduce_bytes, run.final_cut, run.steps_per_epoch
         _ = run.accuracies, run.seconds, run.train_seconds, run.cut_history, run.is_baseline
@@ -168,11 +179,7 @@ def check_values(run: Run) -> None:
 
 
 def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Return the runs in the order given, each once, those of equal name told apart by their parent folder.
-
-    Raises:
-        RefusedError: see `load_run`.
-    """
+    """Return the runs in the order given, each once; where names are equal, they include the parent folder."""
     runs = list({run.directory.resolve(): run for run in map(load_run, directories)}.values())
     names = [run.name for run in runs]
     longer = [replace(run, name=f"{run.directory.resolve().parent.name}/{run.name}") for run in runs]
@@ -180,11 +187,7 @@ def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return a file's bytes; a pipe or a device, which might never end, is refused.
-
-    Raises:
-        RefusedError: it cannot be read, or is no plain file.
-    """
+    """Return a file's bytes; a pipe or a device, which might never end, is refused."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -195,20 +198,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_object(path: Path, wanted: Sequence[str]) -> dict[str, Any]:
-    """Return a JSON file's object, which has the keys `wanted`.
-
-    Raises:
-        RefusedError: it cannot be read, or is something else.
-    """
+    """Return a JSON file's object, which has the keys `wanted`; RefusedError for anything else."""
     return parse_object(read_bytes(path), str(path), wanted)
 
 
 def read_lines(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, each with the keys `wanted`.
-
-    Raises:
-        RefusedError: it cannot be read, or a line is something else; names the line.
-    """
+    """Return the objects of a JSON lines file, each with the keys `wanted`; RefusedError, which names the line."""
     text = read_bytes(path)
     lines = text.splitlines()
     if not text.endswith((b"\n", b"}")):
@@ -217,11 +212,7 @@ def read_lines(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def parse_object(text: bytes, place: str, wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON object in `text`, which has the keys `wanted`.
-
-    Raises:
-        RefusedError: it is something else; names the place.
-    """
+    """Return the JSON object in `text`, which has the keys `wanted`; RefusedError, which names the place."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -235,16 +226,12 @@ def parse_object(text: bytes, place: str, wanted: Sequence[str]) -> dict[str, An
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the configuration in config.yaml over the defaults; leaves of other versions are kept.
-
-    Raises:
-        RefusedError: it cannot be read, or is no tree of sections.
-    """
+    """Return the configuration in config.yaml over the defaults; leaves of other versions are kept."""
     try:
         tree = parse_plain_yaml(read_bytes(path))
     except ValueError as error:
         raise RefusedError(f"{path} is damaged: {error}") from error
     if not isinstance(tree, dict) or not all(isinstance(section, dict) for section in tree.values()):
         raise RefusedError(f"{path} is damaged: it must hold sections of settings")
-    default = to_dict(Config())
+    tree, default = in_place(tree), to_dict(Config())
     return {section: {**default.get(section, {}), **tree.get(section, {})} for section in {**default, **tree}}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hvfreeze.errors import RefusedError
+from hvfreeze.files import open_own
+from hvfreeze.runs.files import Lock, publish, reason_of
 from hvfreeze.runs.identity import Settings, absolute
-from hvfreeze.runs.lock import Lock
-from hvfreeze.runs.publishing import open_own, publish, reason_of
 from hvfreeze.runs.reading import read_object
 
 if TYPE_CHECKING:
@@ -60,14 +60,9 @@ class NullRecord:
 
 
 class Record:
-    """Rank 0's files in the run directory, which it has locked.
+    """Rank 0's files in the run directory, whose `lock` `close` releases.
 
-    Args:
-        directory: the run directory.
-        settings: the run's configuration.
-        environment: environment.json's object of this job.
-        changed: what a resumption changes on purpose; see `identity.changes`.
-        lock: given back by `close`.
+    `environment` is environment.json's object of this job, `changed` the list of `identity.changes`.
 
     Raises:
         OSError: a file cannot be made there.
@@ -96,11 +91,7 @@ class Record:
         self._changed.append(what)
 
     def begin(self) -> None:
-        """Write what the run is and what it runs on, before its first step here.
-
-        Raises:
-            RefusedError: a file cannot be written.
-        """
+        """Write config.yaml and environment.json, before the first step here."""
         known, place = self.directory / "config.yaml", self.directory / "environment.json"
         resumed = read_object(place, ()).get("resumed", []) if place.exists() else []
         if self._changed:
@@ -114,7 +105,7 @@ class Record:
         (self.directory / "summary.json").unlink(missing_ok=True)
 
     def log(self, text: str) -> None:
-        """Append what the user was told to log.txt, with the time; nothing is done where that is not possible."""
+        """Append a message to log.txt, with the time; nothing is done where that is not possible."""
         with suppress(OSError), open(open_own(self._log, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -133,8 +124,7 @@ class Record:
     def cut_back(self, position: dict[str, int]) -> None:
         """Drop the lines that were written after the checkpoint with this `position`; an empty one drops all.
 
-        Raises:
-            RefusedError: lines that were written before the checkpoint are missing.
+        Raises RefusedError where lines that were written before the checkpoint are missing.
         """
         for name, path in self._files.items():
             descriptor = open_own(path, os.O_WRONLY)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
-from hvfreeze.ranks.world import World
-from hvfreeze.strategies.strategy import MODEL, Answers, Strategy
+from hvfreeze.strategies.base import MODEL, Answers, Strategy
 
 
 class Score(NamedTuple):
@@ -51,10 +51,10 @@ class Totals:
     count: int = 0
 
     def add(self, logits: Tensor, labels: Tensor, mean_loss: float) -> None:
-        """Add a batch: (B, classes) logits, (B,) labels and the batch's mean loss."""
-        self.loss += mean_loss * len(labels)
+        """Add a batch: its answers, and their mean loss; each character of a window counts as one."""
+        self.loss += mean_loss * labels.numel()
         self.correct += int((logits.argmax(1) == labels).sum())
-        self.count += len(labels)
+        self.count += labels.numel()
 
 
 def count(totals: dict[str, Totals], answers: Mapping[str, Answers], losses: Mapping[str, float]) -> None:
@@ -64,10 +64,7 @@ def count(totals: dict[str, Totals], answers: Mapping[str, Answers], losses: Map
 
 
 def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *, name: str) -> Scores:
-    """Return each model's means over the samples that all ranks have counted.
-
-    Collective: every rank of `world` must call this.
-    """
+    """Return each model's means over the samples that all ranks have counted. Collective."""
     mine = [totals.get(model, Totals()) for model in models]
     sums = torch.tensor([[each.loss, each.correct, each.count] for each in mine], dtype=torch.float64)
     rows = world.allreduce_sum(sums, name=f"totals.{name}").tolist()
@@ -78,10 +75,9 @@ def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *,
 
 
 def evaluate(strategy: Strategy, batches: Sequence[Batch], world: World) -> Scores:
-    """Return each model's means over a split, of which `batches` are this replica's share.
+    """Return each model's means over a split, of which `batches` are this replica's share. Collective.
 
     The strategy must have settled. Where several ranks answer for one model on the same samples, no mean changes.
-    Collective: every rank of `world` must call this.
     """
     totals: dict[str, Totals] = {}
     strategy.begin_epoch(batches, training=False)
@@ -104,12 +100,7 @@ def mean(scores: Scores) -> Score:
 
 
 def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
-    """Return the entry `models` of a line of the record; there is none where one model is all.
-
-    Args:
-        models: their names.
-        parts: `train=` and `test=`, the scores that there are.
-    """
+    """Return the entry `models` of a line of the record; there is none where one model is all."""
     if list(models) == [MODEL]:
         return {}
     return {

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from hvfreeze.applying.card.contents import Card
+from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed, grouped
+from hvfreeze.data.images import listed
 from hvfreeze.heads.solution import Solution
-from hvfreeze.ranks.world import World
+from hvfreeze.inference.card import Card
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.record import NullRecord, Record
-from hvfreeze.strategies.strategy import Strategy
-from hvfreeze.training.checkpoints.file import Saving
+from hvfreeze.strategies.base import Strategy
+from hvfreeze.training.checkpoint_file import Saving
 from hvfreeze.training.evaluation import Best, Scores, Totals
-from hvfreeze.training.progress import Curves, NoCurves, Speaker
-from hvfreeze.training.stages.budget import Budget
-from hvfreeze.training.stages.course import Course
-from hvfreeze.training.stages.guard import Guard
-from hvfreeze.training.stages.stage import Stage
+from hvfreeze.training.guard import Guard
+from hvfreeze.training.progress import Curves, Progress, RunLogger
+from hvfreeze.training.stages import Stage, StageRunner
+from hvfreeze.training.time_budget import TimeBudget
+from hvfreeze.training.trial import Judge
 
 
 @dataclass
@@ -31,22 +32,25 @@ class Job:
     world: World
     directory: Path
     block_names: tuple[str, ...]
-    course: Course
-    """The stages of the run, and what is open for the one under way."""
-    budget: Budget
-    """Chooses how many steps the stages have, where --time-budget is given."""
+    stage_runner: StageRunner
+    budget: TimeBudget | None
+    """With --time-budget: chooses how many steps the stages have."""
     guard: Guard | None
-    """Of solutions that are followed by others; None where there is none, or it was switched off."""
+    """With --freeze auto: of solutions that are followed by others."""
     card: Card
     """Of the models, as far as it is known before they are trained."""
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
     replicas: int
     clock: PhaseClock
-    speaker: Speaker
-    notes: list[str]
+    logger: RunLogger
+    judge: Judge | None = None
+    """With --freeze auto: tells whether tuning pays."""
+    notes: list[str] = field(default_factory=list)
     record: Record | NullRecord = field(default_factory=NullRecord)
-    curves: NoCurves | Curves = field(default_factory=NoCurves)
+    progress: Progress = field(default_factory=Progress)
+    curves: Curves | None = None
+    """On rank 0 with --tensorboard."""
     data_identities: dict[str, str] = field(default_factory=dict)
     step: int = 0
     epochs_done: int = 0
@@ -66,23 +70,25 @@ class Job:
     """What training waited for the last checkpoint."""
     saving: Saving | None = None
     """On rank 0, the checkpoint that is being written."""
+    called: Callable[[int], str] = "sample {}".format
+    """What a message calls a training sample, by its number."""
     solved: Solution | None = None
     """What the epoch under way has solved, if it is a solution."""
 
     @property
     def strategy(self) -> Strategy:
         """What is open for the stage under way."""
-        return self.course.opened.strategy
+        return self.stage_runner.opened.strategy
 
     @property
     def feed(self) -> TrainFeed:
         """The training samples of the stage under way."""
-        return self.course.opened.feed
+        return self.stage_runner.opened.feed
 
     @property
     def stage(self) -> Stage:
         """The stage under way."""
-        return self.course.stage
+        return self.stage_runner.stage
 
     @property
     def steps_per_epoch(self) -> int:
@@ -92,16 +98,20 @@ class Job:
     @property
     def stage_step(self) -> int:
         """Steps of the stage under way that are made."""
-        return self.step - self.course.first_step
+        return self.step - self.stage_runner.first_step
 
     @property
     def stage_epoch(self) -> int:
         """Epochs of the stage under way that are made."""
-        return self.epochs_done - self.course.first_epoch
+        return self.epochs_done - self.stage_runner.first_epoch
 
     def images(self, step: int) -> int:
         """Return how many images all replicas together train on in the first `step` steps, of this stage or before."""
-        return self.course.batches(step) * self.config.optimizer.batch_size * self.replicas
+        return self.stage_runner.batches(step) * self.config.optimizer.batch_size * self.replicas
+
+    def names(self, samples: Sequence[int]) -> str:
+        """Return what a message calls some training samples, the first few where there are many."""
+        return listed([self.called(sample) for sample in samples])
 
     def steps_of(self, epoch: int) -> list[list[Batch]]:
         """Return the batches of each step of an epoch of the stage under way."""
@@ -110,7 +120,7 @@ class Job:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.course.total_steps
+        return self.stage_runner.total_steps
 
     @property
     def at_epoch_end(self) -> bool:
@@ -120,22 +130,4 @@ class Job:
     @property
     def ended(self) -> bool:
         """Whether nothing is left to do."""
-        return self.course.is_last and self.stage_epoch == self.stage.epochs
-
-    @property
-    def solution_is_judged(self) -> bool:
-        """Whether the guard will hold the solution of this stage against another, made alike."""
-        if self.guard is None or sum(stage.solves for stage in self.course.stages) < 2:
-            return False
-        # The first may be of a run that was to end with it, and has grown since.
-        return self.guard.best is None or self.guard.best.verdict.whole
-
-    def stages_told(self) -> list[dict[str, Any]]:
-        """Return what came of each stage, for summary.json."""
-        verdicts = {v.stage: v for v in self.guard.verdicts} if self.guard else {}
-        told = []
-        for number, stage in enumerate(self.course.stages):
-            judged = verdicts.get(number)
-            found = judged.told() if judged else {}
-            told.append({"stage": stage.name, "steps": stage.steps, **found})
-        return told
+        return self.stage_runner.is_last and self.stage_epoch == self.stage.epochs

@@ -5,6 +5,7 @@ What a step is, the strategy knows: which blocks run on which rank, and what cro
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import time
@@ -13,28 +14,27 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
+from hvfreeze.config.sections import TEXT
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import Preempted
+from hvfreeze.data.text import per_character
+from hvfreeze.errors import NumericsError, Preempted
+from hvfreeze.heads.moments import FeaturesError
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.strategies.strategy import MODEL, Answers, SolvesHeads
-from hvfreeze.training.checkpoints.best import follow_best, out_of_patience
-from hvfreeze.training.checkpoints.due import is_due, save_when_due
-from hvfreeze.training.checkpoints.saving import finish_saving, save
+from hvfreeze.strategies.base import MODEL, Answers, SolvesHeads
+from hvfreeze.training.auto import begin_stage, end_trial, judge, judge_tuned
+from hvfreeze.training.best_model import follow_best, out_of_patience
+from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
-from hvfreeze.training.progress import Progress
-from hvfreeze.training.stages.learning_rate import learning_rate
-from hvfreeze.training.stages.opening import HELD_OUT
+from hvfreeze.training.stage_build import HELD_OUT
+from hvfreeze.training.stages import learning_rate
 
 
-def train(job: Job, progress: Progress, *, asked: Sequence[int] = ()) -> None:
-    """Train from the job's step to the end, stage by stage, evaluating after the epochs that --evaluate-every names.
-
-    Collective: every rank of the job's world must call this.
+def train_stages(job: Job, *, asked: Sequence[int] = ()) -> None:
+    """Train from the job's step to the end, stage by stage, and evaluate as --evaluate-every says. Collective.
 
     Args:
         job: the run.
-        progress: where it is shown.
         asked: signals to leave that came before this, and may come until this takes over.
 
     Raises:
@@ -47,21 +47,22 @@ def train(job: Job, progress: Progress, *, asked: Sequence[int] = ()) -> None:
         job.clock.restart()
         while not (job.ended or out_of_patience(job)):
             if job.stage_epoch == job.stage.epochs:
-                job.course.turn()
-                progress.line(job.stage.title)
+                job.stage_runner.turn()
+                job.logger.info(job.stage.title)
+                begin_stage(job)
             make_epoch = EPOCHS[job.stage.config.head.head_fit]
-            make_epoch(job, job.stage_epoch, progress)
-            end_epoch(job, job.epochs_done, progress)
+            make_epoch(job, job.stage_epoch)
+            end_epoch(job, job.epochs_done)
             if job.stage_epoch == job.stage.epochs:
-                end_stage(job, progress)
+                end_stage(job)
             save_when_due(job)
             if out_of_patience(job):
-                progress.line(f"stopped early: {job.evaluations_in_vain} evaluations in a row found nothing better")
+                job.logger.info(f"stopped early: {job.evaluations_in_vain} evaluations in a row found nothing better")
         with job.clock.within("checkpoint"):
             finish_saving(job)
 
 
-def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
+def train_epoch(job: Job, epoch: int) -> None:
     """Make the steps of the stage's epoch `epoch` that are not made yet. Collective."""
     steps = job.steps_of(epoch)[job.stage_step - epoch * job.steps_per_epoch :]
     if steps:
@@ -70,9 +71,11 @@ def train_epoch(job: Job, epoch: int, progress: Progress) -> None:
         if job.stage_step >= job.stage.steps:
             break
         loss = train_step(job, batches)
-        job.budget.after_step(job.course, job.stage_step)
-        progress.expect(job.total_steps)
-        progress.step(job.step, f"epoch {job.epochs_done} loss {loss:.3f} cut {job.course.cut}{job.budget.note()}")
+        note = f"epoch {job.epochs_done} loss {loss:.3f} cut {job.stage_runner.cut}"
+        if job.budget is not None:
+            job.budget.after_step(job.stage_runner, job.stage_step)
+            note += job.budget.note()
+        job.progress.step(job.step, job.total_steps, note)
         if not job.at_epoch_end:
             save_when_due(job)
 
@@ -83,42 +86,57 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
     job.step += 1
     count(job.totals, result.answers, result.losses)
     if result.decision is not None:
-        job.record.decision(job.course.placed(result.decision))
+        job.record.decision(job.stage_runner.placed(result.decision))
     if result.leave:
         leave(job)
     return result.loss
 
 
-def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
-    """Solve the head on all of the training samples; it stands for all steps of the epoch. Collective.
-
-    Raises:
-        Preempted: the job was asked to leave before there was a solution; what is cached of the features stays.
-    """
-    batches = job.feed.every_view()
+def solve_epoch(job: Job, epoch: int) -> None:
+    """Solve the head on all of the training samples; it stands for all steps of the epoch. Collective."""
+    batches, passes = job.feed.every_view(), itertools.count(1)
     total = sum(batch.counted for batch in batches)
 
     def stop(rows: int) -> bool:
         if rows > 0:
-            progress.step(job.step + rows * job.steps_per_epoch // total, f"features of {rows} of {total} views")
+            done, note = rows * job.steps_per_epoch // total, f"features of {rows} of {total} views, then a solution"
+        else:
+            done, note = job.steps_per_epoch, f"the head is being solved: pass {next(passes)}"
+        job.progress.step(job.step + done, job.total_steps, note, even=False)
         return job.asked_to_leave
 
     def add(answers: Answers, loss: float) -> None:
         count(job.totals, {MODEL: answers}, {MODEL: loss})
 
     solver = cast(SolvesHeads, job.strategy)
-    fit = solver.solve_head(
-        batches, held_out=job.feed.held_out(HELD_OUT), judged=job.solution_is_judged, stop=stop, add=add
-    )
+    try:
+        fit = solver.solve_head(
+            batches,
+            held_out=job.feed.held_out(HELD_OUT),
+            trained=job.stage_runner.number > 0,
+            compare_mirrored=job.stage_runner.mirror is None and job.stage.config.data.mirror == "auto",
+            stop=stop,
+            add=add,
+        )
+    except FeaturesError as error:
+        raise NumericsError(f"{error}; these are {job.names(error.samples)}") from error
     if fit is None:
         leave(job)
         return
-    job.step, job.solved = job.course.first_step + job.stage.steps, fit
+    job.step, job.solved = job.stage_runner.first_step + job.stage.steps, fit
     reached = "" if fit.converged else f", which is not converged: off by {100 * fit.error:.0f} % at most"
-    progress.line(
+    job.logger.info(
         f"head solved: penalty {fit.penalty:.2g} of {len(fit.trials)} tried, {fit.passes} passes over {fit.rows} rows, "
         f"{fit.steps} steps{reached}"
     )
+    if fit.left_out:
+        job.logger.info(
+            f"note: nothing was fitted to {len(fit.left_out)} of the samples, whose features lie far from all others': "
+            f"{job.names(fit.left_out)}"
+        )
+    if fit.mirror is not None:
+        job.logger.info(fit.mirror.line())
+        job.stage_runner.mirror = "on" if fit.mirror.taken else "off"
 
 
 EPOCHS = {"sgd": train_epoch, "exact": solve_epoch, "kernel": solve_epoch}
@@ -127,16 +145,16 @@ EPOCHS = {"sgd": train_epoch, "exact": solve_epoch, "kernel": solve_epoch}
 
 def rate(job: Job) -> float:
     """Return the learning rate of the step to come."""
-    settings = job.config.optimizer
+    settings = job.stage.config.optimizer
     return learning_rate(
         job.stage_step, base=settings.lr, schedule=settings.schedule, warmup=settings.lr_warmup, total=job.stage.steps
     )
 
 
-def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
+def end_epoch(job: Job, epoch: int) -> None:
     """Evaluate on all ranks when that is due and write the epoch's line. Collective."""
     stage, stage_epoch = job.stage, job.stage_epoch
-    is_last = stage_epoch + 1 == stage.epochs and (job.solved is not None or job.course.is_last)
+    is_last = stage_epoch + 1 == stage.epochs and (job.solved is not None or job.stage_runner.is_last)
     tested: Scores = {}
     with job.clock.within("evaluate"):
         # Also where nothing is evaluated: how often that is done must not change one bit of the training.
@@ -144,22 +162,25 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         if is_last or job.config.run.evaluates(epoch):
             began = time.monotonic()
             tested = evaluate(job.strategy, job.evaluation_batches, job.world)
-            job.budget.after_evaluation(time.monotonic() - began)
+            if job.budget is not None:
+                job.budget.after_evaluation(time.monotonic() - began)
             job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
             job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
             follow_best(job, epoch)
         trained = reduce(job.totals, job.strategy.models, job.world, name="train")
-        report = job.course.report()
+        report = job.stage_runner.report()
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
-    images = job.images(job.step) - job.images(job.course.first_step + stage_epoch * job.steps_per_epoch)
+    images = job.images(job.step) - job.images(job.stage_runner.first_step + stage_epoch * job.steps_per_epoch)
     train_loss, train_accuracy = mean(trained)
+    fitted = f"loss {train_loss:.4f} | train {100 * train_accuracy:.2f} %"
+    held_out = job.solved.chosen if job.solved is not None else None
     loss, accuracy = mean(tested) if tested else (None, None)
     line = {
         "epoch": epoch,
         "step": job.step,
-        "cut": job.course.cut,
+        "cut": job.stage_runner.cut,
         "train_loss": train_loss,
         "train_accuracy": train_accuracy,
         "test_loss": loss,
@@ -170,39 +191,39 @@ def end_epoch(job: Job, epoch: int, progress: Progress) -> None:
         "allreduce_bytes": report["allreduce_bytes"],
         "cache": report["cache"],
     }
+    if held_out is not None:
+        # A head that is solved is right on what it was fitted to, whatever it has learnt.
+        fitted = f"held-out loss {held_out.held_out_loss:.4f} | held-out {100 * held_out.held_out_accuracy:.2f} %"
+        line |= {"held_out_loss": held_out.held_out_loss, "held_out_accuracy": held_out.held_out_accuracy}
+    if job.config.data.data == TEXT:
+        line |= {f"train_{name}": value for name, value in per_character(train_loss).items()}
+        line |= {f"test_{name}": value for name, value in ({} if loss is None else per_character(loss)).items()}
     line |= own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
     job.record.metrics(line)
-    job.curves.epoch(line, rate=rate(job))
+    if job.curves is not None:
+        job.curves.epoch(line, rate=rate(job))
     job.totals = {}
     job.epochs_done = epoch + 1
     shown = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
-    progress.line(
-        f"epoch {epoch:3d} | cut {job.course.cut} | loss {train_loss:.4f} | train {100 * train_accuracy:.2f} % | "
-        f"{shown} | {train_seconds(spent):.1f} s | {line['images_per_second']:.0f} images/s"
+    samples = "windows" if job.config.data.data == TEXT else "images"
+    if "test_bits_per_character" in line:
+        shown += f", {line['test_bits_per_character']:.3f} bits per character"
+    job.logger.info(
+        f"epoch {epoch:3d} | cut {job.stage_runner.cut} | {fitted} | {shown} | "
+        f"{train_seconds(spent):.1f} s | {line['images_per_second']:.0f} {samples}/s"
     )
     if loss is not None and not math.isfinite(loss):
-        progress.line("note: the loss on what was evaluated is not finite: its answers overflow; lower --lr")
+        job.logger.info("note: the loss on what was evaluated is not finite: its answers overflow; lower --lr")
 
 
-def end_stage(job: Job, progress: Progress) -> None:
-    """Let the guard judge what the stage has solved, and the budget plan what comes. Collective."""
-    judge(job, progress)
-    for line in job.budget.after_stage(job.course):
-        progress.line(line)
-
-
-def judge(job: Job, progress: Progress) -> None:
-    """Make the job's state the best so far, where a stage has solved a head and there is a guard. Not a collective."""
-    fit, job.solved = job.solved, None
-    if job.guard is None or fit is None:
-        return
-    before = job.guard.best.verdict if job.guard.best else None
-    verdict = job.guard.judge(fit, job.course.opened.model, job.last_scores, stage=job.course.number)
-    progress.line(verdict.line(before))
-    best = job.guard.best
-    if before is None or best is None:
-        return
-    job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
+def end_stage(job: Job) -> None:
+    """Let the guard judge what the stage has made, and the budget plan what comes. Collective."""
+    judge(job)
+    if job.budget is not None:
+        for line in job.budget.after_stage(job.stage_runner):
+            job.logger.info(line)
+    end_trial(job)
+    judge_tuned(job)
 
 
 def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:

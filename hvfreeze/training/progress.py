@@ -15,23 +15,26 @@ from tqdm import tqdm
 from hvfreeze.errors import UsageError
 
 SECONDS_BETWEEN_LINES = 30.0
+SECONDS_BETWEEN_LOOKS = 0.5
+WITHOUT_REST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+"""Of tqdm's bar what is left out is how long the rest takes."""
 
 
-class Speaker:
-    """Says lines: prints them on rank 0 unless the run is quiet, and keeps them in a log.
+class RunLogger:
+    """Prints lines on rank 0 unless the run is quiet, and keeps them in a log.
 
     Until `log_to` names the log, lines wait for it: the run directory is made last. Standard output that takes no more,
     as on a full disk or a pipe whose reader has gone, does not end a run.
     """
 
     def __init__(self, *, rank: int, quiet: bool) -> None:
-        self.speaks, self.prints = rank == 0, rank == 0 and not quiet
+        self.logs, self.prints = rank == 0, rank == 0 and not quiet
         self._waiting: list[str] = []
         self._log: Callable[[str], None] = self._waiting.append
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print a line, above the bar where there is one, and log it; lines below it are logged only."""
-        if self.speaks:
+        if self.logs:
             self._log(text)
         if self.prints:
             with suppress(OSError):
@@ -39,89 +42,57 @@ class Speaker:
                 sys.stdout.flush()
 
     def log_to(self, log: Callable[[str], None]) -> None:
-        """Keep what was said, and what will be, by calling `log` with each line."""
+        """Call `log` with each line so far, and each to come."""
         self._log = log
         for text in self._waiting:
             log(text)
 
 
-class Silence:
-    """What every rank but 0 shows: nothing."""
+class Progress:
+    """How far a run is: a bar on a terminal, else a line at most every 30 seconds; nothing on ranks but 0.
 
-    def expect(self, total: int) -> None:
-        """Show nothing."""
+    Args:
+        logger: says the lines; None shows nothing.
+        total: steps of the run, as is planned now.
+        done: of them.
+    """
 
-    def step(self, done: int, note: str) -> None:
-        """Show nothing."""
-
-    def line(self, text: str) -> None:
-        """Say nothing."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Lines:
-    """Plain lines, for logs and for launchers that tag each line: at most one in `SECONDS_BETWEEN_LINES`."""
-
-    def __init__(self, speaker: Speaker, total: int, *, done: int = 0) -> None:
-        self._speaker, self._total, self._first = speaker, total, done
+    def __init__(self, logger: RunLogger | None = None, total: int = 0, *, done: int = 0) -> None:
+        self._logger, self._first = logger, done
         self._start = self._last = time.monotonic()
+        shows_bar = logger is not None and logger.prints and sys.stderr.isatty()
+        self._bar: Any = None
+        if shows_bar:
+            self._bar = tqdm(
+                total=total, initial=done, unit="step", dynamic_ncols=True, mininterval=SECONDS_BETWEEN_LOOKS
+            )
 
-    def expect(self, total: int) -> None:
-        """Expect so many steps in all."""
-        self._total = total
+    def step(self, done: int, total: int, note: str, *, even: bool = True) -> None:
+        """Show how far training is, as a line when the last one is old enough.
 
-    def step(self, done: int, note: str) -> None:
-        """Say how far training is, when the last line is old enough."""
+        Where steps do not take the same time each, `even` is false, and how long the rest takes is not told.
+        """
         now = time.monotonic()
-        if now - self._last >= SECONDS_BETWEEN_LINES and done > self._first:
-            left = (now - self._start) / (done - self._first) * (self._total - done)
-            self._speaker.say(f"step {done}/{self._total} | {note} | {left / 60:.1f} min left")
+        if self._bar is not None:
+            self._bar.total, self._bar.bar_format = total, None if even else WITHOUT_REST
+            self._bar.set_postfix_str(note, refresh=False)
+            if done > self._bar.n:
+                self._bar.update(done - self._bar.n)
+            elif now - self._last >= SECONDS_BETWEEN_LOOKS:
+                self._bar.refresh()
+                self._last = now
+        elif self._logger is not None and now - self._last >= SECONDS_BETWEEN_LINES:
+            rest = ""
+            if even and done > self._first:
+                left = (now - self._start) / (done - self._first) * (total - done)
+                rest = f" | {left / 60:.1f} min left"
+            self._logger.info(f"step {done}/{total} | {note}{rest}")
             self._last = now
-
-    def line(self, text: str) -> None:
-        """Say a line."""
-        self._speaker.say(text)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Bar:
-    """A bar with the time left, for a terminal."""
-
-    def __init__(self, speaker: Speaker, total: int, *, done: int = 0) -> None:
-        self._speaker = speaker
-        self._bar: Any = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, mininterval=0.5)
-
-    def expect(self, total: int) -> None:
-        """Expect so many steps in all."""
-        self._bar.total = total
-
-    def step(self, done: int, note: str) -> None:
-        """Move the bar."""
-        self._bar.set_postfix_str(note, refresh=False)
-        self._bar.update(done - self._bar.n)
-
-    def line(self, text: str) -> None:
-        """Say a line, above the bar."""
-        self._speaker.say(text)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
-        self._bar.close()
-
-
-Progress = Silence | Lines | Bar
-
-
-def open_progress(speaker: Speaker, total: int, *, done: int) -> Progress:
-    """Return what a rank shows while `total` steps are made, `done` of which are already."""
-    if not speaker.speaks:
-        return Silence()
-    shows_bar = speaker.prints and sys.stderr.isatty()
-    return Bar(speaker, total, done=done) if shows_bar else Lines(speaker, total, done=done)
+        if self._bar is not None:
+            self._bar.close()
 
 
 def check_curves(*, wanted: bool) -> None:
@@ -131,16 +102,6 @@ def check_curves(*, wanted: bool) -> None:
             "--tensorboard needs the tensorboard library, which is not installed: pip install tensorboard, or leave "
             "it out; `hvfreeze report --watch` follows a run without it"
         )
-
-
-class NoCurves:
-    """A run without --tensorboard, and every rank but 0 of one with it."""
-
-    def epoch(self, line: Mapping[str, Any], *, rate: float) -> None:
-        """Draw nothing."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Curves:

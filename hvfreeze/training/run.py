@@ -12,39 +12,62 @@ from typing import Any
 
 import torch
 
-from hvfreeze.applying.card.file import sha256_of, write_card
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.mpi_environment import noticing
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import TEXT
 from hvfreeze.config.tree import Config
+from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.ranks.agreement import together
-from hvfreeze.ranks.machine.signals import noticing
-from hvfreeze.ranks.world import World
+from hvfreeze.inference.card import head_named, sha256_of, write_card
+from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.runs.publishing import publish, publishing
+from hvfreeze.runs.files import publish, publishing
 from hvfreeze.runs.reading import SUMMARY, read_object
 from hvfreeze.runs.record import finite
-from hvfreeze.strategies.strategy import WholeModel
-from hvfreeze.torch_compiler import leave_compiler_out
-from hvfreeze.training.checkpoints.best import best_path, out_of_patience
-from hvfreeze.training.checkpoints.file import newest
-from hvfreeze.training.checkpoints.restoring import restore
-from hvfreeze.training.checkpoints.saving import directory_of, save
-from hvfreeze.training.evaluation import by_model
+from hvfreeze.strategies.base import WholeModel
+from hvfreeze.torch_imports import leave_compiler_out
+from hvfreeze.training.auto import report_of_stages
+from hvfreeze.training.best_model import best_path, out_of_patience
+from hvfreeze.training.build import prepare
+from hvfreeze.training.checkpoint import directory_of, restore, save
+from hvfreeze.training.checkpoint_file import newest
+from hvfreeze.training.evaluation import by_model, mean
 from hvfreeze.training.job import Job
-from hvfreeze.training.loop import own_part, train
-from hvfreeze.training.making.preparing import prepare
-from hvfreeze.training.progress import Curves, NoCurves, Progress, open_progress
+from hvfreeze.training.loop import own_part, train_stages
+from hvfreeze.training.progress import Curves, Progress
 
 
-def run(config: Config, world: World, *, asked: Sequence[int] = (), started: float | None = None) -> dict[str, Any]:
-    """Train as `config` says and return summary.json's object, on every rank.
+def train(config: Config) -> dict[str, Any]:
+    """Run a configuration in this process, or as this rank of the job, and return summary.json's object. Collective.
 
-    Collective: every rank of `world` must call this.
+    As `hvfreeze train` with the same settings. An error that nobody catches ends the job with its exit code.
+
+    Raises:
+        HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
+    """
+    world = script_world()
+    report_errors(world)
+    return run(config, world)
+
+
+def run(
+    config: Config,
+    world: World,
+    *,
+    asked: Sequence[int] = (),
+    started: float | None = None,
+    given: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
+    """Train as `config` says and return summary.json's object, on every rank. Collective.
 
     Args:
         config: the run.
         world: all ranks of the job.
         asked: signals that asked this rank to leave before this call.
         started: `time.monotonic()` from which --time-budget counts; None is now.
+        given: settings that were asked for, by flag with underscores, beside those that are not the defaults: the user
+            is told which of them have no effect.
 
     Raises:
         HvfreezeError: see its subclasses; raised on all ranks.
@@ -52,45 +75,42 @@ def run(config: Config, world: World, *, asked: Sequence[int] = (), started: flo
     with noticing(signal.SIGUSR1) as came:
         came.extend(asked)
         leave_compiler_out()
-        job = prepare(config, world) if started is None else prepare(config, world, started=started)
-        with told_at_its_end(job):
+        job = prepare(config, world, started=started, given=given)
+        with logging_its_end(job):
             return train_and_conclude(job, came)
 
 
 def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
     """Go on from the newest checkpoint or start, train to the end, and return the summary; see `run`. Collective."""
-    wrote = restore(job) if job.config.run.resume else None
+    world, wrote = job.world, restore(job) if job.config.run.resume else None
     done = finished(job) if wrote else None
-    progress = open_progress(job.speaker, job.total_steps, done=job.step)
+    job.progress = Progress(job.logger, job.total_steps, done=job.step)
     try:
         if done is not None:
-            progress.line(f"{job.directory} is complete; nothing to do")
+            job.logger.info(f"{job.directory} is complete; nothing to do")
             return done
-        together(job.world, job.record.begin, name="record.begin")
-        job.curves = together(job.world, lambda: open_curves(job), name="curves")
-        introduce(job, progress, resumed=wrote is not None)
-        if wrote not in (None, job.world.size):
+        raise_on_all_ranks(world, job.record.begin, name="record.begin")
+        draws = job.config.run.tensorboard and world.rank == 0
+        job.curves = raise_on_all_ranks(
+            world, lambda: Curves(job.directory / "tensorboard", step=job.step) if draws else None, name="curves"
+        )
+        introduce(job, resumed=wrote is not None)
+        if wrote not in (None, world.size):
             # At once, in place of those that count other steps: the newest is found by its number of steps.
             save(job, settled=True, alone=True)
-        train(job, progress, asked=asked)
+        train_stages(job, asked=asked)
     finally:
-        progress.close()
-        job.curves.close()
+        job.progress.close()
+        if job.curves is not None:
+            job.curves.close()
         job.strategy.close()
         if job.saving is not None:
             job.saving.let_go()
     return conclude(job)
 
 
-def open_curves(job: Job) -> NoCurves | Curves:
-    """Return what draws the run's curves: rank 0 with --tensorboard."""
-    if not job.config.run.tensorboard or job.world.rank > 0:
-        return NoCurves()
-    return Curves(job.directory / "tensorboard", step=job.step)
-
-
 @contextmanager
-def told_at_its_end(job: Job) -> Iterator[None]:
+def logging_its_end(job: Job) -> Iterator[None]:
     """Log why the run ended early, and tell who interrupts it how it goes on; let others use its directory."""
     try:
         yield
@@ -112,44 +132,36 @@ def way_on(job: Job) -> str:
     return f"go on {where} with: {shlex.join([*again, '--resume'])}"
 
 
-def introduce(job: Job, progress: Progress, *, resumed: bool) -> None:
+def introduce(job: Job, *, resumed: bool) -> None:
     """Say what is about to happen."""
-    config = job.config
-    progress.line(
+    config, say = job.config, job.logger.info
+    say(
         f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, {job.world.size} "
         f"{'rank' if job.world.size == 1 else 'ranks'}, {job.steps_per_epoch} steps an epoch, "
         f"freeze {config.freeze.freeze}, cache {config.cache.cache}; files in {job.directory}"
     )
     for note in job.notes:
-        progress.line(f"note: {note}")
-    for line in [] if resumed else job.budget.told():
-        progress.line(line)
+        say(f"note: {note}")
+    if job.budget is not None and not resumed:
+        for line in job.budget.describe():
+            say(line)
     if resumed:
-        progress.line(f"resumed after step {job.step} of {job.total_steps}, cut {job.course.cut}")
+        say(f"resumed after step {job.step} of {job.total_steps}, cut {job.stage_runner.cut}")
 
 
 def finished(job: Job) -> dict[str, Any] | None:
-    """Return the summary of a run that has ended already, on every rank; None for one that has not.
-
-    Collective: every rank of the world must call this.
-
-    Raises:
-        RefusedError: there is a summary, but a damaged one.
-    """
+    """Return the summary of a run that has ended already, on every rank; None for one that has not. Collective."""
     path = job.directory / "summary.json"
 
     def read() -> dict[str, Any] | None:
         ended = job.ended or out_of_patience(job)
         return read_object(path, SUMMARY) if job.world.rank == 0 and ended and path.exists() else None
 
-    return job.world.broadcast_object(together(job.world, read, name="summary.read"), name="finished")
+    return job.world.broadcast_object(raise_on_all_ranks(job.world, read, name="summary.read"), name="finished")
 
 
 def conclude(job: Job) -> dict[str, Any]:
-    """Check that ranks agree, keep the models and write the summary.
-
-    Collective: every rank of the world must call this.
-    """
+    """Check that ranks agree, keep the models and write the summary. Collective."""
     job.strategy.settle()
     # Not training, in which the clock would have it.
     with job.clock.within("checkpoint"):
@@ -157,9 +169,9 @@ def conclude(job: Job) -> dict[str, Any]:
         export(job, digest=digest)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
-    report = job.course.report()
-    if job.guard is not None and job.guard.best is not None:
-        report |= {"head": job.guard.best.head}
+    report = job.stage_runner.report()
+    if job.config.freeze.auto:
+        report |= report_of_stages(job)
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": job.best_accuracy,
@@ -171,34 +183,31 @@ def conclude(job: Job) -> dict[str, Any]:
         "images_per_second": job.images(job.step) / max(spent, 1e-9),
         "allreduce_bytes": report["allreduce_bytes"],
         "other_collective_bytes": report["other_collective_bytes"],
-        "final_cut": job.course.cut,
+        "final_cut": job.stage_runner.cut,
         "cut_history": [list(move) for move in report["cut_history"]],
         "cache": report["cache"],
         "parameter_digest": digest,
         "resumed": list(job.record.resumed),
     }
-    if job.config.freeze.auto:
-        summary["stages"] = job.stages_told()
-    summary |= job.budget.report()
+    if job.budget is not None:
+        summary |= job.budget.report()
     if job.config.run.keep == "best":
         summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
+    if job.config.data.data == TEXT and job.last_scores:
+        found = per_character(mean(job.last_scores).loss)
+        summary |= {f"test_{name}": value for name, value in found.items()}
     summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)
     summary = job.world.broadcast_object(finite(summary), name="summary")
-    together(job.world, lambda: job.record.summary(summary), name="summary.write")
+    raise_on_all_ranks(job.world, lambda: job.record.summary(summary), name="summary.write")
     return summary
 
 
 def export(job: Job, *, digest: str) -> None:
-    """Write each trained model, as it is or was best, as a state_dict, model.pt where there is one, and its card.
-
-    Args:
-        job: a run that has settled.
-        digest: summary.json's `parameter_digest`.
-
-    Collective: every rank of the world must call this.
-    """
+    """Write each trained model, as it is or was best, as a state_dict, with its card. Collective."""
     kept = job.best if job.config.run.keep == "best" else {}
-    done = replace(job.card, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
+    # The head of the stage that is open, whose model this is: stages behind it may have been planned and not made.
+    head = head_named(job.stage.config.head)
+    done = replace(job.card, head=head, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
 
     def write(model: WholeModel) -> None:
         if job.world.rank == 0:
@@ -218,7 +227,8 @@ def export(job: Job, *, digest: str) -> None:
                 with publishing(path) as file:
                     torch.save(model.state, file)
             classes = model.classes or done.classes
-            write_card(path.with_name(f"{model.name}.yaml"), replace(card, sha256=sha256_of(path), classes=classes))
+            card = replace(card, sha256=sha256_of(path), classes=classes, exits=model.exits)
+            write_card(path.with_name(f"{model.name}.yaml"), card)
 
     for model in job.strategy.whole_models():
-        together(job.world, partial(write, model), name="export")
+        raise_on_all_ranks(job.world, partial(write, model), name="export")

@@ -20,7 +20,7 @@ from typing import IO
 
 from tests.parallel.startup.handover import address
 
-LOADED = ("torch", "hvfreeze.torchvision_shim", "numpy", "PIL.Image", "tqdm", "yaml")
+LOADED = ("torch", "torch._dynamo", "hvfreeze.torchvision_shim", "numpy", "PIL.Image", "tqdm", "yaml")
 PROGRAM = Path(__file__).with_name("standing.py")
 FRESH = "HVFREEZE_TEST_FRESH"
 """Set, it makes every rank a new process that loads PyTorch itself."""

@@ -15,4 +15,4 @@ def seldom(*values: object) -> Any:
 
 def sizes(*often: int, of: Iterable[int] = (1, 2, 3, 4)) -> list[Any]:
     """Return every number of ranks in `of`: those in `often` for all runs of the tests, the others for torture."""
-    return [size if size in often else seldom(size) for size in of]
+    return [pytest.param(size) if size in often else seldom(size) for size in of]

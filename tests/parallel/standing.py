@@ -2,9 +2,9 @@
 
 Started by pool.py with a listening socket; startup/handover.py asks, and startup/becoming.py is what a copy does. It is
 the asking process in all that its program could notice: command, variables, folder, input, output, signals, exit code.
-Nothing that a rank does reaches the next one. Loaded are PyTorch and what comes with it, not the program itself, nor
-what opens files or talks to other ranks: HDF5, Horovod and mpi4py. When its input ends, the tests are over, and so is
-this process.
+Nothing that a rank does reaches the next one. Loaded are PyTorch, what comes with it, and its compiler, which every
+optimizer loads in its first step and which takes longer than all else; not the program itself, nor what opens files or
+talks to other ranks: HDF5, Horovod and mpi4py. When its input ends, the tests are over, and so is this process.
 """
 
 from __future__ import annotations

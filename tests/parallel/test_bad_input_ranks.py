@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.parallel.mpirun import ROOT, STARTUP, TIMED_OUT, Result, hvfreeze, mpirun
+from tests.parallel.mpirun import ROOT, STARTUP, Result, hvfreeze, mpirun
 from tests.program import contents, save_photos, spawn
 
 CONFINED = Path(__file__).with_name("workers") / "confined.py"
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "96", "--batch-size", "16", "--epochs", "1"]
 SMALL += ["--threads", "1"]
+TINY = "train --model shufflenet_v2_x0_5 --image-size 16 --train-samples 48"
+PHOTOS = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--batch-size", "8"]
 
 pytestmark = pytest.mark.mpi
 
@@ -35,16 +37,29 @@ def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> R
     return hvfreeze(1, "train", *arguments, *first, *other)
 
 
-def test_a_usage_error_is_said_once_for_all_ranks(run_dir: Path) -> None:
-    refused(
-        hvfreeze(3, "train", *SMALL, "--run-dir", str(run_dir), "--epoch", "2"),
-        2,
-        "error: unknown argument '--epoch'; did you mean '--epochs'?",
-    )
-
-
-def test_an_unknown_command_is_said_once_for_all_ranks() -> None:
-    refused(hvfreeze(3, "trian"), 2, "error: unknown command 'trian'; did you mean 'train'?")
+@pytest.mark.parametrize(
+    ("ranks", "words", "code", "told"),
+    [
+        (3, f"train {' '.join(SMALL)} --epoch 2", 2, ["unknown argument '--epoch'; did you mean '--epochs'?"]),
+        (3, "trian", 2, ["error: unknown command 'trian'; did you mean 'train'?"]),
+        (2, f"{TINY} --batch-size 1", 2, ["--batch-size (1)", "BatchNorm"]),
+        (
+            3,
+            f"{TINY} --batch-size 1 --strategy shared-trunk --head-blocks 2 --augment none",
+            2,
+            ["--batch-size (1)", "BatchNorm"],
+        ),
+        (
+            4,
+            f"{TINY} --batch-size 8 --strategy grid --parts 2 --micro-batches 8",
+            2,
+            ["--micro-batches (8) of --batch-size (8)", "BatchNorm"],
+        ),
+    ],
+)
+def test_what_all_ranks_refuse_is_said_once(run_dir: Path, ranks: int, words: str, code: int, told: list[str]) -> None:
+    where = ["--run-dir", str(run_dir)] if words.startswith("train") else []
+    refused(hvfreeze(ranks, *words.split(), *where), code, *told)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +79,7 @@ def test_ranks_with_different_arguments_are_refused(
 
 def test_ranks_with_different_data_are_refused(run_dir: Path, tmp_path: Path) -> None:
     folders = [save_photos(tmp_path / "0"), save_photos(tmp_path / "1", classes="ac")]
-    common = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--batch-size", "8", "--run-dir", str(run_dir)]
-    result = each_its_own(common, ["--data-dir", str(folders[0])], ["--data-dir", str(folders[1])])
+    result = each_its_own([*PHOTOS, "--run-dir", str(run_dir)], *(["--data-dir", str(folder)] for folder in folders))
     refused(result, 2, "different data", "on rank 0", "on rank 1")
 
 
@@ -75,8 +89,7 @@ def test_other_pixels_in_files_of_equal_names_and_sizes_are_refused(run_dir: Pat
         for part, name, number in product(("train", "test"), "ab", range(12)):
             (folder / part / name).mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (32, 32), (100 + shade, 50, 50)).save(folder / part / name / f"{number:02d}.bmp")
-    common = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--batch-size", "8", "--run-dir", str(run_dir)]
-    result = each_its_own(common, ["--data-dir", str(folders[0])], ["--data-dir", str(folders[1])])
+    result = each_its_own([*PHOTOS, "--run-dir", str(run_dir)], *(["--data-dir", str(folder)] for folder in folders))
     refused(result, 2, "different pixels", "on rank 0", "on rank 1")
 
 
@@ -84,14 +97,8 @@ def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: P
     stub = tmp_path / "stub" / "horovod"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text('raise ImportError("built for another interpreter")')
-    result = hvfreeze(
-        3,
-        "train",
-        *SMALL,
-        "--run-dir",
-        str(run_dir),
-        env={"PYTHONPATH": ":".join(map(str, (stub.parent, STARTUP, ROOT)))},
-    )
+    env = {"PYTHONPATH": ":".join(map(str, (stub.parent, STARTUP, ROOT)))}
+    result = hvfreeze(3, "train", *SMALL, "--run-dir", str(run_dir), env=env)
     refused(result, 2, "3 tasks", "Horovod", "built for another interpreter", "make setup")
 
 
@@ -103,24 +110,8 @@ def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Pa
 
 def test_fewer_samples_than_ranks_are_refused(run_dir: Path, tmp_path: Path) -> None:
     photos = save_photos(tmp_path / "photos", training=1)
-    arguments = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos)]
-    result = hvfreeze(3, "train", *arguments, "--batch-size", "1", "--run-dir", str(run_dir))
+    result = hvfreeze(3, "train", *PHOTOS, "--data-dir", str(photos), "--batch-size", "1", "--run-dir", str(run_dir))
     refused(result, 2, "2 training samples are fewer than 3 shards")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "told"),
-    [
-        (2, "--batch-size 1", "--batch-size (1)"),
-        (3, "--batch-size 1 --strategy shared-trunk --head-blocks 2 --augment none", "--batch-size (1)"),
-        (4, "--batch-size 8 --strategy grid --parts 2 --micro-batches 8", "--micro-batches (8) of --batch-size (8)"),
-    ],
-)
-def test_single_values_that_no_batchnorm_can_normalise_are_refused(
-    run_dir: Path, ranks: int, flags: str, told: str
-) -> None:
-    small = ["--model", "shufflenet_v2_x0_5", "--image-size", "16", "--train-samples", "48"]
-    refused(hvfreeze(ranks, "train", *small, *flags.split(), "--run-dir", str(run_dir)), 2, told, "BatchNorm")
 
 
 def test_damaged_images_of_all_shards_are_named_in_one_message(run_dir: Path, tmp_path: Path) -> None:
@@ -130,10 +121,10 @@ def test_damaged_images_of_all_shards_are_named_in_one_message(run_dir: Path, tm
     for image in images:
         whole = image.read_bytes()
         image.write_bytes(whole[: len(whole) // 2])
-    arguments = ["--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos), "--epochs", "1"]
-    result = hvfreeze(2, "train", *arguments, "--batch-size", "8", "--run-dir", str(run_dir))
+    arguments = [*PHOTOS, "--data-dir", str(photos), "--epochs", "1"]
+    result = hvfreeze(2, "train", *arguments, "--run-dir", str(run_dir))
     refused(result, 3, "8 images cannot be used", "not an intact image", "--skip-bad", *map(str, images))
-    result = hvfreeze(2, "train", *arguments, "--batch-size", "8", "--skip-bad", "--run-dir", str(tmp_path / "other"))
+    result = hvfreeze(2, "train", *arguments, "--skip-bad", "--run-dir", str(tmp_path / "other"))
     assert result.returncode == 0 and "8 images cannot be decoded and are left out" in result.stdout, str(result)
 
 
@@ -149,7 +140,6 @@ def test_more_ranks_than_cores_run_and_say_so(tmp_path: Path) -> None:
     arguments = ["train", *SMALL[:-2], "--run-dir", str(folder)]
     result = mpirun(2, CONFINED, timeout=120, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
     assert result.returncode == 0, str(result)
-    assert result.returncode != TIMED_OUT
     notes = [line for line in result.stdout.splitlines() if "2 ranks for 1 cores" in line]
     assert len(notes) == 1, str(result)
     assert notes[0].startswith("note: ")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.parts.peers.times import read_costs
+from analysis.parts.peers import read_costs
 from tests.parallel.mpirun import ROOT, environment
 
 pytestmark = [pytest.mark.mpi]
@@ -27,6 +27,7 @@ def test_a_row_is_measured_on_two_ranks_and_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.torture
 def test_each_kind_of_step_is_timed_and_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "analysis.step_costs", "--quick", "--results", str(tmp_path)]
     variables = environment({}, out=tmp_path, timeout=240, ranks=2)

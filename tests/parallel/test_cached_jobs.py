@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.mpirun import hvfreeze
+from tests.parallel.faulted import FAULTY
+from tests.parallel.mpirun import Result, hvfreeze, mpirun
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -19,10 +20,17 @@ TRAIN = (
 )
 
 
+def train(ranks: int, run: Path, *flags: str) -> Result:
+    """Run the program with a small network; see workers/faulty.py."""
+    arguments = ["-", *TRAIN, "--run-dir", str(run), *flags]
+    result = mpirun(ranks, FAULTY, args=arguments, timeout=150, every_rank_reports=False)
+    assert result.returncode == 0, str(result)
+    return result
+
+
 def summary(run: Path, *flags: str) -> dict[str, Any]:
     """Train with two ranks in `run` and return its summary."""
-    result = hvfreeze(2, *TRAIN, "--run-dir", str(run), *flags, timeout=150)
-    assert result.returncode == 0, str(result)
+    train(2, run, *flags)
     loaded: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return loaded
 
@@ -50,8 +58,7 @@ def test_ranks_without_evaluation_samples_cache_like_the_others(tmp_path: Path) 
     few = ("--validation-fraction", "0.016")
     found = {}
     for mode in ("on", "off"):
-        result = hvfreeze(3, *TRAIN, *few, "--cache", mode, "--run-dir", str(tmp_path / mode), timeout=150)
-        assert result.returncode == 0, str(result)
+        result = train(3, tmp_path / mode, *few, "--cache", mode)
         found[mode] = json.loads((tmp_path / mode / "summary.json").read_text())
     assert "2 training samples are held out" in result.stdout, "each rank has one: this test says nothing"
     assert found["on"]["parameter_digest"] == found["off"]["parameter_digest"]

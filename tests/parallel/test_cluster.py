@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -48,7 +49,7 @@ def interfaces() -> str:
 @pytest.mark.fault
 def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_one(nodes: Nodes, folder: Path) -> None:
     job = ["horovodrun", "-np", "2", "-H", ",".join(nodes.hosts.split(",")[:2])]
-    options = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--epochs", "12"]
+    options = ["--train-samples", "64", "--epochs", "12"]
     whole = nodes.run(*job, *training(folder / "whole", *options), OMP_NUM_THREADS="1", HVFREEZE_CORES="1")
     assert whole.returncode == 0, whole.stderr
     assert "note: computing threads fill the nodes' cores: Horovod looks for work every 5 ms" in whole.stdout
@@ -109,6 +110,18 @@ def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nod
             ring = 2 * (size - 1) / size * bytes_of["formula"]
             # Headers are 5 % of a full packet; agreeing on a message takes the same few bytes for each of them.
             assert bytes_of["wire"] == pytest.approx(ring, rel=0.1, abs=60_000), compression
+
+
+@pytest.mark.slow
+def test_the_interfaces_of_a_stale_ring_send_activations_and_errors_and_no_labels(nodes: Nodes, folder: Path) -> None:
+    worker = [sys.executable, str(WORKERS / "sent_ring.py"), str(folder / "found")]
+    done = nodes.run(HOROVODRUN, "-np", "2", "-H", "node0:1,node1:1", *worker, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    for rank in json.loads((folder / "found").read_text()):
+        # Of three modules on two ranks, each rank sends an activation and an error.
+        assert rank["handed"] == 2 * rank["boundary"]
+        assert rank["wire"] == pytest.approx(rank["handed"], rel=0.1)
+        assert rank["labels"] > 0.1 * rank["handed"], "labels would not be seen"
 
 
 def test_everything_that_is_wrong_with_a_node_is_one_line_before_anything_starts(nodes: Nodes) -> None:
@@ -247,3 +260,47 @@ def test_what_a_machine_lacks_is_said_with_its_remedy(nodes: Nodes, tmp_path: Pa
     done = launch([CLUSTER, "up"], PATH=str(tmp_path))
     assert done.returncode == 2
     assert "ip is missing: apt-get install iproute2" in done.stderr
+
+
+def test_a_message_takes_the_latency_that_was_asked_for_and_every_byte_arrives(folder: Path) -> None:
+    latency, count = 0.02, 5_000_000
+    with up("cluster", "--nodes", "2", "--latency", "20ms", "--bandwidth", "1gbit") as nodes:
+        ask = (
+            "import socket, time; start = time.monotonic(); socket.create_connection(('node1', 22)); "
+            "print(time.monotonic() - start)"
+        )
+        done = nodes.run(sys.executable, "-c", ask)
+        assert done.returncode == 0, done.stderr
+        # There and back; without the wires' delay it takes a hundredth of that.
+        assert float(done.stdout) >= 2 * latency
+        source = folder / "sent"
+        source.write_bytes(os.urandom(count))
+        assert nodes.run("sh", "-c", f"ssh node1 'cat > $TMPDIR/sent' < {source}").returncode == 0
+        received = nodes.run("ssh", "node1", "sha256sum $TMPDIR/sent").stdout.split()[0]
+    assert received == hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def test_a_node_whose_wire_ends_is_dead_and_the_others_are_not() -> None:
+    with up("cluster", "--nodes", "2", "--latency", "1ms") as nodes:
+        found = state(nodes.name)
+        assert found["latency"] == 1e-3
+        wires = [child for child in children(found["supervisor"]) if carries_frames(child)]
+        assert len(wires) == 2
+        os.kill(max(wires), signal.SIGKILL)
+        wait_until(lambda: 0 in [node["pid"] for node in state(nodes.name)["nodes"]], what="a node is dead")
+        assert [bool(node["pid"]) for node in state(nodes.name)["nodes"]] == [True, False]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def carries_frames(pid: int) -> bool:
+    return any(os.readlink(descriptor) == "/dev/net/tun" for descriptor in Path(f"/proc/{pid}/fd").iterdir())
+
+
+@pytest.mark.parametrize("latency", ["0ms", "1.5s", "fast", "-1ms"])
+def test_a_latency_that_is_none_is_refused(latency: str) -> None:
+    done = launch([CLUSTER, "up", f"--latency={latency}"])
+    assert done.returncode == 2
+    assert "is no time up to a second: 100us, 0.5ms, ..." in done.stderr

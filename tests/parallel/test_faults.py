@@ -7,11 +7,14 @@ import os
 import re
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.parallel.faulted import (
+    FAULTY,
     IMPATIENT,
     TRAINING,
     checkpoints,
@@ -21,9 +24,14 @@ from tests.parallel.faulted import (
     summary,
     train,
 )
+from tests.parallel.mpirun import TIMED_OUT, Result, mpirun
 from tests.program import call
 
-pytestmark = [pytest.mark.mpi, pytest.mark.fault]
+pytestmark = [pytest.mark.mpi, pytest.mark.fault, pytest.mark.slow]
+
+NEIGHBOURS = ["--model", "resnet20", "--train-samples", "80", "--validation-fraction", "0.2", "--batch-size", "16"]
+NEIGHBOURS += ["--epochs", "2", "--threads", "1", "--lr", "0.05", "--checkpoint-every", "1", "--json"]
+"""A run of a strategy whose ranks wait for their neighbours."""
 
 
 def test_evaluating_less_often_changes_no_bit_of_the_training(tmp_path: Path) -> None:
@@ -43,12 +51,9 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_ranks_that_wait_or_com
     assert result.returncode == 1, str(result)
     lines = result.stderr.splitlines()
     first = next(number for number, line in enumerate(lines) if "failed" in line or "Traceback" in line)
-    assert lines[first : first + 2] == ["hvfreeze: rank 1 of 3 failed", "Traceback (most recent call last):"], str(
-        result
-    )
-    assert "RuntimeError: injected" in lines, str(result)
-    assert result.stderr.count("Traceback") == 1, str(result)
-    assert not messages(result), str(result)
+    start = ["hvfreeze: rank 1 of 3 failed", "Traceback (most recent call last):"]
+    assert lines[first : first + 2] == start and "RuntimeError: injected" in lines, str(result)
+    assert result.stderr.count("Traceback") == 1 and not messages(result), str(result)
 
 
 @pytest.mark.parametrize(("fault", "code"), [("exit", 3), ("segfault", 128 + signal.SIGSEGV), ("interrupt", 130)])
@@ -58,19 +63,50 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, fault: str, code: int) ->
     assert checkpoints(tmp_path / "run", size=2) == [4]
 
 
-def assert_waited_no_longer_than_it_may(said: str) -> None:
-    match = re.search(r"waited (\d+) s in", said)
-    assert match and int(match[1]) <= int(IMPATIENT["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) + 10, said
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_stopped_rank_ends_the_job_at_the_deadline(culprit: int, tmp_path: Path) -> None:
-    result = train(2, f"{culprit}:3:stop", tmp_path / "run", env=IMPATIENT)
-    assert result.returncode == 6, str(result)
+@pytest.mark.parametrize(
+    ("size", "fault", "code", "words", "kept"),
+    [
+        (2, "1:6:loss", 5, ["step 6: the loss is not finite on 1 of 2 ranks; no update was made"], [4]),
+        (3, "1:1:perturb", 4, ["replicas are not equal after step 2: rank 1 differ"], []),
+        (2, "1:9:move-frozen", 4, ["rank 1: ", "frozen"], [4, 8]),
+        (2, "1:6:freeze-alone", 4, ["ranks disagree on which parameters are frozen"], [4]),
+        (2, "0:6:log", 3, ["metrics.jsonl cannot be written: No space left on device"], [4]),
+        (2, "1:6:refuse", 3, ["error: rank 1: injected"], [4]),
+        (2, "1:-2:versions", 2, ["ranks were started with different versions", "'0.1' on rank 1"], None),
+        (2, "1:-2:sources", 2, ["different versions: source is", "'other' on rank 1"], None),
+    ],
+)
+def test_a_rank_that_goes_astray_ends_the_job_with_one_message(
+    tmp_path: Path, size: int, fault: str, code: int, words: list[str], kept: list[int] | None
+) -> None:
+    result = train(size, fault, tmp_path / "run")
+    assert result.returncode == code, str(result)
     said = only_message(result)
-    assert f"for rank {culprit} on " in said and "which gives no sign of life" in said
-    assert "in 'step.signals'" in said or "in 'gradients." in said
-    assert_waited_no_longer_than_it_may(said)
+    assert not [each for each in words if each not in said], str(result)
+    if kept is None:
+        assert not (tmp_path / "run").exists()
+    else:
+        assert checkpoints(tmp_path / "run", size=size) == kept
+    if "move-frozen" in fault:
+        assert epochs(tmp_path / "run")[-1]["cut"] > 0, "nothing was frozen, so nothing was shown"
+
+
+def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
+    """Stopped, or computing; two jobs at a time, which do little but wait."""
+    silent, busy = "which gives no sign of life", "which computes"
+    cases = {(2, "0:3:stop"): silent, (2, "1:3:stop"): silent, (3, "1:3:spin"): busy}
+
+    def run(case: tuple[int, str]) -> Result:
+        return train(*case, tmp_path / case[1].replace(":", "-") / "run", env=IMPATIENT)
+
+    with ThreadPoolExecutor(2) as starters:
+        results = dict(zip(cases, starters.map(run, cases), strict=True))
+    for (size, fault), result in results.items():
+        assert result.returncode == 6, f"{size}, {fault}: {result!s}"
+        said = only_message(result)
+        assert f"for rank {fault[0]} on " in said and cases[size, fault] in said, said
+        match = re.search(r"waited (\d+) s in '(step\.signals|gradients\.)", said)
+        assert match and int(match[1]) <= int(IMPATIENT["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) + 10, said
 
 
 @pytest.mark.parametrize(("size", "culprit"), [(2, 0), (3, 2)])
@@ -91,43 +127,6 @@ def test_a_rank_that_is_stopped_when_the_run_is_complete_ends_the_job_which_stay
     assert summary(folder)["parameter_digest"] == summary(straight)["parameter_digest"]
 
 
-def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
-    result = train(3, "1:3:spin", tmp_path / "run", env=IMPATIENT)
-    assert result.returncode == 6, str(result)
-    said = only_message(result)
-    assert "s in 'step.signals' for rank 1 on " in said and "which computes" in said
-    assert_waited_no_longer_than_it_may(said)
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_stops_all_in_the_same_step(tmp_path: Path) -> None:
-    result = train(2, "1:6:loss", tmp_path / "run")
-    assert result.returncode == 5, str(result)
-    assert "step 6: the loss is not finite on 1 of 2 ranks; no update was made" in only_message(result)
-    assert checkpoints(tmp_path / "run", size=2) == [4]
-
-
-def test_a_replica_that_differs_in_one_bit_is_found_and_named(tmp_path: Path) -> None:
-    result = train(3, "1:1:perturb", tmp_path / "run")
-    assert result.returncode == 4, str(result)
-    assert "replicas are not equal after step 2: rank 1 differ" in only_message(result)
-    assert not checkpoints(tmp_path / "run", size=3)
-
-
-def test_a_frozen_parameter_that_moves_ends_the_job_in_that_step(tmp_path: Path) -> None:
-    result = train(2, "1:9:move-frozen", tmp_path / "run")
-    assert result.returncode == 4, str(result)
-    assert "rank 1: " in only_message(result) and "frozen" in only_message(result)
-    assert [line["cut"] for line in epochs(tmp_path / "run")][-1] > 0, "nothing was frozen, so nothing was shown"
-    assert checkpoints(tmp_path / "run", size=2) == [4, 8]
-
-
-def test_ranks_that_freeze_differently_are_refused_before_an_update(tmp_path: Path) -> None:
-    result = train(2, "1:6:freeze-alone", tmp_path / "run")
-    assert result.returncode == 4, str(result)
-    assert "ranks disagree on which parameters are frozen" in only_message(result)
-    assert checkpoints(tmp_path / "run", size=2) == [4]
-
-
 def test_a_vote_on_statistics_that_are_not_finite_on_one_rank_is_void(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     result = train(2, "1:0:statistics", folder, "--freeze", "percentile", "--eta-max", "inf", "--interval", "1")
@@ -137,38 +136,6 @@ def test_a_vote_on_statistics_that_are_not_finite_on_one_rank_is_void(tmp_path: 
     for decision in decisions:
         assert "gradients are not finite on rank 1: the vote is void" in decision["reason"]
         assert (decision["cut_before"], decision["cut_after"], decision["total"]) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("0:6:log", "metrics.jsonl cannot be written: No space left on device"),
-        ("1:6:refuse", "error: rank 1: injected"),
-    ],
-)
-def test_an_error_that_only_one_rank_meets_ends_the_job(tmp_path: Path, fault: str, message: str) -> None:
-    result = train(2, fault, tmp_path / "run")
-    assert result.returncode == 3, str(result)
-    assert message in only_message(result)
-    assert checkpoints(tmp_path / "run", size=2) == [4]
-
-
-def test_ranks_with_different_versions_are_refused(tmp_path: Path) -> None:
-    result = train(2, "1:-2:versions", tmp_path / "run")
-    assert result.returncode == 2, str(result)
-    said = only_message(result)
-    assert "ranks were started with different versions" in said
-    assert "'0.1' on rank 1" in said
-    assert not (tmp_path / "run").exists()
-
-
-def test_ranks_with_different_sources_are_refused(tmp_path: Path) -> None:
-    result = train(2, "1:-2:sources", tmp_path / "run")
-    assert result.returncode == 2, str(result)
-    said = only_message(result)
-    assert "ranks were started with different versions: source is" in said
-    assert "'other' on rank 1" in said
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_leaves_the_older_checkpoints(tmp_path: Path) -> None:
@@ -185,3 +152,40 @@ def test_a_full_disk_leaves_the_older_checkpoints(tmp_path: Path) -> None:
         assert not [name for name in os.listdir(tmp_path / "run" / "checkpoints") if name.startswith(".")]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+ROUNDS = ["--model", "mlp-16x9", "--batch-size", "4", "--local-steps", "3"]
+"""What a strategy is given beside that whose ranks wait for all others at the ends of rounds."""
+
+
+def neighbours(strategy: str, faults: str, folder: Path, *more: str, **options: object) -> Result:
+    own = ROUNDS if strategy == "subnets" else []
+    arguments = [faults, "train", *NEIGHBOURS, *own, "--strategy", strategy, "--run-dir", str(folder), *more]
+    result = mpirun(3, FAULTY, timeout=100, args=arguments, every_rank_reports=False, **options)  # type: ignore[arg-type]
+    assert result.returncode != TIMED_OUT, str(result)
+    return result
+
+
+@pytest.mark.parametrize("strategy", ["grid", "shared-trunk", "local-critics", "subnets"])
+def test_where_ranks_wait_for_neighbours_one_that_dies_or_does_not_come_ends_the_job(
+    strategy: str, tmp_path: Path
+) -> None:
+    run = partial(neighbours, strategy)
+    with ThreadPoolExecutor(2) as starters:
+        late = starters.submit(run, "1:2:spin", tmp_path / "late", env=IMPATIENT)
+        killed = run("1:2:kill", tmp_path / "killed")
+    assert killed.returncode == 128 + signal.SIGKILL and "rank 1" in killed.stderr, str(killed)
+    assert late.result().returncode == 6 and " for rank 1" in only_message(late.result()), str(late.result())
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("strategy", ["grid", "shared-trunk"])
+def test_where_ranks_wait_for_neighbours_a_run_that_is_asked_to_leave_goes_on(strategy: str, tmp_path: Path) -> None:
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    undisturbed = neighbours(strategy, "-", straight)
+    assert undisturbed.returncode == 0, str(undisturbed)
+    asked = neighbours(strategy, "1:5:leave", folder)
+    assert asked.returncode == 75 and "stopped after step 6 of 8" in only_message(asked), str(asked)
+    resumed = neighbours(strategy, "-", folder, "--resume")
+    assert json.loads(resumed.stdout.splitlines()[-1]) == summary(folder)
+    assert summary(folder)["parameter_digest"] == summary(straight)["parameter_digest"]

@@ -16,8 +16,13 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize(
     ("mistake", "start", "code", "message"),
     [
-        ("no example", "running", 2, "Own is no torchvision classifier: give example="),
-        ("an unequal start", "not yet", 4, "parameters of rank 1 differ from rank 0's before the first step"),
+        ("a cut of unknown blocks", "running", 2, "cut (1): blocks of Own are frozen before its first forward pass"),
+        (
+            "other layers on one rank",
+            "not yet",
+            2,
+            "second.bias is 'float32 [2]' on rank 0 and 'float32 [3]' on",
+        ),
         ("clipped too early", "running", 2, "call synchronize() before they are clipped"),
         ("one rank fails", "running", 1, "nobody expected this"),
     ],
@@ -27,7 +32,7 @@ def test_a_mistake_ends_the_job_with_its_message(mistake: str, start: str, code:
     assert result.returncode == code, result
     assert message in result.stderr, result
     assert ("Traceback" in result.stderr) == (code == 1), result
-    if mistake in ("no example", "an unequal start"):
+    if mistake in ("a cut of unknown blocks", "other layers on one rank"):
         assert result.stderr.count("hvfreeze: error:") == 1, result
 
 
@@ -39,5 +44,5 @@ def test_a_script_that_simply_ends_ends_well(start: str) -> None:
 
 
 def test_one_process_is_told_without_a_traceback() -> None:
-    result = mpirun(1, WORKER, args=["no example", "not yet"], timeout=60, every_rank_reports=False)
+    result = mpirun(1, WORKER, args=["a cut of unknown blocks", "not yet"], timeout=60, every_rank_reports=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr and "give example=" in result.stderr, result

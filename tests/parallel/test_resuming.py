@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvfreeze.training.checkpoints import file as checkpoint
+from hvfreeze.training import checkpoint_file as checkpoint
 from tests.parallel.faulted import (
     FAULTY,
     TRAINING,
@@ -24,7 +24,7 @@ from tests.parallel.faulted import (
     train,
 )
 from tests.parallel.mpirun import environment
-from tests.program import Outcome, call
+from tests.program import Outcome
 
 pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
@@ -128,21 +128,26 @@ def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked
     assert again.returncode == 0 and "nothing to do" in again.stdout, str(again)
 
 
-def test_a_lone_process_that_is_terminated_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    straight, folder = tmp_path / "straight", tmp_path / "run"
-    undisturbed = call("train", *TRAINING, "--run-dir", str(straight))
-    assert undisturbed.returncode == 0, str(undisturbed)
-    terminated = subprocess.run(
-        [sys.executable, str(FAULTY), "0:9:terminate", "train", *TRAINING, "--run-dir", str(folder)],
-        env=environment({}, out=tmp_path, timeout=120),
+def alone(fault: str, folder: Path, *more: str) -> Outcome:
+    """A run of one process without a launcher."""
+    ended = subprocess.run(
+        [sys.executable, str(FAULTY), fault, "train", *TRAINING, "--run-dir", str(folder), *more],
+        env=environment({}, out=folder.parent, timeout=120, ranks=1),
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    outcome = Outcome(terminated.returncode, terminated.stdout, terminated.stderr)
-    assert outcome.returncode == 75, str(outcome)
-    assert "stopped after step 10 of 24" in only_message(outcome)
-    resumed = call("train", *TRAINING, "--run-dir", str(folder), "--resume")
+    return Outcome(ended.returncode, ended.stdout, ended.stderr)
+
+
+def test_a_lone_process_that_is_terminated_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    undisturbed = alone("-", straight)
+    assert undisturbed.returncode == 0, str(undisturbed)
+    terminated = alone("0:9:terminate", folder)
+    assert terminated.returncode == 75, str(terminated)
+    assert "stopped after step 10 of 24" in only_message(terminated)
+    resumed = alone("-", folder, "--resume")
     assert resumed.returncode == 0, str(resumed)
     assert summary(folder)["parameter_digest"] == summary(straight)["parameter_digest"]

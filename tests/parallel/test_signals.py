@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvfreeze.training.checkpoints import file as checkpoint
+from hvfreeze.training import checkpoint_file as checkpoint
 from tests.parallel.mpirun import OUT_VARIABLE, ROOT, command_of, end_all, environment, processes_of
 from tests.parallel.nodes import wait_until
 from tests.parallel.startup.handover import STANDING
@@ -106,7 +106,7 @@ def test_an_end_of_a_shell_that_has_put_mpirun_into_the_background_asks_nobody_t
     probe = tmp_path / "mpirun"
     probe.write_text(
         f"#!{sys.executable}\nimport os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from hvfreeze.ranks.machine.signals import waiting_shell\n"
+        "from hvfreeze.comm.mpi_environment import waiting_shell\n"
         "child = os.fork()\n"
         "if child == 0:\n    print(waiting_shell(os.getppid()))\n"
         "else:\n    os.waitpid(child, 0)\n"

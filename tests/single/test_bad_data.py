@@ -64,7 +64,7 @@ def test_a_damaged_image_is_named_before_training(run_dir: Path, tmp_path: Path)
 def test_a_damaged_image_that_is_streamed_is_named_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvfreeze.training.making.assembling.memory_budget", lambda local_size: 0)
+    monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
     photos = save_photos(tmp_path / "photos")
     image = photos / "test" / "b" / "02.png"
     whole = image.read_bytes()

@@ -103,7 +103,7 @@ def test_a_time_that_set_up_alone_has_spent_is_named_with_the_one_that_is_needed
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine may be fast enough for every whole second that could be given.
-    monkeypatch.setattr("hvfreeze.training.stages.budget.TimeBudget.elapsed", lambda budget: 60.0)
+    monkeypatch.setattr("hvfreeze.training.time_budget.TimeBudget.elapsed", lambda budget: 60.0)
     given = ["--run-dir", str(run_dir), "--time-budget", "20s"]
     refused(call("train", *SMALL, *given), 2, "--time-budget (20s)", "at least about")
 
@@ -115,6 +115,7 @@ def test_a_time_that_set_up_alone_has_spent_is_named_with_the_one_that_is_needed
         ([], ["COMMAND"]),
         (["report"], ["RUN_DIR"]),
         (["cache", "burn", "."], ["burn", "verify"]),
+        (["doctor", "--data-dir", "photos"], ["--data-dir (photos)", "--hosts"]),
     ],
 )
 def test_an_unknown_command_is_refused(arguments: list[str], fragments: list[str]) -> None:

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from hvfreeze.imports import kept_for_good
+from hvfreeze.torch_imports import kept_for_good
 from tests.program import ROOT
 
 
 def test_what_is_imported_is_looked_at_neither_now_nor_later() -> None:
     code = (
-        "import gc; from hvfreeze.imports import kept_for_good\n"
+        "import gc; from hvfreeze.torch_imports import kept_for_good\n"
         "before = gc.get_stats()\n"
         "with kept_for_good(): import numpy\n"
         "print(gc.isenabled(), gc.get_freeze_count() > 10_000, gc.get_stats() == before)"
@@ -40,7 +40,7 @@ def test_a_collector_that_is_off_stays_off() -> None:
 @pytest.mark.parametrize("command", [["predict", "nowhere", "image.png"], ["evaluate", "nowhere"], ["blocks", "none"]])
 def test_commands_that_load_torch_spare_it_the_collector(command: list[str]) -> None:
     script = (
-        "import gc, sys; from hvfreeze.commands import perform; from hvfreeze.errors import HvfreezeError\n"
+        "import gc, sys; from hvfreeze.cli import perform; from hvfreeze.errors import HvfreezeError\n"
         "try: perform(sys.argv[1:])\n"
         "except HvfreezeError: print('torch' in sys.modules, gc.isenabled(), gc.get_freeze_count() > 100_000)"
     )

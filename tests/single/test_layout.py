@@ -3,63 +3,54 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "imports", "named_code", "torch_compiler", "torchvision_shim", "plain_load"),
+    ("errors", "files", "memory", "user_code", "torch_imports", "torchvision_shim", "plain_load"),
     ("config",),
-    ("chain", "ranks", "cache", "data", "runs"),
-    ("freezing", "prefix", "heads", "updates"),
-    ("strategies", "applying", "own_loop"),
+    ("model", "comm", "cache", "data", "runs"),
+    ("freezing", "prefix", "heads", "optim"),
+    ("strategies", "inference", "integration"),
     ("training",),
-    ("commands",),
+    ("cli",),
     ("__main__",),
 )
 ALLOWED = {
-    "applying": {"__init__", "errors", "named_code", "config", "chain", "data", "heads", "runs", "report"},
+    "inference": {"__init__", "errors", "user_code", "config", "model", "data", "heads", "runs", "report"},
     "report": {"errors", "config", "runs"},
-    "doctor": {"errors", "torchvision_shim"},
-    "cache": {"errors"},
-    "named_code": {"errors"},
+    "doctor": {"errors", "memory", "torchvision_shim"},
+    "cache": {"errors", "files"},
+    "user_code": {"errors"},
     "plain_load": {"errors"},
-    "torchvision_shim": {"torch_compiler"},
-    "runs": {"errors", "config"},
-    "updates": {"errors", "config"},
-    "commands": {"errors", "applying", "cache", "config", "doctor", "imports", "report", "runs", "training"},
-    "__main__": {"errors", "config", "commands", "imports", "ranks", "training"},
+    "torchvision_shim": {"torch_imports"},
+    "runs": {"errors", "files", "config"},
+    "optim": {"errors", "config"},
+    "cli": {"errors", "inference", "cache", "config", "doctor", "torch_imports", "report", "runs", "training"},
+    "__main__": {"errors", "config", "cli", "torch_imports", "comm", "training"},
 }
 """Stricter than the levels, or beside them."""
 OWNERS = {
-    "horovod": {"hvfreeze/ranks/", "hvfreeze/doctor/libraries.py", "hvfreeze/examples/"},
-    "mpi4py": {"hvfreeze/ranks/", "hvfreeze/doctor/libraries.py"},
+    "horovod": {"hvfreeze/comm/", "hvfreeze/doctor/libraries.py", "hvfreeze/examples/"},
+    "mpi4py": {"hvfreeze/comm/", "hvfreeze/doctor/libraries.py"},
     "h5py": {"cache/file/", "hvfreeze/doctor/libraries.py"},
     "argparse": {
         "hvfreeze/examples/",
         "hvfreeze/config/flags.py",
-        "hvfreeze/commands.py",
+        "hvfreeze/cli.py",
         "hvfreeze/doctor/libraries.py",
     },
 }
 """Who may import a library; the doctor asks each in a process of its own what version it is."""
-MOST_ROOMS = 9
-MOST_LINES = 250
-LONGER = {
-    "cache/store/store.py": "one class, whose methods all look at the same rows and parts",
-    "hvfreeze/ranks/reducer.py": "one class, a third of it fields and what they mean; its parts are in ranks/exchange",
-}
-"""Files with more lines, and why two would be worse."""
-MOST_LINES_OF_A_FUNCTION = 60
-"""But for its docstring."""
 
-TO_BE_CUT: set[str] = set()
+STANDS_ON = {"local_sgd": "data_parallel", "subnets": "data_parallel"}
+"""A strategy -> the one that it is made of."""
 
 Sources = dict[str, str]
 
@@ -71,25 +62,22 @@ def sources() -> Sources:
     return {name: p.read_text() for name, p in paths.items() if not name.startswith("hvfreeze/cache/")}
 
 
-def sources_of_tests() -> Sources:
-    """Every module of the tests."""
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
-
-
 def module_of(path: str) -> str:
     """The name under which a file is imported."""
     name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return f"hvfreeze.{name}" if path.startswith("cache/") else name
 
 
-def imports_of(text: str) -> Iterator[str]:
+@functools.cache
+def imports_of(text: str) -> list[str]:
     """Every module that a text imports, also inside functions."""
+    found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            yield node.module
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def home_of(module: str) -> str:
@@ -131,35 +119,35 @@ def violations(tree: Sources) -> set[str]:
 
 def is_shared_by_strategies(path: str, module: str) -> bool:
     """Whether `module` is a file of strategies/ that its strategies share, or a part of the very same strategy."""
-    shared = ("strategy", "schedules", "cutting", "freezing", "caching", "normalising")
+    shared = ("base", "schedules", "build_parts", "compression_choice", "rounds")
     name, mine = module.split(".")[2], path.removesuffix(".py").split("/")[2]
-    return name in shared or name == mine
+    return name in shared or name == mine or name == STANDS_ON.get(mine)
 
 
 def test_nobody_imports_against_the_rule() -> None:
-    assert violations(sources()) - TO_BE_CUT == set()
+    assert violations(sources()) == set()
 
 
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("hvfreeze/chain/planted.py", "from hvfreeze.ranks.world import World"),
-        ("hvfreeze/ranks/planted.py", "from hvfreeze.chain.blocks import Chain"),
-        ("hvfreeze/data/planted.py", "from hvfreeze.ranks import world"),
-        ("hvfreeze/runs/planted.py", "import hvfreeze.freezing.voting.vote"),
-        ("hvfreeze/config/planted.py", "from hvfreeze.data.views.augment import Augment"),
+        ("hvfreeze/model/planted.py", "from hvfreeze.comm.world import World"),
+        ("hvfreeze/comm/planted.py", "from hvfreeze.model.blocks import Chain"),
+        ("hvfreeze/data/planted.py", "from hvfreeze.comm import world"),
+        ("hvfreeze/runs/planted.py", "import hvfreeze.freezing.vote"),
+        ("hvfreeze/config/planted.py", "from hvfreeze.data.views import Augment"),
         ("hvfreeze/prefix/planted.py", "def f():\n    from hvfreeze.freezing.freezer import Freezer"),
-        ("hvfreeze/freezing/planted.py", "from hvfreeze.prefix.caching import Caching"),
+        ("hvfreeze/freezing/planted.py", "from hvfreeze.prefix.features import Features"),
         ("hvfreeze/strategies/planted.py", "from hvfreeze.training.job import Job"),
-        ("hvfreeze/strategies/planted.py", "from hvfreeze.strategies.replicas import Replicas"),
-        ("hvfreeze/training/planted.py", "from hvfreeze.commands import perform"),
-        ("cache/planted.py", "from hvfreeze.chain.blocks import Chain"),
+        ("hvfreeze/strategies/planted.py", "from hvfreeze.strategies.data_parallel import DataParallel"),
+        ("hvfreeze/training/planted.py", "from hvfreeze.cli import perform"),
+        ("cache/planted.py", "from hvfreeze.model.blocks import Chain"),
         ("cache/planted.py", "import h5py"),
-        ("hvfreeze/report/planted.py", "from hvfreeze.freezing.voting.vote import Decision"),
+        ("hvfreeze/report/planted.py", "from hvfreeze.freezing.vote import Decision"),
         ("hvfreeze/doctor/planted.py", "from hvfreeze.config.sections import Config"),
         ("hvfreeze/training/planted.py", "import horovod.torch as hvd"),
-        ("hvfreeze/applying/planted.py", "from hvfreeze.freezing.freezer import Freezer"),
-        ("hvfreeze/report/planted.py", "from hvfreeze.applying.card.contents import Card"),
+        ("hvfreeze/inference/planted.py", "from hvfreeze.freezing.freezer import Freezer"),
+        ("hvfreeze/report/planted.py", "from hvfreeze.inference.card import Card"),
         ("hvfreeze/strategies/planted.py", "from mpi4py import MPI"),
         ("hvfreeze/training/planted.py", "import argparse"),
     ],
@@ -180,47 +168,6 @@ def test_no_file_imports_itself_in_a_circle() -> None:
         list(TopologicalSorter(graph).static_order())
 
 
-def test_no_folder_has_more_rooms_than_one_can_remember() -> None:
-    rooms: dict[str, set[str]] = {}
-    for path in sources():
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
-            rooms.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
-    counts = {folder: len(inside - {"__init__.py"}) for folder, inside in rooms.items() if folder != "hvfreeze"}
-    assert {folder: count for folder, count in counts.items() if count > MOST_ROOMS} == {}
-
-
-def too_long(tree: Sources) -> set[str]:
-    """Every file that is longer than a reader keeps in mind, and every function that is longer than a screen."""
-    found = {path for path, text in tree.items() if len(text.splitlines()) > MOST_LINES}
-    for path, text in tree.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = node.body[0]
-                start = first.end_lineno if ast.get_docstring(node) else node.lineno
-                header = first.lineno - node.lineno if ast.get_docstring(node) else 0
-                assert node.end_lineno is not None and start is not None
-                if header + node.end_lineno - start > MOST_LINES_OF_A_FUNCTION:
-                    found.add(f"{path}: {node.name}")
-    return found
-
-
-def test_no_file_and_no_function_is_longer_than_one_reads_at_once() -> None:
-    found = too_long({**sources(), **sources_of_tests()})
-    assert found == set(LONGER), "part it by what it does; a name in LONGER that is not found can go"
-
-
-def test_a_planted_long_file_and_a_long_function_are_found() -> None:
-    function = "def f():\n" + '    """What it does.' + "\n" * MOST_LINES_OF_A_FUNCTION + '    """\n'
-    line = "    x = 1\n"
-    planted = {
-        "short.py": function + line * (MOST_LINES_OF_A_FUNCTION - 1),
-        "long.py": function + line * (MOST_LINES_OF_A_FUNCTION + 1),
-        "longer.py": "\n" * (MOST_LINES + 1),
-    }
-    assert too_long(planted) == {"long.py: f", "longer.py"}
-
-
 def test_every_folder_says_what_it_is() -> None:
     folders = {path: text for path, text in sources().items() if path.endswith("__init__.py")}
     silent = [path for path, text in folders.items() if not ast.get_docstring(ast.parse(text))]
@@ -234,9 +181,6 @@ def test_what_tests_and_workers_import_is_there() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvfreeze."):
                 module = importlib.import_module(str(node.module))
                 for alias in node.names:
-                    inside = importlib.util.find_spec(f"{node.module}.{alias.name}") if is_folder(module) else None
-                    assert hasattr(module, alias.name) or inside, f"{path}:{node.lineno}: {node.module} {alias.name}"
-
-
-def is_folder(module: ModuleType) -> bool:
-    return hasattr(module, "__path__")
+                    name = f"{node.module}.{alias.name}"
+                    inside = hasattr(module, "__path__") and importlib.util.find_spec(name)
+                    assert hasattr(module, alias.name) or inside, f"{path}:{node.lineno}: {name}"

@@ -1,22 +1,78 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import hvfreeze
-from hvfreeze.errors import UsageError
+from hvfreeze import Config, FreezeConfig
+from hvfreeze.config.sections import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from hvfreeze.errors import NumericsError, UsageError
+from hvfreeze.model.blocks import cut_into_blocks
 from tests.program import ROOT
 
+PROMISED = {
+    "CachedLoader",
+    "Config",
+    "DistributedOptimizer",
+    "FreezeConfig",
+    "HvfreezeError",
+    "load_model",
+    "train",
+}
 
-def test_public_names_can_be_listed_and_had() -> None:
-    assert set(hvfreeze.__all__) <= set(dir(hvfreeze))
-    assert {"Freezer", "Reducer", "UsageError", "cut_into_blocks", "__version__"} <= set(dir(hvfreeze))
-    assert hvfreeze.UsageError is UsageError
-    for name in hvfreeze.__all__:
-        if name != "open_world":
-            assert getattr(hvfreeze, name).__name__ == name
+
+def config(run_dir: Path, *, lr: float = 0.05) -> Config:
+    return Config(
+        data=DataConfig(train_samples=60),
+        model=ModelConfig(model="resnet20"),
+        optimizer=OptimizerConfig(epochs=2, batch_size=20, lr=lr),
+        freeze=FreezeConfig(freeze="geometric"),
+        run=RunConfig(run_dir=str(run_dir), quiet=True, threads=1),
+    )
+
+
+def test_the_promised_names_can_be_listed_and_had() -> None:
+    assert set(hvfreeze.__all__) == PROMISED
+    assert {*PROMISED, "__version__"} <= set(dir(hvfreeze))
+    for name in PROMISED:
+        assert getattr(hvfreeze, name).__name__ == name
+    assert issubclass(UsageError, hvfreeze.HvfreezeError)
 
 
 def test_listing_public_names_loads_nothing() -> None:
     code = "import sys, hvfreeze; dir(hvfreeze); print(sorted({'torch', 'numpy', 'h5py'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
+
+
+def test_an_earlier_name_works_and_tells_where_it_is_now() -> None:
+    for name in hvfreeze._EARLIER:
+        with pytest.warns(DeprecationWarning, match=rf"hvfreeze\.{name} will go .*: use ") as told:
+            found = getattr(hvfreeze, name)
+        assert told[0].filename == __file__
+        assert found.__name__ == ("load_model" if name == "load" else name)
+    with pytest.warns(DeprecationWarning, match="use from hvfreeze.model.blocks import cut_into_blocks"):
+        assert hvfreeze.cut_into_blocks is cut_into_blocks
+    with pytest.warns(DeprecationWarning, match="use hvfreeze.load_model"):
+        assert hvfreeze.load is hvfreeze.load_model
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hvfreeze.nothing
+
+
+def test_train_runs_a_configuration_and_returns_its_summary(tmp_path: Path) -> None:
+    summary = hvfreeze.train(config(tmp_path / "run"))
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["epochs"], summary["steps"], summary["world_size"]) == (2, 6, 1)
+    assert len(hvfreeze.load_model(tmp_path / "run").classes) == 10
+
+
+def test_train_raises_what_the_program_would_end_with(tmp_path: Path) -> None:
+    with pytest.raises(NumericsError) as told:
+        hvfreeze.train(config(tmp_path / "run", lr=1e30))
+    assert told.value.exit_code == 5
+    with pytest.raises(hvfreeze.HvfreezeError) as refused:
+        hvfreeze.train(config(tmp_path / "run"))
+    assert refused.value.exit_code in (2, 3)

@@ -38,7 +38,7 @@ def test_torchvision_is_imported_without_it_and_has_it_when_it_asks() -> None:
 def test_what_needs_more_of_the_compiler_than_torchvision_has_it_whole() -> None:
     said = said_by(
         "import torch\n"
-        "from hvfreeze.torch_compiler import compiler_stood_in_for\n"
+        "from hvfreeze.torch_imports import compiler_stood_in_for\n"
         "with compiler_stood_in_for():\n"
         "    from torch._dynamo.utils import counters\n"
         "import torch._dynamo.utils\n"
@@ -50,7 +50,7 @@ def test_what_needs_more_of_the_compiler_than_torchvision_has_it_whole() -> None
 def test_optimizers_and_compiled_models_work_behind_it() -> None:
     said = said_by(
         "import torch\n"
-        "from hvfreeze.torch_compiler import leave_compiler_out\n"
+        "from hvfreeze.torch_imports import leave_compiler_out\n"
         "leave_compiler_out()\n"
         "layer = torch.nn.Linear(2, 2)\n"
         "optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)\n"

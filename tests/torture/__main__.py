@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from analysis.sweeps.provenance import commit
+from analysis.sweeps.kept import commit
 from hvfreeze.runs.environment import processor_name, version_of
 from tests.parallel import pool
 from tests.torture import disks, flips, kills

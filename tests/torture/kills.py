@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.training.checkpoints import file as checkpoint
+from hvfreeze.training import checkpoint_file as checkpoint
 from tests.parallel import pool
 from tests.parallel.mpirun import ROOT, end_all, environment, processes_of
 

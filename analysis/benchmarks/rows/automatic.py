@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import ProgramRun
-from hvfreeze.cache.file.disk import LimitedDisk, LocalDisk
+from hvfreeze.cache.file.disk import Disk
 from hvfreeze.config.sections import CacheConfig, FreezeConfig
 
 BATCH_ROWS = 64
@@ -49,11 +50,11 @@ class Circumstances:
         """Return a context in which every cache directory is as slow as this one."""
         if self.disk_rate is None:
             return nullcontext()
-        slow = LimitedDisk(read_rate=self.disk_rate, write_rate=self.disk_rate)
+        rate = self.disk_rate
         return mock.patch.multiple(
-            LocalDisk,
-            read=lambda self, num_bytes: slow.read(num_bytes),
-            write=lambda self, num_bytes: slow.write(num_bytes),
+            Disk,
+            read=lambda disk, num_bytes: time.sleep(num_bytes / rate),
+            write=lambda disk, num_bytes: time.sleep(num_bytes / rate),
         )
 
 

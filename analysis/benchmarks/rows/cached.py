@@ -12,7 +12,6 @@ from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.training.loop import train_epoch
-from hvfreeze.training.progress import Silence
 
 SLACK_SECONDS = 0.3e-3
 STEPS = 12
@@ -44,7 +43,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
 def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> list[Row]:
     """Fill a cache, then measure. Collective: every rank must call this."""
     job = setting.job(name, cut=cut, cache=KEPT)
-    train_epoch(job, 0, Silence())
+    train_epoch(job, 0)
     loop = ReducedLoop(ranks.world, replicas_of(job).chain.model, cut=cut)
     for x, labels in held_batches(job):
         loop.whole_step(x, labels)
@@ -64,7 +63,7 @@ def contest(ranks: Ranks, name: str, cut: int, setting: Setting, pace: Pace) -> 
         Side("memory", repeated(loop.suffix_step, memory)),
     ]
     rows = hold(ranks, sides, [duel], pace=pace)
-    if replicas_of(job).training.caching.activations.counters.forwards > setting.steps:
+    if replicas_of(job).training.activations.counters.forwards > setting.steps:
         raise ValueError(f"{name}: the prefix was computed while it should have been read")
     job.strategy.close()
     return rows

@@ -14,10 +14,10 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, HeldSteps, Setting, made_up_corpus
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.inputs import STEPS_OF_CIFAR
-from hvfreeze.cache.file.rows import Keys, pack_keys
-from hvfreeze.cache.store.index import RowIndex
+from hvfreeze.cache.file.format import Keys, pack_keys
+from hvfreeze.cache.index import RowIndex
 from hvfreeze.runs.environment import source_digest
-from hvfreeze.training.checkpoints.file import packed
+from hvfreeze.training.checkpoint_file import packed
 from hvfreeze.training.job import Job
 
 IMAGES = 25_000

@@ -57,11 +57,11 @@ class FillingEpochs:
     def prepare(self) -> None:
         """Drop what is cached. Collective: every rank must call this."""
         replicas = replicas_of(self.job)
-        replicas.training.move(0)
-        replicas.training.move(replicas.freezer.cut)
+        replicas.training.move([0])
+        replicas.training.move([replicas.freezer.cut])
 
     def step(self) -> float:
         """Make an epoch and wait for the file; return the sum of losses."""
         value = epoch_of(self.job)
-        replicas_of(self.job).training.caching.activations.publish()  # type: ignore[union-attr]  # there is a cache
+        replicas_of(self.job).training.activations.publish()
         return value

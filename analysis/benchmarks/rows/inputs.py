@@ -18,7 +18,7 @@ from hvfreeze.runs.directory import open_record
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.training.evaluation import Totals
 from hvfreeze.training.job import Job
-from hvfreeze.training.progress import Progress, open_progress
+from hvfreeze.training.progress import Progress
 
 STEPS_OF_CIFAR = 195
 
@@ -40,7 +40,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
     steps = HeldSteps(Setting(world=ranks.world, scratch=scratch, batch_rows=rows).job("step"))
     job = Setting(world=ranks.world, scratch=scratch, batch_rows=rows, steps=STEPS_OF_CIFAR).job("x", augment="fresh")
     job.record = NullRecord() if ranks.rank else open_record(scratch / "run", to_dict(job.config), environment={})
-    sides = [Side("extra", Extra(job, open_progress(job.speaker, 1000, done=0)).step), Side("step", steps.step)]
+    sides = [Side("extra", Extra(job, Progress(job.logger, 1000)).step), Side("step", steps.step)]
     yield from hold(ranks, sides, [DUEL], pace=pace)
 
 
@@ -63,7 +63,7 @@ class Extra:
         with job.clock.within("data"):
             images = job.feed.images.load(batch.ids, batch.views)
         self.totals.add(self.logits, batch.labels, 2.3)
-        self.progress.step(self.steps, f"epoch 0 loss {2.3:.3f} cut {job.strategy.cut}")
+        self.progress.step(self.steps, 1000, f"epoch 0 loss {2.3:.3f} cut {job.strategy.cut}")
         seconds, report = job.clock.read(), job.strategy.report()
         job.record.metrics(
             {

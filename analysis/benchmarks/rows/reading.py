@@ -15,8 +15,8 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import BATCH_ROWS, Setting
 from analysis.benchmarks.ranks import Ranks
 from hvfreeze.cache.activations import PrefixActivations
-from hvfreeze.cache.fingerprint import fingerprint
-from hvfreeze.data.draws import Ids
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.data.shards import Ids
 
 SHAPES = {"2k": (512, 1, 1), "64k": (256, 8, 8)}
 ROWS = {"2k": 24_576, "64k": 2048}
@@ -63,7 +63,7 @@ def filled(directory: Path, *, shape: tuple[int, ...], num_rows: int) -> PrefixA
         shard="0of1",
     )
     ids = np.arange(num_rows, dtype=np.int64)
-    activations.begin_cut(1, mark=fingerprint({"cut": 1}), universe=(ids, np.zeros_like(ids)))
+    activations.begin_cut(1, fingerprint=Fingerprint.of({"cut": 1}), owned_keys=(ids, np.zeros_like(ids)))
     activations.sweep(everything=True)
     activations.publish()
     return activations

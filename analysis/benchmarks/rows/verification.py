@@ -38,7 +38,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
     )
     job = setting.job(DUEL.name, cut=CUT, cache=KEPT)
     epoch_of(job)
-    replicas_of(job).training.caching.activations.publish()  # type: ignore[union-attr]  # there is a cache
+    replicas_of(job).training.activations.publish()
     (path,) = job.directory.rglob("*.h5")
 
     def verify() -> float:

@@ -19,13 +19,12 @@ from analysis.benchmarks.material import HeldSteps, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.parts.networks.sides import BATCH_ROWS, FIRST_STEPS, OURS, SIDE_PIXELS, Way, by_itself, timed
 from analysis.parts.networks.tables import NOTHING_SENT
+from analysis.sweeps.kept import commit, publish, texts_of
 from analysis.sweeps.launching import ROOT, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
-from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish, texts_of
-from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
-from hvfreeze.report.csv_files import to_csv
-from hvfreeze.training.making.cycle import LONG_CYCLE_MS
+from hvfreeze.comm.mpi_environment import CYCLE_TIME
+from hvfreeze.report.tables import to_csv
+from hvfreeze.training.build import LONG_CYCLE_MS
 
 FULL = ((2, 2), (4, 1))
 """Nodes and threads of each that fill the cores of a machine with four."""

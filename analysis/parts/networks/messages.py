@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from analysis.benchmarks.launching import environment
+from analysis.sweeps.kept import commit, publish, texts_of
 from analysis.sweeps.launching import ROOT, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
-from analysis.sweeps.provenance import commit
-from analysis.sweeps.rows import publish, texts_of
-from hvfreeze.ranks.machine.mpi_environment import start_mpi, tune_open_mpi
-from hvfreeze.report.csv_files import to_csv
+from hvfreeze.comm.mpi_environment import start_mpi, tune_open_mpi
+from hvfreeze.report.tables import to_csv
 
 ADDED = ("", "1us", "100us", "500us")
 """Latency of the links, one way; none is without the process that delays, which takes time itself."""

@@ -23,11 +23,11 @@ from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import PlainLoop, over_gloo, resnet, sgd
 from analysis.parts.networks.tables import ALONE, NOTHING_SENT
 from analysis.parts.networks.turns import leave_turn
-from hvfreeze.ranks.exchange.forecast import CHOSEN
-from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
-from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.strategies.replicas.trial import ROUNDS as TRIED_ROUNDS
-from hvfreeze.strategies.replicas.trial import TRIED_STEPS
+from hvfreeze.comm.compression_cost import CHOSEN
+from hvfreeze.comm.mpi_environment import CYCLE_TIME
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.strategies.compression_choice import ROUNDS as TRIED_ROUNDS
+from hvfreeze.strategies.compression_choice import TRIED_STEPS
 
 BATCH_ROWS, SIDE_PIXELS = 64, 32
 LOW_RANK = 4
@@ -116,7 +116,8 @@ def ways_of_ours(ranks: Ranks, scratch: Path, batch_rows: int) -> dict[str, Way]
         job = setting.job(name, compression=compression)
         replicas_of(job).reducer.uncompressed_steps = FIRST_STEPS
         warm = TRYING_STEPS if compression == "auto" else WARM_STEPS
-        return Way(HeldSteps(job).step, replicas_of(job).plan.report, warm=warm)
+        choice = replicas_of(job).compression
+        return Way(HeldSteps(job).step, dict if choice is None else choice.report, warm=warm)
 
     return {
         NOTHING_SENT: Way(by_itself(ranks, scratch, batch_rows, OURS)),

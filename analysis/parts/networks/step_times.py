@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.sweeps.rows import unlike
+from analysis.sweeps.kept import unlike
 from analysis.sweeps.statistics import Interval, mean_interval
 from hvfreeze.runs.reading import Run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.sweeps.rows import texts_of
+from analysis.sweeps.kept import texts_of
 
 LATER = {limit: f"{limit}, 100us" for limit in ("200mbit", "1gbit")}
 """Links that take so long from node to node besides, on two nodes: on four, wires that delay lack a core."""
@@ -67,13 +67,18 @@ def verdicts(rows: Sequence[dict[str, str]]) -> str:
     def beside(nodes: str, limit: str) -> float:
         return parts[nodes, limit, "auto"] / parts[nodes, limit, NOTHING_SENT]
 
-    made = [
-        f"at {LIMITS[limit]} two nodes train {parts['2', limit, 'auto']:.2f} of twice what one does, "
-        f"{beside('2', limit):.2f} of what they do where nothing is sent, with 0.1 ms from node to node "
-        f"{parts['2', LATER[limit], 'auto']:.2f} and {beside('2', LATER[limit]):.2f}; "
-        f"four {parts['4', limit, 'auto'] / parts['4', '', 'auto']:.2f} of what they do without a limit"
-        for limit in ("1gbit", "200mbit")
-    ]
+    def shares(*parts: float) -> list[str]:
+        return [f"{100 * part:.0f} %" for part in parts]
+
+    lines = []
+    for limit in ("1gbit", "200mbit"):
+        near, far = (shares(parts["2", link, "auto"], beside("2", link)) for link in (limit, LATER[limit]))
+        four = shares(parts["4", limit, "auto"] / parts["4", "", "auto"])[0]
+        lines.append(
+            f"- Scaling efficiency of `auto` on two nodes at {LIMITS[limit]}: {near[0]}, or {near[1]} of the speed of "
+            f"nodes that send nothing; with 0.1 ms from node to node {far[0]} and {far[1]}. Four nodes: {four} of "
+            "their speed without a limit."
+        )
     faster = {
         way: [
             f"{nodes} nodes at {LIMITS[limit]}"
@@ -83,7 +88,7 @@ def verdicts(rows: Sequence[dict[str, str]]) -> str:
         for way in ("Horovod fp16", "DDP + PowerSGD")
     }
     lost = "; ".join(f"{way} on {', '.join(where)}" for way, where in faster.items() if where)
-    return f"With `auto`, {'; '.join(made)}. Faster than it: {lost or 'neither of the other two'}."
+    return "\n".join([*lines, f"- Faster than `auto`: {lost or 'neither of the other two'}."])
 
 
 def forecasts(rows: Sequence[dict[str, str]]) -> str:

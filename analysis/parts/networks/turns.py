@@ -59,7 +59,7 @@ class Turns:
                 raise RefusedError(f"the job of {self.name} hangs")
             time.sleep(LOOK_SECONDS)
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Give all ranks their turn."""
         self._send(signal.SIGCONT)
 
@@ -69,7 +69,7 @@ class Turns:
         Raises:
             RefusedError: it failed, or hangs.
         """
-        self.go_on()
+        self.advance()
         try:
             code = self.process.wait(SECONDS)
         except subprocess.TimeoutExpired:

@@ -7,20 +7,18 @@ Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
+from analysis.sweeps.experiment import Answer
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
-from hvfreeze.chain.blocks import cut_into_blocks
-from hvfreeze.chain.models import build_model
-from hvfreeze.chain.segments import dry_run
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import factor, megabytes
+from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.model.segments import dry_run
+from hvfreeze.report.tables import Table, factor, megabytes
 from hvfreeze.runs.reading import Run
 
 MODEL = "resnet20"
@@ -184,7 +182,7 @@ def tables(results: Results) -> list[Table]:
             gain = throughput_ratio(results, label, "grid-1x1-m1")
             same = f"grid-1x1-m{shape[2]}"
             fair = throughput_ratio(results, label, same) if runs_with(results, same) else mean_interval([])
-            crowded = shape[0] * shape[1] > (os.cpu_count() or 1)
+            crowded = shape[0] * shape[1] > run.environment["cores"]
             note = " (more ranks than cores)" if crowded else ""
             speed.append((f"{label}{note}", shown(gain, factor), shown(fair, factor), factor(bound(*shape))))
         fits = "yes" if measured_bytes(run) == predicted_bytes(run) else "NO"

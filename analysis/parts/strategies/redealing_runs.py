@@ -13,15 +13,14 @@ from collections.abc import Sequence
 import torch
 
 from analysis.parts.strategies.grid_runs import grid_of, run, runs_with, throughput_ratio
+from analysis.sweeps.experiment import Answer
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import shown
-from hvfreeze.chain.blocks import Chain, cut_into_blocks
-from hvfreeze.chain.models import build_model
-from hvfreeze.chain.segments import Segment, work_of
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import factor, megabytes
+from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.model.segments import Segment, work_of
+from hvfreeze.report.tables import Table, factor, megabytes
 from hvfreeze.runs.reading import Run
 
 CUT = 5

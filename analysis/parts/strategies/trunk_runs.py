@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
+from analysis.sweeps.experiment import Answer
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.questions import Answer
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
-from hvfreeze.chain.blocks import cut_into_blocks
-from hvfreeze.chain.models import build_model
-from hvfreeze.chain.segments import dry_run
-from hvfreeze.report.tables import Table
-from hvfreeze.report.units import factor, megabytes, seconds
+from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.model.segments import dry_run
+from hvfreeze.report.tables import Table, factor, megabytes, seconds
 from hvfreeze.runs.reading import Run
 
 RANKS = 3

@@ -3,82 +3,90 @@
     line: micro-batches forward, errors back -> each partition's gradients averaged over its replicas -> update -> vote
 
 P = 1 is data parallelism, R = 1 model parallelism, anything else both at once. Every rank holds its own blocks alone,
-with their optimizer state; what is frozen may be cached (rows/), and ranks be dealt out anew (dealing/).
+with their optimizer state; the frozen prefix may be cached, and blocks change hands between epochs.
 Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.chain.segments import tensors_of
-from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.comm.agreement import gather_tensors
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
+from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, announce
-from hvfreeze.data.decoding import Images
-from hvfreeze.errors import RefusedError
+from hvfreeze.data.decoding import Inputs
+from hvfreeze.errors import DivergedError, NumericsError, RefusedError
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.ranks.agreement import gather_tensors
-from hvfreeze.ranks.machine.memory import end_set_up
-from hvfreeze.ranks.world import World
+from hvfreeze.model.segments import tensors_of
+from hvfreeze.prefix.features import NOTHING_KEPT
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.grid.account import share_of, together_of
-from hvfreeze.strategies.grid.agreement import Agreement, clip, digest_of
-from hvfreeze.strategies.grid.dealing.deal import Deal
-from hvfreeze.strategies.grid.dealing.holding import Holding
-from hvfreeze.strategies.grid.dealing.state import redealt
-from hvfreeze.strategies.grid.facts import Facts
-from hvfreeze.strategies.grid.line.micro_batches import joined
-from hvfreeze.strategies.grid.line.pipeline import Pipeline
-from hvfreeze.strategies.grid.rows.entry import Entry
-from hvfreeze.strategies.grid.rows.frozen import SpreadPrefix
-from hvfreeze.strategies.strategy import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.grid.cached_rows import ERRANDS, FrozenDigests, merged
+from hvfreeze.strategies.grid.partitioning import MOVING, GridFacts, LocalStage, Partitioning, repartitioned
+from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, LineResult, Pipeline, joined
 
 
-class Grid:
-    """Trains this rank's blocks; see `Strategy` for what its methods promise.
+def digest_of(everyone: Sequence[Mapping[int, str]], names: Sequence[str], *, step: int) -> str:
+    """Return the digest over all blocks, from each rank's digests of its own; equal wherever they are cut.
 
-    Args:
-        facts: what all ranks know.
-        holding: this rank's blocks.
-        pipelines: this rank's part in its line, in training and in evaluation.
-        images: of both, in this order; read where batches come into the line.
-        entries: where batches of both come in.
-        settings: how parameters are updated.
-        world: all ranks.
-        clock: where the seconds of a step go.
-        say: tells the user a line; does nothing but on rank 0.
+    Raises:
+        DivergedError: ranks hold different values of one block.
     """
+    found: dict[int, str] = {}
+    for rank, digests in enumerate(everyone):
+        for block, digest in digests.items():
+            if found.setdefault(block, digest) != digest:
+                other = next(r for r, theirs in enumerate(everyone) if block in theirs)
+                raise DivergedError(
+                    f"block {names[block]} differs between ranks {other} and {rank} after step {step}; parameters must "
+                    "change by updates only"
+                )
+    return hashlib.sha256("\n".join(found[block] for block in sorted(found)).encode()).hexdigest()
 
-    def __init__(
-        self,
-        facts: Facts,
-        holding: Holding,
-        pipelines: tuple[Pipeline, Pipeline],
-        images: tuple[Images, Images],
-        entries: tuple[Entry, Entry],
-        *,
-        settings: OptimizerConfig,
-        world: World,
-        clock: PhaseClock,
-        say: Callable[[str], None],
-    ) -> None:
-        self.facts, self.holding, self.pipelines = facts, holding, pipelines
-        self.training, self.evaluation = pipelines
-        self.images, self.entries, self.world, self.clock, self.chain = images, entries, world, clock, holding.chain
-        self._settings, self._say = settings, say
-        self._agreement = Agreement(world, replicas=facts.replicas, clips=settings.clip_grad is not None)
-        self._before: dict[str, int] = {}
-        self._prefix = SpreadPrefix(world, self.chain)
-        self._others: list[Batch] = []
-        """The evaluation batches for which other lines of this replica answer."""
+
+@dataclass(eq=False)
+class Grid:
+    """Trains this rank's blocks; see `Strategy` for what its methods promise."""
+
+    facts: GridFacts
+    stage: LocalStage
+    """This rank's blocks."""
+    pipelines: tuple[Pipeline, Pipeline]
+    """This rank's part in its line, in training and in evaluation."""
+    images: tuple[Inputs, Inputs]
+    """Of both, in this order; read where batches come into the line."""
+    digests: FrozenDigests
+    world: World
+    clock: PhaseClock
+    """Where the seconds of a step go."""
+    say: Callable[[str], None]
+    """Tells the user a line; does nothing but on rank 0."""
+    clip_grad: float | None
+    """The largest norm of all blocks' gradients."""
+    _signal_bytes: int = 0
+    _before: dict[str, int] = field(default_factory=dict)
+    """Bytes sent by lane before the run was resumed."""
+    _others: list[Batch] = field(default_factory=list)
+    """The evaluation batches for which other lines of this replica answer."""
+
+    def __post_init__(self) -> None:
+        self.chain = self.stage.chain
         end_set_up()
 
     @property
     def freezer(self) -> Freezer:
         """What trains this rank's blocks."""
-        return self.holding.freezer
+        return self.stage.freezer
 
     @property
     def cut(self) -> int:
@@ -91,65 +99,65 @@ class Grid:
         return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches; between epochs ranks may be dealt out anew, see `deal.next_deal`."""
-        whole = training and self.freezer.step % self.freezer.cadence.steps_per_epoch == 0
-        if whole and self.facts.redeals:
-            self._deal_out(cached=False)
+        """Get ready for these batches; between epochs blocks may change hands. Collective."""
+        may_change = training and self.facts.repartitions
+        may_change = may_change and self.freezer.cadence.epochs_in(self.freezer.step).is_integer()
+        if may_change:
+            self._repartition(cached=False)
         self._enter(batches, training=training)
         views = max(1, self.images[0].transform.augment.num_views)
-        cached = self.entries[0].depth > 0 and self.holding.passes_at_cut >= views
-        if whole and self.facts.redeals and cached and self._deal_out(cached=True):
+        cached = self.pipelines[0].rows.depth > 0 and self.stage.epochs_at_cut >= views
+        if may_change and cached and self._repartition(cached=True):
             self._enter(batches, training=training)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Send batches through the line and back, average gradients over replicas, and update this rank's blocks."""
-        clock, reducer = self.clock, self.freezer.reducer
+        """Send batches through the line and back, average gradients over replicas, and update. Collective."""
+        clock, reducer, pipeline = self.clock, self.freezer.reducer, self.pipelines[0]
         clock.enter("forward")
-        self.training.halves.be_in_mode(training=True)
-        reducer.begin(passes=len(batches) * self.training.rows.count)
-        learnt = self.training.train(batches, cut=self.cut)
+        pipeline.halves.be_in_mode(training=True)
+        reducer.begin(passes=len(batches) * self.facts.micro_batches // self.stage.lines)
+        result = pipeline.train(batches, cut=self.cut)
         clock.enter("allreduce")
         reducer.finish()
-        # All ranks: whether to go on, and the norm of all gradients.
-        loss = learnt.loss if learnt else None
-        agreed = self._agreement.reach(learnt.share if learnt else None, reducer, leave=leave, step=self.freezer.step)
+        mean_loss, any_leaves, norm = self._agree(result, leave=leave)
 
         clock.enter("optimizer")
-        clip(reducer, norm=agreed.norm, most=self._settings.clip_grad)
-        self.holding.update.make(rate)
+        if self.clip_grad is not None and norm > self.clip_grad:
+            for gradient in gradients_of(reducer):
+                gradient.mul_(self.clip_grad / norm)
+        self.stage.update.make(rate)
 
         # All ranks, at the end of an interval: the vote, and the same cut in the same step.
         clock.enter("vote")
-        decision = self.freezer.after_step(0.0 if loss is None else loss)
+        decision = self.freezer.after_step(0.0 if result is None else result.loss)
         if decision is not None:
-            self._agreement.check_cut(self.cut, step=self.freezer.step)
+            self._check_cut()
         clock.enter("data")
-        losses, answers = {MODEL: agreed.loss if loss is None else loss}, {MODEL: learnt.answers} if learnt else {}
-        return StepResult(losses=losses, answers=answers, leave=agreed.leave, decision=decision)
+        losses = {MODEL: mean_loss if result is None else result.loss}
+        answers = {} if result is None else {MODEL: result.answers}
+        return StepResult(losses=losses, answers=answers, leave=any_leaves, decision=decision)
 
     def settle(self) -> None:
-        """Average the running statistics over the replicas of each partition."""
+        """Average the running statistics over the replicas of each partition. Collective."""
         self.freezer.average_statistics()
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
-        """Return on the last partition what the model says. Collective among the ranks of a line."""
+        """Return the answers on the last partition. Collective among the ranks of a line."""
         if any(other is batch for other in self._others):
             return {}
-        self.training.halves.be_in_mode(training=False)
-        logits = self.evaluation.answer(batch)
+        self.pipelines[0].halves.be_in_mode(training=False)
+        logits = self.pipelines[1].answer(batch)
         return {} if logits is None else {MODEL: Answers(logits, batch.labels)}
 
     def check(self, *, step: int) -> str:
-        """Return a digest over all blocks, which does not depend on where they are cut; raise where replicas differ."""
-        mine = {
-            block: digest_tensors(tensors_of(self.chain, (block, block + 1))) for block in range(*self.holding.segment)
-        }
+        """Return a digest over all blocks, equal wherever they are cut; raise where replicas differ. Collective."""
+        mine = {b: digest_tensors(tensors_of(self.chain, (b, b + 1))) for b in range(*self.stage.segment)}
         everyone = self.world.allgather_object(mine, name="grid.digest")
         return digest_of(everyone, [block.name for block in self.chain.blocks], step=step)
 
     def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, put together on rank 0 from the ranks of its line."""
-        mine = self.holding.segment if self.holding.mesh.replica == 0 else (0, 0)
+        """Yield the model, put together on rank 0 from the ranks of its line. Collective."""
+        mine = self.stage.segment if self.stage.mesh.replica == 0 else (0, 0)
         found = gather_tensors(self.world, tensors_of(self.chain, mine), name="grid.model")
         order = self.chain.model.state_dict() if self.world.rank == 0 else {}
         yield WholeModel(MODEL, {name: found[name] for name in order})
@@ -157,92 +165,162 @@ class Grid:
     def state_dict(self) -> State:
         """Return this rank's blocks with their optimizer state; a checkpoint holds a copy of each replica's."""
         own = {
-            "grid": {**self.facts.identity(), "deals": [deal.plain() for deal in self.holding.deals]},
-            **self.holding.state(),
-            "signals": self._agreement.bytes,
+            "grid": {**self.facts.identity(), "deals": [each.plain() for each in self.stage.partitionings]},
+            **self.stage.state(),
+            "signals": self._signal_bytes,
             "sent": self._bytes_sent(),
         }
         return State({}, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same rank, with the blocks dealt out as they were then.
+        """Continue from a state of the same rank, with the blocks where they were then.
 
         Raises:
             RefusedError: it is the state of another grid.
         """
         own = state.own
         theirs = dict(own["grid"])
-        deals = [Deal.of(plain) for plain in theirs.pop("deals")]
+        partitionings = [Partitioning.of(plain) for plain in theirs.pop("deals")]
         if theirs != self.facts.identity():
             raise RefusedError(f"the checkpoint is of a grid of {theirs}, and this is one of {self.facts.identity()}")
-        self.holding.put_back(deals, own)
-        self._agreement.replicas, self._agreement.bytes = self.holding.mesh.replicas, own["signals"]
-        self._prefix = SpreadPrefix(self.world, self.chain)
-        counts = self.training.wire.counts
+        self.stage.put_back(partitionings, own)
+        self._signal_bytes = own["signals"]
+        self.digests.forget()
+        counts = self.stage.wire.counts
         self._before = {lane: sent - counts[lane].bytes_sent for lane, sent in own["sent"].items()}
 
-    def redealt(
+    def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
         """Yield for each rank of this grid the blocks that it holds now. Not a collective."""
-        deal = self.holding.deal
-        for state in redealt(
-            owns, self.chain, [deal.segments[rank % deal.parts] for rank in range(size)], restep=restep
-        ):
-            yield {"grid": {**self.facts.identity(), "deals": [deal.plain()]}, **state, "signals": 0}
+        now = self.stage.partitioning
+        segments = [now.segments[rank % now.parts] for rank in range(size)]
+        for state in repartitioned(owns, self.chain, segments, restep=restep):
+            yield {"grid": {**self.facts.identity(), "deals": [now.plain()]}, **state, "signals": 0}
 
     def report(self) -> dict[str, Any]:
-        """Return the cut's history, what was exchanged, and what each rank had and did."""
-        mine = share_of(
-            self.freezer,
-            tensors_of(self.chain, self.holding.segment),
-            sent=self._bytes_sent(),
-            counts=self.training.wire.counts,
-            cpu_seconds=self.clock.processor_seconds(),
-            signal_bytes=self._agreement.bytes,
-            cache=self.entries[0].report(),
-        )
-        shares = self.world.allgather_object(mine, name="grid.report")
+        """Return the cut's history, what was exchanged, and what each rank had and did. Collective."""
+        freezer, facts, sent = self.freezer, self.facts, self._bytes_sent()
+        values = [value for state in freezer.optimizer.state.values() for value in state.values()]
+        by_rank = {
+            "allreduce_bytes": freezer.reducer.payload_bytes,
+            "parameter_bytes": sum(tensor.nbytes for _, tensor in tensors_of(self.chain, self.stage.segment)),
+            "optimizer_bytes": sum(value.nbytes for value in values if isinstance(value, Tensor)),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "cpu_seconds": self.clock.processor_seconds(),
+            "wait_seconds": sum(self.stage.wire.counts[lane].wait_seconds for lane in LANES),
+        }
+        mine = (by_rank, freezer.reducer.other_bytes + self._signal_bytes, sent, self.pipelines[0].rows.report())
+        ranks, others, every_sent, caches = zip(*self.world.allgather_object(mine, name="grid.report"))
+        cache: dict[str, Any] = {}
+        for each in caches:
+            cache = merged(cache, each) if each else cache
+        total = {lane: sum(each[lane] for each in every_sent) for lane in sent}
         return {
-            "cut_history": self.freezer.cut_history,
-            **together_of(self.facts, self.holding.deals, shares),
+            "cut_history": freezer.cut_history,
+            # Partitions differ in size: those of the rank with most.
+            "allreduce_bytes": max(each["allreduce_bytes"] for each in ranks),
+            "other_collective_bytes": max(others),
+            "cache": {**(cache or NOTHING_KEPT), "mode": facts.cache},
+            "grid": {
+                **facts.shape(),
+                "pipeline": facts.schedule,
+                "segments": [list(segment) for segment in self.stage.partitioning.segments],
+                "deals": [
+                    {**each.plain(), "replicas": facts.replicas * facts.parts // each.parts}
+                    for each in self.stage.partitionings
+                ],
+                "wire_bytes": {lane: total[lane] for lane in LANES},
+                "evaluation_wire_bytes": total[EVALUATION],
+                "errand_bytes": total[ERRANDS],
+                "moved_bytes": total[MOVING],
+                **{key: [each[key] for each in ranks] for key in by_rank},
+            },
         }
 
     def close(self) -> None:
         """Keep what is cached and let go of all files."""
-        for entry in self.entries:
-            entry.close()
+        for pipeline in self.pipelines:
+            pipeline.rows.close()
+
+    def _agree(self, result: LineResult | None, *, leave: bool) -> tuple[float, bool, float]:
+        """Return the mean loss, whether some rank is to leave, and the norm of all gradients, before the update.
+
+        Equal on all ranks; the norm is 0 where it is not used. Collective.
+
+        Raises:
+            NumericsError: a loss or a gradient is not finite; on all ranks.
+        """
+        reducer, replicas = self.freezer.reducer, self.stage.mesh.replicas
+        finite = result is None or math.isfinite(result.share)
+        sound, squares = reducer.gradients_are_finite(), 0.0
+        if sound and self.clip_grad is not None:
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients_of(reducer)]
+            squares = float((torch.stack(norms) ** 2).sum()) if norms else 0.0
+        # The first three are whole numbers, whose sums are exact.
+        numbers = [not finite, not sound, leave, result.share if result is not None and finite else 0.0, squares]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        losses, broken, leaving, total, squares = self.world.allreduce_sum(mine, name="grid.signals").tolist()
+        self._signal_bytes += mine.nbytes if self.world.size > 1 else 0
+        if losses or broken:
+            what = f"the loss is not finite on {int(losses)} of {replicas} replicas"
+            if not losses:
+                what = f"the gradients are not finite on {int(broken)} of {self.world.size} ranks"
+            raise NumericsError(
+                f"step {self.freezer.step}: {what}; no update was made; lower --lr, or add --lr-warmup or --clip-grad, "
+                "and go on from the last checkpoint"
+            )
+        return total / replicas, bool(leaving), math.sqrt(squares / replicas)
+
+    def _check_cut(self) -> None:
+        """Raise DivergedError on all ranks where a vote, which each partition counts, had two outcomes. Collective.
+
+        Ranks of a line that disagree would wait for errors that nobody sends.
+        """
+        cuts = self.world.allgather_object(self.cut, name="grid.cut")
+        odd = next((rank for rank, theirs in enumerate(cuts) if theirs != cuts[0]), None)
+        if odd is not None:
+            error = DivergedError(
+                f"after the vote of step {self.freezer.step} rank {odd} has cut {cuts[odd]} and rank 0 cut {cuts[0]}; "
+                "give all ranks equal processors and versions"
+            )
+            error.everywhere = True
+            raise error
 
     def _enter(self, batches: Sequence[Batch], *, training: bool) -> None:
         """Settle where these batches come into the line. Collective."""
-        number, holding = (0 if training else 1), self.holding
-        pipeline, images, entry = self.pipelines[number], self.images[number], self.entries[number]
+        number, stage = (0 if training else 1), self.stage
+        pipeline, images = self.pipelines[number], self.images[number]
+        rows = pipeline.rows
         if training:
-            mine = [some for batch in batches for some in pipeline.rows.of(batch)]
+            mine = [one for batch in batches for one in stage.micro_batches(batch)]
         else:
             # Lines of one replica share its evaluation batches too.
-            mine = list(batches[holding.line :: holding.lines])
-            self._others = [batch for place, batch in enumerate(batches) if place % holding.lines != holding.line]
-        self._prefix.follow(tuple(move.cut for move in self.freezer.cut_history), held=self.holding.segment)
-        for line in entry.begin_epoch(mine, holding, self._prefix):
-            self._say(line)
-        if holding.mesh.before is None and not pipeline.reads:
-            whole = training and entry.depth == 0
-            coming = [joined(pipeline.rows.of(batch)) for batch in batches] if whole else mine
-            announce(images, [batch for batch in coming if not entry.cached(batch)])
+            mine = list(batches[stage.line :: stage.lines])
+            self._others = [batch for place, batch in enumerate(batches) if place % stage.lines != stage.line]
+        for line in rows.begin_epoch(mine):
+            self.say(line)
+        if stage.mesh.before is None and not pipeline.reads:
+            whole = training and rows.depth == 0
+            coming = [joined(stage.micro_batches(batch)) for batch in batches] if whole else mine
+            announce(images, [batch for batch in coming if not rows.cached(batch)])
 
-    def _deal_out(self, *, cached: bool) -> bool:
-        """Deal ranks out anew where that is due; return whether it was. Collective."""
-        deal = self.holding.next_deal(cached=cached)
-        if deal is None:
+    def _repartition(self, *, cached: bool) -> bool:
+        """Let blocks change hands where that is due; return whether it was. Collective."""
+        after = self.stage.next_partitioning(cached=cached)
+        if after is None:
             return False
         self.settle()
-        self.holding.hand_over(deal)
-        self._agreement.replicas = lines = self.holding.mesh.replicas
+        self.stage.hand_over(after)
         why = f"the first {self.cut} blocks are {'cached' if cached else 'frozen'}"
-        self._say(f"grid: {deal.told()} in {lines} lines from here on: {why}")
+        self.say(f"grid: {after.describe()} in {self.stage.mesh.replicas} lines from here on: {why}")
         return True
 
     def _bytes_sent(self) -> dict[str, int]:
-        counts = self.training.wire.counts
+        counts = self.stage.wire.counts
         return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in counts}
+
+
+def gradients_of(reducer: Reducer) -> list[Tensor]:
+    """Return this rank's gradients, averaged."""
+    return [parameter.grad for _, parameter in reducer.carried if parameter.grad is not None]

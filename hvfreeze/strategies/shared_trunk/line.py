@@ -1,4 +1,4 @@
-"""The line: ranks that compute the frozen trunk's output together, segment by segment, and hand it to whoever trains.
+"""The line: ranks that compute the frozen trunk's output together, segment by segment, and send it to the heads.
 
     place 0                 place 1                ...   place P-1
     images -> segment 0  -> segment 1  ->                segment P-1 -> features -> every rank with a head there
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hvfreeze.chain.segments import Boundary, RunBlocks, Segment
+from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.data.batches import Batch
-from hvfreeze.ranks.wire import Wire
+from hvfreeze.model.segments import Boundary, RunBlocks, Segment
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.schedules import Operation, batches_begun, tick_schedule
 
@@ -25,8 +25,8 @@ LANES = ("activations", "features", "labels")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who computes what, and who needs which of it; the same on all ranks."""
+class LinePlan:
+    """Which rank computes which blocks, and which ranks need their output; the same on all ranks."""
 
     segments: tuple[Segment, ...]
     """By place; the rank at place p is rank p."""
@@ -58,27 +58,23 @@ class Plan:
         """Return what all ranks together send for a batch, by lane; `rows` are the batch's samples."""
         inner = [stop for _, stop in self.segments[:-1]]
         served = [(d, rank) for rank, depths in enumerate(self.depths) for d in depths if rank != self.source_of(d)]
-        label_bytes = rows * torch.int64.itemsize
         labels = 0
         if self.labels == "direct":
-            labels = sum(len(mine) for mine in self.rows[1:])
+            labels = sum(map(len, self.rows[1:]))
         elif self.labels == "ride":
             labels = len(inner) * sum(map(len, self.rows))
-            labels += sum(
-                len(mine)
-                for rank, mine in enumerate(self.rows)
-                if mine and rank != self.source_of(self.depths[rank][-1])
-            )
+            sources = [self.source_of(depths[-1]) if depths else rank for rank, depths in enumerate(self.depths)]
+            labels += sum(len(mine) for rank, mine in enumerate(self.rows) if rank != sources[rank])
         return {
             "activations": sum(boundaries[stop].num_bytes for stop in inner),
             "features": sum(boundaries[depth].num_bytes for depth, _ in served),
-            "labels": labels * label_bytes,
+            "labels": labels * rows * torch.int64.itemsize,
         }
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a rank's heads train on."""
+    """The input of a rank's heads."""
 
     features: dict[int, Tensor]
     """By depth, without gradient."""
@@ -90,7 +86,7 @@ class Served:
 class Line:
     """One rank's part in the line."""
 
-    plan: Plan
+    plan: LinePlan
     rank: int
     wire: Wire
     boundaries: Sequence[Boundary]
@@ -116,7 +112,7 @@ class Line:
     """Features by batch and depth, and under depth 0 labels, that this rank has computed for itself."""
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Expect to be asked for these batches, in this order. All ranks must call this with the same batches."""
+        """Expect to be asked for these batches, in this order; all ranks must give the same. Collective."""
         self.finish()
         self._first += len(self._batches)
         self._batches, self._trained, self._coming = list(batches), 0, len(batches)
@@ -129,16 +125,16 @@ class Line:
         return self._batches[self._trained] if self._trained < len(self._batches) else None
 
     def serve(self) -> Served:
-        """Return the features of the next batch; ranks go on with later ones meanwhile. All ranks must call this."""
+        """Return the features of the next batch; ranks go on with later ones meanwhile. Collective."""
         while (operation := self._operations.popleft()).kind == "forward":
             self._forward(operation.batch)
         self._trained += 1
         return self._receive(operation.batch)
 
     def finish(self) -> None:
-        """Take out of the line what has entered it, and forget what is left. All ranks must call this.
+        """Receive every batch that has entered the line, and forget the others. Collective.
 
-        Every message is received then. The wire is not drained: another line's messages may be on it, and stay there.
+        The wire is not drained: another line's messages may be on it, and stay there.
         """
         self._coming = batches_begun(self._trained, places=self.plan.places, batches=len(self._batches))
         for operation in self._operations:
@@ -149,7 +145,7 @@ class Line:
         self._trained = len(self._batches)
 
     def _forward(self, index: int) -> None:
-        """Run this rank's segment for a batch and send on what others wait for."""
+        """Run this rank's segment for a batch and send its outputs to the ranks that wait for them."""
         plan, batch = self.plan, self._batches[index]
         start, stop = plan.segments[self.rank]
         labels: Tensor | None = None
@@ -162,7 +158,7 @@ class Line:
             if plan.labels == "ride":
                 labels = self._get_labels(sum(map(len, plan.rows)), self.rank - 1, index, len(batch.ids))
         if labels is not None and plan.labels == "direct":
-            self._deal_labels(labels, index, range(len(plan.rows)))
+            self._send_labels(labels, index, range(len(plan.rows)))
         self._expect(index)
         self.forwards += 1
         for depth in range(start + 1, stop + 1):
@@ -175,13 +171,13 @@ class Line:
                 else:
                     self._put(self.boundaries[depth].flat(x), receiver, "features", index)
             if labels is not None and plan.labels == "ride":
-                self._deal_labels(labels, index, [r for r in receivers if plan.depths[r][-1] == depth])
+                self._send_labels(labels, index, [r for r in receivers if plan.depths[r][-1] == depth])
         if self.rank < plan.places - 1:
             self._put(self.boundaries[stop].flat(x), self.rank + 1, "activations", index)
             if labels is not None and plan.labels == "ride":
                 self._put(labels, self.rank + 1, "labels", index)
 
-    def _deal_labels(self, labels: Tensor, index: int, receivers: Sequence[int]) -> None:
+    def _send_labels(self, labels: Tensor, index: int, receivers: Sequence[int]) -> None:
         for receiver in receivers:
             rows = labels[list(self.plan.rows[receiver])]
             if receiver == self.rank:
@@ -205,7 +201,7 @@ class Line:
         return Served(features, labels)
 
     def _expect(self, index: int) -> None:
-        """Start to receive while this rank computes: this batch's features, and what its segment takes next.
+        """Start to receive while this rank computes: this batch's features, and the next input of its segment.
 
         Nothing may be left unreceived: behind place 0, the next batch has entered the line when this one's turn ends.
         """

@@ -9,50 +9,153 @@ Source: McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pi
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.chain.segments import Segment, segment_bytes, tensors_of
+from hvfreeze.comm.agreement import gather_tensors
+from hvfreeze.comm.resources import end_set_up, give_back, peak_memory_bytes
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import DivergedError, NumericsError, RefusedError
-from hvfreeze.freezing.frozen import Seal
-from hvfreeze.ranks.agreement import gather_tensors
-from hvfreeze.ranks.machine.memory import end_set_up, give_back
-from hvfreeze.ranks.world import World
+from hvfreeze.freezing.frozen_prefix import Seal, hold_in_eval
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.segments import Segment, drop_tensors, segment_bytes, tensors_of
+from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
+from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.moves import Move
-from hvfreeze.strategies.shared_trunk.account import Facts, share_of, together_of
+from hvfreeze.runs.reading import Move
+from hvfreeze.strategies.base import Answers, State, StepResult, WholeModel
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
-from hvfreeze.strategies.shared_trunk.heads import Head
 from hvfreeze.strategies.shared_trunk.line import LANES
-from hvfreeze.strategies.strategy import Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkFacts:
+    """The run as all ranks know it."""
+
+    names: tuple[str, ...]
+    """Of the tasks; task i is trained on rank i modulo the number of ranks."""
+    classes: tuple[tuple[str, ...], ...]
+    """Of each task."""
+    segments: tuple[Segment, ...]
+    """By rank; those without one are left out."""
+    whole: bool
+    """Every rank runs the whole trunk: the baseline."""
+    labels: str
+    cut: int
+    """Blocks that are frozen in every model."""
+    depth: int
+    """Blocks that are frozen in some model."""
+    identity: dict[str, Any]
+    """What a checkpoint must have been made for."""
+    cache: str
+    exact: bool
+    """Whether stored features have the bits that would be computed."""
+
+
+BuildChain = Callable[[int], Chain]
+"""Number of classes -> the model in blocks, initialised from torch's generator."""
+
+
+class Head:
+    """Trains the last blocks of a model on given features.
+
+    Its random draws, for dropout, come from its own seed, so that it is the same wherever it is trained.
+    """
+
+    def __init__(self, task: Task, labels: Labels, settings: OptimizerConfig, *, build: BuildChain) -> None:
+        self.task, self.labels = task, labels
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(task.seed)
+            chain = build(len(labels.classes))
+            torch.manual_seed(task.seed)
+            self._random = torch.get_rng_state()
+        self.depth = len(chain.blocks) - task.blocks
+        drop_tensors(chain, 0, self.depth)
+        self.chain, self._halves = chain, Halves(chain, settings.precision)
+        self.optimizer = open_optimizer(chain.named_parameters(self.depth), settings, lr=task.lr)
+        self._update = Update(self.optimizer, settings)
+        self._objective = Objective(smoothing=settings.label_smoothing)
+        self._weights = labels.weights(task.loss)
+
+    def train(self, features: Tensor, labels: Tensor, clock: PhaseClock) -> tuple[float, Answers]:
+        """Compute the gradients of a batch; return its mean loss and its answers, from before the update."""
+        clock.enter("forward")
+        self._halves.be_in_mode(training=True)
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            logits = self._halves.suffix(features, self.depth).float()
+            loss = self._objective.loss(logits, Mixture(features, labels), self._weights)
+            clock.enter("backward")
+            self.optimizer.zero_grad()
+            loss.backward()
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(before)
+        return loss.item(), Answers(logits.detach(), labels)
+
+    def is_finite(self, loss: float) -> bool:
+        """Tell whether the loss and all gradients are."""
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def update(self, rate: float) -> None:
+        """Make the optimizer's step; `rate` is what --lr has become by --schedule, which this head's follows."""
+        self._update.make(rate)
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Return the logits of a batch in evaluation mode."""
+        self._halves.be_in_mode(training=False)
+        with torch.no_grad():
+            return self._halves.suffix(features, self.depth).float()
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return parameters and buffers of the head's own blocks."""
+        return [*self.chain.named_parameters(self.depth), *self.chain.named_buffers(self.depth)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state from which training goes on bit for bit."""
+        tensors = {name: tensor.detach() for name, tensor in self.tensors()}
+        return {"tensors": tensors, "optimizer": self.optimizer.state_dict(), "random": self._random}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of the same head."""
+        with torch.no_grad():
+            for name, tensor in self.tensors():
+                tensor.copy_(state["tensors"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._random = state["random"]
+
+
+def hold_still(chain: Chain, segment: Segment) -> None:
+    """Make the blocks of a segment a pure function of their input, for good."""
+    for module in chain.modules(*segment):
+        hold_in_eval(module)
+    for _, parameter in chain.named_parameters(*segment):
+        parameter.requires_grad_(False)
 
 
 class SharedTrunk:
     """Trains this rank's heads; see `Strategy` for what its methods promise.
 
-    Args:
-        facts: what all ranks know.
-        chain: the model in blocks, of which this rank holds its segment of the trunk alone.
-        segment: the blocks that it holds.
-        heads: this rank's, in the order of the tasks.
-        training: the trunk's output for training batches.
-        evaluation: the same for evaluation batches.
-        world: all ranks.
-        clock: where the seconds of a step go.
-        settle_in: called once before the first epoch, when the run directory is there: opens what is stored while the
-            whole trunk is at hand to compare it with, and lets go of the segments that other ranks hold. A collective.
+    Of `chain` this rank holds its `segment` of the trunk alone, once it has settled in; `heads` are in the order of the
+    tasks. `settle_in` is called once before the first epoch, when the run directory is there. It opens what is stored,
+    while the whole trunk is here to compare it with, and drops the segments of other ranks; a collective.
     """
 
     def __init__(
         self,
-        facts: Facts,
+        facts: TrunkFacts,
         chain: Chain,
         segment: Segment,
         heads: Sequence[Head],
@@ -68,7 +171,7 @@ class SharedTrunk:
         self._settle_in: Callable[[], None] | None = settle_in
         self._steps, self._signal_bytes = 0, 0
         self._before: dict[str, int] = {}
-        self._seal = Seal([*chain.named_parameters(*segment), *chain.named_buffers(*segment)])
+        self._seal = Seal(tensors_of(chain, segment))
 
     @property
     def cut(self) -> int:
@@ -81,7 +184,7 @@ class SharedTrunk:
         return [f"model-{name}" for name in self.facts.names]
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches."""
+        """Get ready for these batches. Collective."""
         if self._settle_in is not None:
             self._settle_in()
             self._settle_in = None
@@ -89,7 +192,7 @@ class SharedTrunk:
         (self.training if training else self.evaluation).begin_epoch(batches)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Train every head of this rank on the one batch, while the line works on those to come."""
+        """Train every head of this rank on the one batch, while the line works on later ones. Collective."""
         (batch,), clock = batches, self.clock
         served = self.training.of(batch)
         labels = self._labels(batch, training=True) if served.labels is None else served.labels
@@ -114,7 +217,7 @@ class SharedTrunk:
         self._seal.check(step=self._steps)
         self._steps += 1
         if num_leaving:
-            self.training.finish()
+            self.training.line.finish()
         clock.enter("data")
         return StepResult(losses=losses, answers=answers, leave=bool(num_leaving))
 
@@ -122,7 +225,7 @@ class SharedTrunk:
         """Return at once: each model lives on one rank, and is what it is."""
 
     def predict(self, batch: Batch) -> dict[str, Answers]:
-        """Return what this rank's models say of an evaluation batch. Collective: all ranks ask for the same batches."""
+        """Return the answers to an evaluation batch; all ranks ask for the same batches. Collective."""
         served = self.evaluation.of(batch)
         rows = self._labels(batch, training=False)
         return {
@@ -131,10 +234,7 @@ class SharedTrunk:
         }
 
     def check(self, *, step: int) -> str:
-        """Return a digest over the trunk's blocks and every head, wherever they lie.
-
-        It does not depend on how many ranks there are, nor on how they share the work.
-        """
+        """Return a digest over the trunk's blocks and every head, equal for any number of ranks. Collective."""
         blocks = {b: digest_tensors(tensors_of(self.chain, (b, b + 1))) for b in range(*self.segment)}
         heads = {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
         everyone = self.world.allgather_object((blocks, heads), name="trunk.digest")
@@ -148,7 +248,7 @@ class SharedTrunk:
         return hashlib.sha256("\n".join(f"{key} {found[key]}" for key in order).encode()).hexdigest()
 
     def whole_models(self) -> Iterator[WholeModel]:
-        """Yield each model; on rank 0 with the trunk, of which it keeps one copy, and one head at a time."""
+        """Yield each model; on rank 0 with the one copy of the trunk, and one head at a time. Collective."""
         mine = self.segment if self.world.rank == 0 or not self.facts.whole else (0, 0)
         give_back()
         trunk = gather_tensors(self.world, tensors_of(self.chain, mine), name="trunk.model")
@@ -183,7 +283,7 @@ class SharedTrunk:
         self.training.line.forwards, self._signal_bytes = counts.pop("forwards"), counts.pop("signals")
         self._before = counts
 
-    def redealt(
+    def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
         """Yield for each rank the heads that it trains; counts go on with rank 0. Not a collective."""
@@ -197,16 +297,51 @@ class SharedTrunk:
             yield {"heads": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
 
     def report(self) -> dict[str, Any]:
-        """Return what was exchanged, what the cache did, and what each rank had and did."""
-        mine = share_of(
-            self.training,
-            self.evaluation,
-            trunk_bytes=segment_bytes(self.chain, self.segment),
-            sent=self._bytes_sent(),
-            clock=self.clock,
-        )
-        found = together_of(self.facts, self.world.allgather_object(mine, name="trunk.report"))
-        return {"other_collective_bytes": self._signal_bytes, "cut_history": [Move(0, 0, self.cut)], **found}
+        """Return what was exchanged, what the cache did, and what each rank had and did. Collective."""
+        facts, training, wire_counts = self.facts, self.training, self.training.line.wire.counts
+        stores = list((training.stores or {}).values())
+        both = [*stores, *(self.evaluation.stores or {}).values()]
+        took = sum(store.counters.read_seconds + store.counters.write_seconds for store in stores)
+        of_a_batch = training.serve_seconds / max(1, training.batches_served)
+        cache = {
+            "bytes": sum(store.stored_bytes for store in stores),
+            "rows_written": sum(store.counters.rows_written for store in stores),
+            "rows_read": sum(store.counters.rows_read for store in stores),
+            # By batches that the line did not run for, less what the cache took.
+            "seconds_saved": of_a_batch * training.batches_silent - took if stores else 0.0,
+        }
+        by_rank = {
+            "trunk_bytes": segment_bytes(self.chain, self.segment),
+            "forwards": training.line.forwards,
+            "cpu_seconds": self.clock.processor_seconds(),
+            "forward_seconds": self.clock.seconds["forward"],
+            "peak_memory_bytes": peak_memory_bytes(),
+            "wait_seconds": sum(count.wait_seconds for count in wire_counts.values()),
+        }
+        sent = self._bytes_sent()
+        sent_evaluating = sum(count.bytes_sent for lane, count in wire_counts.items() if lane not in LANES)
+        mine = (all(store.exact for store in both), cache, by_rank, sent, sent_evaluating)
+        exact, caches, ranks, every_sent, evaluating = zip(*self.world.allgather_object(mine, name="trunk.report"))
+        return {
+            "other_collective_bytes": self._signal_bytes,
+            "cut_history": [Move(0, 0, self.cut)],
+            "allreduce_bytes": 0,
+            "cache": {
+                "mode": facts.cache,
+                "exact": facts.exact and all(exact),
+                **{key: sum(each[key] for each in caches) for key in ("bytes", "rows_written", "rows_read")},
+                "seconds_saved_predicted": 0.0,
+                "seconds_saved": sum(each["seconds_saved"] for each in caches) / len(caches),
+            },
+            "trunk": {
+                "mode": "whole" if facts.whole else "split",
+                "segments": [list(segment) for segment in facts.segments],
+                "labels": facts.labels,
+                "wire_bytes": {lane: sum(each[lane] for each in every_sent) for lane in LANES},
+                "evaluation_wire_bytes": sum(evaluating),
+                **{key: [each[key] for each in ranks] for key in by_rank},
+            },
+        }
 
     def close(self) -> None:
         """Keep what is cached and let go of all files."""
@@ -221,8 +356,8 @@ class SharedTrunk:
         return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in LANES}
 
     def _stop(self, broken: list[str]) -> None:
-        """Raise on all ranks."""
-        self.training.finish()
+        """Raise NumericsError on all ranks. Collective."""
+        self.training.line.finish()
         names = [n for theirs in self.world.allgather_object(broken, name="trunk.broken") for n in theirs]
         raise NumericsError(
             f"step {self._steps}: the loss or the gradients of {', '.join(names)} are not finite; no update was made; "

@@ -1,4 +1,4 @@
-"""The tasks: what each model is trained for, its labels, and what is its own in how it is trained.
+"""The tasks: each model's target, its labels, and its own settings.
 
 `--heads N` makes N models for the data set's own labels. `--tasks FILE` takes a table, CSV, with a column `sample` (a
 row's number, or for image folders its path), where training and test set both occur a column `split` (`train` or
@@ -20,28 +20,35 @@ Without `labels` all tasks have the data set's own labels.
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.optimizer import OptimizerConfig
-from hvfreeze.config.plain_yaml import MOST_BYTES, parse_plain_yaml
-from hvfreeze.config.sections import CacheConfig, FreezeConfig
-from hvfreeze.config.strategy import StrategyConfig
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.config.sections import CacheConfig, FreezeConfig, OptimizerConfig, StrategyConfig
+from hvfreeze.config.tree import MOST_BYTES, parse_plain_yaml
+from hvfreeze.data.batches import Batch, Corpus
+from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.images import FileSource
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.blocks import Chain
 
 LOSSES = ("cross-entropy", "balanced")
 MOST_TABLE_BYTES = 2**30
+MOST_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one model is trained for."""
+    """One model's target and its own settings."""
 
     name: str
     column: str = ""
@@ -55,7 +62,7 @@ class Task:
 
 
 def read_files(path: Path) -> tuple[str, str]:
-    """Return the text of a task file and of the table that it names, which for a CSV is itself.
+    """Return the text of a task file, empty for a CSV, and of the table that it names, which for a CSV is itself.
 
     Raises:
         RefusedError: a file cannot be read.
@@ -99,10 +106,10 @@ def tasks_of(
 ) -> list[Task]:
     """Return the run's tasks in order, with the learning rate and seeds from `seed` on unless they say otherwise.
 
-    `files` is what `read_files` gave, empty texts without --tasks.
+    `files` is the result of `read_files`, empty texts without --tasks.
 
     Raises:
-        UsageError: the task file says what no task can have.
+        UsageError: the task file sets a value that no task can have.
     """
     lr = optimizer.lr
     given = optimizer.head_rates() or [lr]
@@ -161,7 +168,7 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
 
 
 def check_settings(freeze: FreezeConfig, optimizer: OptimizerConfig, cache: CacheConfig) -> None:
-    """Refuse settings of which nothing could come."""
+    """Refuse settings that do not go with a shared trunk."""
     for flag, value, fit, why in (
         ("freeze", freeze.freeze, "none", "the trunk is frozen from the start, and stays so"),
         ("compression", optimizer.compression, "none", "no gradient travels"),
@@ -182,3 +189,119 @@ def check_depths(tasks: list[Task], chain: Chain) -> None:
                 f"model {task.name}: its own last blocks ({task.blocks}) must be 1..{len(names) - 1} of "
                 f"{', '.join(names)}, so that a trunk is left"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """A task's classes, and the class of every sample that the run uses."""
+
+    classes: tuple[str, ...]
+    train: Tensor = field(repr=False)
+    """(N,) int64 by sample id; -1 where the run does not use the sample."""
+    test: Tensor = field(repr=False)
+
+    def weights(self, loss: str) -> Tensor | None:
+        """Return each class's weight, (classes,), or None for 1; `balanced` is N / (classes x samples of the class)."""
+        if loss != "balanced":
+            return None
+        counts = torch.bincount(self.train[self.train >= 0], minlength=len(self.classes)).float()
+        return counts.sum() / (len(counts) * counts.clamp(min=1))
+
+    def of(self, batch: Batch, *, training: bool) -> Tensor:
+        """Return the labels of a training or an evaluation batch, (B,) int64."""
+        return (self.train if training else self.test)[torch.from_numpy(batch.ids)]
+
+    def identity(self) -> str:
+        """Return a digest, equal for equal classes and labels."""
+        digest = hashlib.sha256(repr(self.classes).encode())
+        digest.update(self.train.numpy().data)
+        digest.update(self.test.numpy().data)
+        return digest.hexdigest()
+
+
+def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
+    """Return each task's labels; `table` is the CSV's text, empty where all have the data set's own.
+
+    Raises:
+        RefusedError: a sample of the run has no label, or two; a label that no training sample has; or the table names
+            a sample that does not exist.
+    """
+    own = Labels(corpus.train.classes, corpus.train.labels, corpus.evaluated.labels)
+    if not table:
+        return [own] * len(tasks)
+    reader = csv.DictReader(io.StringIO(table))
+    columns = set(reader.fieldnames or ())
+    for column in ("sample", *(task.column for task in tasks)):
+        if column not in columns:
+            raise RefusedError(
+                f"--tasks: the table of labels has no column {column}; it has {', '.join(sorted(columns))}"
+            )
+    sets = {"train": corpus.train, "test": corpus.evaluated}
+    rows_of = {split: rows_by_name(image_set) for split, image_set in sets.items()}
+    cells: dict[str, dict[int, dict[str, str]]] = {"train": {}, "test": {}}
+    for number, line in enumerate(reader, 2):
+        split = "train" if corpus.evaluated is corpus.train and "split" not in columns else line.get("split") or "train"
+        row = rows_of.get(split, {}).get(line["sample"])
+        if row is None:
+            raise RefusedError(f"--tasks: line {number} of the table: there is no sample {line['sample']} in {split}")
+        before = cells[split].setdefault(row, line)
+        for task in tasks:
+            first, second = ((each.get(task.column) or "").strip() for each in (before, line))
+            if first != second:
+                raise RefusedError(
+                    f"--tasks: line {number} of the table: sample {line['sample']} of {split} has a label already, "
+                    f"{first or 'none'} in {task.column}, and here it is {second or 'none'}; leave one"
+                )
+    if corpus.evaluated is corpus.train:
+        cells["test"] = cells["train"]
+    used = {"train": np.concatenate(corpus.plan.shards), "test": corpus.evaluated_ids}
+    return [column_of(task, cells, used, sets) for task in tasks]
+
+
+def rows_by_name(image_set: ImageSet) -> dict[str, int]:
+    """Return each sample's row by what a table may call it: its number, and for an image file its path."""
+    rows = {str(row): row for row in range(len(image_set))}
+    if isinstance(image_set.source, FileSource):
+        rows |= {path: row for row, path in enumerate(image_set.source.paths)}
+    return rows
+
+
+def column_of(
+    task: Task,
+    cells: Mapping[str, Mapping[int, Mapping[str, str]]],
+    used: Mapping[str, np.ndarray],
+    sets: Mapping[str, ImageSet],
+) -> Labels:
+    """Return one task's labels of the samples that are used."""
+    words: dict[str, dict[int, str]] = {}
+    for split, ids in used.items():
+        words[split] = {row: (cells[split].get(row, {}).get(task.column) or "").strip() for row in ids.tolist()}
+        for row, word in words[split].items():
+            if not word:
+                raise RefusedError(f"--tasks: task {task.name}: sample {row} of {split} has no label in {task.column}")
+    taught = {(line.get(task.column) or "").strip() for line in cells["train"].values()}
+    unknown = sorted(set(words["test"].values()) - taught)
+    if unknown:
+        raise RefusedError(
+            f"--tasks: task {task.name}: {', '.join(unknown[:MOST_NAMED])} in {task.column} of test is the label of no "
+            f"training sample, of which {', '.join(sorted(taught)[:MOST_NAMED])} are; correct it or take it out"
+        )
+    known = {word for split in words.values() for word in split.values()}
+    classes = sorted(known, key=lambda word: (not word.isdigit(), int(word) if word.isdigit() else 0, word))
+    if len(classes) < 2:
+        raise RefusedError(
+            f"--tasks: task {task.name}: column {task.column} has one value only; a task needs two or more"
+        )
+    number = {word: index for index, word in enumerate(classes)}
+    tensors = []
+    for split in ("train", "test"):
+        labels = torch.full((len(sets[split]),), -1, dtype=torch.int64)
+        for row, word in words[split].items():
+            labels[row] = number[word]
+        tensors.append(labels)
+    return Labels(tuple(classes), tensors[0], tensors[1])
+
+
+def identity_of(tasks: list[Task], labels: list[Labels]) -> list[dict[str, Any]]:
+    """Return what a checkpoint must have been made for."""
+    return [{**asdict(task), "labels": each.identity()} for task, each in zip(tasks, labels, strict=True)]

@@ -6,26 +6,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import end_job_on_exception
+from hvfreeze.comm.world import World
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.run import run
-from tests.parallel.mpirun import report
-from tests.parallel.workers.checking import let_runs_build
+from tests.parallel.workers.checking import let_runs_build, run_checks, small_resnet
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 
 models: Any = torchvision.models
 
 
-def resnet() -> nn.Module:
-    return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
-
-
 def mobilenet() -> nn.Module:
     return models.MobileNetV2(num_classes=10, width_mult=0.25)
+
+
+def resnet() -> nn.Module:
+    return small_resnet(10)
 
 
 def vit() -> nn.Module:
@@ -34,36 +31,33 @@ def vit() -> nn.Module:
     )
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    world, root = open_world(), Path(sys.argv[1])
-    end_job_on_exception(world)
-    found: dict[str, Any] = {}
+def check_a_cached_run_is_the_uncached_run(world: World) -> None:
     # What a family adds does not depend on the number of ranks: each takes part at one size or two.
     for build in {2: (mobilenet,), 3: (resnet, vit)}.get(world.size, (resnet,)):
         let_runs_build(lambda classes, build=build: build())  # type: ignore[misc]
+        compare(world, build.__name__)
 
-        def settings(name: str, build: Any = build, **changes: Any) -> Any:
-            # With two views the cut moves away from rows that were shown in half of an epoch, and from whole ones.
-            views = f"views:{2 if world.size in (2, 3) else 1}"
-            common = {**SCHEDULED, "interval": 6, "augment": views, "epochs": 5, "checkpoint_every": "3s"}
-            return configuration(root / f"{build.__name__}-{name}", world.size, **{**common, **changes})
 
-        plain = run(settings("plain"), world)
-        cached = run(settings("cached", cache="on"), world)
-        interrupted(settings("stopped", cache="on"), world, after=9)
-        resumed = run(settings("stopped", cache="on", resume=True), world)
-        files = str(root / f"{build.__name__}-cached" / "cache")
-        again = run(settings("again", cache="on", cache_dir=files), world)
-        runs = {"plain": plain, "cached": cached, "resumed": resumed, "again": again}
-        found[build.__name__] = {
-            "digests": {name: summary["parameter_digest"] for name, summary in runs.items()},
-            "cache": {name: summary["cache"] for name, summary in runs.items()},
-            "cuts": plain["cut_history"],
-        }
-    report(world.rank, **found)
-    world.close()
+def compare(world: World, model: str) -> None:
+    """Compare runs of the model that runs build."""
+    root = Path(sys.argv[1])
+
+    def settings(name: str, **changes: Any) -> Any:
+        # With two views the cut moves away from rows that were shown in half of an epoch, and from whole ones.
+        views = f"views:{2 if world.size in (2, 3) else 1}"
+        common = {**SCHEDULED, "interval": 6, "augment": views, "epochs": 5, "checkpoint_every": "3s"}
+        return configuration(root / f"{model}-{name}", world.size, **{**common, **changes})
+
+    plain = run(settings("plain"), world)
+    cached = run(settings("cached", cache="on"), world)
+    interrupted(settings("stopped", cache="on"), world, after=9)
+    resumed = run(settings("stopped", cache="on", resume=True), world)
+    again = run(settings("again", cache="on", cache_dir=str(root / f"{model}-cached" / "cache")), world)
+    assert len({cut for _, _, cut in plain["cut_history"]}) > 2, f"{model}: the cut hardly moved"
+    for name, summary in {"cached": cached, "resumed": resumed, "again": again}.items():
+        assert summary["parameter_digest"] == plain["parameter_digest"], f"{model}, {name}: other bits"
+        assert summary["cache"]["exact"] is True and summary["cache"]["rows_read"] > 0, f"{model}, {name}: {summary}"
 
 
 if __name__ == "__main__":
-    main()
+    run_checks(globals(), on=lambda world: world)

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from hvfreeze.chain.models import build_model
+from hvfreeze.comm.world import World
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.ranks.world import World
-from hvfreeze.strategies.strategy import State
-from hvfreeze.training.checkpoints.file import packed, unpacked
+from hvfreeze.model.early_exits import CRITICS
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.strategies.base import State
+from hvfreeze.training.build import prepare
+from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import evaluate
 from hvfreeze.training.job import Job
-from hvfreeze.training.making.preparing import prepare
-from tests.parallel.workers.checking import run_checks
+from tests.parallel.workers.checking import let_models_be_small, run_checks
 
 BATCH, STEPS, RATE = 6, 4, 0.05
 CACHED = {"augment": "views:2", "cache": "on"}
@@ -32,10 +33,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "cache": "on",
         "redeal": "on",
     },
+    "local-sgd": {"local_steps": 4, "freeze": "static", "cut": 1, **CACHED},
+    "stale-ring": {
+        "augment": "none",
+        "stale_after": 3,
+        "tied_gradient": "half",
+        "context": 8,
+        "optimizer": "sgd",
+        "clip_grad": 5.0,
+    },
+    "local-critics": {"critic_every": 2, "freeze": "static", "cut": 1, **CACHED},
+    "subnets": {"local_steps": 4, "momentum": 0.9, **CACHED},
 }
 """What a strategy is tried with; it should move, keep and exchange all that it can."""
-MODELS = {"grid": "resnet20"}
-"""What is trained, where it is not a ShuffleNet: its last maps are single pixels, of which micro-batches have few."""
+MODELS = {"grid": "resnet20", "local-critics": "resnet20", "stale-ring": "tiny-lm", "subnets": "mlp-13x10"}
+"""What is trained, where it is not a ShuffleNet: its last maps are single pixels, of which micro-batches have few; it
+has no hidden neurons to deal out."""
 UNFIT: dict[str, list[dict[str, Any]]] = {
     "replicas": [{"freeze": "static", "cut": 99}, {"vote_weight": "1,1,1,1,1,1,1", "freeze": "linear"}],
     "shared-trunk": [
@@ -60,6 +73,46 @@ UNFIT: dict[str, list[dict[str, Any]]] = {
         {"micro_batches": 5},
         {"vote_weight": "1,1,1,1,1"},
     ],
+    "local-sgd": [
+        {"freeze": "linear", "cut": None},
+        {"shadow": "linear"},
+        {"compression": "fp16"},
+        {"freeze": "static", "cut": 99},
+    ],
+    "stale-ring": [
+        {"parts": 99},
+        {"parts": 2},
+        {"freeze": "static", "cut": 1},
+        {"shadow": "linear"},
+        {"cache": "on"},
+        {"compression": "fp16"},
+        {"accumulate": 2},
+        {"optimizer": "lars"},
+        {"cut_by": "given", "cut_at": "3,2"},
+        {"cut_by": "given", "cut_at": "8"},
+    ],
+    "local-critics": [
+        {"parts": 99},
+        {"parts": 1},
+        {"freeze": "linear", "cut": None},
+        {"shadow": "linear"},
+        {"mixup": 0.2},
+        {"compression": "fp16"},
+        {"accumulate": 2},
+        {"cut": 99},
+        {"cut_by": "given", "cut_at": "1,2,3"},
+        {"cut_by": "given", "cut_at": "2,3"},
+        {"cut_by": "given", "cut_at": "4,3,2"},
+    ],
+    "subnets": [
+        {"model": "shufflenet_v2_x0_5"},
+        {"model": "mlp-64x1"},
+        {"freeze": "linear"},
+        {"freeze": "static", "cut": 1},
+        {"shadow": "linear"},
+        {"compression": "fp16"},
+        {"optimizer": "adamw"},
+    ],
 }
 """What a strategy must refuse, on all ranks."""
 REPORTED = {"cut_history", "allreduce_bytes", "other_collective_bytes", "cache"}
@@ -71,6 +124,7 @@ class Trial:
     def __init__(self, world: World, root: Path, name: str) -> None:
         self.world, self.root, self.name, self.count = world, root, name, 0
         self.model = MODELS.get(name, "shufflenet_v2_x0_5")
+        let_models_be_small()
 
     def job(self, **changes: Any) -> Job:
         self.count += 1
@@ -84,6 +138,11 @@ class Trial:
             "strategy": self.name,
             "run_dir": str(self.root / f"{self.name}-{self.count}"),
         }
+        if self.name == "stale-ring":
+            # Shorter than the default text.
+            path = self.root / f"text-{self.world.rank}.txt"
+            path.write_text("".join(f"line {number} of a text\n" for number in range(400)))
+            base["data_dir"] = str(path)
         if self.name == "grid":
             # Samples of a batch that every number of partitions divides.
             base |= {"parts": 2 if self.world.size == 4 else None, "micro_batches": 3 if self.world.size == 3 else 2}
@@ -127,7 +186,7 @@ def check_another_number_of_ranks_goes_on_from_the_same_models(trial: Trial) -> 
     shared = trial.world.broadcast_object(state.shared, name="contract.shared")
     owns = trial.world.allgather_object(packed(state.own), name="contract.own")
     # Of equal steps, and of the same number of ranks: all that is left of before are models, cut and statistics.
-    states = resumed.strategy.redealt(
+    states = resumed.strategy.repartitioned(
         (unpacked(own, name="contract") for own in owns), size=trial.world.size, restep=lambda step: step
     )
     mine = list(states)[trial.world.rank]
@@ -168,11 +227,15 @@ def check_settling_twice_changes_nothing(trial: Trial) -> None:
 def check_whole_models_fit_the_model_that_was_given(trial: Trial) -> None:
     job = trial.job()
     trial.train(job, first=0, last=3)
-    given = build_model(trial.model, num_classes=10, image_size=32).model.state_dict()
+    card = job.card
+    classes, side = len(card.classes), max(card.preparation.shape)
+    given = build_model(trial.model, num_classes=classes, image_size=side).model.state_dict()
     found = list(job.strategy.whole_models())
     assert [name for name, *_ in found] == list(job.strategy.models)
-    for _, state, _ in found if trial.world.rank == 0 else []:
-        assert {name: tensor.shape for name, tensor in state.items()} == {n: t.shape for n, t in given.items()}
+    for _, state, *_ in found if trial.world.rank == 0 else []:
+        # Critics lie beside the model that was given.
+        shapes = {name: tensor.shape for name, tensor in state.items() if not name.startswith(f"{CRITICS}.")}
+        assert shapes == {name: tensor.shape for name, tensor in given.items()}
         assert all(tensor.isfinite().all() for tensor in state.values())
 
 

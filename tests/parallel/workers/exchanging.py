@@ -3,28 +3,236 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.chain.blocks import Chain
+from hvfreeze.comm.low_rank import seed_of
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import World
-from tests.parallel.workers import thin_exchanges
+from hvfreeze.model.blocks import Chain
 from tests.parallel.workers.checking import run_checks
-from tests.parallel.workers.known_gradients import (
-    SHAPES,
-    average,
-    backward,
-    gradients,
-    grads,
-    parameters,
-    raises,
-    same_everywhere,
-)
+
+SHAPES = [(40, 30), (30,), (16, 3, 5, 5), (7,), (20, 20)]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
+    named = [(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(SHAPES)]
+    with torch.no_grad():
+        named[2][1].set_(named[2][1].to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    return named
+
+
+def gradients(rank: int, step: int, *, factor: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) * factor for shape in SHAPES]
+
+
+def average(world: World, step: int, *, factor: float = 1.0) -> list[Tensor]:
+    """Return what the exchange must give, in double precision."""
+    all_ranks = [gradients(rank, step, factor=factor, dtype=torch.float64) for rank in range(world.size)]
+    return [torch.stack(column).mean(dim=0) for column in zip(*all_ranks, strict=True)]
+
+
+def backward(named: list[tuple[str, nn.Parameter]], wanted: list[Tensor]) -> None:
+    sum((p * g).sum() for (_, p), g in zip(named, wanted, strict=True)).backward()  # type: ignore[union-attr]
+
+
+def grads(named: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    return [p.grad for _, p in named if p.grad is not None]
+
+
+def same_everywhere(world: World, tensors: list[Tensor], name: str) -> None:
+    mine = [t.contiguous().view(-1).view(torch.int32).tolist() for t in tensors]
+    everybody = world.allgather_object(mine, name=name)
+    assert all(theirs == mine for theirs in everybody), "ranks have other bits"
+
+
+def raises(work: Callable[[], object], words: str) -> None:
+    try:
+        work()
+    except UsageError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"nobody said '{words}'")
+
+
+R = 2
+MATRICES = [(40, 30), (16, 75), (20, 20)]
+THIN_BYTES = 4 * (sum(R * (n + m) for n, m in MATRICES) + 30 + 7)
+
+
+def low_rank(world: World, named: list[tuple[str, nn.Parameter]], **options: Any) -> Reducer:
+    reducer = Reducer(world, compression=f"powersgd:{R}", bucket_bytes=3000, piece_bytes=600, **options)
+    reducer.carry(named)
+    return reducer
+
+
+def one_step(reducer: Reducer, named: list[tuple[str, nn.Parameter]], wanted: list[Tensor]) -> list[Tensor]:
+    reducer.begin()
+    backward(named, wanted)
+    reducer.finish()
+    return [g.clone() for g in grads(named)]
+
+
+def check_low_rank_follows_the_paper(world: World) -> None:
+    """Compare with algorithm 1 of the paper, written down for all ranks in double precision."""
+    named = parameters()
+    seen: list[float] = []
+    reducer = low_rank(world, named, uncompressed_steps=2, observer=lambda slot, g: seen.append(float(g.abs().sum())))
+    right: list[Any] = []
+    errors = [[torch.zeros(n, m, dtype=torch.float64) for n, m in MATRICES] for _ in range(world.size)]
+    sent, given = [torch.zeros(s, dtype=torch.float64) for s in SHAPES], [torch.zeros(s).double() for s in SHAPES]
+    for step in range(6):
+        before = reducer.payload_bytes
+        seen.clear()
+        got = one_step(reducer, named, gradients(world.rank, step))
+        own = [float(g.abs().sum()) for g in gradients(world.rank, step)]
+        torch.testing.assert_close(torch.tensor(sorted(seen)), torch.tensor(sorted(own)), rtol=1e-4, atol=0)
+        if world.size == 1:
+            assert reducer.payload_bytes == 0
+            continue
+        same_everywhere(world, got, "low-rank")
+        plain = average(world, step)
+        if step < 2:
+            assert reducer.payload_bytes - before == 4 * sum(map(math.prod, SHAPES))
+            assert all(torch.allclose(a.double(), b, atol=1e-6) for a, b in zip(got, plain, strict=True))
+            continue
+        assert reducer.payload_bytes - before == THIN_BYTES
+        assert len(reducer._exchange.low_rank) == 2, "all in one group: none is ahead of another"
+        if step == 2:
+            right = [torch.randn(m, R, generator=torch.Generator().manual_seed(seed_of(f"p{i}"))).double()
+                     for i, (_, m) in zip((0, 2, 4), MATRICES, strict=True)]  # fmt: skip
+        all_ranks = [as_matrices(gradients(rank, step, dtype=torch.float64)) for rank in range(world.size)]
+        for i, place in enumerate((0, 2, 4)):
+            wholes = [all_ranks[rank][i] + errors[rank][i] for rank in range(world.size)]
+            left = torch.linalg.qr(torch.stack([whole @ right[i] for whole in wholes]).mean(dim=0)).Q
+            right[i] = torch.stack([whole.t() @ left for whole in wholes]).mean(dim=0)
+            decompressed = left @ right[i].t()
+            for rank in range(world.size):
+                errors[rank][i] = wholes[rank] - decompressed
+            mine = as_matrices([g.double() for g in got])[i]
+            torch.testing.assert_close(mine, decompressed, rtol=1e-3, atol=1e-4)
+            kept = reducer.state_dict()["low_rank"][f"p{place}"]["error"]
+            torch.testing.assert_close(kept.double(), errors[world.rank][i], rtol=1e-3, atol=1e-3)
+        for place in (1, 3):
+            torch.testing.assert_close(got[place].double(), plain[place], rtol=1e-5, atol=1e-6)
+        sent = [a + b for a, b in zip(sent, plain, strict=True)]
+        given = [a + b.double() for a, b in zip(given, got, strict=True)]
+    if world.size > 1:
+        # What was not given yet is kept by somebody: nothing is lost.
+        for i, (all_sent, all_given) in enumerate(zip(as_matrices(sent), as_matrices(given), strict=True)):
+            open_ = torch.stack([errors[rank][i] for rank in range(world.size)]).mean(dim=0)
+            torch.testing.assert_close(all_given + open_, all_sent, rtol=1e-3, atol=1e-3)
+
+
+def as_matrices(tensors: list[Tensor]) -> list[Tensor]:
+    """Return p0, p2 and p4 as matrices, in the order of memory: p2 lies channels last."""
+    return [tensors[0], tensors[2].permute(0, 2, 3, 1).reshape(16, 75), tensors[4]]
+
+
+def check_gradients_of_low_rank_arrive_whole(world: World) -> None:
+    named = parameters()
+    reducer = low_rank(world, named, uncompressed_steps=0)
+    torch.manual_seed(3)
+    base = [torch.randn(40, 2) @ torch.randn(2, 30), torch.randn(30), torch.zeros(16, 3, 5, 5), torch.randn(7)]
+    base += [torch.randn(20, 1) @ torch.randn(1, 20)]
+    got = one_step(reducer, named, [(world.rank + 1) * g for g in base])
+    for mine, g in zip(got, base, strict=True):
+        torch.testing.assert_close(mine, g * (world.size + 1) / 2, rtol=1e-3, atol=1e-4)
+
+
+def check_low_rank_goes_on_from_its_state_and_loses_what_freezes(world: World) -> None:
+    named = parameters()
+    reducer = low_rank(world, named, uncompressed_steps=2)
+    for step in range(4):
+        one_step(reducer, named, gradients(world.rank, step))
+        other = parameters()
+        again = low_rank(world, other, uncompressed_steps=2)
+        again.load_state_dict(reducer.state_dict())
+        ahead = [one_step(again, other, gradients(world.rank, step + k)) for k in (1, 2)]
+        if step == 1:
+            one_step(reducer, named, gradients(world.rank, 2))
+            straight = [grads(named), one_step(reducer, named, gradients(world.rank, 3))]
+            assert all(torch.equal(a, b) for a, b in zip(ahead[1], straight[1], strict=True)), "resumed otherwise"
+    if world.size == 1:
+        return
+    kept = reducer.state_dict()["low_rank"]
+    assert set(kept) == {"p0", "p2", "p4"}
+    reducer.carry(named[2:])
+    now = reducer.state_dict()["low_rank"]
+    assert set(now) == {"p2", "p4"} and torch.equal(now["p4"]["error"], kept["p4"]["error"])
+    assert torch.equal(now["p2"]["right"], kept["p2"]["right"])
+    one_step(reducer, named[2:], gradients(world.rank, 9)[2:])
+    reducer.carry(named)
+    assert not reducer.state_dict()["low_rank"]["p0"]["error"].any(), "a thawed parameter remembers"
+    one_step(reducer, named, gradients(world.rank, 10))
+
+
+def check_what_low_rank_left_out_is_sent_once_with_the_next_whole_gradient(world: World) -> None:
+    for after in ("none", "fp16", "powersgd:6"):
+        named = parameters()
+        reducer = low_rank(world, named, uncompressed_steps=0)
+        for step in range(3):
+            one_step(reducer, named, gradients(world.rank, step))
+        kept = reducer.state_dict()["low_rank"]
+        reducer.compress(after)
+        other = parameters()
+        resumed = Reducer(world, compression=after, uncompressed_steps=0, bucket_bytes=3000, piece_bytes=600)
+        resumed.carry(other)
+        resumed.load_state_dict(reducer.state_dict())
+        # The first rank's last matrix takes no part in this step: what it owes goes all the same.
+        wanted, mine = gradients(world.rank, 3), 4 if world.rank == 0 else 5
+        for one, theirs in ((reducer, named), (resumed, other)):
+            one.begin()
+            backward(theirs[:mine], wanted[:mine])
+            one.finish()
+        assert all(torch.equal(a, b) for a, b in zip(grads(named), grads(other), strict=True)), "resumed otherwise"
+        if world.size == 1:
+            continue
+        every = [gradients(rank, 3, dtype=torch.float64) for rank in range(world.size)]
+        every[0][4].zero_()
+        plain = as_matrices([torch.stack(column).mean(dim=0) for column in zip(*every, strict=True)])
+        left_out = [kept[name]["error"].double() for name in ("p0", "p2", "p4")]
+        owed = [world.allreduce_sum(mine, name=f"owed.{after}.{i}") / world.size for i, mine in enumerate(left_out)]
+        whole = (2,) if after == "powersgd:6" else (0, 1, 2)
+        for i in whole:
+            assert float(owed[i].abs().max()) > 0.1, "low rank has left nothing out: this test says little"
+            got = as_matrices([g.double() for g in grads(named)])[i]
+            torch.testing.assert_close(got, plain[i] + owed[i], rtol=2e-3, atol=1e-2)
+        assert not reducer.state_dict()["owed"], "it would be sent twice"
+        reducer.compress(f"powersgd:{R}")
+        again = reducer.state_dict()["low_rank"]
+        assert [i for i, name in enumerate(("p0", "p2", "p4")) if not again[name]["error"].any()] == list(whole)
+
+
+def check_no_error_remembers_what_was_not_finite(world: World) -> None:
+    named = parameters()
+    reducer = low_rank(world, named, uncompressed_steps=0)
+    one_step(reducer, named, gradients(world.rank, 0))
+    broken = gradients(world.rank, 1)
+    if world.rank == world.size - 1:
+        broken[2][0, 0, 0, 0] = math.inf
+    one_step(reducer, named, broken)
+    assert not reducer.gradients_are_finite()
+    one_step(reducer, named, gradients(world.rank, 2))
+    assert reducer.gradients_are_finite()
+
+
+def check_ranks_that_compute_otherwise_are_refused(world: World) -> None:
+    if world.size == 1:
+        return
+    reducer = low_rank(world, parameters(), uncompressed_steps=0)
+    if world.rank == world.size - 1:
+        reducer._exchange.low_rank[-1]._in_order[-1].right[0, 0] += 1e-6
+    raises(reducer.begin, f"rank {world.size - 1} computes other bits than rank 0")
+    raises(lambda: Reducer(world, compression="powersgd:0").carry([]), "powersgd:R with R in 1..256")
 
 
 def check_gradients_of_several_passes_are_added_and_sent_once(world: World) -> None:
@@ -206,4 +414,4 @@ def check_an_interval_knows_nothing_of_the_one_before(world: World) -> None:
 
 
 if __name__ == "__main__":
-    run_checks({**vars(thin_exchanges), **globals()}, on=lambda world: world)
+    run_checks(globals(), on=lambda world: world)

@@ -18,28 +18,29 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import hvfreeze.training.making.preparing
+import hvfreeze.training.build
 import hvfreeze.training.run
+from hvfreeze import optim
 from hvfreeze.__main__ import main
+from hvfreeze.comm import horovod_world
+from hvfreeze.comm.mpi_environment import claimed_rank
+from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
-from hvfreeze.ranks import horovod_world
-from hvfreeze.ranks.machine.mpi_environment import claimed_rank
-from hvfreeze.ranks.world import World
-from hvfreeze.strategies.replicas.door import Replicas
+from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import loop
+from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
-from hvfreeze.training.making.preparing import prepare
-from hvfreeze.updates import objective
+from tests.parallel.workers.checking import let_models_be_small
 
 make_step = loop.train_step
 start = horovod_world.open_world
 leave = horovod_world.leave_mpi
 
 
-def replicas_of(job: Job) -> Replicas:
-    assert isinstance(job.strategy, Replicas)
+def replicas_of(job: Job) -> DataParallel:
+    assert isinstance(job.strategy, DataParallel)
     return job.strategy
 
 
@@ -98,7 +99,7 @@ def freeze_alone(job: Job) -> None:
 
 def spoil_the_loss(job: Job) -> None:
     lost = SimpleNamespace(cross_entropy=lambda *args, **rest: functional.cross_entropy(*args, **rest) * math.nan)
-    objective.functional = lost  # type: ignore[assignment,attr-defined]
+    optim.functional = lost  # type: ignore[assignment,attr-defined]
 
 
 def spoil_the_statistics(job: Job) -> None:
@@ -111,11 +112,11 @@ def fill_the_disk_of_the_log(job: Job) -> None:
 
 
 def have_other_versions(job: None) -> None:
-    hvfreeze.training.making.preparing.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
+    hvfreeze.training.build.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
 
 
 def have_other_sources(job: None) -> None:
-    hvfreeze.training.making.preparing.source_digest = lambda: "other"  # type: ignore[attr-defined]
+    hvfreeze.training.build.source_digest = lambda: "other"  # type: ignore[attr-defined]
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
@@ -186,5 +187,6 @@ def build_in(faults: str) -> None:
 
 
 if __name__ == "__main__":
+    let_models_be_small()
     build_in(sys.argv[1])
     sys.exit(main(sys.argv[2:]))

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.horovod_world import open_world
+from hvfreeze.comm.world import World, end_job_on_exception
 from hvfreeze.errors import NumericsError, UsageError
-from hvfreeze.heads.kernel import fit as fitting
-from hvfreeze.heads.kernel.fit import fit_kernel
-from hvfreeze.heads.linear.fit import HeadFit, fit_softmax
+from hvfreeze.heads import kernel as fitting
+from hvfreeze.heads import linear
+from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import World, end_job_on_exception
 from tests.parallel.mpirun import report
-from tests.single.heads.table import CLASSES, PENALTY, labelled_table
+from tests.single.heads.table import CLASSES, PENALTY, labelled_table, sides
 
 
 def shares(size: int, total: int) -> dict[str, list[int]]:
@@ -32,7 +33,7 @@ def shares(size: int, total: int) -> dict[str, list[int]]:
 
 def mine(world: World, split: list[int], table: tuple[Tensor, Tensor, Tensor]) -> RowsInMemory:
     start = sum(split[: world.rank])
-    return RowsInMemory(*(column[start : start + split[world.rank]] for column in table))
+    return RowsInMemory(*(column[start : start + split[world.rank]] for column in table), first=start)
 
 
 def digest(fit: HeadFit) -> str:
@@ -64,7 +65,7 @@ def main() -> None:
             "tried": [[trial.penalty, trial.held_out_loss, trial.held_out_accuracy] for trial in chosen.trials],
         }
     refused = refusals(world, table)
-    report(world.rank, found=found, refused=refused)
+    report(world.rank, found=found, refused=refused, decided=decisions(world))
     world.close()
 
 
@@ -91,6 +92,33 @@ def compared(world: World, rows: RowsInMemory, name: str) -> dict[str, Any]:
     best = max(trial.held_out_accuracy for trial in chosen.trials)
     told = {"penalty": chosen.penalty, "rows": chosen.rows, "held_out_accuracy": best}
     return {"said": [row for share in said for row in share], **told}
+
+
+def decisions(world: World) -> dict[str, Any]:
+    """Return what heads decide about samples and mirror images that are dealt out to all ranks, one of them damaged."""
+    features, labels = sides(240, seed=1, matters=True)
+    features[100] *= 1e6
+    # The last of several ranks has none.
+    dealing = max(1, world.size - 1)
+    own = torch.arange(240)[torch.arange(240) % dealing == world.rank]
+    views = torch.cat([features[own, 0], features[own, 1]])
+    held_out, mirrored = (own % 10 == 0).repeat(2), torch.arange(2 * len(own)) >= len(own)
+    rows = RowsInMemory(views, labels[own].repeat(2), held_out, own.repeat(2), mirrored)
+    told = {}
+    for few in (True, False):
+        fitting.MOST_LEFT_OUT, linear.FEW_ROWS = (1000, 1000) if few else (0, 0)
+        compared = fit_kernel(rows, classes=2, world=world, memory_bytes=2**30, compare_mirrored=True)
+        separated = fit_softmax(rows, classes=2, world=world, compare_mirrored=True)
+        for name, fit in (("kernel", compared), ("linear", separated)):
+            assert fit is not None and fit.mirror is not None
+            digests = world.allgather_object(
+                repr(fit.summary()) + str(fit.weight.double().sum().item()), name="decided"
+            )
+            assert len(set(digests)) == 1, f"{name}: ranks differ"
+            assert fit.used.equal(~mirrored & (own.repeat(2) != 100)), f"{name}: other rows were used"
+            trial = fit.mirror
+            told[f"{name}, {'few' if few else 'many'}"] = [fit.rows, list(fit.left_out), trial.taken, trial.samples]
+    return told
 
 
 def refusals(world: World, table: tuple[Tensor, Tensor, Tensor]) -> list[str]:

@@ -8,8 +8,9 @@ import sys
 from typing import Any
 
 from hvfreeze.__main__ import main
-from hvfreeze.ranks import horovod_world
-from hvfreeze.ranks.machine.mpi_environment import claimed_rank
+from hvfreeze.comm import horovod_world
+from hvfreeze.comm.mpi_environment import claimed_rank
+from tests.parallel.workers.checking import let_models_be_small
 
 culprit, stage = int(sys.argv[1]), sys.argv[2]
 start_mpi, leave_mpi = horovod_world.start_mpi, horovod_world.leave_mpi
@@ -32,4 +33,5 @@ def leave(mpi: Any) -> None:
 
 
 horovod_world.start_mpi, horovod_world.leave_mpi = start, leave
+let_models_be_small()
 sys.exit(main(sys.argv[3:]))

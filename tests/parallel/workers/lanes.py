@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import hvfreeze.ranks.horovod_world as horovod_world
-import hvfreeze.ranks.wire as wire_module
+import hvfreeze.comm.horovod_world as horovod_world
+import hvfreeze.comm.point_to_point as wire_module
+from hvfreeze.comm.horovod_world import HorovodWorld
+from hvfreeze.comm.mesh import Mesh, open_line, open_mesh
+from hvfreeze.comm.mpi_environment import CYCLE_TIME
+from hvfreeze.comm.point_to_point import LaneCounts, Wire, open_wire
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError, UsageError
-from hvfreeze.ranks.horovod_world import HorovodWorld, open_world
-from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME
-from hvfreeze.ranks.mesh import Mesh, open_line, open_mesh
-from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.wire import LaneCounts, Wire, open_wire
-from hvfreeze.ranks.world import World, end_job_on_exception
-from tests.parallel.mpirun import report
+from tests.parallel.workers.checking import run_checks
 
 LANES = ("activations", "errors")
 
 
-def check_collectives(world: World, members: list[int], name: str) -> None:
+def try_collectives(world: World, members: list[int], name: str) -> None:
     """Try every method of a world whose ranks are `members` of the job."""
     assert world.size == len(members) and 0 <= world.local_rank < world.local_size <= world.size
     mine = torch.arange(5, dtype=torch.float64) + members[world.rank]
@@ -49,6 +49,100 @@ def check_collectives(world: World, members: list[int], name: str) -> None:
     torch.testing.assert_close(weight.grad, torch.full((4,), sum(members) / len(members)), rtol=1e-6, atol=0)
 
 
+def samples() -> list[Tensor]:
+    """Tensors of every type that travels, small, empty, larger than any limit below which MPI just sends, odd bits."""
+    torch.manual_seed(1)
+    large = torch.randn(5 * 2**20)
+    bits = torch.randint(-(2**31), 2**31, (1000,), dtype=torch.int64).to(torch.int32)
+    types = [torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+    return [
+        large,
+        large[: 2**20].view(4, -1),
+        bits.view(torch.float32),
+        torch.randn(0, 3),
+        *[(torch.randn(7, 5) * 100).to(dtype) for dtype in types],
+        torch.randn(6, 4).t(),
+    ]
+
+
+def try_the_wire(world: World, wire: Wire) -> None:
+    """Put everything to the next rank, and as errors to the rank before, before anything is received."""
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    tensors = samples()
+    handle = world.start_allreduce_(torch.ones(2**16), name="beside")
+    wire.expect(tensors[0].shape, dtype=tensors[0].dtype, source=before, lane="activations")
+    for tensor in tensors:
+        wire.put(tensor, to=after, lane="activations")
+        wire.put(tensor.neg() if tensor.dtype != torch.uint8 else tensor, to=before, lane="errors")
+    for tensor in tensors:
+        came = wire.get(tensor.shape, dtype=tensor.dtype, source=before, lane="activations")
+        back = wire.get(tensor.shape, dtype=tensor.dtype, source=after, lane="errors")
+        assert same_bits(came, tensor), "other bits, or another order"
+        assert same_bits(back, tensor.neg() if tensor.dtype != torch.uint8 else tensor), "lanes meet"
+    world.wait(handle)
+    for seq in (3, 40_000, 1):
+        wire.put(torch.full((2,), float(seq)), to=after, lane="activations", seq=seq)
+    for seq in (1, 3, 40_000):
+        assert wire.get((2,), source=before, lane="activations", seq=seq).tolist() == [seq, seq], "numbers are mixed"
+    wire.drain()
+    held = [wire.get(t.shape, dtype=t.dtype, source=after, lane="errors") for t in put_again(wire, tensors, before)]
+    assert all(same_bits(a, b) for a, b in zip(held, tensors[1:], strict=True)), "a buffer was used twice"
+    wire.drain()
+    for length in (3, 5):
+        wire.put(torch.zeros(4), to=after, lane="activations")
+        try:
+            wire.get((length,), source=before, lane="activations")
+        except DivergedError as error:
+            assert "lane activations" in str(error)
+        else:
+            raise AssertionError("four elements passed for others")
+    wire.drain()
+
+
+def put_again(wire: Wire, tensors: list[Tensor], to: int) -> list[Tensor]:
+    for tensor in tensors[1:]:
+        wire.put(tensor, to=to, lane="errors")
+    return tensors[1:]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def see_what_is_counted(world: World, wire: Wire) -> None:
+    lane = wire.counts["errors"]
+    if world.size == 1:
+        assert lane == LaneCounts()
+        return
+    total = sum(t.nbytes for t in samples()) + sum(t.nbytes for t in samples()[1:])
+    messages = 2 * len(samples()) - 1
+    assert (lane.bytes_sent, lane.bytes_received) == (total, total)
+    assert (lane.messages_sent, lane.messages_received) == (messages, messages)
+    assert lane.wait_seconds > 0
+
+
+def check_the_wire(world: World) -> None:
+    wire = open_wire(world, LANES)
+    try_the_wire(world, wire)
+    see_what_is_counted(world, wire)
+    wire.close()
+
+
+def check_nothing_is_left_behind(world: World) -> None:
+    before, wire_module.PIECE_BYTES = wire_module.PIECE_BYTES, 2**20 + 1
+    try:
+        wire = open_wire(world, LANES)
+        try_the_wire(world, wire)
+        wire.expect((4,), dtype=torch.float32, source=(world.rank + 1) % world.size, lane="errors")
+        wire.put(torch.ones(2**21), to=(world.rank + 1) % world.size, lane="activations")
+        got = wire.get((2**21,), source=(world.rank - 1) % world.size, lane="activations")
+        assert float(got.sum()) == 2**21
+        wire.close()
+        wire.close()
+    finally:
+        wire_module.PIECE_BYTES = before
+
+
 def check_worlds_of_some_ranks(world: World) -> None:
     everybody = list(range(world.size))
     assert world.among(everybody[::-1]) is world
@@ -57,14 +151,14 @@ def check_worlds_of_some_ranks(world: World) -> None:
         part = world.among(members)
         assert (part is None) == (world.rank not in members)
         if part is not None:
-            check_collectives(part, members, f"set{number}")
-        check_collectives(world, everybody, f"all{number}")
+            try_collectives(part, members, f"set{number}")
+        try_collectives(world, everybody, f"all{number}")
 
 
 def check_large_transfers_go_in_pieces(world: World) -> None:
     before, horovod_world.PIECE_BYTES = horovod_world.PIECE_BYTES, 4096
     try:
-        check_collectives(world, list(range(world.size)), "pieces")
+        try_collectives(world, list(range(world.size)), "pieces")
         root = world.size - 1
         tensor = torch.arange(20_000, dtype=torch.int64).view(100, 200) * (world.rank == root)
         world.broadcast_(tensor, name="pieces.large", root=root)
@@ -97,92 +191,8 @@ def check_the_mesh(world: World) -> None:
         assert mesh.after is None or mesh.rank_of(mesh.partition + 1) == mesh.after
 
 
-def samples() -> list[Tensor]:
-    """Tensors of every type that travels, small, empty, larger than any limit below which MPI just sends, odd bits."""
-    torch.manual_seed(1)
-    large = torch.randn(5 * 2**20)
-    bits = torch.randint(-(2**31), 2**31, (1000,), dtype=torch.int64).to(torch.int32)
-    types = [torch.float16, torch.bfloat16, torch.int64, torch.uint8]
-    return [
-        large,
-        large[: 2**20].view(4, -1),
-        bits.view(torch.float32),
-        torch.randn(0, 3),
-        *[(torch.randn(7, 5) * 100).to(dtype) for dtype in types],
-        torch.randn(6, 4).t(),
-    ]
-
-
-def check_the_wire(world: World, wire: Wire) -> None:
-    """Put everything to the next rank, and as errors to the rank before, before anything is received."""
-    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    tensors = samples()
-    handle = world.start_allreduce_(torch.ones(2**16), name="beside")
-    wire.expect(tensors[0].shape, dtype=tensors[0].dtype, source=before, lane="activations")
-    for tensor in tensors:
-        wire.put(tensor, to=after, lane="activations")
-        wire.put(tensor.neg() if tensor.dtype != torch.uint8 else tensor, to=before, lane="errors")
-    for tensor in tensors:
-        came = wire.get(tensor.shape, dtype=tensor.dtype, source=before, lane="activations")
-        back = wire.get(tensor.shape, dtype=tensor.dtype, source=after, lane="errors")
-        assert same_bits(came, tensor), "other bits, or another order"
-        assert same_bits(back, tensor.neg() if tensor.dtype != torch.uint8 else tensor), "lanes meet"
-        wire.give_back(back)
-    world.wait(handle)
-    for seq in (3, 40_000, 1):
-        wire.put(torch.full((2,), float(seq)), to=after, lane="activations", seq=seq)
-    for seq in (1, 3, 40_000):
-        assert wire.get((2,), source=before, lane="activations", seq=seq).tolist() == [seq, seq], "numbers are mixed"
-    wire.drain()
-    held = [wire.get(t.shape, dtype=t.dtype, source=after, lane="errors") for t in put_again(wire, tensors, before)]
-    assert all(same_bits(a, b) for a, b in zip(held, tensors[1:], strict=True)), "a buffer was used twice"
-    wire.drain()
-    for length in (3, 5):
-        wire.put(torch.zeros(4), to=after, lane="activations")
-        try:
-            wire.get((length,), source=before, lane="activations")
-        except DivergedError as error:
-            assert "lane activations" in str(error)
-        else:
-            raise AssertionError("four elements passed for others")
-    wire.drain()
-
-
-def put_again(wire: Wire, tensors: list[Tensor], to: int) -> list[Tensor]:
-    for tensor in tensors[1:]:
-        wire.put(tensor, to=to, lane="errors")
-    return tensors[1:]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def check_counts(world: World, wire: Wire) -> None:
-    lane = wire.counts["errors"]
-    if world.size == 1:
-        assert lane == LaneCounts()
-        return
-    total = sum(t.nbytes for t in samples()) + sum(t.nbytes for t in samples()[1:])
-    messages = 2 * len(samples()) - 1
-    assert (lane.bytes_sent, lane.bytes_received) == (total, total)
-    assert (lane.messages_sent, lane.messages_received) == (messages, messages)
-    assert lane.wait_seconds > 0
-
-
-def check_nothing_is_left_behind(world: World) -> None:
-    before, wire_module.PIECE_BYTES = wire_module.PIECE_BYTES, 2**20 + 1
-    try:
-        wire = open_wire(world, LANES)
-        check_the_wire(world, wire)
-        wire.expect((4,), dtype=torch.float32, source=(world.rank + 1) % world.size, lane="errors")
-        wire.put(torch.ones(2**21), to=(world.rank + 1) % world.size, lane="activations")
-        got = wire.get((2**21,), source=(world.rank - 1) % world.size, lane="activations")
-        assert float(got.sum()) == 2**21
-        wire.close()
-        wire.close()
-    finally:
-        wire_module.PIECE_BYTES = before
+def check_the_wire_after_horovod_has_started_anew(world: World) -> None:
+    check_the_wire(world)
 
 
 def check_a_longer_cycle(world: World) -> None:
@@ -190,35 +200,15 @@ def check_a_longer_cycle(world: World) -> None:
     if not isinstance(world, HorovodWorld):
         return
     world.start_anew(CYCLE_TIME, "3")
-    check_collectives(world, list(range(world.size)), "long")
+    try_collectives(world, list(range(world.size)), "long")
     try:
         world.start_anew("HVFREEZE_TOLD", "1")
     except UsageError as error:
         assert f"${CYCLE_TIME} (3) is set" in str(error)
     else:
         raise AssertionError("Horovod was started anew beside a cycle time")
-    check_collectives(world, list(range(world.size)), "still")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    world = open_world()
-    end_job_on_exception(world)
-    wire = open_wire(world, LANES)
-    check_the_wire(world, wire)
-    check_counts(world, wire)
-    wire.close()
-    check_nothing_is_left_behind(world)
-    check_large_transfers_go_in_pieces(world)
-    check_worlds_of_some_ranks(world)
-    check_the_mesh(world)
-    wire = open_wire(world, LANES)  # Horovod has started anew since
-    check_the_wire(world, wire)
-    wire.close()
-    check_a_longer_cycle(world)
-    report(world.rank, done=True)
-    world.close()
+    try_collectives(world, list(range(world.size)), "still")
 
 
 if __name__ == "__main__":
-    main()
+    run_checks(globals(), on=lambda world: world)

@@ -13,9 +13,9 @@ import hvfreeze
 
 
 class Own(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 2) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.second(self.first(x).relu())
@@ -26,12 +26,13 @@ def main(mistake: str, start: str) -> None:
     if start == "running":
         hvd.init()
     torch.manual_seed(0)
-    model = Own()
-    example = None if mistake == "no example" else torch.ones(2, 4)
+    odd = mistake == "other layers on one rank" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1"
+    model = Own(3 if odd else 2)
+    settings = (
+        {"settings": hvfreeze.FreezeConfig(freeze="static", cut=1)} if mistake == "a cut of unknown blocks" else {}
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvfreeze.DistributedOptimizer(optimizer, model=model, example=example, steps_per_epoch=2, num_epochs=2)
-    if mistake == "an unequal start" and hvd.rank() == 1:
-        nn.init.zeros_(model.first.weight)
+    optimizer = hvfreeze.DistributedOptimizer(optimizer, model=model, **settings)
     for step in range(4):
         if mistake == "one rank fails" and hvd.rank() == 1 and step == 2:
             raise KeyError("nobody expected this")

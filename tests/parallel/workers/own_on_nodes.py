@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.own_loop.optimizer import DistributedOptimizer
-from hvfreeze.ranks.equal_models import check_replicas
-from tests.parallel.workers.own_scripts import IMAGE, run
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from tests.parallel.workers.own_scripts import run_image
 
 
 def main() -> None:
@@ -22,8 +22,7 @@ def main() -> None:
     shared, found = Path(sys.argv[1]), {}
     places = {"shared": shared / "activations", "own": Path(os.environ["TMPDIR"]) / "activations"}
     for name, directory in (("none", None), *places.items()):
-        cache = ["--cache-dir", str(directory)] if directory else []
-        model, optimizer, _ = run("image.cached" if directory else "image.voted", *IMAGE, *cache, "--epochs", "7")
+        model, optimizer, _ = run_image(7, directory)
         optimizer.freezer.average_statistics()
         digest = check_replicas(model, optimizer.world, step=optimizer.freezer.step)
         files = sorted(path.name.rpartition("-")[2] for path in directory.glob("*.h5")) if directory else []

@@ -3,33 +3,219 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-import hvfreeze
+from hvfreeze.comm.horovod_world import HorovodWorld
+from hvfreeze.comm.replica_sync import check_replicas
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
-from hvfreeze.own_loop.optimizer import DistributedOptimizer
-from hvfreeze.own_loop.script_world import RunningWorld, script_world
-from hvfreeze.ranks.equal_models import check_replicas
-from hvfreeze.ranks.horovod_world import HorovodWorld
-from hvfreeze.ranks.world import World
-from tests.parallel.mpirun import report
-from tests.parallel.workers import own_refusals, own_text_model
-from tests.parallel.workers.own_image_model import (
-    OPTIMIZERS,
-    abandon,
-    assert_alike,
-    average_by_hand,
-    batches,
-    image_model,
-    parameters,
-    raises,
-)
-from tests.parallel.workers.wrapped import STEPS, wrap
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.integration.script_world import RunningWorld, script_world
+from tests.parallel.workers.checking import run_checks
+
+STEPS = 4
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, **options: Any) -> DistributedOptimizer:
+    given: dict[str, Any] = {"settings": FreezeConfig(), "steps_per_epoch": STEPS, "num_epochs": 3, **options}
+    return DistributedOptimizer(optimizer, model.named_parameters(), model=model, world=world, **given)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, weight_decay=1e-2),
+}
+
+
+def image_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    # No bias before a BatchNorm: its gradient is nothing but rounding, which Adam would make a step of.
+    first = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+    body = [first, nn.Conv2d(6, 6, 3), nn.Conv2d(6, 4, 3)]
+    return nn.Sequential(*body, nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 5))
+
+
+def batches(rank: int, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    torch.manual_seed(rank)  # dropout
+    for _ in range(steps):
+        yield torch.randn(6, 3, 8, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_alike(world: World, ours: nn.Module, theirs: nn.Module) -> None:
+    """One rank gives the same bits; of several, sums in another order may round differently."""
+    for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if world.size == 1:
+            assert torch.equal(mine, reference)
+        torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-4)
+
+
+def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> None:
+    try:
+        work()
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"nobody said '{words}'")
+
+
+def abandon(optimizer: DistributedOptimizer) -> None:
+    """Let what is on its way arrive, so that its name is free for the next optimizer."""
+    optimizer.reducer.starts_itself = False  # which would say again what is wrong
+    optimizer.reducer.finish()
+
+
+def average_by_hand(model: nn.Module, world: World) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.grad is not None:
+            parameter.grad = world.allreduce_sum(parameter.grad / world.size, name=f"test.hand.{number}")
+
+
+def check_what_would_lose_gradients_is_refused(world: World) -> None:
+    model = image_model()
+    optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
+    images, labels = next(batches(world.rank))
+    functional.cross_entropy(model(images), labels).backward()
+    raises(UsageError, "zero_grad() between backward() and step()", optimizer.zero_grad)
+    optimizer.step()
+    functional.cross_entropy(model(images), labels).backward()
+    if world.size > 1:
+        with optimizer.skip_synchronize():
+            raises(UsageError, "without synchronize() before it", optimizer.step)
+    optimizer.step()
+    if world.size > 1:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        raises(UsageError, "call synchronize() before they are clipped", optimizer.step)
+        abandon(optimizer)
+
+
+def check_unequal_ranks_are_refused(world: World) -> None:
+    model = image_model()
+    last = world.rank == world.size - 1 and world.size > 1
+    wrong = {"steps_per_epoch": 3 if last else 4}
+    if world.size > 1:
+        sgd = OPTIMIZERS["sgd"](model.parameters())
+        raises(UsageError, "steps_per_epoch is 4 on rank 0 and 3 on rank", lambda: wrap(model, sgd, world, **wrong))
+        other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3 if last else 2))
+        sgd = OPTIMIZERS["sgd"](other.parameters())
+        raises(UsageError, "1.bias is 'float32 [2]' on rank 0 and 'float32 [3]' on", lambda: wrap(other, sgd, world))
+    raises(UsageError, "LBFGS", lambda: wrap(model, torch.optim.LBFGS(model.parameters()), world))
+    raises(
+        UsageError,
+        "op (9) must be hvd.Average",
+        lambda: wrap(model, torch.optim.SGD([*model.parameters()]), world, op=9),
+    )
+
+
+class Text(nn.Module):
+    """Two inputs, a loose parameter, shared dropout, glue between its parts: no chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.embedding = nn.Embedding(20, 8)
+        self.position = nn.Parameter(torch.zeros(1, 6, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.dropout(self.embedding(tokens) + self.position)
+        for layer in self.layers:
+            x = x + self.dropout(layer(x).relu())
+        logits: Tensor = self.head((x * mask[..., None]).mean(1))
+        return logits
+
+
+def text_training(world: World, **settings: Any) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
+    torch.manual_seed(0)
+    model = Text()
+    example = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6)}
+    options = {"interval": 2, "freeze_warmup": 4, "eta_max": math.inf, **settings}
+    config = FreezeConfig(freeze="gradient-norm", **options)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = wrap(model, adamw, world, settings=config, num_epochs=20, example=example)
+    generator = torch.Generator()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            generator.manual_seed(100 * optimizer.freezer.step + world.rank)
+            torch.manual_seed(optimizer.freezer.step)
+            tokens = torch.randint(0, 20, (8, 6), generator=generator)
+            loss = functional.cross_entropy(model(tokens, (tokens > 0).float()), tokens.sum(1) % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.report_loss(loss.item())
+            optimizer.step()
+
+    return model, optimizer, train
+
+
+def check_a_model_with_several_inputs_freezes_by_vote(world: World) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("hvfreeze").addHandler(handler)
+    logging.getLogger("hvfreeze").setLevel(logging.INFO)
+    model, optimizer, train = text_training(world, vote_weight="loss")
+    names = [block.name for block in optimizer.freezer.chain.blocks]
+    assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
+    assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
+    train(40)
+    assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
+    assert any("frozen: embedding" in record.getMessage() for record in records) == (world.rank == 0)
+    check_replicas(model, world, step=40)
+
+
+def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
+    model, optimizer, train = text_training(world)
+    train(19)
+    saved = copy.deepcopy(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "freezer": optimizer.freezer_state_dict()}
+    )
+    plain = torch.optim.AdamW(Text().parameters(), lr=1e-2)
+    plain.load_state_dict(saved["optimizer"])  # as without hvfreeze
+    frozen = optimizer.freezer.cut
+    assert frozen > 0
+    train(6)
+    for order in (("model", "optimizer", "freezer"), ("freezer", "optimizer", "model")):
+        again, resumed, advance = text_training(world)
+        load = {
+            "model": again.load_state_dict,
+            "optimizer": resumed.load_state_dict,
+            "freezer": resumed.load_freezer_state_dict,
+        }
+        for part in order:
+            load[part](copy.deepcopy(saved[part]))
+        assert resumed.freezer.cut == frozen
+        advance(6)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+        assert resumed.freezer.cut_history == optimizer.freezer.cut_history
+    # Rank 0's alone, as scripts save it.
+    again, resumed, advance = text_training(world)
+    everyone = world.broadcast_object(saved, name="test.checkpoint")
+    again.load_state_dict(everyone["model"])
+    resumed.load_state_dict(everyone["optimizer"])
+    resumed.load_freezer_state_dict(everyone["freezer"])
+    advance(6)
+    assert resumed.freezer.cut >= frozen
+    check_replicas(again, world, step=25)
 
 
 def train_by_hand(model: nn.Module, optimizer: Any, world: World, schedule: Any, order: str, to_none: bool) -> None:
@@ -172,7 +358,8 @@ def check_horovods_broadcast_creates_state_and_moves_nothing(world: World) -> No
 
 def check_parameters_beside_the_model_are_averaged_too(world: World) -> None:
     model, scale = image_model(), nn.Parameter(torch.ones(()))
-    optimizer = wrap(model, torch.optim.SGD([*model.parameters(), scale], lr=0.1), world)
+    inner = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    optimizer = DistributedOptimizer(inner, model=model, world=world, settings=FreezeConfig())
     for images, labels in batches(world.rank):
         optimizer.zero_grad()
         functional.cross_entropy(model(images) * scale, labels).backward()
@@ -193,17 +380,5 @@ def open_as_scripts_do(how: str) -> World:
     return world
 
 
-def main(how: str) -> None:
-    torch.set_num_threads(1)
-    world = open_as_scripts_do(how)
-    found = sorted({**vars(own_text_model), **vars(own_refusals), **globals()}.items())
-    checks = [check for name, check in found if name.startswith("check_") and name != "check_replicas"]
-    for check in checks:
-        check(world)
-        print(check.__name__, flush=True)
-    assert hvfreeze.DistributedOptimizer is DistributedOptimizer
-    report(world.rank, checks=[check.__name__ for check in checks])
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_checks(globals(), on=lambda world: world, world=open_as_scripts_do(sys.argv[2]))

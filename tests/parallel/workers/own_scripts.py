@@ -2,47 +2,61 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from hvfreeze.comm.replica_sync import check_replicas, parameter_digest
+from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.examples.digits import digits
-from hvfreeze.examples.text.reviews import Classifier, reviews
-from hvfreeze.own_loop.optimizer import DistributedOptimizer
-from hvfreeze.ranks.equal_models import check_replicas, parameter_digest
+from hvfreeze.examples import image, text
+from hvfreeze.examples.data import TextClassifier, digits, reviews
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.integration.script_world import script_world
 from hvfreeze.torchvision_shim import torchvision
-from tests.parallel.mpirun import report
+from tests.parallel.workers.checking import run_checks
 
 MODEL = "shufflenet_v2_x0_5"
-IMAGE = ["--model", MODEL, "--samples", "72", "--batch-size", "6"]
-TEXT = ["--samples", "96", "--batch-size", "8"]
+Result = tuple[Any, Any, list[float]]
 
 
-def run(script: str, *arguments: str) -> tuple[Any, Any, list[float]]:
-    module = importlib.import_module(f"hvfreeze.examples.{script}")
-    given: argparse.Namespace = module.parser.parse_args(arguments)
-    result: tuple[Any, Any, list[float]] = module.main(given)
+def without_cache(module: ModuleType) -> dict[str, Any]:
+    """Run a script's text without its cached loader."""
+    lines = Path(str(module.__file__)).read_text().replace("loader.suffix(", "model(").splitlines()
+    found: dict[str, Any] = {"__name__": "voted"}
+    exec("\n".join(line for line in lines if "hvfreeze.CachedLoader(" not in line), found)
+    return found
+
+
+def run_image(epochs: int, directory: Path | None) -> Result:
+    words = ["--model", MODEL, "--samples", "72", "--batch-size", "6", "--epochs", str(epochs)]
+    module = without_cache(image) if directory is None else vars(image)
+    result: Result = module["main"](image.parser.parse_args([*words, "--cache-dir", str(directory)]))
     return result
 
 
-def loop(
-    model: torch.nn.Module, data: Any, rows: int, *, lr: float, weight_decay: float, schedule: str, norm: float
-) -> None:
-    """Train for an epoch in plain PyTorch, as the scripts do on one rank."""
+def run_text(epochs: int, directory: Path | None) -> Result:
+    module = without_cache(text) if directory is None else vars(text)
+    result: Result = module["main"](epochs, samples=96, batch_size=8, cache_dir=str(directory))
+    return result
+
+
+def loop(model: torch.nn.Module, data: Any, rows: int, *, lr: float, cycle: bool, norm: float) -> str:
+    """Train for an epoch in plain PyTorch, as the scripts do on one rank; return a digest."""
     sampler: Any = DistributedSampler(data, num_replicas=1, rank=0)
     loader = DataLoader(data, batch_size=rows, sampler=sampler, drop_last=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     scheduler: Any = (
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=len(loader) + 1)
-        if schedule == "cycle"
+        if cycle
         else torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader))
     )
     model.train()
@@ -52,52 +66,66 @@ def loop(
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
         optimizer.step()
         scheduler.step()
+    return parameter_digest(model)
 
 
-def one_rank_is_plain_pytorch() -> None:
-    for script in ("image.voted", "image.cached"):
-        cache = ["--cache-dir", f"{sys.argv[1]}/one"] if script.endswith("cached") else []
-        model, _, _ = run(script, *IMAGE, *cache, "--epochs", "1")
-        torch.manual_seed(0)
-        reference = torchvision.models.get_model(MODEL, num_classes=10)
-        loop(reference, digits(72)[0], 6, lr=1e-3, weight_decay=1e-2, schedule="cycle", norm=5.0)
-        assert parameter_digest(model) == parameter_digest(reference), script
-    for script in ("text.voted", "text.cached"):
-        cache = ["--cache-dir", f"{sys.argv[1]}/one"] if script.endswith("cached") else []
-        model, _, _ = run(script, *TEXT, *cache, "--epochs", "1")
-        torch.manual_seed(0)
-        data = reviews(96)
-        text = Classifier()
-        loop(text, data, 8, lr=3e-3, weight_decay=1e-2, schedule="cosine", norm=float("inf"))
-        assert parameter_digest(model) == parameter_digest(text), script
+def check_one_rank_is_plain_pytorch(world: World) -> None:
+    if world.size > 1:
+        return
+    directory = Path(sys.argv[1]) / "one"
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(MODEL, num_classes=10)
+    expected = loop(model, digits(72)[0], 6, lr=1e-3, cycle=True, norm=5.0)
+    assert {parameter_digest(run_image(1, where)[0]) for where in (None, directory)} == {expected}
+    torch.manual_seed(0)
+    data = reviews(96)
+    expected = loop(TextClassifier(), data, 8, lr=3e-3, cycle=False, norm=float("inf"))
+    assert {parameter_digest(run_text(1, where)[0]) for where in (None, directory)} == {expected}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    # Votes that freeze for certain, also on processors that round in another way.
-    DistributedOptimizer.__init__.__kwdefaults__["settings"] = FreezeConfig(freeze="geometric")
-    found: dict[str, Any] = {}
-    for kind, arguments in (("image", [*IMAGE, "--epochs", "7"]), ("text", [*TEXT, "--epochs", "7"])):
-        model, optimizer, losses = run(f"{kind}.voted", *arguments)
+def few_steps(wrap: Callable[[torch.optim.Optimizer, torch.nn.Module], Any]) -> torch.Tensor:
+    """Train for a few steps; return all parameters."""
+    torch.manual_seed(0)
+    model, (tokens, labels) = TextClassifier(), reviews(64).tensors
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    for mine in torch.arange(hvd.rank(), 64, hvd.size()).split(4)[:4]:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(tokens[mine]), labels[mine]).backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def check_horovod_alone_trains_alike(world: World) -> None:
+    alone = few_steps(lambda given, model: hvd.DistributedOptimizer(given, model.named_parameters()))
+    example, settings = reviews(2).tensors[0], FreezeConfig(freeze="static", cut=0)
+    mine = few_steps(
+        lambda given, model: DistributedOptimizer(
+            given, model=model, example=example, steps_per_epoch=4, num_epochs=1, settings=settings
+        )
+    )
+    torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-5)
+
+
+def check_a_cache_changes_no_bit_of_a_script(world: World) -> None:
+    for kind, run in (("image", run_image), ("text", run_text)):
+        directory = Path(sys.argv[1]) / kind
+        model, optimizer, losses = run(7, None)
         assert optimizer.freezer.cut > 0, f"{kind}: no block was ever frozen"
         optimizer.freezer.average_statistics()
         digest = check_replicas(model, optimizer.world, step=optimizer.freezer.step)
         for again in ("first", "again")[: 1 + (kind == "text")]:
-            cached, other, same = run(f"{kind}.cached", *arguments, "--cache-dir", f"{sys.argv[1]}/{kind}")
+            cached, other, same = run(7, directory)
             other.freezer.average_statistics()
-            assert check_replicas(cached, other.world, step=other.freezer.step) == digest, (
-                f"{kind}, {again}: other bits"
-            )
+            step = other.freezer.step
+            assert check_replicas(cached, other.world, step=step) == digest, f"{kind}, {again}: other bits"
             assert same == losses and other.freezer.cut_history == optimizer.freezer.cut_history
-        found[kind] = optimizer.freezer.cut_history
-    size = optimizer.world.size
-    if size == 1:
-        one_rank_is_plain_pytorch()
-    files = {
-        kind: sorted(path.name for path in Path(f"{sys.argv[1]}/{kind}").glob("*.h5")) for kind in ("image", "text")
-    }
-    report(optimizer.world.rank, cuts=found, files=files)
+        assert list(directory.glob("*.h5")), f"{kind}: nothing was cached"
+        cuts = world.allgather_object(str(optimizer.freezer.cut_history), name="test.cuts")
+        assert len(set(cuts)) == 1, cuts
 
 
 if __name__ == "__main__":
-    main()
+    # Votes that freeze for certain, also on processors that round in another way.
+    DistributedOptimizer.__init__.__kwdefaults__["settings"] = FreezeConfig(freeze="geometric")
+    hvd.init()
+    run_checks(globals(), on=lambda world: world, world=script_world())

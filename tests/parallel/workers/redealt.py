@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import open_feeds
-from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.training.making.samples import open_corpus
+from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.grid import Grid
 from tests.parallel.workers.checking import run_checks
-from tests.parallel.workers.grid_trial import BOUNDARIES, Trial, laid_out, ranges, without_places
+from tests.parallel.workers.grid import BOUNDARIES, Trial, laid_out, ranges, without_places
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR = 12, 2, 5, 1e-3

@@ -12,21 +12,20 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from hvfreeze.chain.memory_formats import set_memory_formats
+from hvfreeze.comm import reducer
+from hvfreeze.comm.replica_sync import parameter_digest
+from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
-from hvfreeze.ranks import reducer
-from hvfreeze.ranks.equal_models import parameter_digest
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import World, end_job_on_exception
-from hvfreeze.strategies.replicas import measured_plan
-from hvfreeze.strategies.replicas.trial import Trial
+from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
+from hvfreeze.strategies import compression_choice
+from hvfreeze.strategies.compression_choice import CompressionTrial
 from hvfreeze.training import loop
+from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
-from hvfreeze.training.making.preparing import prepare
 from hvfreeze.training.run import run
-from tests.parallel.mpirun import report
+from tests.parallel.workers.checking import as_runs_lay_out, let_models_be_small, run_checks, small_shufflenet
 
 MODEL = "shufflenet_v2_x0_5"
 STEPS, EPOCHS, BATCH = 4, 3, 8
@@ -106,7 +105,9 @@ def interrupted(config: Config, world: World, *, after: int) -> None:
     raise AssertionError("the run was not interrupted")
 
 
-def check_resume(world: World, root: Path, name: str, *, everywhere: bool, **settings: Any) -> list[list[int]]:
+def see_that_resumed_runs_are_equal(
+    world: World, root: Path, name: str, *, everywhere: bool, **settings: Any
+) -> list[list[int]]:
     """Compare a run that is stopped with the one that never was; `everywhere` after every step."""
     straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
     again = run(configuration(root / f"{name}-again", world.size, **settings), world)
@@ -117,12 +118,12 @@ def check_resume(world: World, root: Path, name: str, *, everywhere: bool, **set
     if everywhere:
         stops = list(range(STEPS * EPOCHS))
     for stop in stops:
-        check_resumed_after(stop, straight, world, root, name, **settings)
+        see_that_it_goes_on_after(stop, straight, world, root, name, **settings)
     history: list[list[int]] = straight["cut_history"]
     return history
 
 
-def check_resumed_after(
+def see_that_it_goes_on_after(
     stop: int, straight: dict[str, Any], world: World, root: Path, name: str, **settings: Any
 ) -> None:
     """Compare a run that is stopped after so many steps with one of the same settings that never was."""
@@ -137,7 +138,7 @@ def check_resumed_after(
             assert lines(directory, kind) == lines(root / f"{name}-straight", kind), f"{kind} differ after {stop}"
 
 
-def check_auto_is_what_it_chose(world: World, root: Path, **settings: Any) -> None:
+def see_that_auto_is_what_it_chose(world: World, root: Path, **settings: Any) -> None:
     """Compare the run that was told its compression with the one that chose the same."""
     summary = run(configuration(root / "other-way", world.size, **settings), world)
     straight = json.loads((root / "scheduled-straight/summary.json").read_text())
@@ -150,35 +151,32 @@ def check_auto_is_what_it_chose(world: World, root: Path, **settings: Any) -> No
     ) and "step_seconds" in told
 
 
-def check_what_is_tried(world: World, root: Path, **settings: Any) -> None:
+def see_what_is_tried(world: World, root: Path, **settings: Any) -> None:
     """Compare runs that are stopped while compressions are tried with the one that never was; clocks tell a tale."""
-    add, taken = Trial.add, {"fp16": 3.0, "powersgd:32": 1.0, "powersgd:16": 1.0}
+    add, taken = CompressionTrial.add, {"fp16": 3.0, "powersgd:32": 1.0, "powersgd:16": 1.0}
     changes = {
         "TRIED_STEPS": 3,
         "choose": lambda forecasts: "fp16",
         "worth_trying": lambda forecasts, chosen: tuple(taken),
     }
-    tale = patch.object(Trial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
+    tale = patch.object(CompressionTrial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
     settings |= {"compression": "auto", "checkpoint_every": "3s", "epochs": 2 * EPOCHS + 1}
-    with patch.multiple(measured_plan, **changes), tale:
+    with patch.multiple(compression_choice, **changes), tale:
         straight = run(configuration(root / "tried-straight", world.size, **settings), world)
         for stop in (4, 16):  # in the first round, and in the second
-            check_resumed_after(stop, straight, world, root, "tried", **settings)
+            see_that_it_goes_on_after(stop, straight, world, root, "tried", **settings)
     assert straight["exchange"]["compression"] == "powersgd:32", "the next is no faster"
     assert straight["exchange"]["tried"] == taken
 
 
-def check_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
+def see_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
     """Compare one rank's run with the loop that anybody would write."""
     changes = {"schedule": "constant", "accumulate": accumulate}
     config = configuration(root / f"plain-{accumulate}", 1, **changes)
     summary = run(config, world)
     job = prepare(configuration(root / f"plain-data-{accumulate}", 1, **changes), world)
     torch.manual_seed(config.run.seed)
-    from hvfreeze.chain.models import build_model
-
-    model = build_model(config.model.model, num_classes=10, weights="none", image_size=32).model
-    set_memory_formats(model, (3, 32, 32))
+    model = as_runs_lay_out(small_shufflenet)(10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
     model.train()
     for epoch in range(EPOCHS):
@@ -196,38 +194,57 @@ def check_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
     assert abs(images - EPOCHS * STEPS * BATCH) < 0.01, "images of some batches were not counted"
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    world, root = open_world(), Path(sys.argv[1])
-    end_job_on_exception(world)
-    voted = check_resume(
-        world,
-        root,
-        "voted",
-        everywhere=sys.argv[2] == "all",
-        **VOTED,
-        signal="local",
-        checkpoint_every="0",
-        augment="views:2",
-    )
+def check_voted_runs(world: World) -> None:
+    settings = {**VOTED, "signal": "local", "checkpoint_every": "0", "augment": "views:2"}
+    see_that_resumed_runs_are_equal(world, ROOT, "voted", everywhere=sys.argv[2] == "all", **settings)
+
+
+def check_scheduled_runs_whose_exchange_is_chosen(world: World) -> None:
     reducer.UNCOMPRESSED_STEPS = 3
     thin = {"precision": "bfloat16", "compression": "powersgd:16", "accumulate": 3}
     # Clocks decide what auto chooses; here it is always the same.
-    measured_plan.choose = lambda forecasts: "powersgd:16" if len(forecasts) > 1 else "none"
+    compression_choice.choose = lambda forecasts: "powersgd:16" if len(forecasts) > 1 else "none"
     if world.size == 3:
         thin["compression"] = "auto"
-    scheduled = check_resume(world, root, "scheduled", everywhere=False, **SCHEDULED, checkpoint_every="3s", **thin)
+    settings = {**SCHEDULED, "checkpoint_every": "3s", **thin}
+    history = see_that_resumed_runs_are_equal(world, ROOT, "scheduled", everywhere=False, **settings)
+    assert history[-1][2] > history[0][2], f"the cut never moved, so nothing was shown: {history}"
     if world.size > 1:
-        other = {**thin, "compression": "powersgd:16" if world.size == 3 else "auto"}
-        check_auto_is_what_it_chose(world, root, **SCHEDULED, checkpoint_every="3s", **other)
+        other = {"compression": "powersgd:16" if world.size == 3 else "auto"}
+        see_that_auto_is_what_it_chose(world, ROOT, **{**settings, **other})
     if world.size == 2:
-        check_what_is_tried(world, root)
-    if world.size == 1:
-        for accumulate in (1, 3):
-            check_plain_pytorch(world, root, accumulate=accumulate)
-    report(world.rank, voted=voted, scheduled=scheduled)
-    world.close()
+        see_what_is_tried(world, ROOT)
+
+
+def freeze_and_thaw(seen: Evidence) -> int:
+    """Propose two blocks once gains are known, and none after looks at them: short runs show no others."""
+    return 0 if len(seen.looks) == 2 else max(seen.cut, 2 if seen.gains is not None else 0)
+
+
+def check_runs_that_freeze_and_thaw(world: World) -> None:
+    settings: dict[str, Any] = {"freeze": "coherence", "interval": 2, "freeze_warmup": 2, "augment": "views:2"}
+    settings |= {"epochs": 6, "quorum": 0.25, "checkpoint_every": "0"}
+    with patch.dict(CRITERIA, {"coherence": Criterion(freeze_and_thaw, watches="gains")}):
+        history = see_that_resumed_runs_are_equal(world, ROOT, "thawed", everywhere=False, **settings)
+        cached = run(configuration(ROOT / "thawed-cached", world.size, **settings, cache="on"), world)
+    cuts = [cut for _, _, cut in history]
+    assert cuts[:3] == [0, 2, 0], f"nothing was frozen and thawed: {history}"
+    straight = json.loads((ROOT / "thawed-straight/summary.json").read_text())
+    assert cached["parameter_digest"] == straight["parameter_digest"], "rows of a cut that was left have changed bits"
+    assert [list(move) for move in cached["cut_history"]] == straight["cut_history"]
+    assert cached["cache"]["rows_written"] > 0
+
+
+def check_one_rank_is_plain_pytorch(world: World) -> None:
+    for accumulate in (1, 3) if world.size == 1 else ():
+        see_plain_pytorch(world, ROOT, accumulate=accumulate)
+
+
+def small(world: World) -> World:
+    let_models_be_small()
+    return world
 
 
 if __name__ == "__main__":
-    main()
+    ROOT = Path(sys.argv[1])
+    run_checks(globals(), on=small)

@@ -10,7 +10,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from hvfreeze.ranks.machine.mpi_environment import tune_open_mpi
+from hvfreeze.comm.mpi_environment import tune_open_mpi
 
 PAYLOAD_BYTES = 8 << 20
 REPEATS = 5

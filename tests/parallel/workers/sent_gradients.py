@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hvfreeze.ranks.exchange.layout import messages_of
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import World
+from hvfreeze.comm.gradient_exchange import messages_of
+from hvfreeze.comm.horovod_world import open_world
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import World
 
 COMPRESSIONS = ("none", "fp16", "powersgd:32", "powersgd:8")
 STEPS = 4

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.applying.card.file import read_card
+from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import NumericsError
-from hvfreeze.ranks.world import SoloWorld, World
+from hvfreeze.inference.card import read_card
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training.making.preparing import prepare
+from hvfreeze.training.build import prepare
 from hvfreeze.training.run import run
 from tests.parallel.twins.shared_trunk import Alone, seeded
 from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks
@@ -87,7 +87,7 @@ class Trial:
 
 
 def digits_labels() -> Tensor:
-    from hvfreeze.data.sets.opening import open_data
+    from hvfreeze.data.data_sets import open_data
 
     return open_data("digits").train.labels
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from hvfreeze.comm.world import World
 from hvfreeze.errors import Preempted
 from hvfreeze.heads import rows
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import end_job_on_exception
-from hvfreeze.strategies.replicas import door
-from hvfreeze.strategies.replicas.door import Replicas
-from tests.parallel.mpirun import report
+from hvfreeze.strategies import data_parallel as strategy
+from hvfreeze.strategies.data_parallel import DataParallel
+from tests.parallel.workers.checking import let_models_be_small, run_checks, small_shufflenet
 from tests.parallel.workers.runs import Runs
 
 MODEL = "shufflenet_v2_x0_5"
@@ -34,25 +33,24 @@ SETTINGS: dict[str, Any] = {
 
 def stopped(runs: Runs, name: str, **changes: Any) -> None:
     """Make a run that the last rank is asked to leave while features are computed."""
-    solve = Replicas.solve_head
+    solve = DataParallel.solve_head
 
-    def solve_head(self: Replicas, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
+    def solve_head(self: DataParallel, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
         last = runs.world.rank == runs.world.size - 1
         return solve(self, *args, stop=lambda count: stop(count) or (last and count > 2 * BATCH), **rest)
 
-    Replicas.solve_head = solve_head  # type: ignore[method-assign]
+    DataParallel.solve_head = solve_head  # type: ignore[method-assign]
     try:
         runs(name, **changes)
     except Preempted:
         return
     finally:
-        Replicas.solve_head = solve  # type: ignore[method-assign]
+        DataParallel.solve_head = solve  # type: ignore[method-assign]
     raise AssertionError("the run was not stopped")
 
 
-def main() -> None:
-    world = open_world()
-    end_job_on_exception(world)
+def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(world: World) -> None:
+    let_models_be_small()
     root = Path(sys.argv[1])
     # Two batches to a chunk, so that a rank has several.
     rows.CHUNK_ROWS = 2 * BATCH
@@ -62,10 +60,10 @@ def main() -> None:
     kept = {"cache": "on", "cache_dir": str(root / "rows")}
     same["writes"] = runs("writes", **kept)
     same["reads"] = runs("reads", **kept)
-    memory, door.memory_budget = door.memory_budget, lambda local_size: 0
+    memory, strategy.memory_budget = strategy.memory_budget, lambda local_size: 0
     same["streamed"] = runs("streamed")
     same["streamed, cached"] = runs("streamed-cached", cache="on")
-    door.memory_budget = memory
+    strategy.memory_budget = memory
     elsewhere = {"cache": "on", "cache_dir": str(root / "stopped-rows")}
     stopped(runs, "stopped", **elsewhere)
     same["resumed"] = runs("stopped", resume=True, **elsewhere)
@@ -83,19 +81,15 @@ def main() -> None:
         for name in ("again", "reads", "streamed", "stopped"):
             assert runs.numbers(name) == runs.numbers("straight"), name
     last = runs("last", head="last", augment="none")
+    assert straight["head"]["converged"] and straight["head"]["rows"] == 2 * SAMPLES
+    assert last["head"]["rows"] == SAMPLES, "digits are not mirrored"
+    assert straight["test_accuracy"] > 0.4 and (straight["allreduce_bytes"] > 0) == (world.size > 1)
+    assert straight["cut_history"] == [[0, 0, 1]] and straight["epochs"] == 1
     if world.rank == 0:
-        check_plain_model(root / "last")
-    report(world.rank, straight=straight, last=last)
-    world.close()
+        model: Any = small_shufflenet(10)
+        model.load_state_dict(torch.load(root / "last" / "model.pt", weights_only=True), strict=True)
+        assert model.fc.weight.abs().sum() > 0
 
 
-def check_plain_model(directory: Path) -> None:
-    """Load model.pt of a run with the model's own head into torchvision's model."""
-    from hvfreeze.chain.models import build_model
-
-    model = build_model(MODEL, num_classes=10, image_size=32).model
-    model.load_state_dict(torch.load(directory / "model.pt", weights_only=True), strict=True)
-    assert model.fc.weight.abs().sum() > 0
-
-
-main()
+if __name__ == "__main__":
+    run_checks(globals(), on=lambda world: world)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +14,17 @@ from typing import Any
 import torch
 
 import hvfreeze
+from hvfreeze.comm.world import World
 from hvfreeze.errors import Preempted
-from hvfreeze.freezing.voting.criteria import CRITERIA, Criterion, Proposal
+from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.heads import rows
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import World, end_job_on_exception
-from hvfreeze.strategies.replicas.door import Replicas
-from hvfreeze.training import loop
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.strategies.data_parallel import DataParallel
+from hvfreeze.training import auto, loop, time_budget, trial
 from hvfreeze.training.job import Job
-from hvfreeze.training.progress import Progress
-from hvfreeze.training.stages import budget, opening
-from hvfreeze.training.stages.course import Course
-from hvfreeze.training.stages.timing import Timing
-from tests.parallel.mpirun import report
+from hvfreeze.training.stages import StageRunner
+from hvfreeze.training.time_budget import Timing
+from tests.parallel.workers.checking import let_models_be_small, run_checks
 from tests.parallel.workers.runs import Runs
 
 MODEL = "shufflenet_v2_x0_5"
@@ -51,11 +49,11 @@ Ask = Callable[[Job, str], bool]
 @contextmanager
 def asking(world: World, ask: Ask) -> Iterator[None]:
     """Ask on the last rank to leave, when `ask` says so, at every point where that can be heeded."""
-    solve, make_step, make_epoch = Replicas.solve_head, loop.train_step, loop.EPOCHS["kernel"]
+    solve, make_step, make_epoch = DataParallel.solve_head, loop.train_step, loop.EPOCHS["kernel"]
     jobs: list[Job] = []
     is_last = world.rank == world.size - 1
 
-    def solve_head(self: Replicas, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
+    def solve_head(self: DataParallel, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
         def stopping(count: int) -> bool:
             wants = stop(count)
             return wants or (is_last and ask(jobs[-1], "pass" if count == 0 else "features"))
@@ -66,16 +64,16 @@ def asking(world: World, ask: Ask) -> Iterator[None]:
         job.asked_to_leave = job.asked_to_leave or (is_last and ask(job, "step"))
         return make_step(job, batches)
 
-    def solve_epoch(job: Job, epoch: int, progress: Progress) -> None:
+    def solve_epoch(job: Job, epoch: int) -> None:
         jobs.append(job)
-        make_epoch(job, epoch, progress)
+        make_epoch(job, epoch)
 
-    Replicas.solve_head, loop.train_step = solve_head, step  # type: ignore[method-assign]
+    DataParallel.solve_head, loop.train_step = solve_head, step  # type: ignore[method-assign]
     loop.EPOCHS["kernel"] = solve_epoch
     try:
         yield
     finally:
-        Replicas.solve_head, loop.train_step = solve, make_step  # type: ignore[method-assign]
+        DataParallel.solve_head, loop.train_step = solve, make_step  # type: ignore[method-assign]
         loop.EPOCHS["kernel"] = make_epoch
 
 
@@ -91,31 +89,31 @@ def stopped(runs: Runs, name: str, ask: Ask, **changes: Any) -> None:
 @contextmanager
 def few_compared() -> Iterator[None]:
     """Let all samples be more than a head may compare."""
-    before = opening.MOST_ROWS  # type: ignore[attr-defined]
-    opening.MOST_ROWS = 10  # type: ignore[attr-defined]
+    before = auto.MOST_ROWS  # type: ignore[attr-defined]
+    auto.MOST_ROWS = 10  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        opening.MOST_ROWS = before  # type: ignore[attr-defined]
+        auto.MOST_ROWS = before  # type: ignore[attr-defined]
 
 
 @contextmanager
 def spoiling() -> Iterator[None]:
     """Let tuning end in a network that gives the same for all images."""
-    turn = Course.turn
+    turn = StageRunner.turn
 
-    def spoilt(self: Course) -> None:
+    def spoilt(self: StageRunner) -> None:
         if self.number == 1:
             with torch.no_grad():
-                for parameter in self.opened.model.parameters():
+                for parameter in self.opened.chain.model.parameters():
                     parameter.zero_()
         turn(self)
 
-    Course.turn = spoilt  # type: ignore[method-assign]
+    StageRunner.turn = spoilt  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Course.turn = turn  # type: ignore[method-assign]
+        StageRunner.turn = turn  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -123,14 +121,14 @@ def clocked(world: World) -> Iterator[None]:
     """Let time pass by a twentieth of a second whenever the clock is read, on other ranks faster than on rank 0."""
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks) * 0.05 * (world.rank + 1))
-    before = budget.time, loop.time, opening.time_batch, opening.time_comparing  # type: ignore[attr-defined]
-    budget.time = loop.time = clock  # type: ignore[assignment,attr-defined]
-    opening.time_batch = lambda *args, **rest: Timing(0.01, 0.1)  # type: ignore[attr-defined]
-    opening.time_comparing = lambda **rest: 0.1  # type: ignore[attr-defined]
+    before = time_budget.time, loop.time, time_budget.time_batch, time_budget.time_comparing  # type: ignore[attr-defined]
+    time_budget.time = loop.time = clock  # type: ignore[assignment,attr-defined]
+    time_budget.time_batch = lambda *args, **rest: Timing(0.01, 0.1)  # type: ignore[attr-defined]
+    time_budget.time_comparing = lambda **rest: 0.1  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        budget.time, loop.time, opening.time_batch, opening.time_comparing = before  # type: ignore[attr-defined]
+        time_budget.time, loop.time, time_budget.time_batch, time_budget.time_comparing = before  # type: ignore[attr-defined]
 
 
 def counted(number: int, what: str, *, stage: int) -> Ask:
@@ -138,7 +136,7 @@ def counted(number: int, what: str, *, stage: int) -> Ask:
     left = [number]
 
     def ask(job: Job, kind: str) -> bool:
-        left[0] -= kind == what and job.course.number == stage
+        left[0] -= kind == what and job.stage_runner.number == stage
         return left[0] < 0
 
     return ask
@@ -164,24 +162,37 @@ def same_run(runs: Runs, found: dict[str, Any], name: str, straight: dict[str, A
         assert [{**line, "allreduce_bytes": 0} for line in mine] == [{**line, "allreduce_bytes": 0} for line in theirs]
 
 
-def check_stops(runs: Runs, *, everywhere: bool) -> dict[str, Any]:
+def compare_stopped(runs: Runs, stops: Iterable[str]) -> None:
     """Compare equal runs, one from a cache, and some that were stopped."""
     straight = runs("straight")
+    assert [stage["stage"] for stage in straight["stages"]] == ["solve", "tune", "solve"]
+    cuts = [cut for _, _, cut in straight["cut_history"]]
+    assert cuts[:2] == [5, 0] and cuts[-1] == 5, "frozen, tuned, frozen"
+    assert len(cuts) > 3, "no vote has moved the cut: this test says little"
+    starts = [step for _, step, _ in straight["cut_history"]]
+    assert starts == sorted(starts) and straight["steps"] == sum(stage["steps"] for stage in straight["stages"])
     same_run(runs, runs("again"), "again", straight)
     cached = runs("cached", cache="on")
     same_run(runs, cached, "cached", straight)
     assert cached["cache"]["rows_written"] > 0 and cached["cache"]["exact"]
-    some = ("between-votes", "passes-of-the-last") if runs.world.size == 3 else ("features-of-the-first", "first-step")
-    for name in STOPS if everywhere else some:
+    for name in stops:
         stopped(runs, name, STOPS[name])
         same_run(runs, runs(name, resume=True), name, straight)
     same_run(runs, runs("again", resume=True), "again", straight)
-    return {"straight": straight}
 
 
-def try_parts(runs: Runs) -> dict[str, Any]:
+def check_stops(runs: Runs) -> None:
+    some = ("between-votes", "passes-of-the-last") if runs.world.size == 3 else ("features-of-the-first", "first-step")
+    compare_stopped(runs, some)
+
+
+def check_every_stop(runs: Runs) -> None:
+    compare_stopped(runs, STOPS)
+
+
+def check_parts(runs: Runs) -> None:
     """Make runs that leave out what a run of stages can, and ones whose tuning is spoilt."""
-    parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes"}
+    parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes", "only-tuned": "last-solve,guard"}
     without = {name: runs(name, auto_without=left_out) for name, left_out in parts.items()}
     solved = runs("solved", epochs=1)
     with few_compared():
@@ -189,17 +200,71 @@ def try_parts(runs: Runs) -> dict[str, Any]:
     with spoiling():
         spoilt, unguarded = runs("spoilt"), runs("unguarded", auto_without="guard")
     if runs.world.rank == 0:
-        heads = {"solved": "kernel:2", "no-votes": "kernel:2", "no-last-solve": "last", "linear": "multi-level:2"}
+        heads = {"solved": "kernel:2", "no-votes": "kernel:2", "no-last-solve": "kernel:2", "linear": "multi-level:2"}
+        heads["only-tuned"] = "last"
         for name, head in heads.items():
-            assert hvfreeze.load(runs.root / name).card.head == head, name
+            assert hvfreeze.load_model(runs.root / name).card.head == head, name
         assert "head-fit exact, not kernel: there are more than" in (runs.root / "linear" / "log.txt").read_text()
         kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
         assert kept.keys() == first.keys()
         assert [key for key in kept if not torch.equal(kept[key], first[key])] == []
-    return {"without": without, "solved": solved, "spoilt": spoilt, "unguarded": unguarded}
+    assert [stage["stage"] for stage in solved["stages"]] == ["solve"], "one epoch has room for one solution"
+    assert [stage.get("kept") for stage in spoilt["stages"]] == [True, None, False]
+    for key in ("test_accuracy", "head", "parameter_digest"):
+        assert spoilt[key] == solved[key], f"what tuning spoilt was not taken back: {key}"
+    assert unguarded["parameter_digest"] != solved["parameter_digest"], "there was nothing to take back"
+    assert all("kept" not in stage for stage in unguarded["stages"])
+    assert [cut for _, _, cut in without["no-votes"]["cut_history"]] == [5, 0, 5]
+    assert [stage["stage"] for stage in without["only-tuned"]["stages"]] == ["solve", "tune"]
+    back = without["no-last-solve"]
+    assert [stage.get("kept") for stage in back["stages"]] == [True, False, None], "a few steps have made a better head"
+    assert back["parameter_digest"] == solved["parameter_digest"], "the solution before tuning was not gone back to"
+    assert [cut for _, _, cut in back["cut_history"]] == [5, 0, 5]
 
 
-def keep_to_budgets(runs: Runs) -> dict[str, Any]:
+@contextmanager
+def paying(*, least: float) -> Iterator[None]:
+    """Let a trial pay where it lowers the loss by the part `least`: -inf is always, 1 never."""
+    before, trial.LEAST_GAIN = trial.LEAST_GAIN, least
+    longer, auto.LEAST_GAIN = auto.LEAST_GAIN, least
+    try:
+        yield
+    finally:
+        trial.LEAST_GAIN, auto.LEAST_GAIN = before, longer
+
+
+def check_trials(runs: Runs) -> None:
+    """Make runs that start from weights, for which tuning is tried."""
+    weights = runs.root / "weights.pt"
+    if runs.world.rank == 0:
+        torch.manual_seed(0)
+        torch.save(build_model(MODEL, num_classes=7, image_size=8).model.state_dict(), weights)
+    runs.world.barrier(name="weights")
+    given = {"weights": str(weights), "epochs": 24}
+    solved = runs("from-weights", **given | {"epochs": 1})
+    with paying(least=1.0):
+        tried = runs("tried", **given)
+    assert [stage["steps"] > 0 for stage in tried["stages"]][:3] == [True, True, False]
+    assert tried["trial"]["before"] > 0 and tried["trial"]["after"] > 0
+    for key in ("test_accuracy", "head", "parameter_digest"):
+        assert tried[key] == solved[key], f"the solution was not gone back to: {key}"
+    cuts = [cut for _, _, cut in tried["cut_history"]]
+    assert cuts[:2] == [5, 0] and cuts[-1] == 5
+    with paying(least=-math.inf):
+        straight = runs("straight", **given)
+        names = [stage["stage"] for stage in straight["stages"] if stage["steps"]]
+        assert names[:4] == ["solve", "try", "tune", "solve"], names
+        asks = {"trying": counted(2, "step", stage=1), "first-of-tuning": counted(0, "step", stage=2)}
+        for name, ask in asks.items():
+            stopped(runs, name, ask, **given)
+            same_run(runs, runs(name, resume=True, **given), name, straight)
+    again = runs("tried", resume=True, **given)
+    assert [again[key] for key in ("stages", "parameter_digest")] == [
+        tried[key] for key in ("stages", "parameter_digest")
+    ]
+
+
+def check_budgets(runs: Runs) -> None:
     """Make runs that are given a time, by a clock that passes by itself."""
     with clocked(runs.world):
         timed = runs("timed", time_budget="4s")
@@ -209,29 +274,24 @@ def keep_to_budgets(runs: Runs) -> dict[str, Any]:
         resumed = runs("timed-stopped", resume=True, time_budget="4s")
     with clocked(runs.world):
         trained = runs("timed-plain", time_budget="4s", freeze="linear", head="last", head_fit="sgd")
-    return {"timed": timed, "resumed": resumed, "trained": trained}
+    for name, run in {"timed": timed, "resumed": resumed, "trained": trained}.items():
+        assert 3.0 < run["time_budget"]["spent"] < 4.2, f"{name}: {run['time_budget']}"
+    assert [stage["stage"] for stage in timed["stages"]] == ["solve", "tune", "solve"]
+    assert timed["stages"][1]["steps"] != timed["time_budget"]["planned"][1]["steps"], "clocks have changed nothing"
+    assert resumed["time_budget"]["planned"] == timed["time_budget"]["planned"], "a resumed run has its own plan"
+    assert trained["steps"] != trained["time_budget"]["planned"][0]["steps"]
+    assert trained["cut_history"][-1][2] > 0
 
 
-PARTS: dict[str, Callable[[Runs], dict[str, Any]]] = {
-    "stops": partial(check_stops, everywhere=False),
-    "every-stop": partial(check_stops, everywhere=True),
-    "parts": try_parts,
-    "budgets": keep_to_budgets,
-}
-
-
-def main() -> None:
-    world = open_world()
-    end_job_on_exception(world)
+def setting(world: World) -> Runs:
+    let_models_be_small()
     # A criterion that wants one block more as soon as it has seen gradients twice: short runs show no other.
-    CRITERIA["gradient-norm"] = Criterion(
-        lambda seen: Proposal(cut=min(seen.cut + (seen.norms is not None), 4)), watches_gradients=True
-    )
+    CRITERIA["coherence"] = Criterion(lambda seen: min(seen.cut + (seen.gains is not None), 4), watches="gains")
     # Two batches to a chunk, so that a rank has several.
     rows.CHUNK_ROWS = 2 * BATCH
     settings = {**SETTINGS, "train_samples": 40 * world.size * 5 // 4}
-    report(world.rank, **PARTS[sys.argv[2]](Runs(world, Path(sys.argv[1]), settings, started=0.0)))
-    world.close()
+    return Runs(world, Path(sys.argv[1]), settings, started=0.0)
 
 
-main()
+if __name__ == "__main__":
+    run_checks(globals(), on=setting, only=f"check_{sys.argv[2]}")

@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-import hvfreeze.ranks.horovod_world as horovod_world
-from hvfreeze.ranks.horovod_world import HorovodWorld, open_world
-from hvfreeze.ranks.machine.mpi_environment import claimed_rank
-from hvfreeze.ranks.wire import open_wire
-from hvfreeze.ranks.world import end_job_on_exception
+import hvfreeze.comm.horovod_world as horovod_world
+from hvfreeze.comm.horovod_world import HorovodWorld, open_world
+from hvfreeze.comm.mpi_environment import claimed_rank
+from hvfreeze.comm.point_to_point import open_wire
+from hvfreeze.comm.world import end_job_on_exception
 
 culprit, stage, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 leave_mpi = horovod_world.leave_mpi

@@ -16,7 +16,7 @@ def end_slowly() -> None:
 
 
 def main() -> None:
-    from hvfreeze.ranks.horovod_world import open_world
+    from hvfreeze.comm.horovod_world import open_world
     from tests.parallel.mpirun import report
 
     world = open_world()

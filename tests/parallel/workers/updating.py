@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
+from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import UsageError
-from hvfreeze.ranks.horovod_world import open_world
-from hvfreeze.ranks.world import World, end_job_on_exception
-from hvfreeze.strategies.replicas import opening
+from hvfreeze.strategies import data_parallel
 from hvfreeze.training import loop
+from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
-from hvfreeze.training.making.preparing import prepare
 from hvfreeze.training.run import run
-from tests.parallel.mpirun import report
-from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines
+from tests.parallel.workers.checking import run_checks
+from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines, small
 
 KEPT = {"keep": "best", "early_stop": 2}
 CACHED = {"augment": "views:2", "cache": "on"}
@@ -59,7 +58,7 @@ def watch_the_optimizer() -> list[int]:
     return cuts
 
 
-def check_resume(world: World, root: Path, name: str) -> str:
+def compare_resumed(world: World, root: Path, name: str) -> str:
     settings = {**SCHEDULED, "schedule": "cosine", "checkpoint_every": "0", **SETTINGS[name]}
     cuts = watch_the_optimizer()
     straight = run(configuration(root / name, world.size, **settings), world)
@@ -75,38 +74,29 @@ def check_resume(world: World, root: Path, name: str) -> str:
     return str(straight["parameter_digest"])
 
 
-def check_mixing_is_the_same_from_a_cache(world: World, root: Path, cached: str) -> None:
-    settings = {**SCHEDULED, "schedule": "cosine", **SETTINGS["sgd"], "cache": "off"}
-    assert run(configuration(root / "uncached", world.size, **settings), world)["parameter_digest"] == cached
-
-
-def check_ranks_of_other_arithmetic_are_refused(world: World, root: Path) -> None:
-    compute = opening.arithmetic_of
-    opening.arithmetic_of = lambda shapes: f"{compute(shapes)} {world.rank}"
+def check_ranks_of_other_arithmetic_are_refused(world: World) -> None:
+    compute = data_parallel.arithmetic_of
+    data_parallel.arithmetic_of = lambda shapes: f"{compute(shapes)} {world.rank}"
     try:
-        prepare(configuration(root / "odd", world.size, clip_grad=1.0), world)
+        prepare(configuration(Path(sys.argv[1]) / "odd", world.size, clip_grad=1.0), world)
     except UsageError as error:
         assert error.everywhere and "rank 1 computes other norms" in str(error), error
     else:
         assert world.size == 1, "ranks that would drift apart were not refused"
     finally:
-        opening.arithmetic_of = compute
+        data_parallel.arithmetic_of = compute
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    world, root = open_world(), Path(sys.argv[1])
-    end_job_on_exception(world)
-    make_step = loop.train_step
+def check_a_stopped_run_goes_on_and_mixing_is_the_same_from_a_cache(world: World) -> None:
+    root, make_step = Path(sys.argv[1]), loop.train_step
     digests = {}
     for name in SETTINGS:
-        digests[name] = check_resume(world, root, name)
+        digests[name] = compare_resumed(world, root, name)
         loop.train_step = make_step
-    check_mixing_is_the_same_from_a_cache(world, root, digests["sgd"])
-    check_ranks_of_other_arithmetic_are_refused(world, root)
-    report(world.rank, digests=digests)
-    world.close()
+    assert len(set(digests.values())) == 3
+    settings = {**SCHEDULED, "schedule": "cosine", **SETTINGS["sgd"], "cache": "off"}
+    assert run(configuration(root / "uncached", world.size, **settings), world)["parameter_digest"] == digests["sgd"]
 
 
 if __name__ == "__main__":
-    main()
+    run_checks(globals(), on=small)

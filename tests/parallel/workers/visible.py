@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib
 import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,7 +27,8 @@ def seen() -> dict[str, Any]:
     import numpy
     import torch
 
-    importlib.import_module("hvfreeze.torchvision_shim")
+    for name in ("torch._dynamo", "hvfreeze.torchvision_shim"):
+        importlib.import_module(name)
     shown = Path("/proc/self/environ").read_text().strip("\0").split("\0")
     # PyTorch notes there where it would keep what it compiles, which nothing here does.
     job = ("OMPI_", "PMIX_", "ORTE_", "HVFREEZE_", "HOROVOD_", "TORCHINDUCTOR_")
@@ -83,12 +84,9 @@ def leave_things_behind() -> None:
     os.open("/dev/null", os.O_RDONLY)
 
 
-def fork_a_process_that_stays() -> None:
-    if os.fork() == 0:
-        os.setsid()
-        with contextlib.suppress(OSError):
-            os.closerange(0, 20)
-        time.sleep(3600)
+def leave_a_process_behind() -> None:
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.Popen(["sleep", "3600"], start_new_session=True, **silent)  # type: ignore[call-overload]
 
 
 def wait_for_a_signal() -> None:
@@ -98,25 +96,32 @@ def wait_for_a_signal() -> None:
         signal.pause()
 
 
+def fail(mode: str) -> None:
+    if mode == "raise":
+        raise LookupError("on the last rank")
+    if mode == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "exit":
+        os._exit(3)
+    if mode == "say":
+        sys.exit("some words")
+    if mode == "hang":
+        time.sleep(3600)
+
+
+MODES = {
+    "spoil": leave_things_behind,
+    "see": lambda: report(RANK, **seen()),
+    "parent": lambda: report(RANK, parent=os.getppid(), variables=dict(os.environ)),
+    "first": lambda: report(RANK) if RANK == 0 else None,
+    "orphan": leave_a_process_behind,
+    "wait": wait_for_a_signal,
+}
+
 if __name__ == "__main__":
     for mode in sys.argv[1:]:
-        if mode == "spoil":
-            leave_things_behind()
-        elif mode == "see":
-            report(RANK, **seen())
-        elif mode == "parent":
-            report(RANK, parent=os.getppid(), variables=dict(os.environ))
-        elif mode == "fork":
-            fork_a_process_that_stays()
-        elif mode == "wait":
-            wait_for_a_signal()
+        if mode in MODES:
+            MODES[mode]()
         elif LAST:
-            if mode == "raise":
-                raise LookupError("on the last rank")
-            if mode == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if mode == "exit":
-                os._exit(3)
-            if mode == "say":
-                sys.exit("some words")
+            fail(mode)
     print("done\n", end="")

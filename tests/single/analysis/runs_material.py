@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from analysis.sweeps.experiment import carry_out
+from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import PlannedRun, Preset
-from analysis.sweeps.questions import Experiment
 from analysis.sweeps.results import Results, open_results
+from analysis.sweeps.sweep import carry_out
 from tests.single.report.run_directories import vote, write_run
 
 FAST = {

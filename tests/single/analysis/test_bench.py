@@ -16,7 +16,7 @@ from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS
 from analysis.benchmarks.judging import Row, judge
 from analysis.benchmarks.material import Setting
 from analysis.benchmarks.runs import epoch_of
-from hvfreeze.ranks.world import SoloWorld
+from hvfreeze.comm.world import SoloWorld
 from tests.single.analysis.bench_clock import Clock
 
 FIELDS = {"name", "ratio", "bound", "ok", "n", "low", "high", "what"}

@@ -12,9 +12,9 @@ from analysis import demo
 from analysis.demo import StageError, comparison_table, environment, is_progress, launch, run_stage
 from analysis.parts import demo_stages
 from analysis.parts.demo_stages import Stage, chosen_ids, plan, write_images
-from hvfreeze.commands import parse
+from hvfreeze.cli import parse
 from hvfreeze.config.flags import configuration
-from hvfreeze.data.sets.opening import open_data
+from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import load_runs
 from tests.single.report.run_directories import vote, write_run
@@ -54,7 +54,7 @@ def test_the_program_takes_every_stages_flags(
     assert (full.data, full.optimizer, full.model) == (voted.data, voted.optimizer, voted.model)
     assert (voted.data, voted.optimizer, voted.freeze) == (cached.data, cached.optimizer, cached.freeze)
     assert (voted.cache.cache, cached.cache.cache) == ("off", "auto")
-    assert (auto.freeze.freeze, auto.head.head, auto.optimizer.epochs) == ("auto", "multi-level", 1)
+    assert (auto.freeze.freeze, auto.head.head, auto.optimizer.epochs) == ("auto", "multi-level", 16)
     assert (auto.data.data_dir, auto.data.train_samples) == (full.data.data_dir, full.data.train_samples)
     assert full.model.weights == str(weights or tmp_path / "pretrained" / "model.pt")
     assert (full.freeze.freeze, full.cache.cache) == ("none", "off")

@@ -38,11 +38,11 @@ def test_a_part_of_as_many_nodes_and_who_was_faster_are_said() -> None:
         }
     )
     said = verdicts(found)
-    assert "at 1 Gbit/s two nodes train 0.90 of twice what one does, 0.90 of what they do where nothing is sent" in said
-    assert "at 200 Mbit/s two nodes train 1.00 of twice what one does, 1.25 of what they do where nothing is" in said
-    assert "with 0.1 ms from node to node 1.00 and 2.00; four 0.25 of what they do without a limit" in said
+    assert "on two nodes at 1 Gbit/s: 90 %, or 90 % of the speed of nodes that send nothing" in said
+    assert "on two nodes at 200 Mbit/s: 100 %, or 125 % of the speed of nodes that send nothing" in said
+    assert "with 0.1 ms from node to node 100 % and 200 %. Four nodes: 25 % of their speed without a limit" in said
     assert said.endswith(
-        "Faster than it: Horovod fp16 on 4 nodes at 200 Mbit/s, 2 nodes at 1 Gbit/s; DDP + PowerSGD on 4 nodes at "
+        "Faster than `auto`: Horovod fp16 on 4 nodes at 200 Mbit/s, 2 nodes at 1 Gbit/s; DDP + PowerSGD on 4 nodes at "
         "200 Mbit/s, 2 nodes at 1 Gbit/s."
     )
     assert "neither" in verdicts(rows())

@@ -1,100 +1,50 @@
+"""All ways of fine-tuning: their runs and learning rates, times as sums over steps, and who is told to be first."""
+
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from analysis import lp_ft, peers, peers64, peers_mobilenet, peers_more
-from analysis.parts.peers import answers
-from analysis.parts.peers.labels import Cell, best_rates, cell_of
-from analysis.sweeps import experiment as sweep
-from analysis.sweeps import writeup
-from analysis.sweeps.estimates import total_seconds
-from analysis.sweeps.launching import Site, flags_of
-from analysis.sweeps.presets import REDUCED, SMOKE
-from analysis.sweeps.results import Results
-from hvfreeze.commands import parse
-from hvfreeze.config.flags import configuration
+from analysis import lp_ft, peers, step_costs
+from analysis.parts.peers import Cell, answers_of, best_rates, by_samples, cell_of, file_of, seconds_of, timed
+from analysis.parts.readme import COMPARISONS, milliseconds, ways
+from analysis.sweeps.charts import Way, ways_chart
+from analysis.sweeps.kept import RESULTS
+from analysis.sweeps.presets import REDUCED
+from analysis.sweeps.results import Results, open_results
+from analysis.sweeps.statistics import Interval
+from analysis.sweeps.sweep import plan
 from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.errors import RefusedError, UsageError
-from tests.single.analysis.runs_material import made_up
+from hvfreeze.errors import UsageError
+from tests.single.analysis.runs_material import carried_out
 from tests.single.report.run_directories import write_run
 
 EVERYWHERE = peers.Ground(counts=list(peers.BUDGETS))
-FEW = dataclasses.replace(REDUCED, data="digits", model="resnet18")
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One number of samples, two budgets and two seeds; names of the runs that were started, none of which trains."""
-    started: list[str] = []
-
-    def launch(planned, site, *, timeout):  # type: ignore[no-untyped-def]
-        started.append(planned.name)
-        if "broken" in started:
-            raise RefusedError("made to fail")
-        return made_up(planned, site)
-
-    monkeypatch.setattr(sweep, "launch", launch)
-    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
-    monkeypatch.setattr(peers, "BUDGETS", {1_000: (2, 4)})
-    monkeypatch.setattr(peers, "SEEDS", {1_000: 2})
-    return started
-
-
-def carried_out(folder: Path) -> Results:
-    site = Site(work=folder / "work")
-    assert sweep.carry_out(peers.EXPERIMENT, FEW, site, root=folder / "results") == 0
-    return sweep.open_results(folder / "results", "peers")
-
-
-def test_every_planned_run_is_a_configuration_that_the_program_accepts() -> None:
-    for experiment, preset, samples in (
-        (peers.EXPERIMENT, SMOKE, 64),
-        (peers64.EXPERIMENT, REDUCED, 1_000),
-        (peers_mobilenet.EXPERIMENT, REDUCED, 5_000),
-    ):
-        runs = [*experiment.runs(preset), *experiment.then(preset, Results(Path()))]
-        for run in {run.label: run for run in runs if run.flags["train_samples"] == samples}.values():
-            given = configuration(parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name)))
-            assert dataclasses.replace(given, run=run.config().run) == run.config()
-            assert cell_of(run.label).samples == samples
-
-
-def test_the_reduced_presets_take_at_most_eight_hours_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    every = (peers.EXPERIMENT, peers_more.EXPERIMENT, peers64.EXPERIMENT, peers_mobilenet.EXPERIMENT)
-    planned = [run for each in every for run in sweep.plan(each, REDUCED, Results(Path()))]
-    assert total_seconds(planned, REDUCED) < 8 * 3600
+KINDS = {
+    "ddp": 7.0,
+    **{f"live{cut}": 10.0 - cut for cut in range(6)},
+    **{f"cached{cut}": 1 / cut for cut in range(1, 6)},
+}
+PLAIN: dict[str, Any] = {"label": "n5000-full-e4", "program": "hvfreeze", "ranks": 2, "batch_size": 64}
+PLAIN |= {"image_size": 32, "steps": 40, "epochs": 4, "final_cut": 0, "cut_history": "0@0", "cache": "off"}
+PLAIN |= {"augment": "fresh", "train_seconds": 3.0}
+POINT = (Interval(1.0, 0.9, 1.1, 3), Interval(0.5, 0.4, 0.6, 3))
 
 
 def test_accuracy_at_1_000_and_5_000_samples_has_five_seeds_and_at_20_000_three() -> None:
-    every = [run for each in (peers, peers_more) for run in sweep.plan(each.EXPERIMENT, REDUCED, Results(Path()))]
+    every = [run for name in ("peers", "peers_more") for run in plan(peers.EXPERIMENTS[name], REDUCED, Results(Path()))]
     tested = [run for run in every if "validation_fraction" not in run.flags]
     for samples, seeds in ((1_000, 5), (5_000, 5), (20_000, 3)):
         for label in {run.label for run in tested if run.flags["train_samples"] == samples}:
             assert {run.seed for run in tested if run.label == label} == set(range(seeds))
 
 
-def test_the_exact_head_waits_for_the_version_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {name: field for name, field in peers.leaves().items() if name != "head_fit"}
-    monkeypatch.setattr(peers, "leaves", lambda: without)
-    assert "exact" not in peers.known_peers()
-    monkeypatch.setattr(peers, "leaves", lambda: {**without, "head_fit": None})
-    assert peers.known_peers()["exact"].flags["head_fit"] == "exact"
-    chosen = [cell for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.peer == "exact"]
-    assert {(cell.samples, cell.epochs) for cell in chosen} == {(samples, 1) for samples in peers.BUDGETS}
-
-
 def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:
-    budgets = {samples: [] for samples in peers.BUDGETS}  # type: dict[int, list[int]]
-    for cell, _ in peers.cells(REDUCED, EVERYWHERE):
-        if cell.peer == "auto":
-            budgets[cell.samples].append(cell.epochs)
-    assert budgets == {1_000: [1], 5_000: [1, 4], 20_000: [1, 4]}
+    chosen = [(cell.samples, cell.epochs) for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.peer == "auto"]
+    assert chosen == [(1_000, 1), (5_000, 1), (5_000, 4), (20_000, 1), (20_000, 4)]
     assert not [run for run in peers.runs(REDUCED, peers.Ground()) if "auto" in run.label]
     used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), peers.Ground())}
     assert used["n5000-auto-e4"]["lr"] == 0.05 and used["n5000-auto-e4"]["epochs"] == 4
@@ -106,32 +56,24 @@ def tried(label: str, accuracy: float) -> dict[str, Any]:
 
 
 def test_each_budget_has_the_learning_rate_that_was_best_for_it() -> None:
-    rows = [
-        tried("lr0.02-n1000-full-e2", 0.5),
-        tried("lr0.1-n1000-full-e2", 0.6),
-        tried("lr0.02-n1000-full-e4", 0.7),
-        tried("lr0.1-n1000-full-e4", 0.6),
-        {**tried("lr9-n1000-full-e4", 1.0), "label": "n1000-full-e4", "validation_fraction": 0.0},
-    ]
+    accuracies = (("0.02", 2, 0.5), ("0.1", 2, 0.6), ("0.02", 4, 0.7), ("0.1", 4, 0.6))
+    rows = [tried(f"lr{lr}-n1000-full-e{epochs}", accuracy) for lr, epochs, accuracy in accuracies]
+    rows.append({**tried("lr9-n1000-full-e4", 1.0), "label": "n1000-full-e4", "validation_fraction": 0.0})
     rates = best_rates(rows)
     assert {cell.label: lr for cell, lr in rates.items()} == {"n1000-full-e2": 0.1, "n1000-full-e4": 0.02}
-    planned = peers.then(REDUCED, Results(Path(), rows), peers.Ground())
-    used = {run.label: run.flags["lr"] for run in planned}
+    used = {run.label: run.flags["lr"] for run in peers.then(REDUCED, Results(Path(), rows), peers.Ground())}
     assert used["n1000-full-e4"] == used["n1000-ddp-e16"] == 0.02
     assert used["n1000-full-e2"] == 0.1
     assert used["n1000-voted-e8"] == peers.LEARNING_RATES[0]
 
 
-def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    kept = [
-        tried("lr0.1-n5000-full-e1", 0.9),
-        tried("lr0.05-n5000-full-e4", 0.9),
-        tried("lr0.1-n1000-full-e4", 0.9),
-        tried("lr0.05-n5000-last-stage-e2", 0.9),
-    ]
-    read = {tmp_path / "peers": kept}
+def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ("lr0.1-n5000-full-e1", "lr0.05-n5000-full-e4", "lr0.1-n1000-full-e4", "lr0.05-n5000-last-stage-e2")
+    read = {tmp_path / "peers": [tried(label, 0.9) for label in kept]}
     monkeypatch.setattr(peers, "read_rows", read.__getitem__)
-    ground = peers.Ground(counts=(1_000, 20_000), peers=peers64.PEERS, rates_of="peers")
+    ground = peers.Ground(counts=(1_000, 20_000), peers=peers.STRONGEST, rates_of="peers")
     tries = {run.label for run in peers.runs(REDUCED, ground)}
     assert tries == {f"lr{lr:g}-n1000-full-e16" for lr in peers.LEARNING_RATES}
     own = [tried("lr0.02-n1000-full-e16", 0.9)]
@@ -140,56 +82,121 @@ def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget
     assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == 0.05
     assert used["n1000-full-e4"] == 0.1 and used["n1000-full-e16"] == 0.02
     assert used["n20000-last-stage-cached-e2"] == 0.05
+    assert {cell_of(label).peer for label in used} == set(peers.STRONGEST)
     near = [tried("lr0.05-n5000-full-e4", 0.895), tried("lr0.1-n5000-full-e4", 0.9)]
-    rates = ground.rates(Results(tmp_path / "peers_more", near))
-    assert rates[cell_of("n5000-full-e4")] == 0.05
-    assert peers.best_rates(near, {cell_of("n5000-full-e4"): 0.05}) == {cell_of("n5000-full-e4"): 0.05}
-    assert peers.best_rates(near, {cell_of("n5000-full-e4"): 0.02}) == {cell_of("n5000-full-e4"): 0.1}
-    assert {cell_of(label).peer for label in used} == set(peers64.PEERS)
+    cell = cell_of("n5000-full-e4")
+    assert ground.rates(Results(tmp_path / "peers_more", near))[cell] == 0.05
+    assert best_rates(near, {cell: 0.05}) == {cell: 0.05}
+    assert best_rates(near, {cell: 0.02}) == {cell: 0.1}
 
 
 def test_labels_are_read_as_they_are_written() -> None:
     cell = Cell(samples=5000, peer="last-stage-cached", epochs=8)
-    assert cell_of(cell.label) == cell_of(cell.tried(0.05)) == cell
+    assert cell_of(cell.label) == cell_of(f"lr0.05-{cell.label}") == cell
     with pytest.raises(ValueError, match="must look like n5000-full-e4"):
         cell_of("full")
 
 
-def test_the_runs_are_resumable_and_their_results_written_up(few: list[str], tmp_path: Path) -> None:
-    results = carried_out(tmp_path)
-    made = len(few)
-    assert made == len(set(few)) == len(results.rows)
+@pytest.mark.usefixtures("no_files")
+def test_the_runs_are_resumable_and_their_results_written_up(
+    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "BUDGETS", {1_000: (2, 4)})
+    monkeypatch.setattr(peers, "SEEDS", {1_000: 2})
+    results = carried_out(peers.EXPERIMENTS["peers"], REDUCED, tmp_path)
+    made = len(launches)
+    assert made == len(set(launches)) == len(results.rows)
     text = (results.directory / "README.md").read_text()
     assert "Which way is the soonest as good as full fine-tuning, with 1000 samples?" in text
     assert "n1000-lp-ft-e4" in text
-    (results.directory / "runs/n1000-lp-ft-e4-s1/summary.json").unlink()
-    carried_out(tmp_path)
-    assert few[made:] == ["n1000-lp-ft-e4-s1"]
+    path = results.directory / "runs.jsonl"
+    lines = [line for line in path.read_text().splitlines() if '"run": "n1000-lp-ft-e4-s1"' not in line]
+    path.write_text("\n".join(lines) + "\n")
+    carried_out(peers.EXPERIMENTS["peers"], REDUCED, tmp_path)
+    assert launches[made:] == ["n1000-lp-ft-e4-s1"]
 
 
 def row(label: str, seed: int, seconds: float, accuracy: float) -> dict[str, Any]:
-    common = {"validation_fraction": 0.0, "cache": "off", "cache_bytes": 0, "augment": "fresh", "lr": 0.1}
-    times = {"train_seconds": seconds, "test_accuracy": accuracy, "epochs": cell_of(label).epochs}
-    return {**common, "label": label, "seed": seed, "allreduce_bytes": 1e6, **times}
+    row = {**PLAIN, "ranks": 9, "validation_fraction": 0.0, "cache_bytes": 0, "lr": 0.1, "allreduce_bytes": 1e6}
+    times = {"train_seconds": seconds + 0.001 * seed, "test_accuracy": accuracy + 0.001 * seed}
+    return {**row, **times, "label": label, "seed": seed, "epochs": cell_of(label).epochs}
 
 
 def test_the_answer_names_who_reaches_the_best_of_full_fine_tuning_first() -> None:
-    rows = []
-    for seed in range(3):
-        noise = 0.001 * seed
-        rows += [
-            row("n1000-full-e2", seed, 10.0 + noise, 0.70 + noise),
-            row("n1000-full-e4", seed, 20.0 + noise, 0.80 + noise),
-            row("n1000-exact-e1", seed, 2.0 + noise, 0.797 + noise),
-            row("n1000-voted-e4", seed, 15.0 + noise, 0.72 + noise),
-        ]
-    answer = answers.answers_of(Results(Path(), rows))[0]
+    made = (("full-e2", 10.0, 0.70), ("full-e4", 20.0, 0.80), ("exact-e1", 2.0, 0.797), ("voted-e4", 15.0, 0.72))
+    rows = [row(f"n1000-{label}", seed, took, right) for seed in range(3) for label, took, right in made]
+    answer = answers_of(Results(Path(), rows))[0]
     assert "linear head, solved, 10.00x" in answer.text
     assert "Ahead of full fine-tuning trained for as many seconds: linear head, solved +9.7 points" in answer.text
     assert not answer.negative
-    without = [each for each in rows if "exact" not in each["label"]]
-    assert answers.answers_of(Results(Path(), without))[0].negative
-    assert "nothing else gets there" in answers.answers_of(Results(Path(), without))[0].text
+    (without,) = answers_of(Results(Path(), [each for each in rows if "exact" not in each["label"]]))
+    assert without.negative and "nothing else gets there" in without.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 40 * 10.0),
+        ({"program": "analysis.ddp"}, 40 * 7.0),
+        ({"cut_history": "0@0 2@10 5@30"}, 10 * 10.0 + 20 * 8.0 + 10 * 5.0),
+        ({"cut_history": "4@0", "final_cut": 4}, 40 * 6.0),
+        ({"cut_history": "4@0", "final_cut": 4, "cache": "on", "augment": "views:2"}, 20 * 6.0 + 20 * 0.25),
+        (
+            # Each view comes again after two epochs: what was stored then is where its forward pass begins.
+            {"cut_history": "0@0 2@10 4@30", "final_cut": 4, "cache": "on", "augment": "views:2"},
+            10 * 10.0 + 20 * 8.0 + 10 * (6.0 - (8.0 - 0.5)),
+        ),
+        ({"program": "analysis.lp_ft", "steps": 140, "epochs": 4}, 20 * 5.0 + 80 * 0.2 + 40 * 10.0),
+    ],
+)
+def test_a_run_takes_what_its_steps_cost(changes: dict[str, Any], expected: float) -> None:
+    assert seconds_of({**PLAIN, **changes}, {"2 ranks, batches of 64": KINDS}) == pytest.approx(expected)
+
+
+def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -> None:
+    path = file_of(tmp_path, 32)
+    path.parent.mkdir()
+    seconds = {"2 ranks, batches of 64": {kind: [0.0, value, 1e9] for kind, value in KINDS.items()}}
+    path.write_text(json.dumps({"seconds": seconds}))
+    others = ({}, {"label": "n5000-exact-e1"}, {"ranks": 3}, {"image_size": 64}, {"model": "mobilenet_v3_small"})
+    found = timed(Results(tmp_path / "peers", [{**PLAIN, **changes} for changes in others]))
+    assert [row["train_seconds"] for row in found.rows] == [400.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_steps_are_added_to_those_of_the_same_source_and_machine_only(tmp_path: Path) -> None:
+    path, now = tmp_path / "64px.json", {"commit": "abc", "cores": 4}
+    assert step_costs.begun(path, now) == {**now, "seconds": {}}
+    path.write_text(json.dumps({**now, "seconds": {"2 ranks": {"live0": [1.0]}}}))
+    assert step_costs.begun(path, now)["seconds"] == {"2 ranks": {"live0": [1.0]}}
+    assert step_costs.begun(path, {**now, "cores": 2}) == {"commit": "abc", "cores": 2, "seconds": {}}
+
+
+def test_a_way_looks_alike_in_every_panel_and_is_named_once() -> None:
+    panels = {
+        "few": [Way("full", [POINT, POINT]), Way("solved", [POINT])],
+        "many": [Way("full", [POINT]), Way("other", [POINT]), Way("solved", [POINT])],
+    }
+    figure = ways_chart(panels, reference="full", ours=("solved",))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "solved", "other"]
+    drawn = [{name: handle.lines[0] for handle, name in zip(*axes.get_legend_handles_labels())} for axes in figure.axes]
+    for label in ("full", "solved"):
+        first, second = ((lines[label].get_color(), lines[label].get_marker()) for lines in drawn)
+        assert first == second
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_what_was_kept_has_times_and_the_pages_name_each_number_of_samples(name: str) -> None:
+    results, told = open_results(RESULTS, name), ways(RESULTS)
+    assert all(row["train_seconds"] > 0 for row in timed(results).rows)
+    for samples, own in by_samples(results):
+        assert any(cell_of(label).peer == "auto" for label in own.labels)
+        assert f"- [{samples} images at {own.rows[0]['image_size']} pixels" in told
+        assert f"](analysis/results/{name}/README.md): " in told
+
+
+def test_a_benchmark_tells_its_time_also_where_the_time_cap_ended_it() -> None:
+    told = "a step, cut 1, against the same by hand; 12.30 ms against 11.00 ms"
+    assert milliseconds(told) == milliseconds(f"{told}; the time cap ended it") == "12.30 ms"
 
 
 def test_probing_and_tuning_are_told_as_one_run(tmp_path: Path) -> None:
@@ -200,18 +207,14 @@ def test_probing_and_tuning_are_told_as_one_run(tmp_path: Path) -> None:
     assert tuning.model.weights == str(tmp_path / "probe/model.pt")
     for name, accuracies in (("probe", [None, 0.5]), ("tune", [0.6, 0.7])):
         write_run(tmp_path / name, accuracies=accuracies)
-    first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("probe", "tune"))
-    for part in (first, second):
-        part.setdefault("epochs", 2)
-        part.setdefault("steps", 20)
-        part.setdefault("other_collective_bytes", 1)
-        part.setdefault("final_cut", 0)
-        part.setdefault("cut_history", [[0, 0, 0]])
-        part.setdefault("cache", {})
+    unsaid = {"epochs": 2, "steps": 20, "other_collective_bytes": 1, "final_cut": 0, "cut_history": [[0, 0, 0]]}
+    first, second = (
+        {**unsaid, "cache": {}, **json.loads((tmp_path / name / "summary.json").read_text())}
+        for name in ("probe", "tune")
+    )
     lp_ft.tell_both(config, first, second)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [0, 1, 2, 3]
-    assert [line["step"] for line in lines] == [10, 20, 30, 40]
+    assert [(line["epoch"], line["step"]) for line in lines] == [(0, 10), (1, 20), (2, 30), (3, 40)]
     whole = json.loads((tmp_path / "summary.json").read_text())
     assert whole["train_seconds"] == pytest.approx(first["train_seconds"] + second["train_seconds"])
     phases = [sum(part["seconds"].values()) for part in (first, second, whole)]

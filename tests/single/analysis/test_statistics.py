@@ -14,7 +14,7 @@ from analysis.sweeps.statistics import (
     time_saved,
     within,
 )
-from hvfreeze.report.units import factor, percent
+from hvfreeze.report.tables import factor, percent
 
 
 def test_the_interval_of_three_values_uses_students_factor() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from analysis import strategies
 from analysis.parts.strategies import grid_runs, redealing_runs
-from analysis.sweeps import experiment as sweep
-from analysis.sweeps import writeup
+from analysis.sweeps import experiment as pages
+from analysis.sweeps import sweep
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import REDUCED, SMOKE, PlannedRun
 from tests.single.analysis.runs_material import carried_out, made_up
@@ -26,8 +26,9 @@ def test_the_bound_is_the_papers() -> None:
 def test_every_run_is_one_that_the_program_accepts_and_nodes_come_last() -> None:
     for preset in (SMOKE, REDUCED):
         planned = sweep.plan(strategies.EXPERIMENT, preset, sweep.Results(Path()))
-        assert all(run.config().strategy.strategy in ("grid", "shared-trunk") for run in planned)
-        assert all("weights" not in run.flags for run in planned if run.flags["strategy"] == "grid")
+        strategies_tried = {run.config().strategy.strategy for run in planned}
+        assert strategies_tried - {"replicas"} == {"grid", "shared-trunk", "local-critics"}
+        assert all("weights" not in run.flags for run in planned if run.flags["strategy"] != "shared-trunk")
         nodes = [run.nodes for run in planned]
         assert nodes == sorted(nodes) and max(nodes) == (0 if preset.is_smoke else 2)
 
@@ -64,6 +65,9 @@ def told(planned: PlannedRun) -> dict[str, Any]:
                 "forwards": [8] * ranks,
             }
         }
+    if planned.flags["strategy"] == "local-critics":
+        exits = {"exit_accuracy": [0.5, 0.6, 0.7, 0.75], "samples_by_exit": [0.5, 0.2, 0.05, 0.25]}
+        return {"critics": {**exits, "ensemble_accuracy": 0.8, "early_accuracy": 0.7, "early_flops": 0.4}}
     return {
         "grid": {
             **common,
@@ -95,15 +99,18 @@ def launched(planned: PlannedRun, site: Site, *, timeout: float = 0.0) -> Path:
 
 def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "launch", launched)
-    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
+    monkeypatch.setattr(pages, "save_figure", lambda figure, path: None)
     results = carried_out(strategies.EXPERIMENT, SMOKE, tmp_path)
-    trunk, *_, memory, dealt = strategies.tables(results)
+    trunk, exits, *_, memory, dealt = strategies.tables(results)
+    assert exits.rows == (("critics-3", "70.0 %", "50.0 %, 60.0 %, 70.0 %", "80.0 %", "70.0 %", *exits.rows[0][5:]),)
+    assert exits.rows[0][5:] == ("50.0 %, 20.0 %, 5.0 %, 25.0 %", "40.0 %")
     fits = {row[0]: row[-1] for row in trunk.rows}
     assert fits == {"whole": "-", "split": "yes", "cached": "-"}
     assert {row[0]: row[-1] for row in memory.rows} == {"grid-1x1-m2": "NO", "grid-2x1-m2": "NO"}
     assert [row[1] for row in memory.rows] == ["2.0 MB", "1.0 MB 1.0 MB"]
     assert [row[1] for row in dealt.rows] == ["1 x 2", "1 x 2 then 2 x 1"] * 2 and dealt.rows[3][3] == "2.00x"
-    cost, silent, again = strategies.answers(results)
+    cost, silent, early, again = strategies.answers(results)
+    assert early.text.startswith("75.0 % of the samples leave before the last of four exits, at 40.0 % of the FLOPs")
     assert "cached: " in again.text and "2.00x predicted" in again.text
     assert "0.25x of their processor seconds; peak memory by rank 0.90x, 0.80x, 0.70x of theirs" in cost.text
     assert silent.text.startswith(f"{8 * 24 * 64 * 32 + 8 * 16 * 4096}, 0")

@@ -1,116 +1,110 @@
+"""Experiments carried out with made-up runs: what is planned, made once, resumed, waited for and refused."""
+
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
+import math
 from pathlib import Path
 
 import pytest
-import yaml
 
-from analysis import caching, communication, experiments, scaling, static_sweep
-from analysis.sweeps import experiment as sweep
-from analysis.sweeps import launching, writeup
-from analysis.sweeps.estimates import total_seconds
-from analysis.sweeps.kept import is_kept
+from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep
+from analysis.experiments import EVERY, EXPERIMENTS
+from analysis.sweeps import launching, sweep
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.kept import KeptRuns, read_rows
 from analysis.sweeps.launching import Site, command_of, flags_of
-from analysis.sweeps.presets import FULL, PRESETS, REDUCED, SMOKE, Preset
-from analysis.sweeps.questions import Experiment
-from analysis.sweeps.results import Results
-from analysis.sweeps.rows import read_rows
-from hvfreeze.commands import parse
+from analysis.sweeps.presets import FULL, REDUCED, SMOKE, Preset
+from analysis.sweeps.results import Results, open_results
+from hvfreeze.cli import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.errors import RefusedError, UsageError
-from tests.single.analysis.runs_material import carried_out, made_up
+from tests.single.analysis.runs_material import carried_out
 
-EACH = pytest.mark.parametrize("experiment", experiments.EXPERIMENTS, ids=lambda experiment: experiment.name)
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the runs that were started; none of them trains."""
-    started: list[str] = []
-
-    def launch(planned, site, *, timeout):  # type: ignore[no-untyped-def]
-        started.append(planned.name)
-        return made_up(planned, site)
-
-    monkeypatch.setattr(sweep, "launch", launch)
-    monkeypatch.setattr(sweep, "require_cluster", lambda: None)
-    return started
+pytestmark = pytest.mark.usefixtures("no_files")
+SMALL = dataclasses.replace(REDUCED, seeds=(0, 1))
 
 
-@EACH
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize(
+    ("experiment", "preset"),
+    [
+        (each, preset)
+        for each in EVERY
+        for preset in (SMOKE, REDUCED, FULL)
+        if preset is not FULL or each in EXPERIMENTS
+    ],
+    ids=lambda value: value.name,
+)
 def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Experiment, preset: Preset) -> None:
     planned = sweep.plan(experiment, preset, Results(Path()))
-    assert planned
-    for run in planned:
-        options = parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name))
-        given = configuration(options)
-        assert dataclasses.replace(given, run=run.config().run) == run.config()
-
-
-def test_all_reduced_presets_together_take_at_most_six_hours_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    planned = [run for each in experiments.EXPERIMENTS for run in sweep.plan(each, REDUCED, Results(Path()))]
-    assert total_seconds(planned, REDUCED) < 6 * 3600
-
-
-@EACH
-def test_where_accuracy_is_claimed_there_are_three_seeds(experiment: Experiment) -> None:
-    planned = sweep.plan(experiment, REDUCED, Results(Path()))
     reported = [run for run in planned if not run.flags.get("validation_fraction")]
-    for label in {run.label for run in reported}:
-        assert {run.seed for run in reported if run.label == label} >= {0, 1, 2}
+    by_label = {run.label: run for run in planned}
+    assert planned
+    for run in by_label.values():
+        given = configuration(parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name)))
+        assert dataclasses.replace(given, run=run.config().run) == run.config()
+    if experiment in EXPERIMENTS and preset is REDUCED:
+        for label in {run.label for run in reported}:
+            assert {run.seed for run in reported if run.label == label} >= {0, 1, 2}
 
 
-@EACH
-def test_results_have_a_claim_with_its_limits_and_every_figure_twice(
-    experiment: Experiment, launches: list[str], tmp_path: Path
+def test_the_reduced_presets_take_a_day_at_most_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+    def hours(chosen: list[Experiment]) -> float:
+        runs = [run for each in chosen for run in sweep.plan(each, REDUCED, Results(Path()))]
+        return sum(sweep.seconds_of(run, REDUCED) for run in runs) / 3600
+
+    assert hours(list(EXPERIMENTS)) < 6
+    assert hours([each for each in EVERY if each.name.startswith("peers")]) < 8
+    assert [sweep.duration(seconds) for seconds in (30, 600, 7200)] == ["30 s", "10 min", "2.0 h"]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+def test_half_of_the_results_are_written_up_too_and_what_failed_is_made_up_for(
+    experiment: Experiment, launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = carried_out(experiment, REDUCED, tmp_path)
+    working = sweep.launch
+
+    def failing(planned, site, *, timeout):  # type: ignore[no-untyped-def]
+        if len(launches) % 2:
+            launches.append(planned.name)
+            raise RefusedError("made to fail")
+        return working(planned, site, timeout=timeout)
+
+    monkeypatch.setattr(sweep, "launch", failing)
+    site, root = Site(work=tmp_path / "work"), tmp_path / "results"
+    assert sweep.carry_out(experiment, SMALL, site, root=root) == 1
+    half = set(KeptRuns(root / experiment.name).lines)
+    monkeypatch.setattr(sweep, "launch", working)
+    launches.clear()
+    results = carried_out(experiment, SMALL, tmp_path)
+    assert half and not half & set(launches)
+    assert len(results.rows) == len(half) + len(set(launches))
     text = (results.directory / "README.md").read_text()
-    assert len(results.rows) == len(set(launches))
     for wanted in ("## Limits", f"python -m analysis.{experiment.name} --preset reduced", "Some CPU, 2 cores", "n = "):
         assert wanted in text
     assert text.count("**") >= 2, "no claim is made"
-    figures = {path.name for path in (results.directory / "figures").iterdir()}
-    assert figures
-    assert {Path(name).with_suffix(".svg").name for name in figures} <= figures
-    assert {Path(name).with_suffix(".png").name for name in figures} <= figures
     assert str(tmp_path) not in text
 
 
-@EACH
-def test_half_of_the_results_are_written_up_too(
-    experiment: Experiment, launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(planned, site, *, timeout):  # type: ignore[no-untyped-def]
-        launches.append(planned.name)
-        if len(launches) % 2:
-            raise RefusedError("made to fail")
-        return made_up(planned, site)
-
-    monkeypatch.setattr(sweep, "launch", launch)
-    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
-    one = dataclasses.replace(REDUCED, seeds=(0,))
-    assert sweep.carry_out(experiment, one, Site(work=tmp_path / "work"), root=tmp_path) == 1
-
-
-def test_what_is_done_is_not_done_again(launches: list[str], tmp_path: Path) -> None:
-    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
-    assert launches == ["groups5-s0", "residual8-s0"]
-    before = (tmp_path / "results/static_sweep/rows.csv").read_bytes()
-    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
-    assert launches == ["groups5-s0", "residual8-s0"]
-    assert (tmp_path / "results/static_sweep/rows.csv").read_bytes() == before
-
-
-def test_a_run_that_another_experiment_has_made_is_copied(
+def test_a_command_that_makes_no_run_changes_no_file(
     launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writeup, "save_figure", lambda figure, path: None)
+    monkeypatch.setattr(sweep, "commit", lambda: "aaa")
+    results = carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    assert launches == ["full-s0", "linear-s0"]
+    assert {row["commit"] for row in results.rows} == {"aaa"}
+    files = {path: path.read_bytes() for path in sorted(results.directory.rglob("*")) if path.is_file()}
+    monkeypatch.setattr(sweep, "commit", lambda: "bbb")
+    carried_out(adaptive.EXPERIMENT, dataclasses.replace(SMOKE, weights_digest="another"), tmp_path)
+    assert launches == ["full-s0", "linear-s0"]
+    assert {path: path.read_bytes() for path in sorted(results.directory.rglob("*")) if path.is_file()} == files
+    assert "source (runs): aaa (2)" in (results.directory / "README.md").read_text()
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_a_run_that_another_experiment_has_made_is_copied(launches: list[str], tmp_path: Path) -> None:
     preset = dataclasses.replace(REDUCED, seeds=(0,))
     carried_out(communication.EXPERIMENT, preset, tmp_path)
     made = set(launches)
@@ -120,11 +114,8 @@ def test_a_run_that_another_experiment_has_made_is_copied(
     assert launches and all("-3x-" in name for name in launches)
     copied = [row["run"] for row in results.rows if row["run"] in made]
     assert len(copied) == len(results.rows) - len(launches)
-    for name in copied:
-        here, there = (tmp_path / f"results/{experiment}/runs/{name}" for experiment in ("scaling", "communication"))
-        assert {path.name: path.read_bytes() for path in here.iterdir()} == {
-            path.name: path.read_bytes() for path in there.iterdir()
-        }
+    here, there = (KeptRuns(tmp_path / "results" / name).lines for name in ("scaling", "communication"))
+    assert all(here[name] == there[name] for name in copied)
 
 
 def test_without_a_local_cluster_nothing_is_begun_and_no_row_is_lost(
@@ -133,7 +124,7 @@ def test_without_a_local_cluster_nothing_is_begun_and_no_row_is_lost(
     carried_out(communication.EXPERIMENT, SMOKE, tmp_path)
     directory, before = tmp_path / "results/communication", len(launches)
     rows = (directory / "rows.csv").read_bytes()
-    shutil.rmtree(directory / "runs")
+    (directory / "runs.jsonl").unlink()
     monkeypatch.setattr(sweep, "require_cluster", launching.require_cluster)
     program = tmp_path / "cluster"
     program.write_text("#!/bin/sh\necho 'cluster: sshd is missing' >&2\nexit 2\n")
@@ -143,26 +134,6 @@ def test_without_a_local_cluster_nothing_is_begun_and_no_row_is_lost(
         sweep.carry_out(communication.EXPERIMENT, SMOKE, Site(work=tmp_path / "work"), root=tmp_path / "results")
     assert len(launches) == before
     assert (directory / "rows.csv").read_bytes() == rows
-
-
-def test_a_failed_run_does_not_stop_the_others_and_is_made_up_for(
-    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    working = sweep.launch
-
-    def failing(planned, site, *, timeout):  # type: ignore[no-untyped-def]
-        if planned.label == "groups5":
-            raise RefusedError("run groups5-s0 ended with exit code 5")
-        return working(planned, site, timeout=timeout)
-
-    monkeypatch.setattr(sweep, "launch", failing)
-    site = Site(work=tmp_path / "work")
-    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 1
-    assert "ended with exit code 5" in capsys.readouterr().err
-    assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["residual8-s0"]
-    monkeypatch.setattr(sweep, "launch", working)
-    assert sweep.carry_out(static_sweep.EXPERIMENT, SMOKE, site, root=tmp_path) == 0
-    assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["groups5-s0", "residual8-s0"]
 
 
 def test_some_runs_can_be_made_first_and_the_rest_another_time(launches: list[str], tmp_path: Path) -> None:
@@ -176,37 +147,14 @@ def test_some_runs_can_be_made_first_and_the_rest_another_time(launches: list[st
     assert [row["run"] for row in read_rows(tmp_path / "static_sweep")] == ["groups5-s0", "residual8-s0"]
 
 
-def test_results_of_another_configuration_are_refused_by_name(launches: list[str], tmp_path: Path) -> None:
-    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
-    other = dataclasses.replace(SMOKE, lr=0.5)
-    with pytest.raises(RefusedError, match=r"groups5-s0 holds another run \(lr: 0.02 there, 0.5 here\)"):
-        sweep.carry_out(static_sweep.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
-
-
-def test_kept_logs_hold_no_path_and_no_host_of_the_machine_and_no_weights(launches: list[str], tmp_path: Path) -> None:
-    carried_out(static_sweep.EXPERIMENT, SMOKE, tmp_path)
-    kept = tmp_path / "results/static_sweep/runs/groups5-s0"
-    assert sorted(path.name for path in kept.iterdir()) == [
-        "config.yaml",
-        "decisions.jsonl",
-        "environment.json",
-        "made.json",
-        "metrics.jsonl",
-        "plan.json",
-        "summary.json",
-    ]
-    tree = yaml.safe_load((kept / "config.yaml").read_text())
-    assert (tree["data"]["data_dir"], tree["run"]["run_dir"]) == (None, None)
-    assert json.loads((kept / "environment.json").read_text())["hosts"] == ["host0", "host0"]
-    assert not (tmp_path / "work" / "groups5-s0").exists()
-
-
-def test_a_run_without_summary_is_not_kept(tmp_path: Path) -> None:
-    run = sweep.plan(static_sweep.EXPERIMENT, SMOKE, Results(Path()))[0]
-    assert not is_kept(run, tmp_path / "nothing")
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half/plan.json").write_text(json.dumps(run.identity()))
-    assert not is_kept(run, tmp_path / "half")
+@pytest.mark.parametrize("seeds", [(0,), (1,)])
+def test_runs_of_another_configuration_are_refused_by_name(
+    seeds: tuple[int, ...], launches: list[str], tmp_path: Path
+) -> None:
+    carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    other = dataclasses.replace(SMOKE, lr=0.5, seeds=seeds)
+    with pytest.raises(RefusedError, match=r"runs.jsonl holds another run full-s0 \(lr: 0.02 there, 0.5 here\)"):
+        sweep.carry_out(adaptive.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
 
 
 def test_two_different_runs_of_one_name_are_refused() -> None:
@@ -215,6 +163,57 @@ def test_two_different_runs_of_one_name_are_refused() -> None:
     )
     with pytest.raises(UsageError, match="two different runs of the name a-s0"):
         sweep.plan(twice, SMOKE, Results(Path()))
+
+
+def test_more_seeds_stand_beside_those_that_are_there(launches: list[str], tmp_path: Path) -> None:
+    site, root = Site(work=tmp_path / "work"), tmp_path / "results"
+    for seeds in ("0", "3,4", "3,4"):
+        options = sweep.parse(adaptive.EXPERIMENT, ["--preset", "smoke", "--seeds", seeds])
+        preset = sweep.preset_of(options, root=root)
+        assert sweep.carry_out(adaptive.EXPERIMENT, preset, site, root=root) == 0
+    found = [(row["label"], row["seed"]) for row in read_rows(root / "adaptive")]
+    assert sorted(found) == [(label, seed) for label in ("full", "linear") for seed in (0, 3, 4)]
+    assert not math.isnan(open_results(root, "adaptive").mean("full", "test_accuracy").low)
+    with pytest.raises(SystemExit):
+        sweep.parse(adaptive.EXPERIMENT, ["--seeds", "one"])
+
+
+def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]
+    assert sweep.main(adaptive.EXPERIMENT, where) == 2
+    assert "holds no baseline, which chooses the learning rate" in capsys.readouterr().err
+    assert not (tmp_path / "adaptive").exists()
+    options = sweep.parse(adaptive.EXPERIMENT, [*where, "--lr", "0.03"])
+    sweep.require_lr(options, adaptive.EXPERIMENT, root=tmp_path)
+    assert sweep.preset_of(options, root=tmp_path).lr == 0.03
+    assert sweep.main(adaptive.EXPERIMENT, [*where, "--lr", "0.03", "--weights", "nowhere.pt"]) == 2
+    assert "--weights (nowhere.pt) must be a file" in capsys.readouterr().err
+
+
+def test_others_take_the_baselines_learning_rate_and_are_drawn_against_its_front(
+    launches: list[str], tmp_path: Path
+) -> None:
+    results = carried_out(baseline.EXPERIMENT, SMALL, tmp_path)
+    assert {row["lr"] for row in results.rows if row["label"].startswith("lr")} == set(baseline.LEARNING_RATES)
+    assert {row["lr"] for row in results.rows if row["label"].startswith("epochs")} == {0.005}
+    assert all(not row["validation_fraction"] for row in results.rows if not row["label"].startswith("lr"))
+    options = sweep.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
+    assert sweep.preset_of(options, root=options.results).lr == 0.005
+    results = carried_out(adaptive.EXPERIMENT, SMALL, tmp_path)
+    assert len(results.front.budgets) == len(baseline.BUDGETS)
+    assert results.over_front("linear").n == 2
+
+
+def test_runs_at_a_chosen_learning_rate_wait_for_the_choice(
+    launches: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(work=tmp_path / "work")
+    assert sweep.carry_out(pixels64.EXPERIMENT, REDUCED, site, root=tmp_path, only=["lr0.01", "full"]) == 0
+    assert "depend on these, which are not all there yet" in capsys.readouterr().err
+    assert {row["label"] for row in read_rows(tmp_path / "pixels64")} == {"lr0.01"}
+    assert sweep.carry_out(pixels64.EXPERIMENT, SMALL, site, root=tmp_path) == 0
+    chosen = max(pixels64.LEARNING_RATES)
+    assert {row["lr"] for row in read_rows(tmp_path / "pixels64") if row["label"] == "full"} <= {0.01, chosen}
 
 
 def test_the_time_left_follows_what_finished_runs_took() -> None:

@@ -60,11 +60,11 @@ def lines(folder: Path) -> list[str]:
 def test_a_job_works_in_its_turn_alone(tmp_path: Path, stack: ExitStack) -> None:
     one, other = (begun(name, tmp_path, stack) for name in ("one", "other"))
     assert lines(tmp_path) == []
-    one.go_on()
+    one.advance()
     one.wait(1)
-    other.go_on()
+    other.advance()
     other.wait(1)
-    other.go_on()
+    other.advance()
     other.wait(2)
     done = ["one 0 0", "one 1 0", *(f"other {rank} {turn}" for rank in range(2) for turn in range(2))]
     assert lines(tmp_path) == done
@@ -77,9 +77,9 @@ def test_a_job_works_in_its_turn_alone(tmp_path: Path, stack: ExitStack) -> None
 def test_a_job_that_fails_in_its_turn_is_told_and_its_other_rank_is_ended(tmp_path: Path) -> None:
     with ExitStack() as stack:
         job = begun("failing", tmp_path, stack, fails="1.1")
-        job.go_on()
+        job.advance()
         job.wait(1)
-        job.go_on()
+        job.advance()
         time.sleep(0.2)
         job.process.kill()
         with pytest.raises(RefusedError, match="the job of failing ended with code -9"):
@@ -100,7 +100,7 @@ def test_a_job_that_hangs_is_told(tmp_path: Path, stack: ExitStack, monkeypatch:
 def test_the_last_turn_ends_a_job_or_tells_its_code(tmp_path: Path, stack: ExitStack) -> None:
     job = begun("last", tmp_path, stack, fails="0.2")
     for turn in (1, 2):
-        job.go_on()
+        job.advance()
         job.wait(turn)
     with pytest.raises(RefusedError, match="the job of last ended with code 7"):
         job.conclude()

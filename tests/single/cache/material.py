@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.cache.activations import PrefixActivations
-from hvfreeze.cache.compute import NullActivations
-from hvfreeze.cache.file.rows import Keys, pack_keys
+from hvfreeze.cache.file.format import Keys, pack_keys
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, bytes_of, digest_tensors
-from hvfreeze.cache.store.store import Store
+from hvfreeze.cache.store import Store
 
 BATCH_ROWS = 16
 
@@ -36,7 +35,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def make_mark(**changes: Any) -> Fingerprint:
+def make_fingerprint(**changes: Any) -> Fingerprint:
     return activation_fingerprint(**(FIELDS | changes))
 
 
@@ -50,8 +49,8 @@ def make_rows(num_rows: int, *, shape: tuple[int, ...] = (4,), dtype: torch.dtyp
 
 
 def open_store(directory: Path, keys: Keys, **changes: Any) -> Store:
-    options: dict[str, Any] = {"mark": make_mark(), "shard": "0of1", "batch_rows": BATCH_ROWS}
-    return Store(directory, universe=keys, **(options | changes))
+    options: dict[str, Any] = {"fingerprint": make_fingerprint(), "shard": "0of1", "batch_rows": BATCH_ROWS}
+    return Store(directory, owned_keys=keys, **(options | changes))
 
 
 def fill(store: Store, keys: Keys, rows: Tensor) -> int:
@@ -74,6 +73,12 @@ def write_file(
     fill(store, keys, make_rows(num_rows, shape=shape))
     store.close()
     return store.path
+
+
+def read(store: Store, keys: Keys) -> Tensor | None:
+    """The activations (rows, ...) of `keys`, or None when a row is missing."""
+    place = store.locate(keys)
+    return None if place is None else store.read_at(place)
 
 
 class FrozenNet:
@@ -103,11 +108,19 @@ class FrozenNet:
     def digest(self, cut: int) -> str:
         return digest_tensors(self.blocks[:cut].state_dict().items())
 
-    def mark(self, cut: int, **changes: Any) -> Fingerprint:
-        return make_mark(prefix=self.digest(cut), cut=cut, **changes)
+    def fingerprint(self, cut: int, **changes: Any) -> Fingerprint:
+        return make_fingerprint(prefix=self.digest(cut), cut=cut, **changes)
 
-    def null(self) -> NullActivations:
-        return NullActivations(run_blocks=self.run, load_images=self.load, batch_rows=BATCH_ROWS)
+    def outputs(self, cut: int, batches: Sequence[tuple[Keys, Keys]]) -> list[Tensor]:
+        """What a run without a cache computes, at the training batch shape; not recorded in `calls` and `loaded`."""
+        calls, loaded, outputs = self.calls, self.loaded, []
+        self.calls = []
+        for ids, views in batches:
+            images = self.load(np.resize(ids, BATCH_ROWS), np.resize(views, BATCH_ROWS))
+            with torch.no_grad():
+                outputs.append(self.run(images, 0, cut)[: len(ids)])
+        self.calls, self.loaded = calls, loaded
+        return outputs
 
     def cached(self, directory: Path, **changes: Any) -> PrefixActivations:
         options: dict[str, Any] = {"batch_rows": BATCH_ROWS, "directory": directory, "shard": "0of1", "owner": "run"}

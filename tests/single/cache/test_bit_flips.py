@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hvfreeze.cache.file.format import NAMES
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
-from hvfreeze.cache.file.manifest import NAMES
 from hvfreeze.cache.file.reader import ActivationFile
 from tests.single.cache.material import write_file
 

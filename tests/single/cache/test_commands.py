@@ -7,13 +7,13 @@ import pytest
 
 from hvfreeze.cache.commands import ls, rm, verify
 from hvfreeze.errors import UsageError
-from tests.single.cache.material import fill, make_keys, make_mark, make_rows, open_store, write_file
+from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, write_file
 
 
 def make_directory(directory: Path) -> list[Path]:
     """A complete file, a partial one in a folder below, and some that are not ours."""
     keys = make_keys(40)
-    partial = open_store(directory / "below", keys, mark=make_mark(split="test", cut=4))
+    partial = open_store(directory / "below", keys, fingerprint=make_fingerprint(split="test", cut=4))
     fill(partial, keys[:16], make_rows(40)[:16])
     partial.close()
     whole = write_file(directory)

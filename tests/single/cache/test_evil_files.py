@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.format import NAMES, manifest_digest
 from hvfreeze.cache.file.hdf5 import find_regions
-from hvfreeze.cache.file.manifest import NAMES, manifest_digest
 from hvfreeze.cache.file.reader import ActivationFile
 from tests.single.cache.material import make_keys, open_store, write_file
 

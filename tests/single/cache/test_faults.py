@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.file.disk import Budget, LimitedDisk
-from hvfreeze.cache.file.names import directory_bytes
-from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.disk import Budget, Disk
+from hvfreeze.cache.file.reader import ActivationFile, directory_bytes
 from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file
 
 MIB = 1 << 20
@@ -119,11 +118,11 @@ def test_the_budget_is_never_exceeded_over_files(tmp_path: Path) -> None:
     options = {"budget": budget, "owner": "run"}
     stores = [open_store(tmp_path, make_keys(40, first=40 * rank), shard=f"{rank}of3", **options) for rank in range(3)]
     for store in stores[:2]:
-        fill(store, store.universe, make_rows(40))
+        fill(store, store.owned_keys, make_rows(40))
         store.close()
     assert budget.used_bytes == directory_bytes(tmp_path) == 2 * one
     with pytest.raises(CacheFull, match="--cache-limit"):
-        fill(stores[2], stores[2].universe, make_rows(40))
+        fill(stores[2], stores[2].owned_keys, make_rows(40))
     assert budget.used_bytes == directory_bytes(tmp_path) == 2 * one and budget.left_bytes == 0
     store = open_store(tmp_path, make_keys(40), shard="0of3", **options)
     store.delete()
@@ -137,7 +136,7 @@ def test_the_budget_counts_both_generations_while_a_file_is_completed(tmp_path: 
     fill(first, keys[:16], rows[:16])
     first.close()
     assert budget.used_bytes == directory_bytes(tmp_path)
-    second = open_store(tmp_path, keys, budget=budget, disk=LimitedDisk(read_rate=1e12, write_rate=1e3))
+    second = open_store(tmp_path, keys, budget=budget, disk=Disk(read_rate=1e12, write_rate=1e3))
     fill(second, keys[16:32], rows[16:32])
     assert budget.used_bytes == directory_bytes(tmp_path) > first.path.stat().st_size
     second.close()

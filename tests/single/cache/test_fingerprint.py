@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from hvfreeze.cache.faults import CacheMismatch
-from hvfreeze.cache.file.names import refusals
-from hvfreeze.cache.file.reader import ActivationFile
-from hvfreeze.cache.fingerprint import digest_tensors, fingerprint
-from tests.single.cache.material import make_keys, make_mark, open_store, write_file
+from hvfreeze.cache.file.reader import ActivationFile, refusals
+from hvfreeze.cache.fingerprint import Fingerprint, digest_tensors
+from tests.single.cache.material import make_fingerprint, make_keys, open_store, write_file
 
 OTHER_IDENTITY: dict[str, Any] = {
     "prefix": "q" * 64,
@@ -34,7 +33,7 @@ OTHER_IDENTITY: dict[str, Any] = {
 def test_a_file_is_refused_by_the_name_of_each_field_that_differs(name: str, tmp_path: Path) -> None:
     path = write_file(tmp_path)
     with pytest.raises(CacheMismatch, match=rf"{path}.*\b{name} \(file") as refused:
-        ActivationFile(path, expected=make_mark(**{name: OTHER_IDENTITY[name]}))
+        ActivationFile(path, expected=make_fingerprint(**{name: OTHER_IDENTITY[name]}))
     assert refused.value.fields == (name,)
     assert refused.value.exit_code == 3
 
@@ -42,15 +41,17 @@ def test_a_file_is_refused_by_the_name_of_each_field_that_differs(name: str, tmp
 @pytest.mark.parametrize("name", ["torch", "processor"])
 def test_a_file_from_other_software_or_another_processor_is_refused(name: str, tmp_path: Path) -> None:
     path = write_file(tmp_path)
-    mark = make_mark()
+    fingerprint = make_fingerprint()
     with pytest.raises(CacheMismatch, match=name):
-        ActivationFile(path, expected=fingerprint({**mark.fields, name: "other"}, exactness=mark.exactness))
+        ActivationFile(
+            path, expected=Fingerprint.of({**fingerprint.fields, name: "other"}, exactness=fingerprint.exactness)
+        )
 
 
 def test_a_file_of_other_activations_is_not_looked_up_and_its_difference_is_told(tmp_path: Path) -> None:
     path = write_file(tmp_path)
-    other = make_mark(prefix="q" * 64)
-    assert open_store(tmp_path, make_keys(40), mark=other).missing(make_keys(40)).all()
+    other = make_fingerprint(prefix="q" * 64)
+    assert open_store(tmp_path, make_keys(40), fingerprint=other).missing(make_keys(40)).all()
     (line,) = refusals(tmp_path, other)
     assert str(path) in line and "prefix" in line
 
@@ -60,23 +61,23 @@ def test_only_files_of_the_same_split_and_cut_are_told_of_and_those_of_one_finge
         write_file(tmp_path, first=40 * rank, shard=f"{rank}of3")
     assert len(list(tmp_path.glob("*.h5"))) == 3
     for other in ({"cut": 3}, {"split": "test"}):
-        assert refusals(tmp_path, make_mark(prefix="q" * 64, **other)) == []
-    assert len(refusals(tmp_path, make_mark(prefix="q" * 64))) == 1
-    assert refusals(tmp_path, make_mark()) == []
+        assert refusals(tmp_path, make_fingerprint(prefix="q" * 64, **other)) == []
+    assert len(refusals(tmp_path, make_fingerprint(prefix="q" * 64))) == 1
+    assert refusals(tmp_path, make_fingerprint()) == []
 
 
 def test_a_file_under_the_name_of_another_fingerprint_is_refused(tmp_path: Path) -> None:
-    other = make_mark(cut=3)
-    store = open_store(tmp_path, make_keys(40), mark=other)
+    other = make_fingerprint(cut=3)
+    store = open_store(tmp_path, make_keys(40), fingerprint=other)
     write_file(tmp_path).rename(store.path)
     with pytest.raises(CacheMismatch, match="cut"):
-        open_store(tmp_path, make_keys(40), mark=other)
+        open_store(tmp_path, make_keys(40), fingerprint=other)
 
 
 @pytest.mark.parametrize("changes", [{"batch_rows": 32}, {"threads": 2}])
 def test_other_batch_rows_or_threads_are_a_hit_that_is_not_exact(changes: dict[str, int], tmp_path: Path) -> None:
     write_file(tmp_path)
-    store = open_store(tmp_path, make_keys(40), mark=make_mark(**changes))
+    store = open_store(tmp_path, make_keys(40), fingerprint=make_fingerprint(**changes))
     assert store.complete and not store.exact
     assert open_store(tmp_path, make_keys(40)).exact
 
@@ -108,7 +109,7 @@ def test_the_digest_of_tensors_covers_names_types_and_shapes_but_not_strides() -
 
 
 def test_a_fingerprint_does_not_depend_on_the_order_of_fields_or_on_tuples() -> None:
-    assert fingerprint({"a": 1, "b": (1, 2)}).digest == fingerprint({"b": [1, 2], "a": 1}).digest
-    assert fingerprint({"a": 1}).digest != fingerprint({"a": "1"}).digest
+    assert Fingerprint.of({"a": 1, "b": (1, 2)}).digest == Fingerprint.of({"b": [1, 2], "a": 1}).digest
+    assert Fingerprint.of({"a": 1}).digest != Fingerprint.of({"a": "1"}).digest
     with pytest.raises(ValueError, match=r"NaN|nan|JSON compliant"):
-        fingerprint({"a": float("nan")})
+        Fingerprint.of({"a": float("nan")})

@@ -14,9 +14,9 @@ import torch
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget
-from hvfreeze.cache.file.names import directory_bytes
-from tests.single.cache.epochs import NUM_SAMPLES, UNIVERSE, check_epoch, run_epoch
-from tests.single.cache.material import FrozenNet, batches_of, make_mark
+from hvfreeze.cache.file.reader import directory_bytes
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, run_epoch
+from tests.single.cache.material import FrozenNet, batches_of, make_fingerprint
 
 
 def test_a_cache_that_is_cut_off_while_in_use_is_given_up_and_training_goes_on(
@@ -24,7 +24,7 @@ def test_a_cache_that_is_cut_off_while_in_use_is_given_up_and_training_goes_on(
 ) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
-    cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES))
     cached.publish()
     (path,) = tmp_path.glob("*.h5")
@@ -33,7 +33,7 @@ def test_a_cache_that_is_cut_off_while_in_use_is_given_up_and_training_goes_on(
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=2))
     assert cached.failed is not None and str(path) in cached.failed
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-    cached.begin_cut(3, mark=net.mark(3), universe=UNIVERSE)
+    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
     cached.close()
     assert [left.name for left in tmp_path.iterdir()] == [path.name]
@@ -42,7 +42,7 @@ def test_a_cache_that_is_cut_off_while_in_use_is_given_up_and_training_goes_on(
 def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
     net = FrozenNet()
     first = net.cached(tmp_path)
-    first.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    first.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     run_epoch(first, batches_of(NUM_SAMPLES))
     first.close()
     (path,) = tmp_path.glob("*.h5")
@@ -51,19 +51,19 @@ def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
     path.write_bytes(content)
     second = net.cached(tmp_path, on_failure="stop")
     with pytest.raises(CacheFault, match=str(path)) as stopped:
-        second.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+        second.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     assert stopped.value.exit_code == 3
     second.close()
 
 
 def fill_with_other_rows(net: FrozenNet, directory: Path, *, change: float, **changes: Any) -> Path:
     """Publish rows of a net whose weights were changed, under the fingerprint of `net`; give the weights back."""
-    mark, weight = net.mark(2, **changes), net.blocks[0][0][0].weight
+    fingerprint, weight = net.fingerprint(2, **changes), net.blocks[0][0][0].weight
     original = weight.detach().clone()
     other = net.cached(directory)
     with torch.no_grad():
         weight.mul_(1 + change)
-        other.begin_cut(2, mark=mark, universe=UNIVERSE)
+        other.begin_cut(2, fingerprint=fingerprint, owned_keys=OWNED_KEYS)
         run_epoch(other, batches_of(NUM_SAMPLES))
         weight.copy_(original)
     other.close()
@@ -72,7 +72,7 @@ def fill_with_other_rows(net: FrozenNet, directory: Path, *, change: float, **ch
 
 
 @pytest.mark.parametrize(
-    ("change", "changes", "steady", "used"),
+    ("change", "changes", "batch_invariant", "used"),
     [
         (1e-6, {}, True, False),
         (1e-6, {}, False, True),
@@ -82,12 +82,14 @@ def fill_with_other_rows(net: FrozenNet, directory: Path, *, change: float, **ch
     ],
 )
 def test_rows_are_compared_with_computed_ones_before_the_first_is_used(
-    change: float, changes: dict[str, Any], steady: bool, used: bool, tmp_path: Path
+    change: float, changes: dict[str, Any], batch_invariant: bool, used: bool, tmp_path: Path
 ) -> None:
     net = FrozenNet()
     path = fill_with_other_rows(net, tmp_path, change=change, **changes)
     stopping = net.cached(tmp_path, on_failure="stop")
-    begin = partial(stopping.begin_cut, 2, mark=net.mark(2), universe=UNIVERSE, steady=steady)
+    begin = partial(
+        stopping.begin_cut, 2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS, batch_invariant=batch_invariant
+    )
     if used:
         begin()
         assert stopping.complete
@@ -96,7 +98,7 @@ def test_rows_are_compared_with_computed_ones_before_the_first_is_used(
             begin()
     stopping.close()
     going_on = net.cached(tmp_path)
-    going_on.begin_cut(2, mark=net.mark(2), universe=UNIVERSE, steady=steady)
+    going_on.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS, batch_invariant=batch_invariant)
     if not used:
         assert str(path) in (going_on.failed or "")
         check_epoch(going_on, net, batches_of(NUM_SAMPLES))
@@ -111,13 +113,13 @@ def test_every_file_that_comes_into_use_is_compared(tmp_path: Path) -> None:
         one = net.cached(tmp_path, shard=f"{rank}of3")
         with torch.no_grad():
             net.blocks[0][0][0].weight.mul_(2.0 if rank == 2 else 1.0)
-        one.begin_cut(2, mark=make_mark(), universe=(UNIVERSE[0][rank::3], UNIVERSE[1][rank::3]))
+        one.begin_cut(2, fingerprint=make_fingerprint(), owned_keys=(OWNED_KEYS[0][rank::3], OWNED_KEYS[1][rank::3]))
         one.sweep(everything=True)
         with torch.no_grad():
             net.blocks[0][0][0].weight.div_(2.0 if rank == 2 else 1.0)
         one.close()
     whole = net.cached(tmp_path)
-    whole.begin_cut(2, mark=make_mark(), universe=UNIVERSE)
+    whole.begin_cut(2, fingerprint=make_fingerprint(), owned_keys=OWNED_KEYS)
     assert "2of3" in (whole.failed or ""), whole.failed
 
 
@@ -126,7 +128,7 @@ def test_a_full_disk_means_what_was_asked_for(on_failure: Any, tmp_path: Path, m
     net = FrozenNet()
     budget = Budget()
     cached = net.cached(tmp_path, on_failure=on_failure, budget=budget)
-    cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -145,7 +147,7 @@ def test_a_full_disk_means_what_was_asked_for(on_failure: Any, tmp_path: Path, m
 def test_another_rank_can_have_the_cache_given_up(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
-    cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES)[:2])
     cached.disable("rank 1: the disk is full")
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
@@ -159,7 +161,7 @@ def test_an_old_file_makes_room_when_both_do_not_fit_the_budget(tmp_path: Path) 
     budget = Budget(size * 3 // 2)
     cached = net.cached(tmp_path, budget=budget)
     for cut in (1, 2, 3):
-        cached.begin_cut(cut, mark=net.mark(cut), universe=UNIVERSE)
+        cached.begin_cut(cut, fingerprint=net.fingerprint(cut), owned_keys=OWNED_KEYS)
         check_epoch(cached, net, batches_of(NUM_SAMPLES))
         assert cached.complete
         assert directory_bytes(tmp_path) <= budget.used_bytes <= size * 3 // 2

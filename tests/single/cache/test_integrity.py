@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.format import NAMES, PAYLOAD
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
-from hvfreeze.cache.file.manifest import NAMES, PAYLOAD
 from hvfreeze.cache.file.reader import ActivationFile
-from tests.single.cache.material import fill, make_keys, make_mark, make_rows, open_store, write_file
+from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, read, write_file
 
 ROOT = Path(__file__).parents[3]
 WIDE = (1 << 17,)  # half a MiB: two rows are a range
@@ -53,8 +53,8 @@ def test_a_range_copied_over_another_is_refused(tmp_path: Path) -> None:
 
 def test_equal_ranges_have_different_digests_at_another_place_and_under_another_fingerprint(tmp_path: Path) -> None:
     digests = []
-    for mark in (make_mark(), make_mark(prefix="q" * 64)):
-        store = open_store(tmp_path, make_keys(8), mark=mark)
+    for fingerprint in (make_fingerprint(), make_fingerprint(prefix="q" * 64)):
+        store = open_store(tmp_path, make_keys(8), fingerprint=fingerprint)
         fill(store, make_keys(8), torch.ones(8, *WIDE))
         store.close()
         descriptor, regions = find_regions(store.path, names=NAMES)
@@ -94,7 +94,7 @@ def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
     store.close()
     file = ActivationFile(store.path)
     assert sorted(file.keys) == keys[:16].tolist() and file.manifest.capacity == 40
-    assert open_store(tmp_path, keys).read(keys[16:32]) is None
+    assert read(open_store(tmp_path, keys), keys[16:32]) is None
 
 
 def test_a_file_is_not_read_before_it_was_verified(tmp_path: Path) -> None:
@@ -109,14 +109,14 @@ def test_a_damaged_row_reaches_no_reader_of_a_store(tmp_path: Path) -> None:
     overwrite(path, start + 39 * row_bytes, b"\1")
     store = open_store(tmp_path, make_keys(40))
     with pytest.raises(CacheFault, match=rf"{path}.*damaged"):
-        store.read(make_keys(2))
+        read(store, make_keys(2))
 
 
 def test_a_deleted_file_stays_readable(tmp_path: Path) -> None:
     path = write_file(tmp_path)
     store = open_store(tmp_path, make_keys(40))
     path.unlink()
-    found = store.read(make_keys(16))
+    found = read(store, make_keys(16))
     assert found is not None and torch.equal(found, make_rows(40)[:16])
 
 
@@ -124,29 +124,29 @@ def test_a_deleted_file_stays_readable(tmp_path: Path) -> None:
 def test_a_file_truncated_while_it_is_open_is_noticed(kept: float, tmp_path: Path) -> None:
     path = write_file(tmp_path, num_rows=40, shape=(1 << 12,))
     store = open_store(tmp_path, make_keys(40))
-    assert store.read(make_keys(4)) is not None
+    assert read(store, make_keys(4)) is not None
     os.truncate(path, int(path.stat().st_size * kept))
     with pytest.raises(CacheFault, match=rf"{path} was truncated"):
-        store.read(make_keys(4))
+        read(store, make_keys(4))
 
 
 def test_a_file_changed_while_it_is_open_is_noticed(tmp_path: Path) -> None:
     path = write_file(tmp_path)
     store = open_store(tmp_path, make_keys(40))
-    assert store.read(make_keys(4)) is not None
+    assert read(store, make_keys(4)) is not None
     overwrite(path, payload_of(path)[0], b"\1")
     with pytest.raises(CacheFault, match=rf"{path} was changed"):
-        store.read(make_keys(4))
+        read(store, make_keys(4))
 
 
 def test_a_file_truncated_while_it_is_being_made_is_noticed(tmp_path: Path) -> None:
     keys = make_keys(40)
     store = open_store(tmp_path, keys)
     fill(store, keys[:16], make_rows(40)[:16])
-    assert store.read(keys[:16]) is not None
+    assert read(store, keys[:16]) is not None
     os.truncate(next(tmp_path.glob("*.tmp")), 100)
     with pytest.raises(CacheFault, match="was truncated"):
-        store.read(keys[:16])
+        read(store, keys[:16])
     with pytest.raises(CacheFault):
         store.close()
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.mapping import ALIGNMENT, MOST_KEPT, MappedRows, Room
+from hvfreeze.cache.file.reader import ALIGNMENT, MOST_KEPT, MappedRows, Room
 
 
 def test_memory_is_used_again_only_after_every_view_of_it_is_gone() -> None:

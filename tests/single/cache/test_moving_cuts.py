@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.single.cache.epochs import NUM_SAMPLES, UNIVERSE, check_epoch, check_outputs, run_epoch
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, check_outputs, run_epoch
 from tests.single.cache.material import FrozenNet, batches_of, same_bits
 
 
 def test_a_deeper_cut_is_computed_from_the_rows_of_the_old_one_whose_file_then_goes(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
-    cached.begin_cut(1, mark=net.mark(1), universe=UNIVERSE)
+    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.begin_cut(3, mark=net.mark(3), universe=UNIVERSE)
+    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
     net.calls, net.loaded = [], 0
     outputs = run_epoch(cached, batches_of(NUM_SAMPLES, epoch=1))
     assert {(start, stop) for start, stop, _ in net.calls} == {(1, 3)} and net.loaded == 0
@@ -29,11 +29,11 @@ def test_a_deeper_cut_is_computed_from_the_rows_of_the_old_one_whose_file_then_g
 def test_a_cut_that_moves_again_in_the_middle_of_filling_loses_nothing(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
-    cached.begin_cut(1, mark=net.mark(1), universe=UNIVERSE)
+    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
-    cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=1)[:2])
-    cached.begin_cut(4, mark=net.mark(4), universe=UNIVERSE)
+    cached.begin_cut(4, fingerprint=net.fingerprint(4), owned_keys=OWNED_KEYS)
     net.loaded = 0
     outputs = run_epoch(cached, batches_of(NUM_SAMPLES, epoch=1)[:3])
     assert net.loaded == 0 and [call[:2] for call in net.calls[-3:]] == [(2, 4), (2, 4), (1, 4)]
@@ -46,18 +46,18 @@ def test_a_cut_that_moves_again_in_the_middle_of_filling_loses_nothing(tmp_path:
 def test_thawing_drops_deeper_rows_and_goes_back_to_shallower_ones(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
-    cached.begin_cut(1, mark=net.mark(1), universe=UNIVERSE)
+    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.begin_cut(3, mark=net.mark(3), universe=UNIVERSE)
+    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES)[:2])
-    cached.begin_cut(1, mark=net.mark(1), universe=UNIVERSE)
+    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
     before = cached.counters.forwards
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=4))
     assert cached.counters.forwards == before
     with torch.no_grad():
         for parameter in net.blocks[1].parameters():
             parameter.mul_(1.5)
-    cached.begin_cut(3, mark=net.mark(3), universe=UNIVERSE)
+    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=5))
     cached.begin_cut(0)
     images = cached.get(*batches_of(NUM_SAMPLES)[0])
@@ -69,9 +69,9 @@ def test_thawing_drops_deeper_rows_and_goes_back_to_shallower_ones(tmp_path: Pat
 def test_thawing_to_a_cut_that_was_never_cached_does_not_use_deeper_rows(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
-    cached.begin_cut(3, mark=net.mark(3), universe=UNIVERSE)
+    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
-    cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
     cached.close()
     assert len(list(tmp_path.iterdir())) == 1
@@ -80,10 +80,10 @@ def test_thawing_to_a_cut_that_was_never_cached_does_not_use_deeper_rows(tmp_pat
 def test_old_rows_of_a_prefix_that_has_changed_are_not_used(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path, prefix_digest=net.digest)
-    cached.begin_cut(1, mark=net.mark(1), universe=UNIVERSE)
+    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES))
     net.blocks[0][0][1].running_mean += 0.5
-    cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
     cached.close()
 
@@ -94,14 +94,14 @@ def test_a_rounded_row_has_the_same_bits_whenever_and_from_whatever_it_was_compu
 ) -> None:
     net, dtype = FrozenNet(), str(stored).removeprefix("torch.")
     moving, direct, unstored = (net.cached(tmp_path / name, stored=stored) for name in ("a", "b", "c"))
-    moving.begin_cut(1, mark=net.mark(1, dtype=dtype), universe=UNIVERSE)
+    moving.begin_cut(1, fingerprint=net.fingerprint(1, dtype=dtype), owned_keys=OWNED_KEYS)
     first, again = (run_epoch(moving, batches_of(NUM_SAMPLES)) for _ in range(2))
     assert all(same_bits(left, right) for left, right in zip(first, again, strict=True))
     assert all(torch.equal(rows, rows.to(stored).float()) for rows in first)
-    mark = net.mark(3, dtype=dtype, via=[1])
-    moving.begin_cut(3, mark=mark, universe=UNIVERSE)
-    direct.begin_cut(3, mark=mark, universe=UNIVERSE)
-    unstored.begin_cut(3, mark=mark, universe=UNIVERSE, store=False)
+    fingerprint = net.fingerprint(3, dtype=dtype, via=[1])
+    moving.begin_cut(3, fingerprint=fingerprint, owned_keys=OWNED_KEYS)
+    direct.begin_cut(3, fingerprint=fingerprint, owned_keys=OWNED_KEYS)
+    unstored.begin_cut(3, fingerprint=fingerprint, owned_keys=OWNED_KEYS, store=False)
     net.calls = []
     outputs = [run_epoch(one, batches_of(NUM_SAMPLES)) for one in (moving, direct, unstored, moving)]
     assert {call[:2] for call in net.calls} == {(0, 1), (1, 3)}
@@ -115,9 +115,9 @@ def test_a_rounded_row_has_the_same_bits_whenever_and_from_whatever_it_was_compu
 def test_rows_rounded_at_another_cut_are_not_a_source(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path, stored=torch.float16)
-    cached.begin_cut(1, mark=net.mark(1, dtype="float16"), universe=UNIVERSE)
+    cached.begin_cut(1, fingerprint=net.fingerprint(1, dtype="float16"), owned_keys=OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.begin_cut(3, mark=net.mark(3, dtype="float16"), universe=UNIVERSE)
+    cached.begin_cut(3, fingerprint=net.fingerprint(3, dtype="float16"), owned_keys=OWNED_KEYS)
     net.calls = []
     run_epoch(cached, batches_of(NUM_SAMPLES)[:1])
     assert [call[:2] for call in net.calls] == [(0, 3)]

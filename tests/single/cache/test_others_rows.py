@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 
 from hvfreeze.cache.file.reader import ActivationFile
-from hvfreeze.cache.store.index import RowIndex
-from tests.single.cache.epochs import NUM_SAMPLES, UNIVERSE, check_epoch, run_epoch
+from hvfreeze.cache.index import RowIndex
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, run_epoch
 from tests.single.cache.material import FrozenNet, batches_of, make_keys, open_store, write_file
 
 
 def test_a_partly_filled_cache_is_used_by_the_next_run_for_what_it_holds(tmp_path: Path) -> None:
     net = FrozenNet()
     first = net.cached(tmp_path)
-    first.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    first.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     run_epoch(first, batches_of(NUM_SAMPLES)[:3])
     first.close()
     second = net.cached(tmp_path)
-    second.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    second.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     check_epoch(second, net, batches_of(NUM_SAMPLES))
     assert second.counters.forwards == 2 and second.counters.rows_read == 48
     second.close()
     third = net.cached(tmp_path)
-    third.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    third.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     assert third.complete
     third.close()
 
@@ -34,13 +34,13 @@ def test_a_run_of_another_size_needs_no_forward(tmp_path: Path) -> None:
     net = FrozenNet()
     for rank in range(2):
         one = net.cached(tmp_path, shard=f"{rank}of2")
-        one.begin_cut(2, mark=net.mark(2), universe=(UNIVERSE[0][rank::2], UNIVERSE[1][rank::2]))
+        one.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][rank::2], OWNED_KEYS[1][rank::2]))
         one.sweep(everything=True)
         one.close()
     for rank in range(3):
         one = net.cached(tmp_path, shard=f"{rank}of3")
-        ids = UNIVERSE[0][rank::3]
-        one.begin_cut(2, mark=net.mark(2), universe=(ids, np.zeros_like(ids)))
+        ids = OWNED_KEYS[0][rank::3]
+        one.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(ids, np.zeros_like(ids)))
         check_epoch(one, net, [(ids[:16], np.zeros(16, np.int64))])
         assert one.counters.forwards == 0
         one.close()
@@ -52,7 +52,7 @@ def test_ranks_that_share_read_what_the_other_has_published(tmp_path: Path) -> N
     batches = batches_of(64)
     for rank, one in enumerate(ranks):
         ids = np.concatenate([ids for ids, _ in batches[rank::2]])
-        one.begin_cut(2, mark=net.mark(2), universe=(ids, np.zeros_like(ids)))
+        one.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(ids, np.zeros_like(ids)))
         run_epoch(one, batches[rank::2])
     for one in ranks:
         one.publish()
@@ -69,7 +69,9 @@ def test_every_shared_file_is_hashed_once_by_all_ranks_together(
     net, size = FrozenNet(), 4
     for rank in range(size):
         one = net.cached(tmp_path, shard=f"{rank}of{size}", shared=True)
-        one.begin_cut(2, mark=net.mark(2), universe=(UNIVERSE[0][rank::size], UNIVERSE[1][rank::size]))
+        one.begin_cut(
+            2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][rank::size], OWNED_KEYS[1][rank::size])
+        )
         one.sweep(everything=True)
         one.close()
     hashed: list[str] = []
@@ -77,7 +79,9 @@ def test_every_shared_file_is_hashed_once_by_all_ranks_together(
     monkeypatch.setattr(ActivationFile, "_compare", lambda self: hashed.append(self.path.name) or compare(self))
     ranks = [net.cached(tmp_path, shard=f"{rank}of{size}", shared=True) for rank in range(size)]
     for rank, one in enumerate(ranks):
-        one.begin_cut(2, mark=net.mark(2), universe=(UNIVERSE[0][rank::size], UNIVERSE[1][rank::size]))
+        one.begin_cut(
+            2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][rank::size], OWNED_KEYS[1][rank::size])
+        )
     verified = [one.verify_share(rank, size) for rank, one in enumerate(ranks)]
     assert [len(names) for names in verified] == [1] * size
     for one in ranks:
@@ -85,7 +89,7 @@ def test_every_shared_file_is_hashed_once_by_all_ranks_together(
         check_epoch(one, net, batches_of(NUM_SAMPLES))
     assert sorted(hashed) == sorted(path.name for path in tmp_path.glob("*.h5"))
     late = net.cached(tmp_path, shard="0of4", shared=True)
-    late.begin_cut(2, mark=net.mark(2), universe=(UNIVERSE[0][::4], UNIVERSE[1][::4]))
+    late.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][::4], OWNED_KEYS[1][::4]))
     late.accept({name: "another file's digest" for names in verified for name in names})
     check_epoch(late, net, batches_of(NUM_SAMPLES))
     assert len(hashed) == 2 * size, "what nobody has verified is verified by whoever reads it"
@@ -112,7 +116,7 @@ def test_rows_that_another_job_is_building_are_computed_and_read_from_the_next_e
     net = FrozenNet()
     builder, other = net.cached(tmp_path, owner="builder"), net.cached(tmp_path, owner="other", on_failure="stop")
     for cached in (builder, other):
-        cached.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+        cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     first, *rest = batches_of(NUM_SAMPLES)
     builder.get(*first)
     if sweep:
@@ -131,13 +135,13 @@ def test_rows_that_another_job_is_building_are_computed_and_read_from_the_next_e
 def test_a_file_of_an_earlier_run_is_a_hit_and_outlives_the_cut(tmp_path: Path) -> None:
     net = FrozenNet()
     earlier = net.cached(tmp_path, owner="earlier")
-    earlier.begin_cut(1, mark=net.mark(1), universe=UNIVERSE)
+    earlier.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
     earlier.sweep(everything=True)
     earlier.close()
     later = net.cached(tmp_path, owner="later")
-    later.begin_cut(1, mark=net.mark(1), universe=UNIVERSE)
+    later.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
     assert later.complete
-    later.begin_cut(2, mark=net.mark(2), universe=UNIVERSE)
+    later.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
     check_epoch(later, net, batches_of(NUM_SAMPLES))
     later.close()
     assert len(list(tmp_path.glob("*.h5"))) == 2

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import LimitedDisk
-from hvfreeze.cache.file.rows import RowFormat, pack_keys, unpack_keys
+from hvfreeze.cache.file.disk import Disk
+from hvfreeze.cache.file.format import RowFormat, pack_keys, unpack_keys
 from tests.single.cache.material import (
     BATCH_ROWS,
     fill,
     make_keys,
     make_rows,
     open_store,
+    read,
     same_bits,
     write_file,
 )
@@ -42,7 +43,7 @@ def test_shuffled_rows_come_back_with_their_bits_and_strides(layout: str, tmp_pa
     expected = torch.empty_like(rows[:BATCH_ROWS])
     expected.copy_(rows[torch.from_numpy(order)])
     for _ in ("the store that wrote them", "one that opens the file"):
-        found = store.read(keys[order])
+        found = read(store, keys[order])
         assert found is not None and same_bits(found, expected)
         store.close()
         store = open_store(tmp_path, keys)
@@ -54,10 +55,10 @@ def test_a_batch_whose_first_dimension_is_not_the_outermost_comes_back_as_it_was
     keys = make_keys(BATCH_ROWS)
     store = open_store(tmp_path, keys)
     store.append(keys, batch)
-    found = store.read(keys)
+    found = read(store, keys)
     assert found is not None and same_bits(found, batch)
     store.close()
-    small = open_store(tmp_path, keys, batch_rows=8).read(keys[:8])
+    small = read(open_store(tmp_path, keys, batch_rows=8), keys[:8])
     assert small is not None and small.stride() == (6, 8 * 6, 1) and torch.equal(small, batch[:8])
 
 
@@ -66,27 +67,27 @@ def test_narrower_rows_come_back_rounded_in_the_computed_type(stored: torch.dtyp
     rows, keys = make_rows(32, shape=(3, 2, 2)).contiguous(memory_format=torch.channels_last), make_keys(32)
     store = open_store(tmp_path, keys, stored=stored)
     fill(store, keys, rows)
-    found = store.read(keys[:BATCH_ROWS])
+    found = read(store, keys[:BATCH_ROWS])
     assert found is not None and same_bits(found, rows[:BATCH_ROWS].to(stored).float())
     assert store.row is not None and store.row.row_bytes == 24
 
 
 def test_rows_that_are_still_being_written_can_be_read(tmp_path: Path) -> None:
     keys, rows = make_keys(48), make_rows(48)
-    store = open_store(tmp_path, keys, disk=LimitedDisk(read_rate=1e12, write_rate=2e4))
+    store = open_store(tmp_path, keys, disk=Disk(read_rate=1e12, write_rate=2e4))
     fill(store, keys, rows)
-    found = store.read(keys[32:])
+    found = read(store, keys[32:])
     assert found is not None and torch.equal(found, rows[32:])
     store.close()
 
 
 def test_the_caller_may_change_a_batch_after_it_was_appended(tmp_path: Path) -> None:
     keys, rows = make_keys(BATCH_ROWS), make_rows(BATCH_ROWS)
-    store = open_store(tmp_path, keys, disk=LimitedDisk(read_rate=1e12, write_rate=2e4))
+    store = open_store(tmp_path, keys, disk=Disk(read_rate=1e12, write_rate=2e4))
     batch = rows.clone()
     store.append(keys, batch)
     batch.zero_()
-    found = store.read(keys)
+    found = read(store, keys)
     assert found is not None and torch.equal(found, rows)
     store.close()
 

@@ -14,7 +14,7 @@ import torch
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.reader import ActivationFile
-from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, write_file
+from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, read, write_file
 
 ROOT = Path(__file__).parents[3]
 LOCKER = """
@@ -49,7 +49,7 @@ def test_two_jobs_do_not_build_the_same_file(tmp_path: Path, caplog: pytest.LogC
         first.stdin.flush()
         assert first.wait(timeout=60) == 0
     store.refresh()
-    found = store.read(keys[:BATCH_ROWS])
+    found = read(store, keys[:BATCH_ROWS])
     assert store.complete and not store.waiting and found is not None and torch.equal(found, rows[:BATCH_ROWS])
 
 
@@ -82,7 +82,7 @@ def test_rows_that_another_job_has_published_meanwhile_are_not_stored_twice(publ
     assert file.manifest.capacity == 40
     assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), rows)
     for first in range(0, 40, BATCH_ROWS):
-        found = late.read(keys[first : first + BATCH_ROWS])
+        found = read(late, keys[first : first + BATCH_ROWS])
         assert found is not None and torch.equal(found, rows[first : first + BATCH_ROWS])
 
 

@@ -16,10 +16,11 @@ from hvfreeze.cache.fingerprint import Fingerprint
 from tests.single.cache.material import (
     BATCH_ROWS,
     fill,
+    make_fingerprint,
     make_keys,
-    make_mark,
     make_rows,
     open_store,
+    read,
     write_file,
 )
 
@@ -28,8 +29,8 @@ def test_a_read_with_a_missing_row_gives_nothing_and_unknown_keys_are_missing(tm
     keys = make_keys(40)
     store = open_store(tmp_path, keys)
     fill(store, keys[:20], make_rows(40)[:20])
-    assert store.read(keys[19:21]) is None
-    assert store.read(keys[:20]) is not None
+    assert read(store, keys[19:21]) is None
+    assert read(store, keys[:20]) is not None
     assert store.missing(make_keys(3, first=1000)).all()
     assert store.missing(keys).tolist() == [False] * 20 + [True] * 20
     store.close()
@@ -53,13 +54,13 @@ def test_a_partial_file_is_used_for_what_it_holds_and_completed_by_a_new_generat
     before = os.stat(first.path).st_ino
     second = open_store(tmp_path, keys)
     assert int(second.missing(keys).sum()) == 24
-    found = second.read(keys[10:26])
+    found = read(second, keys[10:26])
     assert found is not None and torch.equal(found, rows[10:26])
     fill(second, keys, rows)
     second.close()
     assert os.stat(first.path).st_ino != before
     third = open_store(tmp_path, keys)
-    found = third.read(keys[::-1][:BATCH_ROWS].copy())
+    found = read(third, keys[::-1][:BATCH_ROWS].copy())
     assert third.complete and found is not None and torch.equal(found, rows.flip(0)[:BATCH_ROWS])
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.path.name]
 
@@ -98,7 +99,7 @@ def test_a_run_of_another_size_uses_the_files_of_all_ranks(tmp_path: Path) -> No
     for rank in range(3):
         store = open_store(tmp_path, keys[rank::3], shard=f"{rank}of3")
         assert store.complete and store.exact
-        found = store.read(keys[rank::3][:BATCH_ROWS])
+        found = read(store, keys[rank::3][:BATCH_ROWS])
         assert found is not None and torch.equal(found, rows[rank::3][:BATCH_ROWS])
         store.close()
     assert len(list(tmp_path.iterdir())) == 2
@@ -108,7 +109,7 @@ def test_a_file_that_goes_while_the_directory_is_searched_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tmp_path / "activations-0123456789abcdef-1of2.h5"
-    monkeypatch.setattr("hvfreeze.cache.store.published.files_of", lambda directory, mark: [gone])
+    monkeypatch.setattr("hvfreeze.cache.store.files_of", lambda directory, fingerprint: [gone])
     assert not open_store(tmp_path, make_keys(4)).complete
 
 
@@ -120,7 +121,7 @@ def test_a_rank_reads_the_rows_of_others_only_when_sharing(tmp_path: Path) -> No
         store.publish()
     for store in mine:
         store.refresh()
-        found = store.read(keys[:BATCH_ROWS])
+        found = read(store, keys[:BATCH_ROWS])
         assert found is not None and torch.equal(found, rows[:BATCH_ROWS])
         store.close()
     alone = open_store(tmp_path, keys[0::2], shard="0of2")
@@ -129,7 +130,7 @@ def test_a_rank_reads_the_rows_of_others_only_when_sharing(tmp_path: Path) -> No
 
 def test_a_partial_file_of_other_batch_rows_stays_inexact_when_it_is_completed(tmp_path: Path) -> None:
     keys, rows = make_keys(40), make_rows(40)
-    first = open_store(tmp_path, keys, mark=make_mark(threads=2))
+    first = open_store(tmp_path, keys, fingerprint=make_fingerprint(threads=2))
     fill(first, keys[:16], rows[:16])
     first.close()
     second = open_store(tmp_path, keys)
@@ -137,7 +138,7 @@ def test_a_partial_file_of_other_batch_rows_stays_inexact_when_it_is_completed(t
     assert not second.exact
     second.close()
     assert not open_store(tmp_path, keys).exact
-    assert not open_store(tmp_path, keys, mark=make_mark(threads=2)).exact
+    assert not open_store(tmp_path, keys, fingerprint=make_fingerprint(threads=2)).exact
 
 
 def test_rows_computed_from_inexact_rows_make_the_file_inexact(tmp_path: Path) -> None:
@@ -155,14 +156,14 @@ def test_deleting_leaves_files_of_other_owners(tmp_path: Path) -> None:
     path = write_file(tmp_path, owner="earlier")
     store = open_store(tmp_path, make_keys(40), owner="later")
     store.delete()
-    assert path.exists() and store.read(make_keys(16)) is not None
-    nameless = write_file(tmp_path, mark=make_mark(cut=3))
-    open_store(tmp_path, make_keys(40), mark=make_mark(cut=3)).delete()
+    assert path.exists() and read(store, make_keys(16)) is not None
+    nameless = write_file(tmp_path, fingerprint=make_fingerprint(cut=3))
+    open_store(tmp_path, make_keys(40), fingerprint=make_fingerprint(cut=3)).delete()
     assert nameless.exists()
     same = open_store(tmp_path, make_keys(40), owner="earlier")
     same.delete()
     assert not path.exists()
-    assert same.read(make_keys(16)) is not None
+    assert read(same, make_keys(16)) is not None
 
 
 def test_plain_h5py_reads_the_file_as_documented(tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_plain_h5py_reads_the_file_as_documented(tmp_path: Path) -> None:
         raw = torch.from_numpy(file["activations"][:16].view(np.int16)).view(torch.bfloat16)
         assert torch.equal(raw.permute(0, 3, 1, 2), rows[:16].bfloat16())
         manifest = json.loads(bytes(file["manifest"][:]))
-        assert manifest["identity"] == make_mark().fields and manifest["rows"] == 16
+        assert manifest["identity"] == make_fingerprint().fields and manifest["rows"] == 16
         assert file.attrs["format"] == b"hvfreeze activation cache" and file.attrs["cut"] == b"2"
 
 
@@ -189,5 +190,5 @@ def test_files_are_private(tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
-    mark: Fingerprint = ActivationFile(write_file(tmp_path)).manifest.fingerprint
-    assert mark == make_mark()
+    fingerprint: Fingerprint = ActivationFile(write_file(tmp_path)).manifest.fingerprint
+    assert fingerprint == make_fingerprint()

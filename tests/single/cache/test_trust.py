@@ -14,9 +14,9 @@ import torch
 from hvfreeze.cache.commands import verify
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import prepare_directory
-from hvfreeze.cache.file.lock import is_locked
-from hvfreeze.cache.file.mapping import MappedRows
-from tests.single.cache.material import fill, make_keys, make_rows, open_store, write_file
+from hvfreeze.cache.file.reader import MappedRows
+from hvfreeze.files import check_unlocked
+from tests.single.cache.material import fill, make_keys, make_rows, open_store, read, write_file
 
 KEYS, ROWS = make_keys(40), make_rows(40)
 
@@ -96,7 +96,7 @@ def test_a_file_system_without_locks_is_no_busy_one(
         fill(store, KEYS, ROWS)
     assert not store.waiting
     (tmp_path / "a.lock").write_text("")
-    assert not is_locked(tmp_path / "a.lock")
+    check_unlocked(tmp_path / "a.lock")
 
 
 def change(path: Path) -> None:
@@ -120,12 +120,12 @@ def test_rows_changed_while_they_are_mapped_are_noticed_although_the_times_are_p
     store.publish()
     if not made_here:
         store = open_store(tmp_path, KEYS)
-    before = store.read(KEYS[:16])
+    before = read(store, KEYS[:16])
     assert before is not None and torch.equal(before, ROWS[:16])
     change(store.path)
     for _ in range(2):
         with pytest.raises(CacheFault, match=r"was changed while it was in use \(rows 0\.\.39 are damaged\)"):
-            store.read(KEYS[:16])
+            read(store, KEYS[:16])
 
 
 def test_a_file_renamed_or_removed_is_looked_at_again_once_and_goes_on_being_read(
@@ -134,13 +134,13 @@ def test_a_file_renamed_or_removed_is_looked_at_again_once_and_goes_on_being_rea
     path = write_file(tmp_path)
     looked: list[int] = []
     store = open_store(tmp_path, KEYS)
-    store.read(KEYS[:16])
+    read(store, KEYS[:16])
     pread = MappedRows.pread
     monkeypatch.setattr(MappedRows, "pread", lambda self, *rows: looked.append(rows[0]) or pread(self, *rows))
     path.chmod(0o400)
     path.rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").unlink()
     for _ in range(3):
-        read = store.read(KEYS[16:32])
-        assert read is not None and torch.equal(read, ROWS[16:32])
+        found = read(store, KEYS[16:32])
+        assert found is not None and torch.equal(found, ROWS[16:32])
     assert looked == [0], "the only range is read once more, and not for each batch"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hvfreeze.commands import COMMANDS, build_parser, parse
+from hvfreeze.cli import COMMANDS, build_parser, parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, leaves
 from tests.program import ROOT
@@ -31,7 +31,11 @@ def test_every_leaf_is_a_flag_with_its_text_and_default(capsys: pytest.CaptureFi
     for name, (_, leaf, _) in leaves().items():
         assert "--" + name.replace("_", "-") in said
         assert "".join(leaf.metadata["help"].split()) in said, name
-    assert "atenthat50%and75%" in said and "[0.9]" in said and "[10;with--freezeauto:1]" in said
+    assert (
+        "atenthat50%and75%" in said
+        and "[0.9;with--strategysubnets:0.0]" in said
+        and "[10;with--freezeauto:16;with--strategystale-ring:1]" in said
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])

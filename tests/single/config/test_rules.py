@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.rules import parse_bytes, parse_cadence, parse_compression, parse_dirichlet, parse_views
-from hvfreeze.config.run import RunConfig
-from hvfreeze.config.sections import CacheConfig, DataConfig
+from hvfreeze.config.sections import CacheConfig, DataConfig, OptimizerConfig, RunConfig
 from hvfreeze.data.shards import plan_shards
-from hvfreeze.data.views.augment import parse_augment
+from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import UsageError
-from hvfreeze.ranks.reducer import Reducer
-from hvfreeze.ranks.world import SoloWorld
 
 
 def test_views_are_counted() -> None:

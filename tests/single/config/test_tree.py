@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hvfreeze.config.plain_yaml import DEEPEST, MOST_BYTES, parse_plain_yaml
-from hvfreeze.config.tree import Config, from_dict, leaves, read_yaml, to_dict
+from hvfreeze.config import tree
+from hvfreeze.config.tree import DEEPEST, MOST_BYTES, Config, from_dict, leaves, parse_plain_yaml, read_yaml, to_dict
 from hvfreeze.errors import UsageError
 
 
@@ -41,7 +42,10 @@ def test_strategies_are_known_by_name() -> None:
         ({"strategy": "shared-trunk", "labels": "carry"}, r"--labels \(carry\) must be one of ride"),
         ({"strategy": "shared-trunk", "cut_by": "given"}, "--cut-at"),
         ({"strategy": "shared-trunk", "cut_at": "2"}, "--cut-at"),
-        ({"strategy": "shared-trunk", "parts": 2}, r"--parts \(2\) must be used with --strategy grid only"),
+        ({"strategy": "shared-trunk", "parts": 2}, r"--parts \(2\) must be used with --strategy grid or local-critics"),
+        ({"strategy": "grid", "critic_every": 2}, r"--critic-every \(2\) must be used with --strategy local-critics"),
+        ({"strategy": "local-critics", "critic_every": 0}, r"--critic-every \(0\) must be at least 1"),
+        ({"strategy": "local-critics", "critic_lr": 0.0}, r"--critic-lr \(0.0\) must be a positive number"),
         ({"strategy": "grid", "heads": 2}, r"--heads \(2\) must be used with --strategy shared-trunk only"),
         ({"pipeline": "1f1b"}, r"--pipeline \(1f1b\) must be used with --strategy grid only"),
         ({"strategy": "grid", "pipeline": "2f2b"}, r"--pipeline \(2f2b\) must be one of fill-drain, 1f1b"),
@@ -76,6 +80,17 @@ def test_a_grid_is_as_large_as_its_ranks() -> None:
         with pytest.raises(UsageError, match=r"--parts x --replicas .* is the number of ranks \(4\)"):
             parts(4, **given)
     assert from_dict({"strategy": "grid"}).resolved().model.blocks == "residual"
+    assert from_dict({"strategy": "local-critics"}).resolved().model.blocks == "residual"
+
+
+def test_a_strategy_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = leaves()
+    section, leaf, kind = known["accumulate"]
+    own = SimpleNamespace(name="accumulate", metadata={**leaf.metadata, "by_strategy": {"grid": 3}})
+    monkeypatch.setattr(tree, "leaves", lambda: {**known, "accumulate": (section, own, kind)})
+    found = [from_dict(given).optimizer.accumulate for given in ({}, {"strategy": "grid"})]
+    assert found == [1, 3]
+    assert from_dict({"strategy": "grid", "accumulate": 2}).optimizer.accumulate == 2
 
 
 def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_file() -> None:
@@ -88,18 +103,14 @@ def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_f
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head": "all"}, r"--head \(all\) must be one of last, multi-level"),
+        ({"head": "all"}, r"--head \(all\) must be last, mlp"),
         ({"head_fit": "newton"}, r"--head-fit \(newton\) must be one of sgd, exact, kernel"),
         ({"pool": 0}, r"--pool \(0\) must be in 1..64"),
         (
             {"head_fit": "sgd"},
             r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact or kernel too",
         ),
-        ({"mirror": "never"}, r"--mirror \(never\) must be one of on, off"),
-        (
-            {"head": "last", "head_fit": "sgd", "mirror": "off"},
-            r"--mirror \(off\) must be left out with --head-fit sgd",
-        ),
+        ({"mirror": "never"}, r"--mirror \(never\) must be one of auto, on, off"),
         ({"augment": "fresh"}, r"--augment \(fresh\) must be none or views:K with --head-fit exact"),
         ({"freeze": "linear"}, r"--freeze \(linear\) must be left out with --head-fit exact"),
         ({"head": "last", "head_fit": "kernel"}, r"--head \(last\) must be multi-level with --head-fit kernel"),
@@ -113,12 +124,12 @@ def test_what_does_not_go_with_an_exact_head_is_refused(changes: dict[str, Any],
 
 def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
     config = from_dict({"freeze": "auto"})
-    assert (config.head.head, config.head.head_fit, config.optimizer.epochs) == ("multi-level", "kernel", 1)
-    assert (config.optimizer.lr, config.optimizer.schedule) == (0.05, "cosine")
+    assert (config.head.head, config.head.head_fit, config.optimizer.epochs) == ("multi-level", "kernel", 16)
+    assert (config.optimizer.optimizer, config.optimizer.lr, config.optimizer.schedule) == ("adamw", 3e-4, "cosine")
     given = from_dict({"freeze": {"freeze": "auto", "cut": 3}, "epochs": 4, "head": "last", "lr": 0.1, "cache": "on"})
     assert (given.head.head, given.optimizer.epochs, given.optimizer.lr) == ("last", 4, 0.1)
     assert given.resolved().head.head_fit == "exact", "the model's own last layer compares no rows"
-    assert from_dict({"freeze": "auto", "optimizer": "adamw"}).optimizer.lr == 1e-3, "a rate of SGD is not AdamW's"
+    assert from_dict({"freeze": "auto", "optimizer": "sgd"}).optimizer.lr == 0.1, "a rate of AdamW is not SGD's"
     assert from_dict(to_dict(given)).resolved() == given.resolved()
 
 
@@ -173,3 +184,11 @@ def test_plain_values_are_read() -> None:
     assert parse_plain_yaml(b"a: {b: [1, 2.5, yes, null, text]}") == {"a": {"b": [1, 2.5, True, None, "text"]}}
     deepest = "[" * (DEEPEST - 1) + "1" + "]" * (DEEPEST - 1)
     assert parse_plain_yaml(deepest.encode())
+
+
+def test_a_setting_that_older_files_have_in_another_section_is_found() -> None:
+    found = from_dict({"head": {"mirror": "off", "pool": 2}})
+    assert (found.data.mirror, found.head.pool) == ("off", 2)
+    assert from_dict({"data": {"mirror": "on"}, "head": {"mirror": "off"}}).data.mirror == "on", "what is newer counts"
+    with pytest.raises(UsageError, match="unknown key 'pool'"):
+        from_dict({"data": {"pool": 2}})

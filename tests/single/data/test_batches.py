@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.dealing import deal
-from hvfreeze.data.sets.opening import open_data
+from hvfreeze.data.batches import deal
+from hvfreeze.data.data_sets import open_data
 
 
 @pytest.mark.parametrize(

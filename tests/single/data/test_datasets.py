@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvfreeze.data.sets.image_set import ImageSet
-from hvfreeze.data.sets.opening import default_directory, open_data
+from hvfreeze.data.data_sets import ImageSet, default_directory, open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 
 SHARED_ZIP = Path(__file__).parents[3].parent / "shared" / "data" / "cifar10-webp.zip"
@@ -55,7 +54,7 @@ def test_digits_are_a_fixed_stratified_split_of_32_pixel_rgb_without_flips() -> 
 
 def test_digits_are_the_same_with_and_without_the_file_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     from_file = open_data("digits")
-    monkeypatch.setattr("hvfreeze.data.on_disk.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("hvfreeze.data.data_sets.find_spec", lambda name: None)
     loaded = open_data("digits")
     assert from_file.train.identity() == loaded.train.identity()
     assert from_file.test.identity() == loaded.test.identity()

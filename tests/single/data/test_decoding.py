@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 
 from hvfreeze.data import decoding as pixels_module
+from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import MemoryPixels, StreamedPixels, load_pixels
-from hvfreeze.data.sets.image_set import ImageSet
-from hvfreeze.data.sets.opening import open_data
 from hvfreeze.errors import RefusedError, UsageError
 
 NUM = 200
@@ -139,6 +138,19 @@ def test_after_a_jump_the_skipped_batches_are_left_and_the_next_ones_are_worked_
         stream.fetch(batch)
     stream.close()
     assert not set(counted.decoded) & set(np.concatenate(batches[4:8]))
+
+
+def test_batches_that_come_once_a_view_are_worked_on_ahead_in_every_view(images: ImageSet) -> None:
+    counted, batches = Counted(images), batches_of(0)
+    stream = StreamedPixels(counted, workers=2)  # type: ignore[arg-type]
+    views = [*batches, *batches]
+    stream.prefetch(views)
+    for place, batch in enumerate(views):
+        stream.fetch(batch)
+        ahead = range(place + 1, min(place + 1 + pixels_module._BATCHES_AHEAD, len(views)))
+        assert set(stream._started) == set(ahead)
+    stream.close()
+    assert sorted(counted.decoded) == sorted(np.concatenate(views))
 
 
 def test_a_new_hint_cancels_what_the_last_one_had_queued(images: ImageSet) -> None:

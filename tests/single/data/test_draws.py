@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvfreeze.data.draws import draw, shuffled, two_below
+from hvfreeze.data.shards import draw, shuffled, two_below
 
 IDS = np.arange(10_000)
 

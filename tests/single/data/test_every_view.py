@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from hvfreeze.config.sections import DataConfig
-from hvfreeze.data.batches import TrainFeed, augment_of, open_feeds
-from hvfreeze.data.dealing import deal
-from hvfreeze.data.sets.opening import open_data
+from hvfreeze.data.batches import TrainFeed, augment_of, deal, open_feeds
+from hvfreeze.data.data_sets import open_data
 
 REPLICAS, SAMPLES = 3, 50
 

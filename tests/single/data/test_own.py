@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from hvfreeze.data.sets.image_set import DataSplits
-from hvfreeze.data.sets.opening import open_data
+from hvfreeze.data.data_sets import DataSplits, open_data
+from hvfreeze.data.decoding import find_broken
+from hvfreeze.data.images import TURNED, BrokenImagesError
+from hvfreeze.data.own import PROBES
+from hvfreeze.data.reading import ORIENTATION
 from hvfreeze.errors import HvfreezeError
 
 PIXELS = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -63,11 +69,10 @@ def test_a_data_set_with_targets_is_not_read_for_its_labels(opened: Callable[...
     made: list[Listed] = []
 
     def make(split: str) -> Listed:
-        made.append(Listed(PIXELS, None, targets=torch.tensor([0, 1] * 3)))
-        made[-1].labels = [None] * 6
+        made.append(Listed(PIXELS.repeat(50, 1, 1, 1), [None] * 300, targets=torch.tensor([0, 1] * 150)))
         return made[-1]
 
-    assert opened(make).train.labels.tolist() == [0, 1] * 3 and made[0].read == 1
+    assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == PROBES
 
 
 def test_the_folder_comes_to_a_function_that_asks_for_one(opened: Callable[..., DataSplits]) -> None:
@@ -92,6 +97,24 @@ def test_other_pixels_labels_or_a_version_give_another_identity(opened: Callable
     assert len({first, identity(version=2), identity(labels=[1, 0] * 3), identity(images=PIXELS.flip(0))}) == 4
 
 
+def test_a_picture_is_turned_as_its_exif_orientation_says(opened: Callable[..., DataSplits], tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    for row, pixels in enumerate(PIXELS):
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        image.save(tmp_path / f"{row}.png", **({"exif": exif} if row == 2 else {}))
+    pictures = [Image.open(tmp_path / f"{row}.png").convert("RGB") for row in range(6)]
+    train = opened(lambda split: Listed(pictures, [0, 1] * 3)).train
+    assert np.array_equal(train.decode(1), PIXELS[1].numpy())
+    assert np.array_equal(train.decode(2), np.rot90(PIXELS[2].numpy(), 3, axes=(1, 2)))
+    splits = opened(lambda split: Listed(pictures, [0, 1] * 3))
+    assert splits.notes == [f"of 6 {part} images looked at, 1 {TURNED}" for part in ("train", "test")]
+    # Any picture may be read otherwise than before, a tensor cannot.
+    assert train.identity() != train.identity(local=False)
+    tensors = opened(lambda split: Listed(PIXELS, [0, 1] * 3)).train
+    assert tensors.identity() == tensors.identity(local=False)
+
+
 ODD: dict[str, tuple[Any, str]] = {
     "no data set": (lambda split: 3, "must return a Dataset with a length"),
     "an empty one": (lambda split: Listed([], []), "a length above 0"),
@@ -114,7 +137,64 @@ def test_what_is_no_data_set_is_refused_in_one_line(opened: Callable[..., DataSp
     assert "\n" not in str(refusal.value) and "data_of_mine:make" in str(refusal.value)
 
 
-def test_an_image_of_another_size_is_refused_when_it_is_met(opened: Callable[..., DataSplits]) -> None:
-    found = opened(lambda split: Listed([*PIXELS[:5], PIXELS[5, :, :4]], [0, 1] * 3))
-    with pytest.raises(HvfreezeError, match="sample 5 has 8x4 pixels where others have 8x8; give --image-size"):
-        found.train.decode(5)
+def test_images_of_other_sizes_ask_for_one_size(opened: Callable[..., DataSplits]) -> None:
+    odd = [*PIXELS[:5], PIXELS[5, :, :4]]
+    for images in ({"train": odd, "test": PIXELS}, {"train": PIXELS, "test": PIXELS[..., :4, :]}):
+        with pytest.raises(HvfreezeError, match=r"differ in size: .*\(8x8\) and .*\(8x4\); give --image-size"):
+            opened(lambda split, images=images: Listed(images[split], [0, 1] * 3))
+    # One that is not among those looked at is refused when it is met.
+    found = opened(lambda split: Listed([*PIXELS.repeat(50, 1, 1, 1)[:298], odd[5], odd[0]], [0, 1] * 150))
+    with pytest.raises(HvfreezeError, match="sample 298 has 8x4 pixels where others have 8x8; give --image-size"):
+        found.train.decode(298)
+
+
+@pytest.mark.parametrize("small", [{"train": 0}, {"test": 0}, {"train": 0, "test": 0}, {"train": 3}])
+def test_no_single_image_decides_the_size_of_all(opened: Callable[..., DataSplits], small: dict[str, int]) -> None:
+    def make(split: str) -> Listed:
+        return Listed(
+            [torch.zeros(3, *((8, 8) if small.get(split) == row else (64, 80)), dtype=torch.uint8) for row in range(6)],
+            [0, 1] * 3,
+        )
+
+    for wanted, side in ((64, 64), (32, 32), (96, 64)):
+        found = opened(make, image_size=wanted)
+        assert found.train.image_shape == found.test.image_shape == (3, side, side)
+        assert {part.decode(row).shape for part in (found.train, found.test) for row in range(6)} == {(3, side, side)}
+
+
+def test_a_class_that_only_the_test_set_has_is_told(opened: Callable[..., DataSplits]) -> None:
+    labels = {"train": [0, 1, 1, 0, 0, 1], "test": [0, 3, 2, 1, 0, 2]}
+    found = opened(lambda split: Listed(PIXELS, labels[split], classes=["a", "b", "c", "d"]))
+    assert found.notes == ["no training sample has a class that the test set has: c, d"]
+
+
+class Broken(Listed):
+    """Some samples cannot be read: not at all, or when the image is decoded."""
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        if row in (0, 7):
+            raise OSError("the file is gone")
+        image, label = super().__getitem__(row)
+        return (Image.open(io.BytesIO(self.truncated)) if row == 3 else image), label
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_broken_samples_are_named_or_left_out(opened: Callable[..., DataSplits], known: bool) -> None:
+    file = io.BytesIO()
+    Image.fromarray(PIXELS[0].permute(1, 2, 0).numpy()).save(file, "png")
+    more: dict[str, Any] = {"truncated": file.getvalue()[:150]} | ({"targets": [0, 1] * 6} if known else {})
+
+    def make(split: str) -> Listed:
+        return Broken(PIXELS.repeat(2, 1, 1, 1), [0, 1] * 6, **more)
+
+    if not known:
+        with pytest.raises(BrokenImagesError, match=r"sample 0 cannot.*gone.*sample 7 cannot.*--skip-bad") as refusal:
+            opened(make)
+        assert len(refusal.value.reasons) == 4, "two of each split"
+    train = opened(make, skip_bad=True).train
+    found = find_broken(train)
+    assert sorted(found) == [0, 3, 7] and "the image of sample 3 cannot be used" in found[3]
+    assert sorted(train.broken) == ([] if known else [0, 7])
+    assert replace(train, broken=found).ids.tolist() == [1, 2, 4, 5, 6, 8, 9, 10, 11]
+    assert train.labels[train.ids].tolist() == train.ids.__mod__(2).tolist()
+    assert train.identity() == opened(make, skip_bad=True).train.identity()

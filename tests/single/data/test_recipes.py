@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hvfreeze.config.rules import parse_recipe
 from hvfreeze.config.tree import from_dict
-from hvfreeze.data.sets.opening import open_data
-from hvfreeze.data.views.augment import parse_augment
-from hvfreeze.data.views.transform import Transform, transform_for
+from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.views import Transform, parse_augment, transform_for
 from hvfreeze.errors import UsageError
 from hvfreeze.torchvision_shim import torchvision
 

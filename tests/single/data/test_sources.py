@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvfreeze.data.sources import ArraySource, FileSource
+from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.errors import RefusedError, UsageError
 
 

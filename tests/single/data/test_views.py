@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvfreeze.data.sets.opening import open_data
-from hvfreeze.data.views.augment import MIRRORED, Augment, parse_augment
-from hvfreeze.data.views.transform import Transform, transform_for
+from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.views import MIRRORED, Augment, Transform, parse_augment, transform_for
 from hvfreeze.errors import UsageError
 
 SEED = 11

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move, votes_until_move
-from hvfreeze.freezing.voting.criteria import Evidence
-from hvfreeze.freezing.voting.proposer import Proposer
-from hvfreeze.runs.moves import Move
+from hvfreeze.freezing.criteria import Evidence, Proposer
+from hvfreeze.runs.reading import Move
 
 CADENCE = Cadence(interval=5, warmup=10, steps_per_epoch=10, num_epochs=20)
 EVIDENCE = Evidence(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hvfreeze.config.sections import CRITERIA as OFFERED
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.voting.criteria import (
+from hvfreeze.freezing.criteria import (
     CRITERIA,
     Evidence,
+    Proposer,
+    coherence,
+    gain_shares,
     geometric,
     gradient_norm,
     interpolated,
@@ -29,6 +34,8 @@ EVIDENCE = Evidence(
     num_epochs=10,
     warmup_epochs=1.0,
     eta_max=0.2,
+    gains=tuple((0.01 + noise, 0.01 + noise, 1.0 - noise, 2.0 + noise, 3.0, 1.0) for noise in (-0.01, 0.01) * 8),
+    peaks=(1.0, 1.0, 1.0, 2.0, 3.0, 1.0),
 )
 
 
@@ -53,29 +60,29 @@ def test_eta_is_the_relative_change_of_the_norm_without_frozen_blocks_and_the_he
 def test_gradient_norm_freezes_the_front_block_when_it_changes_least(
     norms: tuple[float, ...], cut: int, eta_max: float, expected: int
 ) -> None:
-    assert gradient_norm(replace(EVIDENCE, norms=norms, cut=cut, eta_max=eta_max)).cut == expected
+    assert gradient_norm(replace(EVIDENCE, norms=norms, cut=cut, eta_max=eta_max)) == expected
 
 
 def test_gradient_norm_waits_for_two_intervals() -> None:
-    assert gradient_norm(replace(EVIDENCE, previous_norms=None)).cut == 0
+    assert gradient_norm(replace(EVIDENCE, previous_norms=None)) == 0
 
 
 def test_a_block_without_parameters_neither_wins_the_minimum_nor_stops_the_prefix() -> None:
     evidence = replace(EVIDENCE, has_parameters=(True, False, True, True, True, True))
     assert rates_of_change(evidence)[1] is None
-    assert gradient_norm(evidence).cut == 2
+    assert gradient_norm(evidence) == 2
 
 
 def test_percentile_freezes_every_block_before_the_first_at_the_median() -> None:
     moving = replace(EVIDENCE, norms=(9.9, 9.8, 13.0, 7.0, 14.0, 1.0), eta_max=1.0)
-    assert percentile(moving).cut == 2
-    assert percentile(replace(moving, eta_max=0.015)).cut == 1
+    assert percentile(moving) == 2
+    assert percentile(replace(moving, eta_max=0.015)) == 1
 
 
 def test_percentile_of_fewer_than_three_blocks_is_the_minimum_rule() -> None:
     late = replace(EVIDENCE, cut=3, norms=(0, 0, 0, 9.9, 8.0, 1.0))
-    assert percentile(late).cut == 4
-    assert percentile(replace(late, norms=(0, 0, 0, 8.0, 9.9, 1.0))).cut == 3
+    assert percentile(late) == 4
+    assert percentile(replace(late, norms=(0, 0, 0, 8.0, 9.9, 1.0))) == 3
 
 
 def test_percentiles_are_interpolated() -> None:
@@ -85,20 +92,18 @@ def test_percentiles_are_interpolated() -> None:
 
 @pytest.mark.parametrize(("epoch", "cut"), [(0.0, 0), (1.0, 0), (4.5, 1), (4.7, 2), (9.99, 4), (10.0, 5)])
 def test_linear_follows_training_after_the_warmup(epoch: float, cut: int) -> None:
-    assert linear(replace(EVIDENCE, epoch=epoch)).cut == cut
+    assert linear(replace(EVIDENCE, epoch=epoch)) == cut
 
 
 def test_geometric_is_the_published_schedule() -> None:
     # L = 12, rate 1/3: 4, 7, 9, 10, 11, 11, 12 (PipeTransformer).
-    cuts = [
-        geometric(replace(EVIDENCE, num_blocks=13, has_parameters=(True,) * 13, epoch=1.0 + e)).cut for e in range(8)
-    ]
+    cuts = [geometric(replace(EVIDENCE, num_blocks=13, has_parameters=(True,) * 13, epoch=1.0 + e)) for e in range(8)]
     assert cuts == [0, 4, 7, 9, 10, 11, 11, 12]
 
 
 def test_no_schedule_falls_below_the_current_cut() -> None:
-    assert linear(replace(EVIDENCE, epoch=0.0, cut=3)).cut == 3
-    assert geometric(replace(EVIDENCE, epoch=0.0, cut=3)).cut == 3
+    assert linear(replace(EVIDENCE, epoch=0.0, cut=3)) == 3
+    assert geometric(replace(EVIDENCE, epoch=0.0, cut=3)) == 3
 
 
 def test_the_command_line_offers_every_criterion_and_no_other() -> None:
@@ -110,7 +115,60 @@ def test_the_command_line_offers_every_criterion_and_no_other() -> None:
 @pytest.mark.parametrize("name", CRITERIA)
 def test_a_criterion_needs_exactly_what_it_says_and_stays_in_range(name: str) -> None:
     criterion, late = CRITERIA[name], replace(EVIDENCE, epoch=9.5)
-    assert EVIDENCE.cut < criterion.propose(late).cut <= EVIDENCE.deepest
-    assert criterion.propose(replace(late, cut=EVIDENCE.deepest)).cut == EVIDENCE.deepest
-    blind = criterion.propose(replace(late, norms=None, previous_norms=None)).cut
+    assert EVIDENCE.cut < criterion.propose(late) <= EVIDENCE.deepest
+    assert criterion.propose(replace(late, cut=EVIDENCE.deepest)) == EVIDENCE.deepest
+    blind = criterion.propose(replace(late, norms=None, previous_norms=None, gains=None))
     assert (blind == EVIDENCE.cut) is criterion.watches_gradients
+
+
+@pytest.mark.parametrize(
+    ("changes", "cut"),
+    [
+        ({}, 2),
+        ({"peaks": (1.0, 0.001, 1.0, 2.0, 3.0, 1.0)}, 1),
+        ({"peaks": (0.01, 1.0, 1.0, 2.0, 3.0, 1.0)}, 0),
+        ({"min_gain": 0.001}, 0),
+        ({"work": (1.0, 1.0, 1.0, 1.0, 1.0, 995.0)}, 0),
+        ({"cut": 1}, 2),
+        ({"has_parameters": (True, True, False, True, True, True)}, 3),
+        ({"gains": EVIDENCE.gains[:1]}, 0),  # type: ignore[index]
+        ({"gains": tuple((*row[:5], sign * 99.0) for row, sign in zip(EVIDENCE.gains, (1, -1) * 8))}, 0),  # type: ignore[arg-type]
+        ({"gains": tuple((math.nan, *row[1:]) for row in EVIDENCE.gains)}, 0),  # type: ignore[union-attr]
+    ],
+    ids="two has-not-learned none-has strict saves-nothing further parameterless one-sample unclear not-finite".split(),
+)
+def test_blocks_that_gain_little_for_their_time_are_frozen(changes: dict[str, Any], cut: int) -> None:
+    assert coherence(replace(EVIDENCE, **changes)) == cut
+
+
+def test_a_cut_is_proposed_once_it_was_wanted_twice_and_uncertain_samples_freeze_nothing() -> None:
+    proposer = Proposer("coherence", intervals=2)
+    assert [proposer.propose(EVIDENCE, 1) for _ in range(2)] == [0, 2]
+    wild = tuple((noise, noise, 1.0, 2.0, 3.0, 1.0) for noise in (-2.0, 2.0) * 8)
+    assert coherence(replace(EVIDENCE, gains=wild)) == 0, "the mean is small, and not known to be"
+    assert gain_shares(EVIDENCE)[3] == pytest.approx(2 / 7, rel=0.01)
+    assert math.isnan(gain_shares(replace(EVIDENCE, cut=1))[0]) and gain_shares(replace(EVIDENCE, gains=None)) == ()
+
+
+def looked(*gains: float) -> tuple[tuple[float, ...], ...]:
+    """Return a look that finds these gains, each sure to a hundredth."""
+    return tuple(tuple(gain + noise for gain in gains) for noise in (-0.01, 0.01) * 4)
+
+
+@pytest.mark.parametrize(
+    ("looks", "cut"),
+    [
+        ((), 3),
+        ((looked(9, 9, 9, 1, 1, 1),), 3),
+        ((looked(9, 9, 9, 1, 1, 1),) * 2, 0),
+        ((looked(0, 0, 9, 1, 1, 1),) * 2, 2),
+        ((looked(0, 0, 0.1, 1, 1, 1),) * 2, 3),
+        ((looked(9, 9, 9, 1, 1, 1), looked(0, 0, 0, 1, 1, 1)), 3),
+    ],
+    ids=["no-look", "one-look", "all-gain", "the-last-does", "too-little", "once-only"],
+)
+def test_frozen_blocks_train_again_where_two_looks_find_that_they_gain(looks: Any, cut: int) -> None:
+    frozen = replace(EVIDENCE, cut=3, gains=None, looks=looks)
+    assert coherence(frozen) == cut
+    proposer = Proposer("coherence", cut=3, intervals=0)
+    assert proposer.propose(frozen, 1) == cut

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hvfreeze.freezing.frozen import hold_in_eval, release, release_model, trainable_of
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.freezing.freezer import freeze_by_vote
+from hvfreeze.freezing.frozen_prefix import hold_in_eval, release, release_model, trainable_of
 
 
 def pickled(model: nn.Module) -> nn.Module:
@@ -40,3 +43,33 @@ def test_what_its_owner_has_frozen_is_never_released() -> None:
     model[1].requires_grad_(False)
     release_model(model, trainable)
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True, True, True]
+
+
+def test_whoever_registers_is_told_of_every_move_when_the_prefix_has_changed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    freezer = freeze_by_vote(
+        model, optimizer, SoloWorld(), steps_per_epoch=4, num_epochs=5, settings=FreezeConfig(freeze="geometric")
+    )
+    seen: list[tuple[int, list[bool], int]] = []
+
+    def note() -> None:
+        trained = [parameter.requires_grad for parameter in model.parameters()][::2]
+        seen.append((freezer.cut, trained, len(freezer.reducer.carried)))
+
+    freezer.prefix.on_move(note)
+    freezer.freeze(2)
+    freezer.thaw(1)
+    state = freezer.state_dict()
+    freezer.thaw(0)
+    freezer.load_state_dict(state)
+    assert seen == [
+        (2, [False, False, True], 2),
+        (1, [False, True, True], 4),
+        (0, [True, True, True], 6),
+        (1, [False, True, True], 4),
+    ]
+    seen.clear()
+    for _ in range(12):
+        freezer.after_step(1.0)
+    assert [cut for cut, _, _ in seen] == list(freezer.prefix.cuts[-1:]) == [2]

@@ -22,3 +22,15 @@ def labelled_table(rows: int = 1203) -> tuple[Tensor, Tensor, Tensor]:
     features[:, CONSTANT] = 0.3
     features[:, LARGE] = 500 + 0.3 * features[:, LARGE]
     return features, labels, torch.rand(rows, generator=random) < 0.15
+
+
+def sides(samples: int, *, seed: int, matters: bool) -> tuple[Tensor, Tensor]:
+    """Return (S, 2, 40) features of samples and of their mirror images, and (S,) labels, which `matters` exchanges."""
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 2, (samples,), generator=random)
+    plain = torch.randn(samples, 40, generator=random)
+    turned = 0.3 * plain + torch.randn(samples, 40, generator=random)
+    signs = 0.35 * (2.0 * labels[:, None] - 1)
+    plain[:, :20] += signs
+    turned[:, :20] += -signs if matters else signs
+    return torch.stack([plain, turned], 1), labels

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.chain.blocks import Chain, cut_into_blocks
-from hvfreeze.chain.models import build_model
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.features import EveryBlock, before_last_layer, pooled
+from hvfreeze.heads.features import EveryBlock, before_last_layer, every_block, pooled
+from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.model_sources import build_model
 
 
 def small_chain() -> Chain:
@@ -29,8 +29,8 @@ def test_every_blocks_output_is_pooled_to_at_most_so_many_cells_and_put_side_by_
     first, second, third = (chain.run(images, 0, stop) for stop in (1, 2, 3))
     expected = [functional.adaptive_avg_pool2d(first, 4).flatten(1), second.flatten(1), third]
     assert second.shape[2:] == (3, 3), "a map below the limit stays as it is"
-    assert torch.equal(EveryBlock(chain, pool=4)(images), torch.cat(expected, 1))
-    assert EveryBlock(chain, pool=1)(images).shape == (2, 4 + 6 + 8)
+    assert torch.equal(every_block(chain, pool=4, example=images)(images), torch.cat(expected, 1))
+    assert every_block(chain, pool=1, example=images)(images).shape == (2, 4 + 6 + 8)
 
 
 @pytest.mark.parametrize(("shape", "width"), [((2, 5, 7, 3), 5 * 4 * 3), ((2, 9, 5), 5), ((2, 5), 5)])
@@ -48,10 +48,69 @@ def test_a_family_whose_maps_end_with_channels_is_pooled_over_its_cells() -> Non
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         first: Tensor = chain.run(images, 0, 1)
-        features = EveryBlock(chain, pool=2)(images)
+        features = every_block(chain, pool=2, example=images)(images)
     assert first.shape == (1, 8, 8, 96)
     expected = first.permute(0, 3, 1, 2).unflatten(2, (2, 4)).unflatten(4, (2, 4)).mean((3, 5))
     torch.testing.assert_close(features[:, : 96 * 4], expected.flatten(1))
+
+
+class Turned(nn.Module):
+    """A convolution of stride 2 whose maps go in or come out as (B, H, W, C)."""
+
+    def __init__(
+        self, channels_in: int, channels: int, *, into: bool = False, out: bool = False, side: int = 0
+    ) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(channels_in, channels, 3, stride=2, padding=1)
+        self.into, self.out, self.side = into, out, side
+
+    def forward(self, maps: Tensor) -> Tensor:
+        maps = maps.permute(0, 3, 1, 2) if self.into else maps
+        if self.side and maps.shape[2] != self.side:
+            raise AssertionError(f"images of {self.side} pixels are needed")
+        found: Tensor = self.convolution(maps)
+        return found.permute(0, 2, 3, 1) if self.out else found
+
+
+def turned_chain(*blocks: nn.Module) -> Chain:
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.LazyLinear(3))
+    parts = [(f"block{place}", block) for place, block in enumerate(blocks)]
+    return Chain.from_modules(model, [*parts, ("head", [model[-2], model[-1]])])
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16, 16), (2, 3, 16, 24)])
+@pytest.mark.parametrize("channels", [(5, 6), (8, 4)])
+def test_maps_are_averaged_over_cells_whichever_side_holds_the_channels(
+    shape: tuple[int, ...], channels: tuple[int, int]
+) -> None:
+    """With 8 and 4 channels of 16 pixels a map's three sides are equal."""
+    images, (first, second) = torch.randn(shape), channels
+    expected = None
+    for lies in ("CC", "LL", "LC", "CL"):
+        last = [side == "L" for side in lies]
+        torch.manual_seed(0)
+        chain = turned_chain(Turned(3, first, out=last[0]), Turned(first, second, into=last[0], out=last[1]))
+        features = every_block(chain, pool=2, example=torch.zeros(1, *shape[1:]))(images)
+        expected = features if expected is None else expected
+        torch.testing.assert_close(features, expected)
+        assert features.shape == (2, 4 * (first + second))
+
+
+def test_maps_of_which_nothing_tells_where_channels_are_get_refused() -> None:
+    for out in (False, True):
+        chain = turned_chain(Turned(3, 8, out=out, side=16))
+        with pytest.raises(UsageError, match=r"block block0 .* of shape \(1, 8, 8, 8\), and nothing tells which side"):
+            every_block(chain, pool=2, example=torch.zeros(1, 3, 16, 16))
+        clear = turned_chain(Turned(3, 5, out=out, side=16))
+        assert every_block(clear, pool=2, example=torch.zeros(1, 3, 16, 16))(torch.randn(1, 3, 16, 16)).shape == (1, 20)
+
+
+def test_rows_of_blocks_in_one_layout_are_filed_as_they_were() -> None:
+    for name in ("resnet18", "swin_t"):
+        chain = cut_into_blocks(build_model(name, num_classes=3, image_size=32).model.eval())
+        read = every_block(chain, pool=2, example=torch.zeros(1, 3, 32, 32))
+        assert type(read) is EveryBlock and set(vars(read)) == {"_blocks", "_pool", "_channels_last"}
+        assert vars(read)["_channels_last"] is (name == "swin_t")
 
 
 def test_the_last_layer_is_found_behind_containers_and_the_steps_before_it_give_what_it_takes() -> None:
@@ -71,9 +130,9 @@ def test_what_gives_no_features_is_refused_by_name() -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
     chain = Chain.from_modules(nn.Sequential(body), [("head", body)])
     with pytest.raises(UsageError, match="has one block only, its head"):
-        EveryBlock(chain, pool=4)
+        every_block(chain, pool=4, example=torch.zeros(1, 3, 8, 8))
     with pytest.raises(UsageError, match=r"pool \(0\) must be at least 1"):
-        EveryBlock(small_chain(), pool=0)
+        every_block(small_chain(), pool=0, example=torch.zeros(1, 3, 8, 8))
     squashed = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.Softmax(1))
     without_bias = nn.Sequential(nn.Flatten(), nn.Linear(12, 3, bias=False))
     for model in (squashed, without_bias):

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.linear.fit import HeadFit, fit_softmax
-from hvfreeze.heads.linear.loss import SoftmaxLoss
+from hvfreeze.heads.linear import HeadFit, SoftmaxLoss, Subset, fit_softmax
+from hvfreeze.heads.moments import measure
 from hvfreeze.heads.rows import Chunk, RowsInMemory, RowsOfBatches, gather
-from hvfreeze.heads.standard import measure
-from hvfreeze.ranks.world import SoloWorld
 from tests.single.heads.table import CLASSES, labelled_table
 
 
@@ -86,8 +85,8 @@ def test_held_out_rows_are_not_fitted_until_the_penalty_is_chosen() -> None:
     weights = torch.randn(loss.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     standardised = (features.double() - standard.mean) * standard.scale
     for fitted, point in (
-        (~held_out, loss.at(weights, held_out=True)),
-        (held_out | True, loss.at(weights, held_out=False)),
+        (~held_out, loss.at(weights, Subset(fold=0))),
+        (held_out | True, loss.at(weights, Subset())),
     ):
         free = weights.clone().requires_grad_()
         logits = standardised @ free[:, :-1].t() + free[:, -1]
@@ -95,10 +94,10 @@ def test_held_out_rows_are_not_fitted_until_the_penalty_is_chosen() -> None:
         expected.backward()
         assert abs(point.loss - expected.item()) < 1e-6
         torch.testing.assert_close(point.gradient, free.grad, atol=1e-6, rtol=0)
-    point = loss.at(weights, held_out=True)
+    point = loss.at(weights, Subset(fold=0))
     assert abs(point.held_out_loss - functional.cross_entropy(logits[held_out], labels[held_out]).item()) < 1e-6
     assert point.held_out_accuracy == pytest.approx(float((logits.argmax(1) == labels)[held_out].double().mean()))
-    assert math.isnan(loss.at(weights, held_out=False).held_out_loss)
+    assert math.isnan(loss.at(weights, Subset()).held_out_loss)
 
 
 def test_each_penalty_of_the_path_moves_the_solution_however_near_it_is() -> None:
@@ -113,7 +112,8 @@ class Streamed:
     def __init__(self, table: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
         self.width = table[0].shape[1]
         self.passes = 0
-        self._table = (table[0].to(dtype), *table[1:])
+        samples, mirrored = torch.arange(len(table[1])), torch.zeros_like(table[2])
+        self._table = (table[0].to(dtype), *table[1:], samples, mirrored)
 
     def chunks(self) -> Iterator[Chunk]:
         self.passes += 1
@@ -152,12 +152,14 @@ def test_the_summary_can_be_written_to_a_file() -> None:
         "error",
         "converged",
         "exchanged_bytes",
+        "mirror",
+        "left_out",
     }
     assert summary["trials"][0]["penalty"] == 0.1
 
 
 def batches_of(total: int, size: int) -> list[Batch]:
-    return padded_batches(np.arange(total), torch.arange(total) % CLASSES, size)
+    return padded_batches(np.arange(total), lambda ids, views: torch.from_numpy(ids) % CLASSES, size)
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 10**6])
@@ -177,16 +179,18 @@ def test_rows_of_batches_are_fetched_once_where_they_fit_and_are_the_same_chunks
         expect=lambda batches: None,
         width=features.shape[1],
         held_out=np.arange(530) % 10 == 0,
+        mirrored=lambda ids, views: (ids + views) % 3 == 0,
         memory_bytes=memory_bytes,
     )
     assert next(iter(rows.chunks())).features.equal(features[:512])
     for _ in range(2):
-        chunks = [(chunk.features.clone(), chunk.labels, chunk.held_out) for chunk in rows.chunks()]
+        chunks = [(c.features.clone(), c.labels, c.held_out, c.samples, c.mirrored) for c in rows.chunks()]
         parts = [torch.cat(column) for column in zip(*chunks)]
         assert [len(chunk[1]) for chunk in chunks] == [512, 18]
         assert parts[0].equal(features)
         assert parts[1].equal(torch.arange(530) % CLASSES)
         assert parts[2].equal(torch.arange(530) % 10 == 0)
+        assert parts[3].equal(torch.arange(530)) and parts[4].equal(torch.arange(530) % 3 == 0)
     once, begun = list(range(0, 530, 16)), list(range(0, 512, 16))
     assert fetched == (once if memory_bytes else [*begun, *once, *once])
 

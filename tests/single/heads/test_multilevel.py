@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from hvfreeze.config.model import HeadConfig
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import HeadConfig
 from hvfreeze.errors import RefusedError
-from hvfreeze.heads.linear.fit import fit_softmax
+from hvfreeze.heads.linear import fit_softmax
 from hvfreeze.heads.multilevel import MultiLevelClassifier, export, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.ranks.world import SoloWorld
 from tests.single.heads.test_features import small_chain
 
 READER = """

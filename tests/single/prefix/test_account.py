@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvfreeze.cache.compute import Counters
-from hvfreeze.cache.planning.plan import Plan
-from hvfreeze.prefix.account import Account, Sums, summary_of
-from hvfreeze.prefix.measuring import Horizon, Misses
+from hvfreeze.cache.activations import Counters
+from hvfreeze.cache.planning import Plan
+from hvfreeze.prefix.cache_decision import Account, Horizon, PrefixTimer, Sums, summary_of
 
 
 def plan(seconds: float, later: float, rows: float, rows_later: float) -> Plan:
@@ -15,7 +14,7 @@ def plan(seconds: float, later: float, rows: float, rows_later: float) -> Plan:
 
 
 def test_what_is_saved_is_what_all_batches_would_have_taken_less_what_they_took() -> None:
-    misses, counters = Misses(cut=2, seconds=6.0, batches=3, spent=6.0), Counters(batches=3)
+    misses, counters = PrefixTimer(cut=2, seconds=6.0, batches=3, spent=6.0), Counters(batches=3)
     account = Account(misses, counters)
     account.settle(2)
     assert account.sums == Sums(0, 0.0), "a batch that is computed saves nothing"
@@ -27,13 +26,13 @@ def test_what_is_saved_is_what_all_batches_would_have_taken_less_what_they_took(
 
 
 def test_images_for_a_model_without_a_frozen_block_are_no_loss() -> None:
-    account = Account(Misses(spent=5.0), Counters())
+    account = Account(PrefixTimer(spent=5.0), Counters())
     account.settle(0)
     assert account.sums == Sums(0, 0.0)
 
 
 def test_a_batch_costs_what_images_and_forward_take_to_the_cut_and_not_what_shorter_forwards_do() -> None:
-    misses = Misses()
+    misses = PrefixTimer()
     misses.restart(2)
     for stop in (1, 2):
         with misses.loading():
@@ -47,7 +46,7 @@ def test_a_batch_costs_what_images_and_forward_take_to_the_cut_and_not_what_shor
 
 
 def test_each_stay_has_its_own_prediction_and_only_the_last_what_was_to_come_after_it() -> None:
-    misses, counters = Misses(cut=1, seconds=1.0, batches=1), Counters()
+    misses, counters = PrefixTimer(cut=1, seconds=1.0, batches=1), Counters()
     account = Account(misses, counters)
     account.begin(1, plan(3.0, 2.0, 100, 50), kept=True)
     counters.batches, counters.rows_read = 4, 90
@@ -55,8 +54,8 @@ def test_each_stay_has_its_own_prediction_and_only_the_last_what_was_to_come_aft
     account.begin(2, plan(5.0, 7.0, 10, 20), kept=False)
     counters.batches, counters.rows_advanced, counters.read_seconds = 6, {1: 30}, 0.5
     account.settle(2)
-    mine = account.of_stays()
-    told = summary_of(account.stays, [mine, mine])
+    mine = account.of_periods()
+    told = summary_of(account.periods, [mine, mine])
     assert [(stay["cut"], stay["kept"]) for stay in told["stays"]] == [(1, True), (2, False)]
     assert [stay["rows_read_predicted"] for stay in told["stays"]] == [100, 30]
     assert [stay["rows_read"] for stay in told["stays"]] == [180, 60], "rows of all ranks"
@@ -66,8 +65,8 @@ def test_each_stay_has_its_own_prediction_and_only_the_last_what_was_to_come_aft
 
 
 def test_a_run_whose_cut_never_moved_has_no_stays() -> None:
-    account = Account(Misses(), Counters())
-    assert summary_of(account.stays, [account.of_stays()])["rows_read"] == 0
+    account = Account(PrefixTimer(), Counters())
+    assert summary_of(account.periods, [account.of_periods()])["rows_read"] == 0
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from hvfreeze.__main__ import main
-from hvfreeze.cache.planning.plan import Plan, make_plan
-from hvfreeze.prefix import planning
-from hvfreeze.strategies.replicas.door import Replicas
+from hvfreeze.cache.planning import Plan, make_plan
+from hvfreeze.prefix import cache_decision
+from hvfreeze.strategies.data_parallel import DataParallel
 
 TRAIN = (
     *("train", "--data", "digits", "--train-samples", "64", "--batch-size", "16", "--augment", "none"),
@@ -64,7 +64,7 @@ def photographs(folder: Path) -> Path:
 
 
 def test_votes_views_and_an_automatic_cache_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # README's first command; in three blocks and a head, and with an eta that lets the cut move.
+    # README's command with vote and cache; in three blocks and a head, and with an eta that lets the cut move.
     command = (
         *("train", "--data", "imagefolder", "--data-dir", str(photographs(tmp_path / "photos")), "--image-size", "32"),
         *("--lr", "0.02", "--schedule", "cosine", "--freeze", "gradient-norm", "--augment", "views:2"),
@@ -105,7 +105,7 @@ def test_a_run_that_could_read_no_row_measures_no_disk_and_says_why(
     def measured(*args: object) -> None:
         raise AssertionError("the directory was measured")
 
-    monkeypatch.setattr(planning, "rates_of", measured)
+    monkeypatch.setattr(cache_decision, "rates_of", measured)
     frozen = ("--model", "resnet18", "--freeze", "static", "--cut", "4", "--epochs", "1")
     found = train(tmp_path / "run", *frozen, "--cache", "auto", "--augment", "views:2")
     line = "cache auto at cut 4: none of 2 views would come again in the 1.0 epochs that are left"
@@ -127,15 +127,15 @@ def test_an_impossible_directory_is_refused_before_training(
 
 def lose_directory(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """Put a file in the directory's place once the first step is made."""
-    step = Replicas.step
+    step = DataParallel.step
 
-    def once(self: Replicas, *args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(Replicas, "step", step)
+    def once(self: DataParallel, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(DataParallel, "step", step)
         shutil.rmtree(place)
         place.write_text("")
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(Replicas, "step", once)
+    monkeypatch.setattr(DataParallel, "step", once)
 
 
 MOVING = ("--model", "squeezenet1_1", "--freeze", "linear", "--epochs", "3", "--image-size", "64", "--cache", "on")
@@ -189,7 +189,7 @@ def test_a_cut_whose_rows_were_not_worth_keeping_is_looked_at_again_in_the_next_
             return replace(plan, use=False)
         return plan
 
-    monkeypatch.setattr(planning, "make_plan", hesitant)
+    monkeypatch.setattr(cache_decision, "make_plan", hesitant)
     frozen = ("--model", "resnet18", "--freeze", "static", "--cut", "4", "--epochs", "4")
     found = train(tmp_path / "run", *frozen, "--cache", "auto")
     assert len(declined) == 4

@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 import pytest
 
+from hvfreeze.cache.file.format import NAMES
 from hvfreeze.cache.file.hdf5 import find_regions
-from hvfreeze.cache.file.manifest import NAMES
 from tests.program import Outcome, call
 from tests.single.cache.test_evil_files import EVIL, FORGED, forge
 

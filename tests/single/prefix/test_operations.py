@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.chain.blocks import Chain, cut_into_blocks
-from hvfreeze.freezing.frozen import hold_in_eval
+from hvfreeze.freezing.frozen_prefix import hold_in_eval
+from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.prefix.operations import operations_digest
 from hvfreeze.torchvision_shim import torchvision
 

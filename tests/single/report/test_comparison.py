@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvfreeze.report.comparison import Group, compare, group_by_seed, spread
-from hvfreeze.report.tables import summary_table
-from hvfreeze.report.units import percent, seconds, shown
+from hvfreeze.report.tables import percent, seconds, shown, summary_table
 from hvfreeze.runs.reading import load_run, load_runs
 from tests.single.report.run_directories import vote, write_run
 
@@ -88,7 +87,8 @@ def test_a_mean_is_shown_with_its_range_and_n_with_its_name(tmp_path: Path) -> N
     assert shown(spread([0.5, 0.5]), percent) == "50.0 %"
     assert [seconds(value) for value in (1.234, 12.34, 1234.5)] == ["1.23 s", "12.3 s", "1234 s"]
     paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.9 + s / 100], seed=s) for s in (0, 1)]
-    row = dict(zip(summary_table([]).columns, summary_table(group_by_seed(load_runs(paths))).rows[0]))
+    table = summary_table(group_by_seed(load_runs(paths)))
+    row = dict(zip(table.columns, table.rows[0]))
     assert row["Run"] == "full (2 seeds)"
     assert row["Accuracy"] == "90.5 % (90.0 to 91.0)"
     assert row["Speed-up"] == "baseline"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -13,10 +14,20 @@ import pytest
 from hvfreeze.__main__ import main
 from hvfreeze.errors import RefusedError
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import accuracy_curve, colours, plot_accuracy_against_time, plot_cuts, plot_phases
-from hvfreeze.report.page import Section, write_page
-from hvfreeze.report.report import write_report, write_report_page
-from hvfreeze.report.style import COLOURS, NARROW, WIDE, save_figure, spread_out
+from hvfreeze.report.figures import (
+    COLOURS,
+    NARROW,
+    WIDE,
+    accuracy_curve,
+    colours,
+    plot_accuracy_against_time,
+    plot_cuts,
+    plot_gains,
+    plot_phases,
+    save_figure,
+    spread_out,
+)
+from hvfreeze.report.report import Section, write_page, write_report, write_report_page
 from hvfreeze.report.tables import Table, command, models_table, summary_table, vote_table
 from hvfreeze.runs.reading import load_run, load_runs
 from tests.single.report.conftest import VOTES
@@ -36,28 +47,26 @@ def test_an_output_folder_that_is_a_file_is_refused(pair: list[Path], tmp_path: 
     assert (tmp_path / "out").read_text() == "mine"
 
 
+def votes_of(directory: Path) -> list[dict[str, str]]:
+    table = vote_table(load_run(directory))
+    return [dict(zip(table.columns, row)) for row in table.rows]
+
+
 def test_a_vote_is_a_row_that_a_person_can_follow(pair: list[Path]) -> None:
-    table = vote_table(load_run(pair[1]))
-    assert table.title == "voted: 2 votes, 1 change of the cut"
-    first, second = (dict(zip(table.columns, row)) for row in table.rows)
-    assert (first["Proposals"], first["Weights"]) == ("1, 2", "1, 0.5")
+    assert vote_table(load_run(pair[1])).title == "voted: 2 votes, 1 change of the cut"
+    first, second = votes_of(pair[1])
+    assert (first["Proposals"], first["Weights"], first["Cut"]) == ("1, 2", "1, 0.5", "0 → 1")
     assert (first["Support"], first["Quorum"]) == ("cut 1: 100.0 %, cut 2: 33.3 %", "50.0 %")
-    assert first["Cut"] == "0 → 1"
     assert (second["Cut"], second["Support"]) == ("stays 1", "cut 2: 20.0 %")
 
 
-def test_ballots_of_many_ranks_are_counted(tmp_path: Path) -> None:
+def test_ballots_of_many_ranks_are_counted_and_a_shadow_has_a_column(tmp_path: Path) -> None:
     line = vote(10, before=0, after=0, proposals=[0] * 30 + [1] * 10, weights=[1.0] * 40)
-    run = load_run(write_run(tmp_path / "many", accuracies=[0.1], size=40, freeze="linear", decisions=[line]))
-    row = dict(zip(vote_table(run).columns, vote_table(run).rows[0]))
+    (row,) = votes_of(write_run(tmp_path / "many", accuracies=[0.1], size=40, freeze="linear", decisions=[line]))
     assert row["Proposals"] == "30 times 0, 10 times 1"
-
-
-def test_a_shadow_criterion_has_a_column_and_no_part_in_the_cut(tmp_path: Path) -> None:
     shadow = {"linear": {"proposals": [2, 3], "cut": 2}}
     line = vote(10, before=0, after=0, proposals=[], weights=[1.0, 1.0], shadow=shadow, tally=[], total=0)
-    run = load_run(write_run(tmp_path / "watched", accuracies=[0.1], shadow="linear", decisions=[line]))
-    row = dict(zip(vote_table(run).columns, vote_table(run).rows[0]))
+    (row,) = votes_of(write_run(tmp_path / "watched", accuracies=[0.1], shadow="linear", decisions=[line]))
     assert (row["Shadow linear"], row["Proposals"], row["Cut"]) == ("2 (2, 3)", "", "stays 0")
 
 
@@ -66,14 +75,13 @@ def test_the_command_of_a_run_names_what_differs_from_the_defaults(pair: list[Pa
 
 
 def test_a_table_as_text_is_aligned_and_marks_its_columns() -> None:
-    table = Table(columns=("a", "number"), rows=(("long name", "1"), ("b", "22")))
-    assert (
-        table.to_text()
-        == "| a         | number |\n|:----------|-------:|\n| long name |      1 |\n| b         |     22 |\n"
-    )
+    text = Table(columns=("a", "number"), rows=(("long name", "1"), ("b", "22"))).to_text()
+    assert text == "| a         | number |\n|:----------|-------:|\n| long name |      1 |\n| b         |     22 |\n"
 
 
-def test_a_report_holds_page_figures_and_numbers(pair: list[Path], tmp_path: Path) -> None:
+def test_a_report_is_a_page_figures_and_numbers_the_same_bytes_each_time_and_asks_for_nothing_else(
+    pair: list[Path], tmp_path: Path
+) -> None:
     out = tmp_path / "report"
     assert write_report(pair, out=out) == 0
     page = (out / "index.html").read_text()
@@ -90,25 +98,16 @@ def test_a_report_holds_page_figures_and_numbers(pair: list[Path], tmp_path: Pat
     assert float(rows[1]["speed_up"]) == pytest.approx(1.25) and rows[0]["speed_up"] == ""
     assert len(epochs) == 6
     assert [line["proposals"] for line in votes] == ["1 2", "1 2"]
-
-
-def test_a_page_asks_for_nothing_beside_its_own_folder(pair: list[Path], tmp_path: Path) -> None:
-    write_report(pair, out=tmp_path / "report")
-    page = (tmp_path / "report" / "index.html").read_text()
     assert "<script" not in page
     linked = re.findall(r'(?:src|href|srcset)="([^"]*)"', page)
     assert linked
     for link in linked:
-        assert link.startswith(("data:image/svg+xml;base64,", "#section-")) or (tmp_path / "report" / link).is_file()
-
-
-def test_two_reports_on_the_same_runs_are_the_same_bytes(pair: list[Path], tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write_report(pair, out=tmp_path / name)
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+        assert link.startswith(("data:image/svg+xml;base64,", "#section-")) or (out / link).is_file()
+    write_report(pair, out=tmp_path / "again")
+    files = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
     assert len(files) == 16
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+        assert (out / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
 
 
 def test_a_runs_name_cannot_put_markup_into_the_page(tmp_path: Path) -> None:
@@ -123,9 +122,18 @@ def test_an_unfinished_run_is_shown_as_such_and_not_compared(tmp_path: Path) -> 
         write_run(tmp_path / "full", accuracies=[0.1] * 5),
         write_run(tmp_path / "voted", accuracies=[0.1], epochs=5, freeze="linear", finished=False),
     ]
-    row = dict(zip(summary_table([]).columns, summary_table(group_by_seed(load_runs(runs))).rows[1]))
+    table = summary_table(group_by_seed(load_runs(runs)))
+    row = dict(zip(table.columns, table.rows[1]))
     assert row["Run"] == "voted (not finished: 1 of 5 epochs)"
     assert (row["Speed-up"], row["Time saved"]) == ("", "")
+
+
+@pytest.mark.parametrize("flags", [{"freeze": "auto"}, {"time_budget": "5m"}])
+def test_of_an_unfinished_run_that_plans_as_it_goes_only_what_is_done_is_told(
+    tmp_path: Path, flags: dict[str, str]
+) -> None:
+    runs = load_runs([write_run(tmp_path / "auto", accuracies=[0.1] * 8, epochs=6, finished=False, **flags)])
+    assert summary_table(group_by_seed(runs)).rows[0][0] == "auto (not finished: 8 epochs)"
 
 
 def test_one_run_of_one_epoch_without_votes_makes_a_report(tmp_path: Path) -> None:
@@ -147,6 +155,18 @@ def test_many_runs_are_drawn_at_any_width(tmp_path: Path, width: float) -> None:
         save_figure(figure, tmp_path / "figure")
         assert figure.get_figwidth() == width
     assert len(plot_cuts(runs, width=width).axes) == 12
+
+
+def test_what_blocks_gain_is_drawn_by_block_where_votes_have_looked_at_it(tmp_path: Path) -> None:
+    gains = [[None, 0.25, 0.75], [None, 0.35, 0.65]]
+    weighed = [{**line, "gains": gains} for line in VOTES]
+    path = write_run(tmp_path / "weighed", accuracies=[0.1, 0.2, 0.3], freeze="coherence", decisions=weighed)
+    (axes,) = plot_gains(load_runs([path])).axes
+    drawn = [list(line.get_ydata()) for line in axes.lines]
+    assert math.isnan(drawn[0][0]) and [values[0] for values in drawn[1:]] == pytest.approx([0.3, 0.7])
+    assert write_report([path], out=tmp_path / "out") == 0
+    page = (tmp_path / "out/index.html").read_text()
+    assert "part of what a step gains" in page and (tmp_path / "out/figures/gains.svg").exists()
 
 
 def test_each_model_of_a_run_that_trained_several_has_a_row(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +29,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, place: Path, out: Path, *epochs: in
         for file in lines.iterdir():
             (place / file.name).write_bytes(b"" if count == 0 and file.suffix == ".jsonl" else file.read_bytes())
 
-    monkeypatch.setattr(report.time, "sleep", look_again)
+    # The module's own: other threads of this process sleep too.
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=look_again, strftime=time.strftime))
     monkeypatch.setattr(report, "doing", lambda folder: "running" if rest else "stopped")
     make(rest.pop(0))
     assert report.watch_report([place], out=out, seconds=7) == 0

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hvfreeze import files as locking
 from hvfreeze.errors import UsageError
 from hvfreeze.runs import directory as module
-from hvfreeze.runs import lock as locking
 from hvfreeze.runs.directory import check_directory, directory_name, open_record
 from tests.program import NOBODY, contents, without_privileges
 from tests.single.runs.starting import ENVIRONMENT, kept, settings, start
@@ -51,7 +51,7 @@ def test_a_check_changes_nothing_and_makes_nothing(tmp_path: Path) -> None:
 
 
 HELD = (
-    "import sys; from pathlib import Path; from hvfreeze.runs.lock import Lock;"
+    "import sys; from pathlib import Path; from hvfreeze.runs.files import Lock;"
     "lock = Lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 )
 
@@ -76,7 +76,11 @@ def open_record_of(directory: Path, given: Any, environment: Any) -> None:
 
 
 def test_a_resumption_waits_until_the_job_before_it_is_gone(tmp_path: Path) -> None:
-    start(tmp_path).close()
+    first = start(tmp_path)
+    with pytest.raises(UsageError, match="is in use by process"):
+        start(tmp_path)
+    first.close()
+    first.close()
     job = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert job.stdout is not None and job.stdout.readline() == b"held\n"
     with pytest.raises(UsageError, match="is in use by"):
@@ -84,16 +88,6 @@ def test_a_resumption_waits_until_the_job_before_it_is_gone(tmp_path: Path) -> N
     threading.Timer(0.5, job.kill).start()
     assert check_directory(tmp_path, settings(resume=True), ENVIRONMENT) == []
     job.communicate()
-
-
-def test_a_record_that_is_closed_lets_others_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
-    first = start(tmp_path)
-    with pytest.raises(UsageError, match="is in use by process"):
-        start(tmp_path, resume=True)
-    first.close()
-    first.close()
-    start(tmp_path, resume=True).close()
 
 
 def test_a_file_system_without_locks_is_not_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +102,12 @@ def test_a_file_system_without_locks_is_not_busy(tmp_path: Path, monkeypatch: py
 
 
 def test_a_directory_that_others_could_write_to_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    (tmp_path / "read").mkdir()
-    (tmp_path / "read").chmod(0o755)
-    start(tmp_path / "open").close()
-    start(tmp_path / "read").close()
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("open", "read")] == [0o700, 0o755]
+    for mode, after in ((0o777, 0o700), (0o755, 0o755)):
+        folder = tmp_path / f"{mode}"
+        folder.mkdir()
+        folder.chmod(mode)
+        start(folder).close()
+        assert folder.stat().st_mode & 0o777 == after
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
@@ -134,10 +127,9 @@ def test_what_somebody_else_has_put_there_is_not_used() -> None:
 
 def test_where_nothing_can_be_written_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match=r"cannot be written: .*/file is no folder; choose another"):
-        check_directory(tmp_path / "file" / "run", settings(), ENVIRONMENT)
-    with pytest.raises(UsageError, match="it is no folder"):
-        check_directory(tmp_path / "file", settings(), ENVIRONMENT)
+    for place, said in (("file/run", "file is no folder; choose another"), ("file", "it is no folder; choose another")):
+        with pytest.raises(UsageError, match=rf"cannot be written: .*{said}"):
+            check_directory(tmp_path / place, settings(), ENVIRONMENT)
     with pytest.raises(UsageError, match="cannot be written"):
         open_record(Path("/proc/run"), settings(), environment=ENVIRONMENT)
 

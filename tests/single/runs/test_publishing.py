@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvfreeze.errors import RefusedError
-from hvfreeze.runs import publishing as module
-from hvfreeze.runs.publishing import open_own, publish, publishing
+from hvfreeze.files import open_own
+from hvfreeze.runs import files as module
+from hvfreeze.runs.files import publish, publishing
 from hvfreeze.runs.record import Record
 
 

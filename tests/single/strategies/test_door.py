@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvfreeze.config.strategy import OWN_FLAGS, STRATEGIES
-from hvfreeze.training.choice import CHOICES
+from hvfreeze.config.sections import OWN_FLAGS, STRATEGIES
+from hvfreeze.training.stage_build import CHOICES
 from tests.parallel.workers.contract import SETTINGS, UNFIT
 
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.comm.mesh import Mesh
+from hvfreeze.comm.world import World
 from hvfreeze.prefix.features import Halves
-from hvfreeze.ranks.mesh import Mesh
-from hvfreeze.ranks.world import World
-from hvfreeze.strategies.grid.rows.errands import Errands
+from hvfreeze.strategies.grid.cached_rows import RemotePrefix
 
 
-def reader() -> Errands:
+def reader() -> RemotePrefix:
     """The second of two partitions, whose blocks add 1 each, with nobody to ask."""
     mesh = Mesh(cast(World, SimpleNamespace(rank=1, size=2)), 2)
     halves = cast(Halves, SimpleNamespace(prefix=lambda x, start, stop: x + (stop - start)))
     nobody: Any = None
-    return Errands(mesh, [(0, 1), (1, 4)], 1, halves=halves, wire=nobody, boundaries={})
+    return RemotePrefix(mesh, [(0, 1), (1, 4)], 1, halves=halves, wire=nobody, boundaries={})
 
 
 def test_rows_that_are_lost_in_a_step_are_not_waited_for() -> None:

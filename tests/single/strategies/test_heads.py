@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.chain.blocks import Chain
-from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.shared_trunk.heads import Head, drop_tensors, hold_still
-from hvfreeze.strategies.shared_trunk.labels import Labels
-from hvfreeze.strategies.shared_trunk.tasks import Task
+from hvfreeze.strategies.shared_trunk.strategy import Head, drop_tensors, hold_still
+from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
 
 SETTINGS = OptimizerConfig(lr=0.1)
 FEATURES = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

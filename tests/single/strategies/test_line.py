@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvfreeze.chain.segments import Boundary
+from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.data.batches import Batch
-from hvfreeze.ranks.wire import LoopWire, Wire
+from hvfreeze.model.segments import Boundary
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.shared_trunk.line import LANES, Line, Plan
+from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
 
 BOUNDARIES = [Boundary((2, n), (n, 1), torch.float32) for n in (10, 7, 5, 3)]
 THREE = ((0, 1), (1, 2), (2, 3))
 
 
 def test_features_come_from_the_rank_that_computes_them() -> None:
-    plan = Plan(THREE, ((3,), (2, 3), (), (3,)), ((0,), (1, 4), (), (3,)))
+    plan = LinePlan(THREE, ((3,), (2, 3), (), (3,)), ((0,), (1, 4), (), (3,)))
     assert [plan.source_of(depth) for depth in (1, 2, 3)] == [0, 1, 2]
     assert plan.receivers(3) == [0, 1, 3] and plan.receivers(2) == [1]
     assert [plan.place_of(rank) for rank in range(4)] == [0, 1, 2, None]
@@ -30,7 +30,9 @@ def test_features_come_from_the_rank_that_computes_them() -> None:
 
 def test_the_bytes_of_a_batch_are_known_beforehand() -> None:
     heads = (((3,), (2, 3), (), (3,)), ((0,), (1, 4), (), (3,)))
-    sent = {how: Plan(THREE, *heads, how).bytes_per_batch(BOUNDARIES, rows=2) for how in ("replay", "direct", "ride")}
+    sent = {
+        how: LinePlan(THREE, *heads, how).bytes_per_batch(BOUNDARIES, rows=2) for how in ("replay", "direct", "ride")
+    }
     # Both inner boundaries once; from rank 2 to ranks 0, 1 and 3, while rank 1 has its own at depth 2.
     assert all(
         lanes["activations"] == 4 * 2 * (7 + 5) and lanes["features"] == 4 * 2 * 3 * 3 for lanes in sent.values()
@@ -41,7 +43,12 @@ def test_the_bytes_of_a_batch_are_known_beforehand() -> None:
 
 
 def line(
-    plan: Plan, seen: list[int], *, rank: int = 0, wire: Wire | None = None, boundaries: Sequence[Boundary] = BOUNDARIES
+    plan: LinePlan,
+    seen: list[int],
+    *,
+    rank: int = 0,
+    wire: Wire | None = None,
+    boundaries: Sequence[Boundary] = BOUNDARIES,
 ) -> Line:
     def load(batch: Batch) -> Tensor:
         seen.append(int(batch.ids[0]))
@@ -50,7 +57,7 @@ def line(
     return Line(
         plan=plan,
         rank=rank,
-        wire=LoopWire(LANES) if wire is None else wire,
+        wire=Wire(LANES) if wire is None else wire,
         boundaries=boundaries,
         run=lambda x, start, stop: x * 10 + stop,
         load=load,
@@ -65,7 +72,7 @@ def batch(number: int) -> Batch:
 
 def test_a_line_of_one_serves_what_was_announced_in_order() -> None:
     seen: list[int] = []
-    alone = line(Plan(((0, 3),), ((2, 3),), ((1, 0),), "ride"), seen)
+    alone = line(LinePlan(((0, 3),), ((2, 3),), ((1, 0),), "ride"), seen)
     batches = [batch(4), batch(5), batch(6)]
     alone.begin(batches)
     for expected in (4, 5):
@@ -83,7 +90,7 @@ def test_a_line_of_one_serves_what_was_announced_in_order() -> None:
 
 def test_where_nobody_has_a_head_nothing_is_computed() -> None:
     seen: list[int] = []
-    idle = line(Plan(((0, 3),), ((),), ((),)), seen)
+    idle = line(LinePlan(((0, 3),), ((),), ((),)), seen)
     idle.begin([batch(1)])
     assert idle.serve().features == {} and idle.forwards == 0 and seen == []
 
@@ -92,7 +99,7 @@ Address = tuple[int, int, str, int]
 """From, to, lane and number."""
 
 
-class Between(LoopWire):
+class Between(Wire):
     """The wire of one of several lines in threads; `expected` are messages that it has begun to receive."""
 
     def __init__(self, rank: int, mail: dict[Address, SimpleQueue[Tensor]]) -> None:
@@ -120,7 +127,7 @@ class Between(LoopWire):
 
 @pytest.mark.parametrize("served", [0, 1, 2, 6])
 def test_what_a_rank_has_begun_to_receive_comes_however_early_the_line_is_ended(served: int) -> None:
-    plan = Plan(THREE, ((3,), (2, 3), (3,)), ((0,), (1,), (2,)))
+    plan = LinePlan(THREE, ((3,), (2, 3), (3,)), ((0,), (1,), (2,)))
     mail: dict[Address, SimpleQueue[Tensor]] = {}
     wires = [Between(rank, mail) for rank in range(3)]
     barrier = threading.Barrier(3)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hvfreeze.ranks.exchange.network import Network
-from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.strategies.replicas.measured_plan import MeasuredPlan
+from hvfreeze.comm.compression_cost import Network
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.strategies.compression_choice import CompressionChoice
 
 SLOW = Network(bytes_per_second=1e7, latency_seconds=1e-4)
 STEP = {"forward": 0.01, "backward": 0.02, "allreduce": 0.0, "optimizer": 0.001}
@@ -67,14 +67,14 @@ def said() -> Iterator[list[str]]:
     yield []
 
 
-def plan_of(said: list[str], clock: Clock, reducer: Reducer, *, alike: bool = True) -> MeasuredPlan:
+def plan_of(said: list[str], clock: Clock, reducer: Reducer, *, alike: bool = True) -> CompressionChoice:
     kinds: Any = SimpleNamespace(reducer=reducer, clock=clock, world=TwoRanks(alike=alike))
-    return MeasuredPlan(
+    return CompressionChoice(
         kinds.reducer, kinds.clock, kinds.world, SLOW, asked="auto", accumulate=1, say=lambda line: said.append(line)
     )
 
 
-def go(plan: MeasuredPlan, clock: Clock, reducer: Reducer, steps: int) -> None:
+def go(plan: CompressionChoice, clock: Clock, reducer: Reducer, steps: int) -> None:
     for _ in range(steps):
         clock.step()
         reducer.steps += 1

@@ -9,14 +9,13 @@ import torch
 
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import from_dict
-from hvfreeze.data.batches import Batch
-from hvfreeze.data.dealing import Corpus, deal
-from hvfreeze.data.sets.opening import open_data
+from hvfreeze.data.batches import Batch, Corpus, deal
+from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.strategies.shared_trunk.features import Rows, worth_filling
-from hvfreeze.strategies.shared_trunk.labels import Labels, read_labels
-from hvfreeze.strategies.shared_trunk.tasks import Task, read_files, tasks_of
-from hvfreeze.updates.objective import Mixture, Objective
+from hvfreeze.optim import Mixture, Objective
+from hvfreeze.strategies.shared_trunk.features import Keys, worth_filling
+from hvfreeze.strategies.shared_trunk.tasks import Labels, Task, read_files, read_labels, tasks_of
+from tests.program import save_photos
 
 
 def corpus(**data: Any) -> Corpus:
@@ -113,11 +112,44 @@ def test_task_files_that_say_what_cannot_be_are_refused(text: str, message: str,
         ("sample,a\n99999,x", "line 2 of the table: there is no sample 99999"),
         ("sample,a\n0,x\n1,", "has no label in a"),
         ("sample,b\n0,x", "no column a"),
+        (
+            "sample,a\n0,x\n1,y\n0,y",
+            "line 4 of the table: sample 0 of train has a label already, x in a, and here it is y",
+        ),
+        ("sample,a\n0,x\n0,", "label already, x in a, and here it is none; leave one"),
     ],
 )
 def test_tables_that_lack_labels_are_refused(table: str, message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         read_labels([Task(name="a", column="a", lr=1.0, seed=0)], table, corpus())
+
+
+def table_of(samples: Corpus, *, test: str) -> str:
+    lines = [f"train,{row},{'odd' if row % 2 else 'even'}" for row in range(len(samples.train))]
+    lines += [f"test,{row},{'odd' if row % 2 else test}" for row in range(len(samples.evaluated))]
+    return "\n".join(["split,sample,a", *lines])
+
+
+def test_a_label_that_no_training_sample_has_is_refused() -> None:
+    samples, tasks = corpus(), [Task(name="parity", column="a", lr=1.0, seed=0)]
+    told = "task parity: Even in a of test is the label of no training sample, of which even, odd are; correct it"
+    with pytest.raises(RefusedError, match=told):
+        read_labels(tasks, table_of(samples, test="Even"), samples)
+    (labels,) = read_labels(tasks, table_of(samples, test="even"), samples)
+    assert labels.classes == ("even", "odd")
+    # A line that says the same once more does no harm.
+    (again,) = read_labels(tasks, table_of(samples, test="even") + "\ntrain,4,even", samples)
+    assert again.identity() == labels.identity()
+
+
+def test_a_sample_named_by_number_and_by_path_is_one(tmp_path: Path) -> None:
+    save_photos(tmp_path)
+    samples = deal(open_data("imagefolder", tmp_path), DataConfig(), seed=0, batch_size=8, replicas=1)
+    lines = [f"train,{path},x" for path in samples.train.source.paths]  # type: ignore[union-attr]
+    with pytest.raises(RefusedError, match="line 50 of the table: sample 2 of train has a label already, x in a"):
+        read_labels(
+            [Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *lines, "train,2,y"]), samples
+        )
 
 
 def test_a_column_of_one_value_is_no_task() -> None:
@@ -142,7 +174,7 @@ def batches(*ids: list[int]) -> list[Batch]:
     return [Batch(np.array(i), np.zeros(len(i), np.int64), torch.zeros(len(i)), len(i)) for i in ids]
 
 
-def rows(*ids: int) -> Rows:
+def rows(*ids: int) -> Keys:
     return np.array([[i, 0] for i in ids], dtype=np.int64).reshape(-1, 2)
 
 

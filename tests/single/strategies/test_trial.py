@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from hvfreeze.ranks.exchange.forecast import CANDIDATES, Forecast, choose, worth_trying
-from hvfreeze.strategies.replicas.trial import ROUNDS, TRIED_STEPS, Trial
+from hvfreeze.comm.compression_cost import CANDIDATES, Forecast, choose, worth_trying
+from hvfreeze.strategies.compression_choice import ROUNDS, TRIED_STEPS, CompressionTrial
 
 
-def follow(trial: Trial, taken: dict[str, float]) -> str:
+def follow(trial: CompressionTrial, taken: dict[str, float]) -> str:
     while not trial.over:
         trial.add([9.0] + [taken[trial.now]] * (TRIED_STEPS - 1))
     return trial.now
@@ -29,7 +29,7 @@ def follow(trial: Trial, taken: dict[str, float]) -> str:
     ],
 )
 def test_what_changes_more_is_kept_where_it_makes_steps_shorter(taken: dict[str, float], kept: str) -> None:
-    trial = Trial(list(taken))
+    trial = CompressionTrial(list(taken))
     assert trial.now == "a" and not trial.over
     assert follow(trial, taken) == kept
     assert trial.medians == taken
@@ -37,7 +37,7 @@ def test_what_changes_more_is_kept_where_it_makes_steps_shorter(taken: dict[str,
 
 def in_rounds(taken: dict[str, list[float]]) -> tuple[str, list[str]]:
     """Return what is kept of compressions that take other seconds in every round, and what was tried, in order."""
-    trial, met = Trial(list(taken)), []
+    trial, met = CompressionTrial(list(taken)), []
     while not trial.over:
         name = trial.now
         trial.add([9.0] + [taken[name][met.count(name)]] * (TRIED_STEPS - 1))
@@ -65,17 +65,17 @@ def test_what_is_no_longer_tried_cannot_win_where_the_others_become_slower() -> 
 
 
 def test_one_alone_is_not_tried() -> None:
-    trial = Trial(["a"])
+    trial = CompressionTrial(["a"])
     assert trial.over and trial.now == "a" and not trial.medians
 
 
 @pytest.mark.parametrize("rounds", range(9))
 def test_a_trial_goes_on_from_its_state(rounds: int) -> None:
     taken = {"a": 0.6, "b": 0.9, "c": 0.5}
-    trial = Trial(list(taken))
+    trial = CompressionTrial(list(taken))
     for _ in range(rounds):
         trial.add([taken[trial.now]] * TRIED_STEPS)
-    again = Trial(**json.loads(json.dumps(trial.state_dict())))
+    again = CompressionTrial(**json.loads(json.dumps(trial.state_dict())))
     assert (again.now, again.over, dict(again.medians)) == (trial.now, trial.over, dict(trial.medians))
     assert follow(again, taken) == "c"
 

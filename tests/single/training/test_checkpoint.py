@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from hvfreeze.errors import RefusedError
-from hvfreeze.training.checkpoints import file as checkpoint
-from tests.program import ROOT
+from hvfreeze.training import checkpoint_file as checkpoint
+from tests.parallel.mpirun import ROOT, environment
 from tests.single.training.forging import Evil, forged
 
 KILLED_SAVES = Path(__file__).with_name("workers") / "killed_saves.py"
@@ -76,18 +76,6 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
     assert step_in(path) == 1
 
 
-def test_a_file_that_is_cut_short_or_too_long_is_noticed(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    whole = path.read_bytes()
-    for kept in [*(len(whole) * tenth // 10 for tenth in range(10)), len(whole) - 1]:
-        path.write_bytes(whole[:kept])
-        with pytest.raises(RefusedError, match=f"{path} is damaged"):
-            load(path)
-    path.write_bytes(whole + b"\0")
-    with pytest.raises(RefusedError, match=f"{path} is damaged"):
-        load(path)
-
-
 def test_another_number_of_ranks_cannot_resume(tmp_path: Path) -> None:
     path = save(tmp_path, 1, size=4)
     with pytest.raises(RefusedError, match=f"{path} was written by 4 ranks and cannot resume on 2"):
@@ -114,36 +102,48 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(
     assert probe.exists(), "the object is harmless, this test proves nothing"
 
 
-def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
-    path, buffer = checkpoint.path_of(tmp_path, 1), io.BytesIO()
-    torch.save([1, 2], buffer)
-    for payload in (b"", b"no archive", buffer.getvalue()):
-        path.write_bytes(forged(payload))
-        with pytest.raises(RefusedError, match=str(path)):
-            load(path)
-    with pytest.raises(RefusedError, match=r"absent\.pt cannot be read: No such file"):
-        load(tmp_path / "absent.pt")
+def with_digest(line: bytes) -> bytes:
+    return line + hashlib.sha256(line).hexdigest().encode()
+
+
+def saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("content", "words"),
     [
-        b"[" * 100_000 + b"\n",
-        b'{"step": 1, "size": 1, "sections": [1e999, 0]}\n',
-        b'{"step": 1, "size": true, "sections": [0, 0]}\n',
-        b'{"step": 1, "size": 1, "sections": [-5, 5]}\n',
-        b'{"step": 1, "size": 1, "sections": 3}\n',
-        b'{"step": 1, "size": 5, "sections": [0, 0]}\n',
-        b'{"step": 1, "size": 1, "sections": [0, 0]}',
-        b"9" * (checkpoint.LONGEST_HEADER + 5) + b"\n",
+        pytest.param(forged(b""), "", id="no state"),
+        pytest.param(forged(b"no archive"), "", id="no archive"),
+        pytest.param(forged(saved([1, 2])), "", id="another value"),
+        pytest.param(with_digest(b"[" * 100_000 + b"\n"), " is damaged", id="nested"),
+        pytest.param(with_digest(b'{"step": 1, "size": 1, "sections": [1e999, 0]}\n'), " is damaged", id="infinite"),
+        pytest.param(with_digest(b'{"step": 1, "size": true, "sections": [0, 0]}\n'), " is damaged", id="bool"),
+        pytest.param(with_digest(b'{"step": 1, "size": 1, "sections": [-5, 5]}\n'), " is damaged", id="negative"),
+        pytest.param(with_digest(b'{"step": 1, "size": 1, "sections": 3}\n'), " is damaged", id="number"),
+        pytest.param(with_digest(b'{"step": 1, "size": 5, "sections": [0, 0]}\n'), " is damaged", id="too few"),
+        pytest.param(with_digest(b'{"step": 1, "size": 1, "sections": [0, 0]}'), " is damaged", id="no end"),
+        pytest.param(with_digest(b"9" * (checkpoint.LONGEST_HEADER + 5) + b"\n"), " is damaged", id="endless"),
+        pytest.param(None, " cannot be read: No such file", id="absent"),
     ],
-    ids=["nested", "infinite", "bool", "negative", "number", "too few", "no end", "endless"],
 )
-def test_a_strange_header_is_damage_and_no_traceback(tmp_path: Path, line: bytes) -> None:
+def test_a_strange_file_is_refused_by_name_and_no_traceback(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = checkpoint.path_of(tmp_path, 1)
-    path.write_bytes(line + hashlib.sha256(line).hexdigest().encode())
-    with pytest.raises(RefusedError, match=f"{path} is damaged"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RefusedError, match=f"{path}{words}"):
         load(path)
+
+
+def test_a_file_that_is_cut_short_or_too_long_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    whole = path.read_bytes()
+    for damaged in [*(whole[: len(whole) * tenth // 10] for tenth in range(10)), whole[:-1], whole + b"\0"]:
+        path.write_bytes(damaged)
+        with pytest.raises(RefusedError, match=f"{path} is damaged"):
+            load(path)
 
 
 def test_a_pipe_in_place_of_a_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp
         check=True,
         timeout=120,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment({}, out=tmp_path, timeout=120, ranks=1),
     )
     found = []
     for number in range(len(list(copies.iterdir()))):

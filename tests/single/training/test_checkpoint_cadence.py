@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.config.run import RunConfig
-from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.training.checkpoints import due
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import RunConfig
+from hvfreeze.training import checkpoint
 
 STEPS, EPOCHS = 10, 40
 
@@ -22,16 +22,16 @@ def checkpoints(*, step_seconds: float, checkpoint_seconds: float, every: str = 
         world=SoloWorld(),
         clock=SimpleNamespace(read=lambda: dict(seconds)),
         checkpoint_seconds=0.0,
-        steps_per_epoch=STEPS,
+        stage=SimpleNamespace(solves=False),
         total_steps=STEPS * EPOCHS,
     )
     written = []
     for job.step in range(1, STEPS * EPOCHS + 1):
         seconds["forward"] += step_seconds
-        job.at_epoch_end = job.step % STEPS == 0
+        job.at_epoch_end, job.epochs_done = job.step % STEPS == 0, job.step // STEPS
         # Evaluating takes as long as it takes: it is no training time.
         seconds["evaluate"] += 100.0 * job.at_epoch_end
-        if due.is_due(job):
+        if checkpoint.is_due(job):
             written.append(job.step)
             seconds["checkpoint"] += checkpoint_seconds
             job.checkpoint_seconds = checkpoint_seconds
@@ -40,7 +40,7 @@ def checkpoints(*, step_seconds: float, checkpoint_seconds: float, every: str = 
 
 @pytest.fixture(autouse=True)
 def without_early_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(due, "out_of_patience", lambda job: False)
+    monkeypatch.setattr(checkpoint, "out_of_patience", lambda job: False)
 
 
 def test_cheap_checkpoints_are_written_after_every_epoch_and_dear_ones_as_often_as_they_may() -> None:
@@ -57,3 +57,37 @@ def test_cheap_checkpoints_are_written_after_every_epoch_and_dear_ones_as_often_
 def test_what_the_user_asks_for_is_done() -> None:
     assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="15s")[0] == [*range(15, 400, 15), 400]
     assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="0")[0] == []
+    assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="15")[0] == [150, 300, 400]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        # Epochs of the run end after steps 7 (solved), 12, 17, 20 (cut short), 24, 28, 32 and 35 (solved).
+        ("1", [7, 12, 17, 20, 24, 28, 32, 35]),
+        ("2", [12, 20, 28, 35]),
+        ("3", [17, 28, 35]),
+        # A solution stands for many steps at once.
+        ("3s", [7, 9, 12, 15, 18, 21, 24, 27, 30, 35]),
+        ("8s", [8, 16, 24, 32, 35]),
+        ("0", []),
+    ],
+)
+def test_epochs_and_steps_are_the_runs_whatever_stages_it_has(every: str, expected: list[int]) -> None:
+    job: Any = SimpleNamespace(
+        config=SimpleNamespace(run=RunConfig(checkpoint_every=every)),
+        step=0,
+        epochs_done=0,
+        total_steps=35,
+        stage_runner=SimpleNamespace(first_step=0),
+    )
+    written = []
+    for solves, steps, per_epoch in ((True, 7, 7), (False, 13, 5), (False, 12, 4), (True, 3, 3)):
+        job.stage, job.stage_runner.first_step = SimpleNamespace(solves=solves), job.step
+        for made in [steps] if solves else range(1, steps + 1):
+            job.step = job.stage_runner.first_step + made
+            job.at_epoch_end = made % per_epoch == 0 or made == steps
+            job.epochs_done += job.at_epoch_end
+            if checkpoint.is_due(job):
+                written.append(job.step)
+    assert written == expected

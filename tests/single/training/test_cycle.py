@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from hvfreeze.comm.horovod_world import HorovodWorld
+from hvfreeze.comm.mpi_environment import CYCLE_TIME
+from hvfreeze.comm.resources import count_in
 from hvfreeze.errors import UsageError
-from hvfreeze.ranks.horovod_world import HorovodWorld
-from hvfreeze.ranks.machine.mpi_environment import CYCLE_TIME, start_horovod_anew
-from hvfreeze.ranks.machine.share import count_in
-from hvfreeze.training.making.cycle import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
+from hvfreeze.training.build import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
 
 
 class Made(HorovodWorld):
@@ -104,12 +104,14 @@ def told(world: Made, value: Any, full: list[bool]) -> list[Any]:
 def test_horovod_is_started_anew_with_the_variable_and_never_beside_a_cycle_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hvd = Horovod()
-    start_horovod_anew(hvd, "HVFREEZE_TOLD", "1")
+    monkeypatch.setattr(HorovodWorld, "barrier", lambda self, *, name: None)
+    world, hvd = object.__new__(HorovodWorld), Horovod()
+    world._hvd = hvd
+    world.start_anew("HVFREEZE_TOLD", "1")
     assert hvd.asked == ["shutdown", "init 1"]
     monkeypatch.setenv(CYCLE_TIME, "3")
     with pytest.raises(UsageError, match=rf"\${CYCLE_TIME} \(3\) is set.*set HVFREEZE_TOLD=1 as well"):
-        start_horovod_anew(hvd, "HVFREEZE_TOLD", "1")
+        world.start_anew("HVFREEZE_TOLD", "1")
     assert len(hvd.asked) == 2
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import hvfreeze
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted, RefusedError, UsageError
-from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.strategies.strategy import MODEL
+from hvfreeze.strategies.base import MODEL
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Best, Score
 from hvfreeze.training.job import Job
@@ -77,7 +77,7 @@ def test_the_best_model_is_kept_and_training_stops_without_a_better_one(
     plain = trained(monkeypatch, tmp_path / "plain", epochs=BEST + 1, keep="last", early_stop=None)
     assert same(model_in(tmp_path / "best"), model_in(tmp_path / "plain")), "not the model of the best epoch"
     assert summary["parameter_digest"] != plain["parameter_digest"] == summary["kept"][MODEL]["parameter_digest"]
-    card = hvfreeze.load(tmp_path / "best").card
+    card = hvfreeze.load_model(tmp_path / "best").card
     assert (card.accuracy, card.epochs, card.steps) == (0.7, BEST + 1, STEPS * (BEST + 1))
     assert card.parameter_digest == plain["parameter_digest"] and card.accuracy_on == "held-out"
     # A run that has ended early has ended.

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from hvfreeze.runs.lock import Lock
+from hvfreeze.runs.files import Lock
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Score
 from tests.program import ROOT, Outcome, call, contents
@@ -127,12 +127,13 @@ def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
 
 def test_what_is_probably_not_meant_is_noted(tmp_path: Path) -> None:
     silent = train(tmp_path / "silent", "--freeze", "gradient-norm")
-    assert "note: no vote is held: the first would be after step 2, and the run has 2" in silent.stdout, str(silent)
+    assert "because no vote is held: the first would be after step 2, and training has 2" in silent.stdout, str(silent)
     frozen = train(tmp_path / "frozen", "--freeze", "static", "--cut", "2")
     assert "note: the first 2 blocks keep their random initialisation" in frozen.stdout, str(frozen)
     assert "no vote" not in frozen.stdout and "random" not in silent.stdout
 
 
+@pytest.mark.usefixtures("copied")
 def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         for flags, code in (([], 0), (["--json"], 3)):
@@ -146,6 +147,7 @@ def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) 
             assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.usefixtures("copied")
 def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*SMALL, "--epochs", "1000", "--checkpoint-every", "2s", "--run-dir", str(folder)]

@@ -7,18 +7,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hvfreeze.chain.blocks import cut_into_blocks
-from hvfreeze.chain.models import build_model
+from hvfreeze.comm.replica_sync import parameter_digest
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence, Length
-from hvfreeze.ranks.equal_models import parameter_digest
-from hvfreeze.ranks.world import SoloWorld
-from hvfreeze.training.stages import budget as module
-from hvfreeze.training.stages.budget import TimeBudget
-from hvfreeze.training.stages.course import Course, Opened
-from hvfreeze.training.stages.stage import Stage, stages_of, with_steps
-from hvfreeze.training.stages.timing import Expected, untouched
+from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.training import time_budget as module
+from hvfreeze.training.auto import stages_of
+from hvfreeze.training.stages import Opened, Stage, StageRunner, single_stage, with_steps
+from hvfreeze.training.time_budget import Expected, TimeBudget, untouched
 
 SOLVE, STEP, EVALUATION = 4.0, 0.1, 1.0
 
@@ -41,7 +40,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def stages(**settings: Any) -> tuple[Stage, ...]:
-    return stages_of(from_dict(settings), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=None)
+    config = from_dict(settings)
+    if not config.freeze.auto:
+        return (single_stage(config, batches_per_epoch=20, epochs=1),)
+    return stages_of(config, batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=None)
 
 
 def budget_of(clock: Clock, seconds: float, **expected: float) -> TimeBudget:
@@ -51,32 +53,34 @@ def budget_of(clock: Clock, seconds: float, **expected: float) -> TimeBudget:
 
 def follow(
     budget: TimeBudget, clock: Clock, given: tuple[Stage, ...], *, solve: float, step: Callable[[int], float]
-) -> Course:
+) -> StageRunner:
     """Go through all stages as the loop does; solutions and steps take what is said here."""
-    course = cast(Course, Course.__new__(Course))
-    course.stages, course.number = given, 0
-    course.opened = opened(course)
+    stage_runner = cast(StageRunner, StageRunner.__new__(StageRunner))
+    stage_runner.stages, stage_runner.number = given, 0
+    stage_runner.opened = opened(stage_runner)
     while True:
-        if course.stage.solves:
+        if stage_runner.stage.solves:
             clock.now += solve
         done = 0
-        while not course.stage.solves and done < course.stage.steps:
+        while not stage_runner.stage.solves and done < stage_runner.stage.steps:
             clock.now += step(done)
             done += 1
-            budget.after_step(course, done)
-        if course.stage.solves or course.is_last:
+            budget.after_step(stage_runner, done)
+        if stage_runner.stage.solves or stage_runner.is_last:
             clock.now += EVALUATION
             budget.after_evaluation(EVALUATION)
-        budget.after_stage(course)
-        if course.is_last:
-            return course
-        course.number = next(n for n in range(course.number + 1, len(course.stages)) if course.stages[n].steps)
-        course.opened = opened(course)
+        budget.after_stage(stage_runner)
+        if stage_runner.is_last:
+            return stage_runner
+        stage_runner.number = next(
+            n for n in range(stage_runner.number + 1, len(stage_runner.stages)) if stage_runner.stages[n].steps
+        )
+        stage_runner.opened = opened(stage_runner)
 
 
-def opened(course: Course) -> Opened:
+def opened(stage_runner: StageRunner) -> Opened:
     """Return what is open for the stage under way, as far as a plan is concerned."""
-    length = Length(course.stage.config.optimizer.epochs)
+    length = Length(stage_runner.stage.config.optimizer.epochs)
     return cast(Opened, SimpleNamespace(length=length))
 
 
@@ -85,9 +89,11 @@ def test_votes_go_on_in_the_steps_that_a_faster_run_has_time_for(clock: Clock) -
     budget = budget_of(clock, 60.0)
     given = budget.plan(stages(freeze="gradient-norm"))
     planned = given[0].config.optimizer.epochs
-    course = follow(budget, clock, given, solve=SOLVE, step=lambda done: STEP if done < 100 else STEP / 5)
-    lasted = course.stage.epochs
-    cadence = Cadence.of(course.stage.config.freeze, steps_per_epoch=20, num_epochs=planned, plan=course.opened.length)
+    stage_runner = follow(budget, clock, given, solve=SOLVE, step=lambda done: STEP if done < 100 else STEP / 5)
+    lasted = stage_runner.stage.epochs
+    cadence = Cadence.of(
+        stage_runner.stage.config.freeze, steps_per_epoch=20, num_epochs=planned, plan=stage_runner.opened.length
+    )
     assert lasted > 2 * planned
     assert cadence.epochs == lasted and cadence.num_epochs == planned
     assert cadence.votes(20 * (lasted - 1)) and not cadence.votes(20 * lasted)
@@ -118,10 +124,10 @@ def test_a_run_ends_within_a_twentieth_of_its_budget(
     began, budget = clock.now, budget_of(clock, seconds)
     clock.now += 5.0
     planned = budget.plan(stages(freeze=freeze))
-    course = follow(budget, clock, planned, solve=solve, step=step)
+    stage_runner = follow(budget, clock, planned, solve=solve, step=step)
     spent = clock.now - began
     assert 0.95 * seconds <= spent + budget._reserve() <= 1.02 * seconds
-    assert course.stages[-1].steps > 0
+    assert stage_runner.stages[-1].steps > 0
     assert budget.report()["time_budget"]["spent"] == spent
     assert sum(budget._spent) == pytest.approx(spent - 5.0)
 
@@ -130,7 +136,7 @@ def test_the_plan_is_told_before_it_starts_and_adds_up(clock: Clock) -> None:
     budget = budget_of(clock, 60.0)
     clock.now += 5.0
     budget.plan(stages(freeze="auto"))
-    first, *rows, last = budget.told()
+    first, *rows, last = budget.describe()
     assert first == "plan for 60 s, from a guess:"
     assert [row.split()[0] for row in rows] == ["set-up", "solve", "tune", "solve", "finish"]
     assert sum(float(row.split()[1]) for row in rows) == pytest.approx(60.0, abs=0.3)
@@ -139,12 +145,12 @@ def test_the_plan_is_told_before_it_starts_and_adds_up(clock: Clock) -> None:
 
 def test_where_there_is_no_time_for_an_epoch_nothing_is_tuned(clock: Clock) -> None:
     budget = budget_of(clock, 12.0)
-    course = follow(budget, clock, budget.plan(stages(freeze="auto")), solve=SOLVE, step=lambda done: STEP)
-    assert [stage.steps for stage in course.stages] == [20, 0, 0]
-    assert "no time" in "\n".join(budget.told())
+    stage_runner = follow(budget, clock, budget.plan(stages(freeze="auto")), solve=SOLVE, step=lambda done: STEP)
+    assert [stage.steps for stage in stage_runner.stages] == [20, 0, 0]
+    assert "no time" in "\n".join(budget.describe())
     slow = budget_of(clock, 20.0)
-    course = follow(slow, clock, slow.plan(stages(freeze="auto")), solve=3 * SOLVE, step=lambda done: STEP)
-    assert [stage.steps for stage in course.stages] == [20, 0, 0], (
+    stage_runner = follow(slow, clock, slow.plan(stages(freeze="auto")), solve=3 * SOLVE, step=lambda done: STEP)
+    assert [stage.steps for stage in stage_runner.stages] == [20, 0, 0], (
         "a solution took longer, and what it left is no epoch"
     )
 
@@ -189,7 +195,5 @@ def test_evaluations_longer_than_all_steps_leave_at_least_one_step(clock: Clock,
     budget = budget_of(clock, seconds, step=0.5, evaluation=28.0)
     budget.evaluate_every = 1
     clock.now += 5.0
-    (planned,) = budget.plan(
-        stages_of(from_dict({}), batches_per_epoch=4, guarded_batches=0, cut=0, deepest=5, costs=None)
-    )
+    (planned,) = budget.plan([single_stage(from_dict({}), batches_per_epoch=4, epochs=1)])
     assert planned.steps >= 1

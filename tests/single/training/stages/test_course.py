@@ -5,14 +5,15 @@ from typing import Any, cast
 import pytest
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.stages.course import Course, joined
-from hvfreeze.training.stages.stage import stages_of
+from hvfreeze.training.auto import stages_of
+from hvfreeze.training.stages import StageRunner, joined
 
 CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_saved": 0.5}
 
 
-def course() -> Course:
-    made = cast(Course, Course.__new__(Course))
+def stage_runner() -> StageRunner:
+    made = cast(StageRunner, StageRunner.__new__(StageRunner))
+    made.mirror = None
     made.stages, made.number, made._earlier = (
         stages_of(
             from_dict({"freeze": "auto"}), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=None
@@ -20,11 +21,12 @@ def course() -> Course:
         0,
         {},
     )
+    made.asked = (20, 18, 20)
     return made
 
 
 def test_what_a_course_keeps_is_what_it_knows() -> None:
-    made = course()
+    made = stage_runner()
     assert made.knows(made.state_dict())
     assert made.knows({"number": 0, "steps": [20], "earlier": {}}), "a run may go on with more stages than it had"
 
@@ -41,10 +43,11 @@ def test_what_a_course_keeps_is_what_it_knows() -> None:
         {"number": 0, "steps": [20, "18", 20], "earlier": {}},
         {"number": 0, "steps": [20, -18, 20], "earlier": {}},
         {"number": 0, "steps": [20, 18, 20], "earlier": None},
+        {"number": 0, "steps": [20, 18, 20], "earlier": {}, "mirror": "never"},
     ],
 )
 def test_junk_is_not_known(junk: Any) -> None:
-    assert not course().knows(junk)
+    assert not stage_runner().knows(junk)
 
 
 def test_reports_of_stages_add_up() -> None:

@@ -1,20 +1,21 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
+import pytest
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.heads.solution import Solution, Trial
-from hvfreeze.training.checkpoints.file import packed, unpacked
+from hvfreeze.heads.solution import PenaltyTrial, Solution
+from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import Score
-from hvfreeze.training.job import Job
-from hvfreeze.training.stages.guard import Guard
+from hvfreeze.training.guard import Guard
 
 
 def solution(loss: float, *, converged: bool = True, whole: bool = True) -> Solution:
-    trials = (Trial(1.0, 0.1, 0.99, 1), Trial(0.1, loss, 0.5, 1, whole), Trial(0.01, 0.1, 0.99, 1))
+    trials = (
+        PenaltyTrial(1.0, 0.1, 0.99, 1),
+        PenaltyTrial(0.1, loss, 0.5, 1, whole),
+        PenaltyTrial(0.01, 0.1, 0.99, 1),
+    )
     return Solution(0.1, trials, 0.5, 10, 1, 1, 0.1, converged, 0)
 
 
@@ -61,20 +62,12 @@ def test_a_guard_goes_through_a_checkpoint() -> None:
     assert loaded.verdicts[0] == guard.verdicts[0]
 
 
-def test_only_solutions_that_were_judged_alike_are_compared() -> None:
-    verdicts = [Guard().judge(solution(0.5, whole=whole), nn.Linear(3, 2), {}, stage=0) for whole in (True, False)]
-    assert [verdict.whole for verdict in verdicts] == [True, False]
-    best = SimpleNamespace(verdict=verdicts[1])
-    for guard, solutions, judged in (
-        (None, 2, False),
-        (Guard(), 1, False),
-        (Guard(), 2, True),
-        (SimpleNamespace(best=SimpleNamespace(verdict=verdicts[0])), 2, True),
-        (SimpleNamespace(best=best), 2, False),
-    ):
-        stages = [SimpleNamespace(solves=number != 1) for number in range(1 + solutions)]
-        job: Any = SimpleNamespace(guard=guard, course=SimpleNamespace(stages=stages[: 2 * solutions - 1]))
-        assert Job.solution_is_judged.fget(job) is judged  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("loss", "kept"), [(0.4, True), (0.5, False), (float("nan"), False)])
+def test_a_tuned_model_is_kept_where_its_loss_is_lower_than_the_solutions(loss: float, kept: bool) -> None:
+    guard, model = Guard(), nn.Linear(3, 2)
+    judged(guard, model, 0.5, stage=0)
+    assert guard.judge_tuned(Score(loss, 0.9), stage=1).kept is kept
+    assert [verdict.kept for verdict in guard.verdicts] == [True, kept]
 
 
 def test_a_verdict_in_words() -> None:
@@ -83,4 +76,4 @@ def test_a_verdict_in_words() -> None:
     assert first.line(None) == "50.00 % of held-out samples right, loss 0.500"
     told = "50.00 % of held-out samples right, loss 0.625; 50.00 %, 0.500 before tuning: taken back"
     assert second.line(first) == told
-    assert second.told() == {"held_out_accuracy": 0.5, "held_out_loss": 0.625, "kept": False, "whole": True}
+    assert second.describe() == {"held_out_accuracy": 0.5, "held_out_loss": 0.625, "kept": False, "whole": True}

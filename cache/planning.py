@@ -1,0 +1,405 @@
+"""Whether caching pays: rates measured on the spot, a forecast by epoch, and the decision, as pure functions.
+
+It only chooses between things that give equal results. A type or number of views that would help is printed as advice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.disk import FULL, Disk, free_bytes
+from hvfreeze.cache.file.reader import MappedRows
+
+PROBE_BYTES = 24 << 20
+PROBE_SECONDS = 0.15
+SYNC_BYTES = 4 << 20
+PROBE_BATCHES = 24
+SLOW_DISK = 1e-8
+"""Seconds a byte of a disk that cannot be measured because it is full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a directory costs. Seconds per byte; `_cpu` is the part that occupies a core, the rest is waiting."""
+
+    read_cold: float
+    """Of shuffled rows that are not in the page cache."""
+    read_warm: float
+    """Of shuffled rows that are."""
+    read_cpu: float
+    write: float
+    """Of rows up to their safe arrival on the disk, hashing included."""
+    write_cpu: float
+    hash: float
+    """Of verification."""
+    free_bytes: int
+    filesystem: str
+    """Equal for directories on the same file system, also seen from several hosts. Disks of their own that look alike
+    may be taken for one, which only makes the plan more careful."""
+
+
+def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk: Disk | None = None) -> Rates:
+    """Return the rates of `directory`, from a temporary file of at most 24 MiB or about 0.15 s of writing.
+
+    Raises:
+        CacheFault: the directory cannot be written.
+    """
+    disk, row_bytes = disk or Disk(), min(row_bytes, SYNC_BYTES)
+    batch_rows = max(1, min(batch_rows, SYNC_BYTES // row_bytes))
+    batch = np.random.default_rng(0).integers(0, 256, (batch_rows, row_bytes), dtype=np.uint8)
+    try:
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                written, write, write_cpu = _time_writes(file.fileno(), batch, disk)
+                cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            # What lies there can still be read: measured in memory, and taken for a slow disk where it is not.
+            with os.fdopen(os.memfd_create("hvfreeze"), "w+b") as file:
+                written, write, write_cpu = _time_writes(file.fileno(), batch, disk)
+                _, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk)
+            cold = max(warm, SLOW_DISK)
+        status, free = os.statvfs(directory), free_bytes(directory)
+    except OSError as error:
+        raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
+    start = time.perf_counter()
+    hashlib.sha256(batch.data).digest()
+    hashing = (time.perf_counter() - start) / batch.nbytes
+    return Rates(
+        read_cold=max(cold, warm),
+        read_warm=warm,
+        read_cpu=read_cpu,
+        write=write,
+        write_cpu=write_cpu,
+        hash=hashing,
+        free_bytes=free,
+        filesystem=f"{status.f_fsid:x}-{status.f_blocks}",
+    )
+
+
+def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk) -> tuple[int, float, float]:
+    """Return bytes written, and seconds and processor seconds per byte."""
+    written = unsynced = 0
+    start, start_cpu = time.perf_counter(), time.thread_time()
+    # At least one batch, however long a crowded core made this process wait.
+    while written == 0 or (written + batch.nbytes <= PROBE_BYTES and time.perf_counter() - start < PROBE_SECONDS):
+        disk.write(batch.nbytes)
+        hashlib.sha256(batch.data).digest()
+        os.pwrite(descriptor, batch.data, written)
+        written += batch.nbytes
+        unsynced += batch.nbytes
+        if unsynced >= SYNC_BYTES:
+            os.fsync(descriptor)
+            unsynced = 0
+    os.fsync(descriptor)
+    return written, (time.perf_counter() - start) / written, (time.thread_time() - start_cpu) / written
+
+
+def _time_reads(descriptor: int, written: int, batch: np.ndarray, disk: Disk) -> tuple[float, float, float]:
+    """Return seconds per byte of shuffled batches from the disk, from the page cache, and on a core."""
+    num_rows, row_bytes = written // batch.shape[1], batch.shape[1]
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = MappedRows(descriptor, offset=0, num_rows=num_rows, row_bytes=row_bytes, name="the probe file")
+    order = torch.from_numpy(np.random.default_rng(1).permutation(num_rows)).split(len(batch))[:PROBE_BATCHES]
+    seconds, processor_seconds = [], []
+    for _ in ("cold", "warm"):
+        start, start_cpu, num_bytes = time.perf_counter(), time.thread_time(), 0
+        for rows in order:
+            disk.read(len(rows) * row_bytes)
+            mapped.read(rows)
+            num_bytes += len(rows) * row_bytes
+            if time.perf_counter() - start > PROBE_SECONDS:
+                break
+        seconds.append((time.perf_counter() - start) / num_bytes)
+        processor_seconds.append((time.thread_time() - start_cpu) / num_bytes)
+    return seconds[0], seconds[1], processor_seconds[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostMeasurement:
+    """What one rank has measured and knows; seconds are per batch."""
+
+    image_seconds: float
+    """Loading and augmenting the images that the prefix needs."""
+    prefix_seconds: float
+    suffix_seconds: float
+    """The rest of the training step, behind which reading ahead and writing can hide."""
+    batch_rows: int
+    rows: int
+    """Samples of this rank."""
+    views: int
+    """Of each sample."""
+    row_bytes: int
+    epochs_left: float
+    """How often all samples are still asked for; each time in the next view."""
+    memory_bytes: int
+    """That the page cache may take for this rank."""
+    rates: Rates
+    rows_rewritten: int = 0
+    """Rows in the file which is to be completed, and is written anew for that."""
+    epochs_until_move: float = math.inf
+    passed: float = 0.0
+    """The part of the epoch under way that is over."""
+    present: tuple[float, ...] = ()
+    """Parts of the samples that are cached already, in each of the next `views` epochs, beginning with the one under
+    way; empty is none."""
+    sources: tuple[float, ...] = ()
+    """The same of rows that are cached at a shallower cut."""
+    source_spares: float = 0.0
+    """Seconds that beginning with those rows spares."""
+    all_at_once: bool = False
+    """Missing rows are computed before training goes on."""
+
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch."""
+        return self.rows // max(1, self.batch_rows)
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes that completing the cache allocates; none where it is complete."""
+        missing = max(0, self.rows * self.views - round(sum(self.present) * self.rows))
+        return (missing + self.rows_rewritten) * self.row_bytes if missing else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows of this rank."""
+        return self.rows * self.views * self.row_bytes
+
+    @property
+    def compute_seconds(self) -> float:
+        """What a batch costs without the cache and is spared with it."""
+        return self.image_seconds + self.prefix_seconds
+
+    @property
+    def read_seconds(self) -> float:
+        """What reading a batch adds to a step: the core that it takes, and what reading ahead cannot hide."""
+        rate = self.rates.read_warm if self.num_bytes <= self.memory_bytes else self.rates.read_cold
+        return self._added(rate, self.rates.read_cpu, hidden_behind=self.suffix_seconds)
+
+    @property
+    def write_seconds(self) -> float:
+        """What storing a batch adds to a step, in the same way."""
+        hidden_behind = self.suffix_seconds + self.compute_seconds
+        return self._added(self.rates.write, self.rates.write_cpu, hidden_behind=hidden_behind)
+
+    def _added(self, rate: float, cpu: float, *, hidden_behind: float) -> float:
+        batch_bytes = self.batch_rows * self.row_bytes
+        return cpu * batch_bytes + max(0.0, (rate - cpu) * batch_bytes - hidden_behind)
+
+
+ROUNDING = 1e-9
+
+
+@dataclass
+class Forecast:
+    """Seconds saved against computing every batch from images, and epochs' worth of batches that begin with rows read.
+
+    All for each batch of an epoch. `_later` is what comes after the cut's next move, when rows of this one are where
+    deeper ones are computed from.
+    """
+
+    saved: float = 0.0
+    saved_later: float = 0.0
+    read: float = 0.0
+    read_later: float = 0.0
+
+
+def forecast(rank: CostMeasurement, *, kept: bool) -> Forecast:
+    """Return what a rank saves from here on.
+
+    With `kept` the first epochs of each view fill the cache and later ones read it; else rows of a shallower cut serve.
+    An epoch whose views are partly there is swept: its missing rows are put together, computed and then read with the
+    others, at this cut or, where its rows are not kept, at the shallower one.
+    """
+    views, steps, total = rank.views, rank.steps, Forecast()
+    there = list(rank.present) or [0.0] * views
+    sources, unread = list(rank.sources) or [0.0] * views, [1.0] * views
+    reading = rank.compute_seconds - rank.read_seconds
+    if kept:
+        verified = round(sum(rank.present) * rank.rows) * rank.row_bytes * rank.rates.hash
+        total.saved -= verified / max(1, steps)
+        if rank.all_at_once:
+            total.saved -= sum(1.0 - share for share in there) * (rank.compute_seconds + rank.write_seconds)
+            there = [1.0] * views
+    at, number, passed = 0.0, 0, rank.passed
+    # The first epoch may have begun, the last may end early.
+    while at < rank.epochs_left - ROUNDING:
+        view, length = number % views, min(1.0 - passed, rank.epochs_left - at)
+        here = min(max(rank.epochs_until_move - at, 0.0), length)
+        # Rows of what is over were stored in passing, and are not met again in this epoch.
+        share, source = (max(0.0, shares[view] - passed) / (1.0 - passed) for shares in (there, sources))
+        if not kept:
+            gain = gain_later = source * rank.source_spares
+            read = share_later = 1.0 if _mixed(source, steps) else source
+            sources[view] += (read - source) * here
+        else:
+            swept = _mixed(share, steps) or (share <= ROUNDING and _mixed(source, steps))
+            missing = 1.0 - share
+            # What this cut has of an epoch was computed in a part of it that the shallower one did not see.
+            source = min(1.0, source / missing) if missing > ROUNDING else 0.0
+            filling = source * rank.source_spares - rank.write_seconds
+            if swept:
+                gain, read = reading - missing * (rank.compute_seconds - filling), 1.0 + missing * source
+            elif share > 1.0 - ROUNDING:
+                gain, read = reading, 1.0
+            else:
+                gain, read = filling, source
+            if here > ROUNDING:
+                there[view] += missing * here
+                # What an epoch has added is not met again in that epoch.
+                share = 1.0 if swept else share
+            gain_later, share_later = share * reading, share
+        if here > ROUNDING or not kept:
+            total.saved += here * gain
+            total.read += here * read
+        # A deeper row is computed from these once; then it is there itself, or the plan of that cut counts it.
+        again = min(length - here, unread[view]) if share_later > ROUNDING or not kept else 0.0
+        unread[view] -= again
+        total.saved_later += again * gain_later
+        total.read_later += again * share_later
+        at, number, passed = at + length, number + 1, 0.0
+    return total
+
+
+def _mixed(share: float, steps: int) -> bool:
+    """Tell whether there are rows enough for a batch, and others that are missing."""
+    return share * steps >= 1.0 and share <= 1.0 - ROUNDING
+
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one cut; equal on all ranks because it is computed once."""
+
+    use: bool
+    """Whether to cache."""
+    fits: bool
+    """Whether disk and budget hold the rows."""
+    seconds_saved: float
+    """Predicted for a rank until the cut's next move, against computing every batch from images; the rows of a
+    shallower cut count too. May be negative."""
+    seconds_saved_later: float
+    """The same after that move, of rows that are there by then."""
+    rows_read: float
+    """Predicted until the cut's next move, of all ranks."""
+    rows_read_later: float
+    reason: str
+    """One clause."""
+    rows: tuple[tuple[str, str], ...]
+    """(quantity, value) of the printed table, advice last."""
+
+    def table(self) -> str:
+        """Return the rows as text, one a line."""
+        width = max(len(name) for name, _ in self.rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+
+
+def make_plan(ranks: Sequence[CostMeasurement], *, limit_bytes: int | None = None, asked: bool = False) -> Plan:
+    """Return the plan for the measurements of all ranks.
+
+    Args:
+        ranks: one each; ranks wait for each other, so the slowest counts.
+        limit_bytes: what the budget still allows for new rows, all ranks together; None is unlimited.
+        asked: rows are kept whether that pays or not, where they fit.
+    """
+    kept, left = ([forecast(rank, kept=kept) for rank in ranks] for kept in (True, False))
+    gained = _saved(ranks, kept) - _saved(ranks, left)
+    obstacle, again = _obstacle(ranks, limit_bytes=limit_bytes), reads_again(ranks)
+    fits, pays = not obstacle, gained > 0
+    if obstacle:
+        reason = obstacle
+    elif pays:
+        reason = f"saves {gained:.1f} s from here on"
+    elif not again:
+        rank = max(ranks, key=lambda rank: rank.views)
+        rows = "no row" if rank.views == 1 else f"none of {rank.views} views"
+        reason = f"{rows} would come again in the {rank.epochs_left:.1f} epochs that are left"
+    elif any(rank.epochs_until_move < rank.epochs_left for rank in ranks):
+        reason = "the cut is likely to move before the rows are read often enough"
+    else:
+        reason = "reading and filling take longer than computing, in the epochs that are left"
+    chosen = kept if asked or (fits and pays) else left
+    whole, here = _saved(ranks, chosen), _saved(ranks, chosen, later=False)
+    table = _table(ranks, saved=gained, reason=reason, limit_bytes=limit_bytes, does_not_fit=not fits)
+    return Plan(
+        use=fits and pays,
+        fits=fits,
+        seconds_saved=here,
+        seconds_saved_later=whole - here,
+        rows_read=sum(rank.batch_rows * rank.steps * own.read for rank, own in zip(ranks, chosen)),
+        rows_read_later=sum(rank.batch_rows * rank.steps * own.read_later for rank, own in zip(ranks, chosen)),
+        reason=reason,
+        # Where no row is read again nothing was measured.
+        rows=table if asked or again else (("decision", reason),),
+    )
+
+
+def reads_again(ranks: Sequence[CostMeasurement]) -> bool:
+    """Tell whether any row that is kept at this cut would be read, whatever things cost."""
+    futures = [forecast(replace(rank, sources=()), kept=True) for rank in ranks if rank.rows]
+    return any(future.read + future.read_later > 0 for future in futures)
+
+
+def _saved(ranks: Sequence[CostMeasurement], futures: Sequence[Forecast], *, later: bool = True) -> float:
+    """Return the seconds that ranks save which wait for each other, until the cut moves or the run ends."""
+    images = [rank.steps * rank.epochs_left * rank.compute_seconds for rank in ranks]
+    gains = (own.saved + (own.saved_later if later else 0.0) for own in futures)
+    return max(images) - max(one - rank.steps * gain for one, rank, gain in zip(images, ranks, gains, strict=True))
+
+
+def _obstacle(ranks: Sequence[CostMeasurement], *, limit_bytes: int | None) -> str:
+    """Return why the rows cannot be stored, or nothing."""
+    needed = sum(rank.new_bytes for rank in ranks)
+    if limit_bytes is not None and needed > limit_bytes:
+        return f"needs {needed / GIB:.2f} GiB, the budget leaves {limit_bytes / GIB:.2f}"
+    by_filesystem: dict[str, list[CostMeasurement]] = defaultdict(list)
+    for rank in ranks:
+        by_filesystem[rank.rates.filesystem].append(rank)
+    for filesystem, group in by_filesystem.items():
+        need, free = sum(rank.new_bytes for rank in group), min(rank.rates.free_bytes for rank in group)
+        if need > free:
+            return f"needs {need / GIB:.2f} GiB on {filesystem}, which has {free / GIB:.2f} free"
+    return ""
+
+
+def _table(
+    ranks: Sequence[CostMeasurement], *, saved: float, reason: str, limit_bytes: int | None, does_not_fit: bool
+) -> tuple[tuple[str, str], ...]:
+    """Return the printed table. Its advice is about choices of the user that would change results."""
+    slowest = max(ranks, key=lambda rank: rank.compute_seconds)
+    needed = sum(rank.new_bytes for rank in ranks)
+    rows = [
+        ("images, ms a batch", f"{slowest.image_seconds * 1e3:.2f}"),
+        ("frozen prefix, ms a batch", f"{slowest.prefix_seconds * 1e3:.2f}"),
+        ("rest of the step, ms", f"{slowest.suffix_seconds * 1e3:.2f}"),
+        ("reading, ms a batch", f"{max(rank.read_seconds for rank in ranks) * 1e3:.2f}"),
+        ("storing, ms a batch", f"{max(rank.write_seconds for rank in ranks) * 1e3:.2f}"),
+        ("epochs left, at this cut", f"{slowest.epochs_left:.1f}, {slowest.epochs_until_move:.1f}"),
+        ("GiB to store, all ranks", f"{needed / GIB:.3f}"),
+        ("GiB allowed", "no limit" if limit_bytes is None else f"{limit_bytes / GIB:.3f}"),
+        ("seconds saved, predicted", f"{saved:.1f}"),
+        ("decision", reason),
+    ]
+    if does_not_fit or any(rank.num_bytes > rank.memory_bytes for rank in ranks):
+        rows.append(("advice", f"--cache-dtype float16 would need {needed / 2 / GIB:.3f} GiB if rows are float32 now"))
+    views = max(rank.views for rank in ranks)
+    if views > 1 and (does_not_fit or any(rank.epochs_left <= 2 * rank.views for rank in ranks)):
+        fewer = f"--augment views:{views // 2} would need {needed * (views // 2) / views / GIB:.3f} GiB"
+        rows.append(("advice", f"{fewer} and fill sooner"))
+    return tuple(rows)

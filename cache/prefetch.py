@@ -1,0 +1,120 @@
+"""Reading ahead in a known order, once reading turns out to be slow enough to be worth a thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hvfreeze.cache.file.format import Keys, pack_keys
+from hvfreeze.cache.levels import Level, Levels
+from hvfreeze.cache.store import Place
+
+# What handing a batch from thread to thread costs, and a rate that rows in memory are read faster than: a thread is for
+# disks only, because computing needs the cores and memory's bandwidth is shared.
+HANDOVER_SECONDS = 0.0005
+BYTES_PER_SECOND = 4e9
+AVERAGED_READS = 4
+
+Found = tuple[Level, Tensor]
+"""The level of the rows that are cached for a batch, and these, (batch_rows, ...)."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A batch that is asked for: its samples and views, their keys, padded, and where the rows lie if that is known."""
+
+    sample_ids: Keys
+    views: Keys
+    keys: Keys
+    found: tuple[Level, Place] | None = None
+
+    def is_for(self, sample_ids: Keys, views: Keys) -> bool:
+        """Tell whether this is the request for that batch."""
+        same = self.sample_ids is sample_ids and self.views is views
+        return same or (np.array_equal(self.sample_ids, sample_ids) and np.array_equal(self.views, views))
+
+
+def requests_for(batches: Sequence[tuple[Keys, Keys]], *, pad: Callable[[Keys], Keys]) -> list[Request]:
+    """Return requests for (sample ids, views), keys packed at once, which is several times faster than one by one."""
+    if not batches:
+        return []
+    keys = pack_keys(*(np.concatenate(column) for column in zip(*batches, strict=True)))
+    each = np.split(keys, np.cumsum([len(ids) for ids, _ in batches])[:-1])
+    return [Request(*batch, pad(own)) for batch, own in zip(batches, each, strict=True)]
+
+
+class Prefetcher:
+    """Reads announced batches before they are asked for, which changes nothing of what is read.
+
+    Attributes:
+        upcoming: requests that were announced and not taken yet.
+    """
+
+    def __init__(self, levels: Levels, *, depth: int) -> None:
+        """Read `depth` batches ahead; 0 never does."""
+        self.upcoming: deque[Request] = deque()
+        self._levels, self._depth, self._usual_excess = levels, depth, 0.0
+        self._started: deque[Future[Found | None]] = deque()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
+
+    def announce(self, requests: Sequence[Request]) -> None:
+        """Expect these from now on, in this order."""
+        self.forget()
+        self.upcoming = deque(requests)
+        self.look_up()
+
+    def next_for(self, sample_ids: Keys, views: Keys) -> Request | None:
+        """Return the next announced request, if it is for this batch."""
+        return self.upcoming[0] if self.upcoming and self.upcoming[0].is_for(sample_ids, views) else None
+
+    def take(self, request: Request) -> Found | None:
+        """Return the cached activations for `request`, None when some are missing; one not announced disturbs nothing.
+
+        Raises:
+            CacheFault: a file cannot be trusted any more.
+        """
+        is_next = bool(self.upcoming) and self.upcoming[0] is request
+        if is_next:
+            self.upcoming.popleft()
+        result = self._started.popleft().result() if is_next and self._started else self._read(request)
+        if self._usual_excess > 0:
+            for position in range(len(self._started), min(self._depth, len(self.upcoming))):
+                self._started.append(self._reader.submit(self._read, self.upcoming[position]))
+        return result
+
+    def forget(self) -> None:
+        """Drop what was read ahead or looked up: the stores are about to change. The announced order stands."""
+        while self._started:
+            future = self._started.pop()
+            if not future.cancel():
+                future.exception()
+        for request in self.upcoming:
+            request.found = None
+
+    def look_up(self) -> None:
+        """Find the announced rows beforehand; `forget` undoes it."""
+        found = self._levels.locate_batches([request.keys for request in self.upcoming])
+        for request, place in zip(self.upcoming, found, strict=True):
+            request.found = place
+
+    def close(self) -> None:
+        """Wait for a read in progress and stop."""
+        self.upcoming.clear()
+        self.forget()
+        self._reader.shutdown(wait=True)
+
+    def _read(self, request: Request) -> Found | None:
+        found = request.found or self._levels.locate(request.keys)
+        if found is None:
+            return None
+        start = time.perf_counter()
+        activations = found[0].store.read_at(found[1])
+        excess = time.perf_counter() - start - HANDOVER_SECONDS - activations.nbytes / BYTES_PER_SECOND
+        self._usual_excess += (excess - self._usual_excess) / AVERAGED_READS
+        return found[0], activations

@@ -1,0 +1,293 @@
+"""The commands: what each is called with and which code performs it, imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvfreeze import __version__
+from hvfreeze.config.flags import EXIT_CODES, Parser, add_train, flag_of
+from hvfreeze.config.tree import did_you_mean, leaves
+from hvfreeze.errors import UsageError
+from hvfreeze.torch_imports import kept_for_good
+
+DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front layers to freeze, and cache their output."
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command beside train."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], Any]
+    perform: Callable[[argparse.Namespace], int]
+    """Returns the exit code."""
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze predict` takes."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a finished run's directory")
+    parser.add_argument(
+        "given",
+        metavar="IMAGE",
+        nargs="+",
+        help="image files, or folders of them; a text, where the model continues texts",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write CSV, or the text, there; default: print it")
+    parser.add_argument(
+        "--top", metavar="K", type=int, help="the K most probable classes, default 1; of a text's next characters all"
+    )
+    for name, kind, text in (
+        ("length", int, "characters to go on for, default 200"),
+        ("temperature", float, "0 takes the most probable character, more makes others likelier, default 0.8"),
+        ("seed", int, "of the characters that are drawn, default 0"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=kind, help=f"for a text's model: {text}")
+    add_how(parser)
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """Add which model is applied, to how many images at once, and whether code of one's own may make it."""
+    parser.add_argument(
+        "--model-name", metavar="NAME", default="model", help="which of a run's several models, as in model-head0"
+    )
+    parser.add_argument("--trust-code", action="store_true", help="run the function that the run's model is made by")
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, help="images at once; default: as in the run's evaluation"
+    )
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="leave out images that cannot be used; without it the exit code is 3"
+    )
+    add_exits(parser)
+
+
+def add_exits(parser: argparse.ArgumentParser) -> None:
+    """Add at which of its exits a model answers that was trained with local critics."""
+    parser.add_argument(
+        "--exit",
+        metavar="N",
+        dest="exit_at",
+        help="of a run of --strategy local-critics: answer at exit N, 1 for the first, or all together: ensemble",
+    )
+    parser.add_argument(
+        "--exit-confidence",
+        metavar="P",
+        type=float,
+        help="of the same: a sample leaves at the first exit that gives a class this probability, such as 0.9; tells "
+        "the share of samples and of FLOPs of each exit",
+    )
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Tell the classes of images, or how a text goes on."""
+    with kept_for_good():
+        from hvfreeze.inference import predict as predicting
+        from hvfreeze.inference.text import Drawing
+
+    how = {name: getattr(options, name) for name in ("length", "temperature", "seed")}
+    drawing = {name: value for name, value in how.items() if value is not None}
+    return predicting.predict(
+        options.run_dir,
+        options.given,
+        name=options.model_name,
+        out=options.out,
+        top=options.top,
+        batch_size=options.batch_size,
+        drawing=Drawing(**drawing) if drawing else None,
+        trust_code=options.trust_code,
+        skip_bad=options.skip_bad,
+        exit_at=options.exit_at,
+        confidence=options.exit_confidence,
+    )
+
+
+def add_evaluate(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze evaluate` takes."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a finished run's directory")
+    parser.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        type=Path,
+        help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/, a text's file; default: what the run was evaluated on",
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write tables and the confusion figure there")
+    add_how(parser)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Tell how right a model is."""
+    with kept_for_good():
+        from hvfreeze.inference import evaluate as evaluating
+
+    return evaluating.evaluate(
+        options.run_dir,
+        name=options.model_name,
+        data_dir=options.data_dir,
+        out=options.out,
+        batch_size=options.batch_size,
+        trust_code=options.trust_code,
+        skip_bad=options.skip_bad,
+        exit_at=options.exit_at,
+        confidence=options.exit_confidence,
+    )
+
+
+def add_blocks(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze blocks` takes."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, package:function"
+    )
+    parser.add_argument("--blocks", metavar="HOW", default="stage", help="stage, residual, paper or NAME,NAME,...")
+    for name, number, text in (
+        ("image-size", 224, "side of the images in pixels"),
+        ("classes", 1000, "outputs of the head"),
+        ("batch-size", 16, "images that are timed at once"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"{text}; default {number}")
+
+
+def blocks(options: argparse.Namespace) -> int:
+    """Show where a model may be cut."""
+    with kept_for_good():
+        from hvfreeze.inference.blocks_table import show_blocks
+
+    return show_blocks(
+        options.model,
+        scheme=options.blocks,
+        image_size=options.image_size,
+        classes=options.classes,
+        batch_size=options.batch_size,
+    )
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze report` takes."""
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the page and figures go")
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=int,
+        nargs="?",
+        const=30,
+        help="write it anew after every epoch while jobs run, and let the page reload itself; default: every 30 s",
+    )
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write a report on run directories."""
+    from hvfreeze.report.report import watch_report, write_report
+
+    if options.watch is not None:
+        return watch_report(options.run_dirs, out=options.out, seconds=options.watch)
+    return write_report(options.run_dirs, out=options.out)
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze runs` takes."""
+    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+
+
+def runs(options: argparse.Namespace) -> int:
+    """List the run directories in a folder."""
+    from hvfreeze.report.listing import list_runs
+
+    return list_runs(options.folder)
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze doctor` takes."""
+    parser.add_argument("--hosts", metavar="HOST,...", help="check these hosts over ssh")
+    parser.add_argument("--hostfile", metavar="FILE", type=Path, help="check the hosts of a hostfile over ssh")
+    parser.add_argument("--data-dir", metavar="DIR", type=Path, help="must be readable on every host")
+    parser.add_argument("--cache-dir", metavar="DIR", type=Path, help="must be writable on every host")
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Check this machine, or the hosts that were named."""
+    if options.hosts is None and options.hostfile is None:
+        for flag, folder in (("--data-dir", options.data_dir), ("--cache-dir", options.cache_dir)):
+            if folder is not None:
+                raise UsageError(f"{flag} ({folder}) must be given with --hosts or --hostfile, whose hosts look for it")
+        from hvfreeze.doctor.this_machine import run_doctor
+
+        return run_doctor()
+    from hvfreeze.doctor.hosts import parse_hosts, read_hostfile, run_hosts_doctor
+
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("--hosts and --hostfile both name hosts; give one of them")
+    hosts = parse_hosts(options.hosts) if options.hosts is not None else read_hostfile(options.hostfile)
+    return run_hosts_doctor(hosts, data_dir=options.data_dir, cache_dir=options.cache_dir)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze cache` takes."""
+    parser.add_argument("action", choices=("ls", "verify", "rm"))
+    parser.add_argument("directory", metavar="DIR", type=Path)
+
+
+def cache(options: argparse.Namespace) -> int:
+    """List, verify or remove cached activations."""
+    from hvfreeze.cache import commands
+
+    return {"ls": commands.ls, "verify": commands.verify, "rm": commands.rm}[options.action](options.directory)
+
+
+COMMANDS = {
+    "predict": Command("classes of images, or how a text goes on, from a finished run", add_predict, predict),
+    "evaluate": Command(
+        "accuracy of a finished run by class, or bits per character",
+        add_evaluate,
+        evaluate,
+    ),
+    "blocks": Command("where a model may be cut, and what that saves on this machine", add_blocks, blocks),
+    "report": Command("figures and one HTML page from run directories", add_report, report),
+    "runs": Command("a table of the run directories in a folder", add_runs, runs),
+    "doctor": Command("check this machine, or several hosts", add_doctor, doctor),
+    "cache": Command("list, verify or remove cached activations", add_cache, cache),
+}
+
+
+def build_parser() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(
+        prog="hvfreeze",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hvfreeze {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    add_train(commands)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.help, allow_abbrev=False))
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what the arguments ask for, the command's name as `command`.
+
+    Raises:
+        UsageError: an unknown command or flag, or a value of the wrong type.
+        SystemExit: --help or --version was asked for and printed.
+    """
+    names = ("train", *COMMANDS)
+    if arguments and arguments[0] not in names and not arguments[0].startswith("-"):
+        hint = did_you_mean(arguments[0], dict.fromkeys(names))
+        raise UsageError(f"unknown command '{arguments[0]}'{hint}; the commands are {', '.join(names)}")
+    options, rest = build_parser().parse_known_args(list(arguments))
+    if rest:
+        flags = {flag_of(leaf): None for leaf in leaves()} if options.command == "train" else {}
+        word = rest[0].partition("=")[0]
+        raise UsageError(f"unknown argument '{rest[0]}'{did_you_mean(word, flags)}")
+    return options
+
+
+def perform(arguments: Sequence[str]) -> int:
+    """Run a command beside train, and return its exit code."""
+    options = parse(arguments)
+    return COMMANDS[options.command].perform(options)

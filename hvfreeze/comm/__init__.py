@@ -1,0 +1,1 @@
+"""Communication between ranks: worlds, point to point, gradient exchange, watchdogs. Knows no model's structure."""

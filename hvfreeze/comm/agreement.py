@@ -1,0 +1,159 @@
+"""What ranks settle among themselves before and beside training: failures, and equal starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.world import World
+from hvfreeze.errors import HvfreezeError, UsageError
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+PACK_BYTES = 2**22
+"""Of small tensors that travel together: each message waits for all ranks."""
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
+    """Run `work` on every rank; where it fails on one, it fails on all, with the first failing rank's message.
+
+    `work` may hold no collective. Collective.
+    """
+    error: HvfreezeError | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except HvfreezeError as mine:
+        error = mine
+    verdicts = world.allgather_object((type(error), str(error)) if error else None, name=f"together.{name}")
+    for rank, verdict in enumerate(verdicts):
+        if verdict is not None:
+            kind, message = verdict
+            common = all(v == verdict for v in verdicts)
+            raise kind(message if common else f"rank {rank}: {message}").on_all_ranks() from error
+    return result  # type: ignore[return-value]  # no verdict: work returned
+
+
+def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str, what: str) -> tuple[T, U]:
+    """Look at something on one rank of each node; return rank 0's find, and what is particular to this rank's node.
+
+    The work is one look a node, however many ranks it has, and one broadcast. Collective.
+
+    Args:
+        world: all ranks.
+        look: returns what is sent, a digest of it that must be equal everywhere, and what is particular to a node.
+        place: ranks of a node look at the same where this is equal.
+        what: for messages.
+
+    Raises:
+        UsageError: places differ; names the first that differs from rank 0's.
+    """
+    here = (socket.gethostname(), place)
+    places = world.allgather_object(here, name=f"look.{what}.places")
+    # Also where two nodes have one name.
+    looks = world.local_rank == 0 or places.index(here) == world.rank
+    seen = raise_on_all_ranks(world, lambda: look() if looks else None, name=f"look.{what}")
+    facts = world.allgather_object(None if seen is None else seen[1:], name=f"look.{what}.digests")
+    for rank, found in enumerate(facts):
+        if found is not None and found[0] != facts[0][0]:  # type: ignore[index]  # rank 0 looks
+            raise UsageError(
+                f"ranks were started with different {what}: {places[rank][1]} on rank {rank} ({places[rank][0]}) "
+                f"holds other files than {places[0][1]} on rank 0 ({places[0][0]}); bring the same to all of them"
+            ).on_all_ranks()
+    sent = world.broadcast_object(None if seen is None else seen[0], name=f"look.{what}.seen")
+    own = next(found[1] for found, at in zip(facts, places, strict=True) if found is not None and at == here)
+    return sent, own  # type: ignore[return-value]  # rank 0 looks
+
+
+def check_equal(world: World, what: str, mine: dict[str, Any], *, apart: Sequence[str] = ()) -> None:
+    """Refuse to go on when ranks were started differently, leaves named in `apart` apart. Collective.
+
+    Raises:
+        UsageError: names the first rank that differs from rank 0, and in what.
+    """
+    gathered = world.allgather_object(flatten(mine, apart=apart), name=f"equal.{what}")
+    for rank, theirs in enumerate(gathered):
+        for key in sorted(set(gathered[0]) | set(theirs)):
+            if theirs.get(key) != gathered[0].get(key):
+                raise UsageError(
+                    f"ranks were started with different {what}: {key} is {gathered[0].get(key)!r} on rank 0 "
+                    f"and {theirs.get(key)!r} on rank {rank}; start all ranks with one command"
+                ).on_all_ranks()
+
+
+def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:
+    """Return the leaves of a tree of dicts by dotted name, without those named in `apart`."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves.update({f"{key}.{inner}": leaf for inner, leaf in flatten(value, apart=apart).items()})
+        elif key not in apart:
+            leaves[key] = value
+    return leaves
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in memory, so that it can be put together from its bytes with the same strides."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Dense: the elements fill their memory without gaps."""
+    dtype: torch.dtype
+    num_bytes: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Layout:
+        """Return a tensor's layout, contiguous where it is not dense."""
+        # What is dense keeps its strides in a new tensor, what is not does not.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return cls(name, tuple(tensor.shape), tuple(strides), tensor.dtype, tensor.nbytes)
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's memory, uint8 [bytes]; shared with it where it lies right."""
+        if tensor.stride() != self.strides:
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
+    """Return on rank 0 the tensors of all ranks together, by their names; on the others an empty dict. Collective.
+
+    Rank 0's own are not copied, and what the others send comes a few tensors at a time and stays where it has come, so
+    that rank 0 needs no memory but the result's.
+    """
+    own = {key: tensor.detach() for key, tensor in named}
+    found = own if world.rank == 0 else {}
+    mine = [] if world.rank == 0 else [(Layout.of(key, tensor), tensor) for key, tensor in own.items()]
+    packs = list(packs_of(mine, lambda one: one[0].num_bytes, PACK_BYTES))
+    everyone = world.allgather_object([[layout for layout, _ in pack] for pack in packs], name=f"{name}.layouts")
+    for rank, theirs in enumerate(everyone):
+        for number, layouts in enumerate(theirs):
+            given = [layout.bytes_of(tensor) for layout, tensor in packs[number]] if rank == world.rank else [NOTHING]
+            parts = world.gather_bytes(torch.cat(given), name=f"{name}.{rank}.{number}")
+            if world.rank == 0:
+                memories = parts[rank].split([layout.num_bytes for layout in layouts])
+                for layout, memory in zip(layouts, memories, strict=True):
+                    memory = memory if len(layouts) == 1 else memory.clone()
+                    found[layout.name] = memory.view(layout.dtype).as_strided(layout.shape, layout.strides)
+    return found
+
+
+def packs_of(items: Iterable[T], size_of: Callable[[T], int], limit_bytes: int) -> Iterator[list[T]]:
+    """Yield items in their order, as many together as the limit holds, one at least."""
+    pack: list[T] = []
+    for item in items:
+        if pack and sum(map(size_of, pack)) + size_of(item) > limit_bytes:
+            yield pack
+            pack = []
+        pack.append(item)
+    if pack:
+        yield pack

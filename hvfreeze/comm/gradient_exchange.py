@@ -1,0 +1,376 @@
+"""Gradients on their way through a step: buckets, each of which starts when it is full, in one order on all ranks.
+
+A bucket holds a run of parameters whose gradients travel together: as they are or as float16 in one flat buffer
+(`FlatBucket`), or as matrices of low rank (`LowRankBucket`). It depends on the parameters and the compression alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.low_rank import LowRankBucket, Send, Wait, fits, matrix_shape
+from hvfreeze.comm.world import World
+from hvfreeze.config.rules import parse_compression
+from hvfreeze.errors import UsageError
+
+Named = Sequence[tuple[str, nn.Parameter]]
+TYPES = (torch.float32, torch.float64)
+"""What Horovod sums without loss; it does not know bfloat16, and float16 sums would lose what gradients need."""
+
+TOP = 15
+"""All ranks' sum stays below 2^15 where every rank's largest value, before the division by their number, does."""
+HEADROOM = 4
+BOTTOM = TOP - HEADROOM - 12
+"""Below, what is smaller than the largest value by a factor of a thousand would have few bits left, or none."""
+LARGEST_SCALE = 64
+"""As a power of two: a gradient that is unexpectedly large, 1e19, stays within float32. Below 1e-20 all is resent."""
+NOT_FINITE, ALL_ZERO = 2000.0, -2000.0
+
+
+class Fp16Compressor:
+    """The float16 copy of a bucket of `numel` elements, with every rank's largest exponent behind it.
+
+    `exponents` says what the last step's gradients were below, as a power of two, by parameter; it is read and written
+    here, and kept by the owner, because a bucket lives only until the cut moves.
+    """
+
+    def __init__(self, numel: int, names: Sequence[str], *, rank: int, size: int, exponents: dict[str, int]) -> None:
+        self._wire = torch.zeros(numel + size, dtype=torch.float16)
+        self.values, self._tops = self._wire[:numel], self._wire[numel:]
+        self._names, self._rank, self._size, self._exponents = names, rank, size, exponents
+        self._shift, self.fitted = 0, False
+        self.tail_bytes = self._tops.nbytes
+
+    def next_scale(self) -> float:
+        """Choose the step's scale, a power of two, from what is known; the same on all ranks."""
+        known = [self._exponents[name] for name in self._names if name in self._exponents]
+        # A parameter of which nothing is known yet may have any gradient: as if it were 1.
+        expected = max(known) if len(known) == len(self._names) else max([*known, 0])
+        self._shift = max(-LARGEST_SCALE, min(LARGEST_SCALE, TOP - HEADROOM - expected))
+        return 2.0**self._shift
+
+    def filled_from(self, flat: Tensor) -> Tensor:
+        """Return what travels for the scaled values in `flat`, which this rank has divided by the number of ranks."""
+        self.values.copy_(flat)
+        self._tops.zero_()
+        low, high = torch.aminmax(flat)
+        largest = max(-float(low), float(high)) * self._size if len(flat) else 0.0
+        exponent = math.frexp(largest)[1] if largest else ALL_ZERO
+        self._tops[self._rank] = exponent if math.isfinite(largest) else NOT_FINITE
+        return self._wire
+
+    def misfitted(self) -> bool:
+        """Tell, when the sum has arrived, whether the scale did not fit the values; learn for the next step."""
+        top = float(self._tops.max())
+        if ALL_ZERO < top < NOT_FINITE:
+            self._exponents.update(dict.fromkeys(self._names, int(top) - self._shift))
+        self.fitted = top <= TOP and not ALL_ZERO < top < BOTTOM
+        return not self.fitted
+
+    def unscale(self, flat: Tensor) -> None:
+        """Undo the scale in the sum; exact."""
+        if self._shift:
+            flat.mul_(2.0**-self._shift)
+
+
+@dataclass
+class FlatBucket:
+    """A run of parameters of one type, last first, in one flat buffer."""
+
+    name: str
+    slots: list[int]
+    flat: Tensor
+    views: list[Tensor]
+    """Each slot's part of `flat`, with its parameter's shape and strides."""
+    half: Fp16Compressor | None
+    before: float
+    """What gradients are multiplied by before they are summed."""
+    scale: float = 1.0
+    """What a gradient is multiplied by on its way into `flat`."""
+    missing: int = 0
+    version: int = 0
+    """Of `flat`, since which nobody may have written to it until it is summed."""
+    handles: list[Any] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Wait for all slots again."""
+        self.missing, self.handles = len(self.slots), []
+        # Before a sum of large halves could overflow; on the way, where it costs nothing.
+        self.scale = self.before if self.half is None else self.half.next_scale() * self.before
+
+    def copy_in(self, place: int, gradient: Tensor | None) -> Tensor:
+        """Take this rank's gradient of the slot at `place`, None for zero; return where the average will be."""
+        if gradient is None:
+            self.views[place].zero_()
+        else:
+            torch.mul(gradient, self.scale, out=self.views[place])
+        self.missing -= 1
+        return self.views[place]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Gradient bytes that a rank hands over in a step."""
+        return self.flat.nbytes if self.half is None else self.half.values.nbytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """What a rank hands over beside them."""
+        return 0 if self.half is None else self.half.tail_bytes
+
+    def start(self, send: Send) -> None:
+        """Start on the way what all slots have filled."""
+        self.handles = send(self.flat if self.half is None else self.half.filled_from(self.flat), self.name)
+
+    def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
+        """Tell whether `advance` need not wait, which it never does."""
+        return True
+
+    def advance(self, send: Send, wait: Wait) -> int:
+        """Start what follows the first sum, and return its bytes: nothing."""
+        return 0
+
+    def finish(self, send: Send, wait: Wait) -> int:
+        """Return when `flat` holds what all ranks' sum is, and the bytes that had to be sent for it once more."""
+        for handle in self.handles:
+            wait(handle)
+        if self.half is None:
+            return 0
+        again = self.half.misfitted()
+        if again:
+            for handle in send(self.flat, f"{self.name}.again"):
+                wait(handle)
+        else:
+            self.flat.copy_(self.half.values)
+        self.half.unscale(self.flat)
+        return self.flat.nbytes if again else 0
+
+    def witness(self) -> Tensor:
+        """Return a number that is not finite where an entry of the average is not."""
+        # A sum costs one pass; halves that fitted need none: every rank's largest exponent has been seen.
+        return torch.zeros(()) if self.half is not None and self.half.fitted else self.flat.sum()
+
+
+Bucket = FlatBucket | LowRankBucket
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What gradients are multiplied by before they are summed over ranks, and what their sum is."""
+
+    before: float
+    after: float = 1.0
+
+    @classmethod
+    def mean(cls, size: int) -> Scaling:
+        """Return that of the average over `size` ranks: divided before, when a sum of large halves could overflow."""
+        return cls(1 / size)
+
+    def compressed(self, size: int) -> Scaling:
+        """Return what comes to the same where the sum must be the average: halves overflow, and errors are kept."""
+        return self if self == Scaling.mean(size) else Scaling(1 / size, self.before * self.after * size)
+
+
+def lay_out(
+    named: Named,
+    slots: Sequence[int],
+    *,
+    compression: str,
+    rank: int,
+    size: int,
+    bucket_bytes: int,
+    exponents: dict[str, int],
+    title: str = "",
+    before: float | None = None,
+) -> list[Bucket]:
+    """Return the buckets, those of low rank first; in them every parameter has one place.
+
+    Args:
+        named: parameters.
+        slots: their numbers among all that the reducer carries.
+        compression: none, fp16 or powersgd:R.
+        rank: this rank's among `size`.
+        size: how many ranks the sums are over.
+        bucket_bytes: about so much travels together.
+        exponents: see `Fp16Compressor`.
+        title: begins the buckets' names.
+        before: what gradients are multiplied by before they are summed; None divides by `size`. Low rank divides.
+    """
+    kind, columns = parse_compression(compression)
+    thin, whole = thin_and_whole(named, compression)
+    half = partial(Fp16Compressor, rank=rank, size=size, exponents=exponents) if kind == "fp16" else None
+    buckets: list[Bucket] = [
+        LowRankBucket(
+            f"{title}gradients.low-rank.{number}",
+            [named[place] for place in group],
+            [slots[place] for place in group],
+            size=size,
+            rank=columns,
+        )
+        for number, group in enumerate(groups_of(named, thin, group_bytes=bucket_bytes))
+    ]
+    for number, run in enumerate(runs_of(named, whole, bucket_bytes=bucket_bytes)):
+        parameters = [named[place][1] for place in run]
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        views, offset = [], 0
+        for parameter in parameters:
+            # The parameter's own strides: a channels_last weight keeps its format in the flat buffer.
+            views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
+            offset += parameter.numel()
+        copy = half(flat.numel(), [named[place][0] for place in run]) if half else None
+        own = [slots[place] for place in run]
+        buckets.append(
+            FlatBucket(f"{title}gradients.{number}", own, flat, views, copy, 1 / size if before is None else before)
+        )
+    return buckets
+
+
+def thin_and_whole(named: Named, compression: str) -> tuple[list[int], list[int]]:
+    """Return the slots of the parameters that travel as matrices of low rank, and all others."""
+    kind, rank = parse_compression(compression)
+    thin = [slot for slot, (_, one) in enumerate(named) if kind == "powersgd" and fits(one, rank=rank)]
+    return thin, sorted(set(range(len(named))) - set(thin))
+
+
+def groups_of(named: Named, slots: Sequence[int], *, group_bytes: int) -> list[list[int]]:
+    """Return groups of `slots` of at least `group_bytes` of gradients, the last first; what is left is smaller."""
+    groups: list[list[int]] = [[]]
+    for slot in reversed(slots):
+        if sum(named[one][1].nbytes for one in groups[-1]) >= group_bytes:
+            groups.append([])
+        groups[-1].append(slot)
+    return [group for group in groups if group]
+
+
+def runs_of(named: Named, slots: Sequence[int], *, bucket_bytes: int) -> list[list[int]]:
+    """Return runs of `slots` of one type and about `bucket_bytes`, the last first; a larger parameter has its own."""
+    runs: list[list[int]] = []
+    filled, kind = bucket_bytes, None
+    for slot in reversed(slots):
+        parameter = named[slot][1]
+        if filled + parameter.nbytes > bucket_bytes or parameter.dtype != kind:
+            runs.append([])
+            filled, kind = 0, parameter.dtype
+        runs[-1].append(slot)
+        filled += parameter.nbytes
+    return runs
+
+
+def check_types(named: Named) -> None:
+    """Raise UsageError for a parameter whose gradients cannot be exchanged."""
+    for name, parameter in named:
+        if parameter.dtype not in TYPES:
+            raise UsageError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}; gradients of float32 and float64 "
+                "parameters can be averaged over ranks: keep the parameters in float32 and compute under autocast"
+            )
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is summed at once, and what is summed when that has arrived."""
+
+    slots: Sequence[int]
+    first_bytes: int
+    second_bytes: int = 0
+
+
+def messages_of(named: Named, *, compression: str, size: int, bucket_bytes: int) -> list[Message]:
+    """Return what a rank hands over in a step, in order: the bytes that `lay_out` makes, without its buffers."""
+    kind, rank = parse_compression(compression)
+    thin, whole = thin_and_whole(named, compression)
+    messages = []
+    for group in groups_of(named, thin, group_bytes=bucket_bytes):
+        shapes = [matrix_shape(named[slot][1]) for slot in group]
+        messages.append(Message(group, *(4 * rank * sum(side) for side in zip(*shapes, strict=True))))
+    for run in runs_of(named, whole, bucket_bytes=bucket_bytes):
+        full = sum(named[slot][1].nbytes for slot in run)
+        elements = sum(named[slot][1].numel() for slot in run)
+        messages.append(Message(run, 2 * (elements + size) if kind == "fp16" else full))
+    return messages
+
+
+class GradientExchange:
+    """Buckets in the order in which they travel.
+
+    Args:
+        world: the ranks that sum.
+        buckets: those of low rank first: what is sent twice leaves time for the rest in between.
+        piece_bytes: what is summed at once; a larger message travels in pieces.
+        after: what sums are multiplied by when they are there.
+    """
+
+    def __init__(self, world: World, buckets: Sequence[Bucket] = (), *, piece_bytes: int, after: float = 1.0) -> None:
+        self._world, self.buckets, self._piece_bytes, self._after = world, buckets, piece_bytes, after
+        self.low_rank = [bucket for bucket in buckets if isinstance(bucket, LowRankBucket)]
+        self._places = {slot: (bucket, i) for bucket in self.buckets for i, slot in enumerate(bucket.slots)}
+        self._started = self._advanced = 0
+
+    def begin(self) -> None:
+        """Wait for all gradients again."""
+        for bucket in self.buckets:
+            bucket.begin()
+        self._started = self._advanced = 0
+
+    def copy_in(self, slot: int, gradient: Tensor | None) -> Tensor:
+        """Take this rank's gradient of a slot, None for zero; return where the average will be."""
+        bucket, i = self._places[slot]
+        place = bucket.copy_in(i, gradient)
+        bucket.version = bucket.flat._version
+        return place
+
+    def start_full(self) -> tuple[int, int]:
+        """Start what is full, and advance what has arrived; return the bytes of gradients and those beside them."""
+        payload = tail = 0
+        while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
+            bucket = self.buckets[self._started]
+            bucket.start(self._send)
+            payload += bucket.payload_bytes
+            tail += bucket.tail_bytes
+            self._started += 1
+        while self._advanced < self._started and self.buckets[self._advanced].has_arrived(self._world.poll):
+            payload += self._advance()
+        return payload, tail
+
+    def finish(self, check: Callable[[Bucket], None]) -> int:
+        """Return when all sums are there, and the bytes that had still to be sent; `check` sees each bucket before."""
+        payload, finished, poll = 0, 0, self._world.poll
+        while self._advanced < len(self.buckets):
+            # What low rank has yet to compute for groups that are there fills the wait for the last ones' first sums.
+            behind = self.low_rank[finished : self._advanced]
+            if behind and not self.buckets[self._advanced].has_arrived(poll) and behind[0].has_arrived(poll):
+                payload += self._finish(behind[0], check)
+                finished += 1
+            else:
+                payload += self._advance()
+        return payload + sum(self._finish(bucket, check) for bucket in self.buckets[finished:])
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return by parameter what low rank keeps from step to step, copied."""
+        return {name: kept for bucket in self.low_rank for name, kept in bucket.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Continue from the entries whose parameters are here."""
+        for bucket in self.low_rank:
+            bucket.load_state_dict(state)
+
+    def _finish(self, bucket: Bucket, check: Callable[[Bucket], None]) -> int:
+        check(bucket)
+        payload = bucket.finish(self._send, self._world.wait)
+        if self._after != 1.0:
+            bucket.flat.mul_(self._after)
+        return payload
+
+    def _advance(self) -> int:
+        self._advanced += 1
+        return self.buckets[self._advanced - 1].advance(self._send, self._world.wait)
+
+    def _send(self, wire: Tensor, name: str) -> list[Any]:
+        pieces = wire.split(self._piece_bytes // wire.element_size())
+        return [self._world.start_allreduce_(piece, name=f"{name}.{place}") for place, piece in enumerate(pieces)]

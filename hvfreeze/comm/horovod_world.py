@@ -1,0 +1,261 @@
+"""One rank of a job under `mpirun` or `horovodrun`: Horovod's collectives, among all ranks or some, and the job's end.
+
+Two libraries whose blocking calls meet in different orders on different ranks wait for each other for ever. Collectives
+are Horovod's alone; beside it, only calls of MPI that never wait for a rank are made, on communicators of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.mpi_environment import (
+    CYCLE_TIME,
+    claimed_size,
+    interrupt_ends_job,
+    leave_mpi,
+    seconds_in,
+    start_mpi,
+    tune_open_mpi,
+    yield_when_crowded,
+)
+from hvfreeze.comm.stall_watch import STALL_SECONDS, StallWatch
+from hvfreeze.comm.world import LoneRank, SoloWorld, World
+from hvfreeze.errors import DivergedError, StallError, UsageError
+
+T = TypeVar("T")
+
+PIECE_BYTES = 2**30
+"""What travels at once: MPI counts in 32 bits, and ends the job beyond."""
+HEAD_BYTES = 1016
+"""Of an object that is broadcast: as much travels with its length, which saves most of them a message."""
+LENGTH_BYTES = 8
+DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+class HorovodWorld(World):
+    """One rank of a Horovod job over MPI. `among` makes another one of some of its ranks."""
+
+    def __init__(self) -> None:
+        # Fused transfers depend on timing, and sums on the place in the fused buffer: no two runs would be equal.
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+        os.environ.setdefault(STALL_SECONDS, "600")
+        self.watch = StallWatch(seconds_in(STALL_SECONDS), self.abort)
+        os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+        yield_when_crowded()
+        tune_open_mpi()
+        import horovod.torch as hvd
+
+        with self.watch.waiting("start"), interrupt_ends_job():
+            # Whoever initialises MPI finalises it: this order lets Horovod end, and start anew. Where Horovod cannot be
+            # imported, MPI is not initialised: its end would wait for the other ranks'.
+            self.mpi = start_mpi()
+            hvd.init()
+            self.hosts: list[str] = self.mpi.COMM_WORLD.allgather(socket.gethostname())
+            self.watch.connect(self.mpi, self.mpi.COMM_WORLD.Dup(), self.hosts)
+        self._hvd, self._set = hvd, hvd.global_process_set
+        self._sets: dict[tuple[int, ...], Any] = {}
+        self.rank, self.size = int(hvd.rank()), int(hvd.size())
+        self.local_rank, self.local_size = int(hvd.local_rank()), int(hvd.local_size())
+        self.ranks = tuple(range(self.size))  # by their numbers in the job
+
+    def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return the sum of `tensor` over ranks."""
+        result = tensor.contiguous().clone()
+        self.wait(self.start_allreduce_(result, name=name))
+        return result
+
+    def start_allreduce_(self, tensor: Tensor, *, name: str) -> tuple[int, str]:
+        """Start to sum `tensor` over ranks, in place."""
+        with self._judged(name):
+            return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
+
+    def poll(self, handle: tuple[int, str]) -> bool:
+        """Tell whether `wait` would return at once."""
+        return bool(self._hvd.poll(handle[0]))
+
+    def wait(self, handle: tuple[int, str]) -> Any:
+        """Return when the operation has ended, with its result; raises as `_judged`."""
+        number, name = handle
+        with self._judged(name), self.watch.waiting(name):
+            return self._hvd.synchronize(number)
+
+    def allgather_object(self, value: T, *, name: str) -> list[T]:
+        """Return every rank's `value`."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        gathered = io.BytesIO(self._collect(self._hvd.allgather_async, mine, name, self._set).numpy().tobytes())
+        return [pickle.load(gathered) for _ in range(self.size)]
+
+    def allgather_rows(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return the rows of all ranks."""
+        rows: Tensor = self._collect(self._hvd.allgather_async, tensor.contiguous(), name, self._set)
+        return rows
+
+    def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
+        """Return on rank 0 every rank's `data`."""
+        lengths = self.allgather_object(len(data), name=f"{name}.lengths")
+        parts = [torch.empty(length, dtype=torch.uint8) for length in lengths] if self.rank == 0 else []
+        for number, place in self._pieces(max(lengths)):
+            mine = data[place]
+            # All that a rank has goes to rank 0: an allgather would bring it to everybody.
+            received, sizes = self._deal([mine, *[mine[:0]] * (self.size - 1)], name=f"{name}.{number}")
+            arrived = received.split(sizes.tolist())
+            if self.rank == 0 and max(lengths) <= place.stop and number == 0:
+                return list(arrived)
+            for part, piece in zip(parts, arrived):
+                part[place] = piece
+        return parts
+
+    def scatter_bytes(self, data: Sequence[Tensor], *, name: str) -> Tensor:
+        """Return this rank's part of rank 0's `data`."""
+        lengths = self.broadcast_object([len(part) for part in data], name=f"{name}.lengths")
+        mine = torch.empty(lengths[self.rank], dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for number, place in self._pieces(max(lengths)):
+            parts = [part[place] for part in data] if self.rank == 0 else [nothing] * self.size
+            mine[place] = self._deal(parts, name=f"{name}.{number}")[0]
+        return mine
+
+    def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
+        """Return `root`'s value."""
+        content = pickle.dumps(value) if self.rank == root else b""
+        head = len(content).to_bytes(LENGTH_BYTES, "little") + content[:HEAD_BYTES]
+        first = torch.frombuffer(bytearray(head.ljust(LENGTH_BYTES + HEAD_BYTES)), dtype=torch.uint8)
+        self.broadcast_(first, name=f"{name}.head", root=root)
+        received = first.numpy().tobytes()
+        length = int.from_bytes(received[:LENGTH_BYTES], "little")
+        if length > HEAD_BYTES:
+            rest = torch.frombuffer(bytearray(content[HEAD_BYTES:].ljust(length - HEAD_BYTES)), dtype=torch.uint8)
+            self.broadcast_(rest, name=name, root=root)
+            received += rest.numpy().tobytes()
+        result: T = value if self.rank == root else pickle.loads(received[LENGTH_BYTES:])
+        return result
+
+    def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
+        """Make `tensor` equal to `root`'s."""
+        for number, piece in enumerate(tensor.view(-1).split(PIECE_BYTES // tensor.element_size())):
+            called = name if number == 0 else f"{name}.{number}"
+            self._collect(self._hvd.broadcast_async_, piece, self.ranks[root], called, self._set)
+
+    def barrier(self, *, name: str) -> None:
+        """Return when every rank has called."""
+        self.allreduce_sum(torch.zeros(1, dtype=torch.int32), name=f"barrier.{name}")
+
+    def among(self, ranks: Sequence[int]) -> World | None:
+        """Return the world of `ranks` alone; all of them in any order are this world."""
+        if len(self.ranks) != self._hvd.size():
+            raise ValueError("among() is for the world of the whole job")
+        members = tuple(sorted(set(ranks)))
+        if members == self.ranks:
+            return self
+        if len(members) > 1 and members not in self._sets:
+            with self.watch.waiting("process sets"):
+                # With this setting Horovod looks for new sets in every cycle: a job without sets does not pay for them.
+                if os.environ.get(DYNAMIC_SETS) != "1":
+                    self.start_anew(DYNAMIC_SETS, "1")
+                self._sets[members] = self._hvd.add_process_set(list(members))
+        if self.rank not in members or len(members) == 1:
+            return LoneRank(self) if members == (self.rank,) else None
+        part = copy.copy(self)
+        part._set, part.ranks = self._sets[members], members
+        part.rank, part.size = members.index(self.rank), len(members)
+        here = [rank for rank in members if self.hosts[rank] == self.hosts[self.rank]]
+        part.local_rank, part.local_size = here.index(self.rank), len(here)
+        return part
+
+    def start_anew(self, variable: str, value: str) -> None:
+        """End Horovod on all ranks and start it with an environment variable that it reads then. Collective.
+
+        Raises:
+            UsageError: it has a cycle time already. Horovod 0.28 keeps what variables have fixed when it is started
+                anew; where they have fixed both cycle time and fusion, which must be off here, it ends with a crash.
+        """
+        self.barrier(name="anew")
+        if CYCLE_TIME in os.environ:
+            raise UsageError(
+                f"${CYCLE_TIME} ({os.environ[CYCLE_TIME]}) is set: Horovod cannot be started anew with it, "
+                f"as {variable}={value} needs; unset it, or set {variable}={value} as well"
+            )
+        self._hvd.shutdown()
+        os.environ[variable] = value
+        self._hvd.init()
+
+    def close(self) -> None:
+        """Leave Horovod and MPI together: a rank that leaves early takes slower ones down."""
+        self.barrier(name="close")
+        if len(self.ranks) < self._hvd.size():
+            return
+        with self.watch.waiting("close"):
+            self._hvd.shutdown()
+            self.watch.disconnect()
+            leave_mpi(self.mpi)
+
+    def abort(self, code: int) -> None:
+        """End the whole job; peers may wait in a collective that this rank will never enter."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.mpi.Is_finalized():
+            os._exit(code)
+        self.mpi.COMM_WORLD.Abort(code)
+
+    def _collect(self, begin: Callable[..., int], *arguments: Any) -> Any:
+        """Begin an operation, whose name is the last argument but one, and return its result."""
+        name = arguments[-2]
+        with self._judged(name):
+            number = begin(*arguments)
+        return self.wait((number, name))
+
+    @contextmanager
+    def _judged(self, name: str) -> Iterator[None]:
+        """Raise DivergedError where ranks gave different shapes or types under one name, StallError where one left."""
+        try:
+            yield
+        except self._hvd.HorovodInternalError as error:
+            if "ismatched" in str(error):
+                raise DivergedError(f"ranks disagree in '{name}': {error}") from error
+            raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
+
+    def _pieces(self, length: int) -> Iterator[tuple[int, slice]]:
+        # Rank 0 holds a piece of every rank at once.
+        step = PIECE_BYTES // self.size
+        return ((number, slice(start, start + step)) for number, start in enumerate(range(0, length, step)))
+
+    def _deal(self, parts: Sequence[Tensor], *, name: str) -> tuple[Tensor, Tensor]:
+        """Send to each rank its part, uint8; return what came from all, and how much from each."""
+        splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
+        received, sizes = self._collect(self._hvd.alltoall_async, torch.cat(list(parts)), splits, name, self._set)
+        return received, sizes
+
+
+def open_world() -> World:
+    """Return this process's world: Horovod's under a launcher of several tasks, else alone.
+
+    Raises:
+        UsageError: a launcher started several tasks that cannot talk to each other.
+    """
+    tasks = claimed_size(os.environ)
+    if tasks == 1:
+        return SoloWorld()
+    try:
+        world = HorovodWorld()
+    except ImportError as error:
+        raise UsageError(
+            f"a launcher started {tasks} tasks, but Horovod or mpi4py cannot be imported ({error}); "
+            "build Horovod with MPI ('make setup'), or start a single process"
+        ) from error
+    if world.size < tasks:
+        raise UsageError(
+            f"the launcher says {tasks} tasks, but MPI connects {world.size}: they would become separate runs; "
+            "start them with the mpirun of the MPI library that Horovod was built with ('hvfreeze doctor' names it)"
+        )
+    return world

@@ -1,0 +1,243 @@
+"""PowerSGD: a gradient's matrix travels as two thin ones, and what they leave out is added to the next gradient.
+
+Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (NeurIPS
+2019, arXiv 1905.13727), algorithm 1: one step of power iteration from the last step's Q (warm start), with error
+feedback. For a matrix M = gradient + error, n x m: P = mean over ranks of M Q; P made orthonormal; Q = mean of M^T P;
+all ranks take P Q^T, and each keeps M - P Q^T, of its own M, as its error: 4 r (n + m) bytes each step instead of
+4 n m. All P of a group of matrices travel in one allreduce and all their Q in another; the groups that the backward
+pass completes first are on their way while it goes on.
+
+Replicas stay equal bit for bit because what they are updated by is computed from sums alone, which have the same bits
+everywhere. That needs ranks that compute alike: equal processors and threads, which `check_arithmetic` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.world import World
+from hvfreeze.errors import UsageError
+
+Send = Callable[[Tensor, str], list[Any]]
+"""Starts to sum a tensor over ranks, in pieces, under a name; returns their handles."""
+Wait = Callable[[Any], object]
+
+ROWS_TOGETHER = 16
+WRITTEN_AT_ONCE = 2**18
+"""Elements, one mebibyte: what is written is still in the processor when it is read again; less makes more calls."""
+PROJECTED_AT_ONCE = 2**16
+"""Elements, a quarter of a mebibyte: so little is multiplied as it lies, more is copied into another order first."""
+
+
+@dataclass
+class Matrix:
+    """One parameter's share of the buffers, all of them views: n x m, but `left` (P^T) r x n and `right` (Q^T) r x m.
+
+    Both thin ones lie row by row, and long rows are what products with few columns are fast for. While a step is under
+    way `error` is M; the shaped ones have the parameter's shape and strides.
+    """
+
+    error: Tensor
+    error_shaped: Tensor
+    gradient: Tensor
+    gradient_shaped: Tensor
+    left: Tensor
+    right: Tensor
+
+    def __post_init__(self) -> None:
+        """Make P of the last step, n x r with orthonormal columns, and the views of all runs of rows."""
+        self.basis = torch.zeros_like(self.left).t()
+        self.rows, few = (run_of(self.error.shape[1], size) for size in (WRITTEN_AT_ONCE, PROJECTED_AT_ONCE))
+        errors, lefts = self.error.split(self.rows), self.left.split(self.rows, dim=1)
+        shaped, transposed = self.error_shaped.split(self.rows), [error.t() for error in errors]
+        self._added = list(zip(shaped, transposed, lefts, strict=True))
+        self._projected = list(zip(self.basis.t().split(few, dim=1), self.error.split(few), strict=True))
+        bases, gradients = self.basis.split(self.rows), self.gradient.split(self.rows)
+        self._decompressed = list(zip(bases, gradients, errors, strict=True))
+
+    def add(self, gradient: Tensor | None) -> None:
+        """Let `error` be M = gradient + error, None for no gradient, and `left` be (M Q)^T."""
+        parts: Sequence[Tensor | None] = [None] * len(self._added) if gradient is None else gradient.split(self.rows)
+        for part, (error, transposed, left) in zip(parts, self._added, strict=True):
+            if part is not None:
+                error.add_(part)
+            torch.mm(self.right, transposed, out=left)
+
+    def project(self) -> None:
+        """Let `basis` be P, made orthonormal, and `right` be (M^T P)^T."""
+        self.basis.copy_(torch.linalg.qr(self.left.t()).Q)
+        self.right.zero_()
+        for basis, error in self._projected:
+            self.right.addmm_(basis, error)
+
+    def decompress(self) -> None:
+        """Let `gradient` be P Q^T, and `error` what that leaves out."""
+        for basis, gradient, error in self._decompressed:
+            error.sub_(put_product(basis, self.right, gradient))
+
+
+def run_of(m: int, elements: int) -> int:
+    """Return how many rows of m have about so many elements: a multiple of what products are fast for."""
+    return max(1, elements // m // ROWS_TOGETHER) * ROWS_TOGETHER
+
+
+def put_product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
+    """Let `into` be left @ right, and return it."""
+    # With few columns, adding to zeros takes less time than writing over what was there.
+    return into.zero_().addmm_(left, right)
+
+
+class LowRankBucket:
+    """The matrices of some parameters, which travel together, with what they keep from step to step.
+
+    `fits` must hold for each parameter of `named`; `slots` are their numbers among all that the reducer carries; `size`
+    ranks share the mean; P and Q have `rank` columns.
+    """
+
+    tail_bytes = 0
+
+    def __init__(
+        self, name: str, named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int
+    ) -> None:
+        self.name, self.slots, self.missing, self._size = name, slots, 0, size
+        self.version = 0  # as in `FlatBucket`
+        shapes = [matrix_shape(parameter) for _, parameter in named]
+        self.flat = torch.zeros(sum(n * m for n, m in shapes))
+        self._errors = torch.zeros_like(self.flat)
+        self._lefts = torch.zeros(sum(n * rank for n, _ in shapes))
+        self._rights = torch.zeros(sum(m * rank for _, m in shapes))
+        self._matrices: dict[str, Matrix] = {}
+        at, left, right = 0, 0, 0
+        for (name, parameter), (n, m) in zip(named, shapes, strict=True):
+            layout = (parameter.size(), parameter.stride(), at)
+            error, gradient = (whole[at : at + n * m].view(n, m) for whole in (self._errors, self.flat))
+            shaped = (self._errors.as_strided(*layout), self.flat.as_strided(*layout))
+            p = self._lefts[left : left + n * rank].view(rank, n)
+            q = self._rights[right : right + m * rank].view(rank, m)
+            q.copy_(torch.randn(m, rank, generator=torch.Generator().manual_seed(seed_of(name))).t())
+            self._matrices[name] = Matrix(error, shaped[0], gradient, shaped[1], p, q)
+            at, left, right = at + n * m, left + n * rank, right + m * rank
+        self._in_order = list(self._matrices.values())
+        self._handles: list[Any] = []
+        self._left_behind = False
+        self.payload_bytes = self._lefts.nbytes
+
+    def begin(self) -> None:
+        """Wait for all slots again."""
+        self.missing, self._left_behind = len(self.slots), False
+
+    def copy_in(self, place: int, gradient: Tensor | None) -> Tensor:
+        """Take this rank's gradient of the slot at `place`, None for zero; return where the average will be."""
+        self._in_order[place].add(gradient)
+        self.missing -= 1
+        return self._in_order[place].gradient_shaped
+
+    def start(self, send: Send) -> None:
+        """Start all P on their way."""
+        self._handles = send(self._lefts.mul_(1 / self._size), f"{self.name}.left")
+
+    def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
+        """Tell whether all P have arrived, so that `advance` need not wait; then all Q, so that `finish` need not."""
+        return all(poll(handle) for handle in self._handles)
+
+    def advance(self, send: Send, wait: Wait) -> int:
+        """Start all Q on their way when all P have arrived; return the bytes of all Q."""
+        for handle in self._handles:
+            wait(handle)
+        self._handles = []
+        if not bool(torch.isfinite(self._lefts.sum())):
+            # Some rank's gradient is not finite: so is the average, on all ranks, and no error may remember it.
+            self._errors.zero_()
+            self._left_behind = True
+            return 0
+        for matrix in self._in_order:
+            matrix.project()
+        self._handles = send(self._rights.mul_(1 / self._size), f"{self.name}.right")
+        return self._rights.nbytes
+
+    def finish(self, send: Send, wait: Wait) -> int:
+        """Return when the average is where `copy_in` said; nothing is sent again."""
+        for handle in self._handles:
+            wait(handle)
+        if self._left_behind:
+            self.flat.fill_(torch.nan)
+            return 0
+        for matrix in self._in_order:
+            matrix.decompress()
+        return 0
+
+    def witness(self) -> Tensor:
+        """Return a number that is not finite where an entry of the average is not."""
+        # P's columns are orthonormal: no entry of P Q^T is larger than the sum of a row of Q.
+        return (self.flat[:1] if self._left_behind else self._rights).abs().sum()
+
+    def probe(self) -> str:
+        """Return a digest of what this rank makes of fixed numbers, in all shapes of its matrices."""
+        digest, generator = hashlib.sha256(), torch.Generator().manual_seed(0)
+        for matrix in self._in_order:
+            left, right = (torch.rand(thin.shape, generator=generator) - 0.5 for thin in (matrix.left, matrix.right))
+            basis = torch.linalg.qr(left.t()).Q
+            for part in basis.split(matrix.rows):
+                digest.update(put_product(part, right, torch.empty(len(part), right.shape[1])).numpy())
+            digest.update(matrix.right.numpy())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's error and all ranks' Q for each parameter, copied."""
+        return {
+            name: {"error": matrix.error.clone(), "right": matrix.right.clone()}
+            for name, matrix in self._matrices.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Continue from the entries of `state` whose parameters are here; a Q of another rank is of no use."""
+        for name in self._matrices.keys() & state.keys():
+            matrix = self._matrices[name]
+            matrix.error.copy_(state[name]["error"])
+            if matrix.right.shape == state[name]["right"].shape:
+                matrix.right.copy_(state[name]["right"])
+
+
+def check_arithmetic(buckets: Sequence[LowRankBucket], world: World, *, compression: str) -> None:
+    """Raise UsageError on all ranks where one would compute other bits than rank 0 from the same sums. Collective."""
+    digests = world.allgather_object([bucket.probe() for bucket in buckets], name="gradients.low-rank.probe")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise UsageError(
+            f"--compression {compression}: rank {odd[0]} computes other bits than rank 0 from the same "
+            "numbers, and replicas would drift apart; give all ranks equal processors and --threads, or use fp16"
+        ).on_all_ranks()
+
+
+def pool_into(pool: dict[str, dict[str, Tensor]], more: dict[str, dict[str, Tensor]], *, number: int) -> None:
+    """Add the `number`-th rank's state to the mean of those before it; all ranks have the same Q."""
+    for name, kept in more.items():
+        mean = pool[name]["error"]
+        mean.add_((kept["error"] - mean) / number)
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Return (n, m): the first dimension, and all others together, in the order in which they lie in memory."""
+    return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
+
+
+def fits(parameter: Tensor, *, rank: int) -> bool:
+    """Tell whether a parameter's gradient is worth compressing, to half at most, and lies in memory row by row."""
+    if parameter.dim() < 2 or parameter.dtype != torch.float32:
+        return False
+    n, m = matrix_shape(parameter)
+    dense = parameter.is_contiguous() or (
+        parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    )
+    return dense and rank <= min(n, m) and 2 * rank * (n + m) <= n * m
+
+
+def seed_of(name: str) -> int:
+    """Return a seed that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")

@@ -1,0 +1,176 @@
+"""Tensors from rank to rank, beside Horovod's collectives: activations, errors, features, labels.
+
+A lane is a communicator of its own, so that what travels for one purpose never meets another's. Nothing here waits for
+a rank that may wait for this one: a send is started and left alone, a receive is waited for only after it was started.
+So it needs no order between ranks, nor with Horovod, whose thread uses MPI at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.horovod_world import PIECE_BYTES, HorovodWorld
+from hvfreeze.comm.world import World
+from hvfreeze.errors import DivergedError, UsageError
+
+SEQUENCES = 2**15
+"""MPI promises tags up to 32767."""
+
+
+@dataclass
+class LaneCounts:
+    """What one rank sent and received on a lane, and how long it waited there; messages are tensors."""
+
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    bytes_received: int = 0
+    messages_received: int = 0
+    wait_seconds: float = 0.0
+
+
+class Wire:
+    """One rank's end of all lanes. Shapes and types are known to both ends: what travels is the elements alone.
+
+    This one is for a rank alone: what it puts for itself comes back, copied; nothing travels, and nothing counts.
+    """
+
+    def __init__(self, lanes: Sequence[str]) -> None:
+        self.counts = {lane: LaneCounts() for lane in lanes}
+        self._queues: dict[tuple[str, int], deque[Tensor]] = defaultdict(deque)
+
+    def put(self, tensor: Tensor, *, to: int, lane: str, seq: int = 0) -> None:
+        """Start to send `tensor`, of any type, to rank `to`; it must not change until `drain`."""
+        assert to == 0 and lane in self.counts, (to, lane)
+        self._queues[lane, seq].append(tensor.detach().clone(memory_format=torch.contiguous_format))
+
+    def expect(self, shape: Sequence[int], *, dtype: torch.dtype, source: int, lane: str, seq: int = 0) -> None:
+        """Start to receive what a later `get` with the same arguments returns, so that a large one arrives meanwhile.
+
+        What was expected first on a lane, from a rank, under a number, is got first.
+        """
+
+    def get(
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, source: int, lane: str, seq: int = 0
+    ) -> Tensor:
+        """Return the next tensor that rank `source` put on `lane` under the number `seq`; it is the caller's own.
+
+        Raises:
+            DivergedError: the tensor that came has another number of bytes.
+        """
+        tensor = self._queues[lane, seq].popleft()
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+            raise DivergedError(f"lane {lane}: {tensor.dtype} {tuple(tensor.shape)} came, not {dtype} {tuple(shape)}")
+        return tensor
+
+    def drain(self) -> None:
+        """Return when everything that was put has been handed over; what was put may change from then on."""
+
+    def close(self) -> None:
+        """Drain, drop what was expected and has not come, and end the lanes. Collective."""
+
+
+def open_wire(world: World, lanes: Sequence[str]) -> Wire:
+    """Return this rank's end of `lanes` between the ranks of `world`, the whole job's. Collective.
+
+    Raises:
+        UsageError: MPI was started by somebody else, for calls from one thread only.
+    """
+    return MpiWire(world, lanes) if isinstance(world, HorovodWorld) else Wire(lanes)
+
+
+class MpiWire(Wire):
+    """The wire of a rank of a job: MPI's non-blocking messages."""
+
+    def __init__(self, world: HorovodWorld, lanes: Sequence[str]) -> None:
+        super().__init__(lanes)
+        mpi = self._mpi = world.mpi
+        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+            raise UsageError("MPI was started for one thread only; call open_world() before anything else starts MPI")
+        self._watch, self._rank = world.watch, world.rank
+        with self._watch.waiting("lanes"):
+            self._comms = {lane: mpi.COMM_WORLD.Dup() for lane in lanes}
+        for comm in self._comms.values():
+            comm.Set_errhandler(mpi.ERRORS_RETURN)
+        self._sent: deque[tuple[str, Any, Tensor]] = deque()
+        self._expected: dict[tuple[str, int, int], deque[tuple[Tensor, list[Any]]]] = defaultdict(deque)
+
+    def put(self, tensor: Tensor, *, to: int, lane: str, seq: int = 0) -> None:
+        """Start to send `tensor`."""
+        while self._sent and self._sent[0][1].Test():
+            self._sent.popleft()
+        tensor = tensor.detach().contiguous()
+        for piece in pieces_of(tensor):
+            request = self._comms[lane].Isend([piece, self._mpi.BYTE], dest=to, tag=seq % SEQUENCES)
+            self._sent.append((lane, request, tensor))
+        self.counts[lane].bytes_sent += tensor.nbytes
+        self.counts[lane].messages_sent += 1
+
+    def expect(self, shape: Sequence[int], *, dtype: torch.dtype, source: int, lane: str, seq: int = 0) -> None:
+        """Start to receive."""
+        buffer = torch.empty(tuple(shape), dtype=dtype)
+        requests = [
+            self._comms[lane].Irecv([piece, self._mpi.BYTE], source=source, tag=seq % SEQUENCES)
+            for piece in pieces_of(buffer)
+        ]
+        self._expected[lane, source, seq].append((buffer, requests))
+
+    def get(
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, source: int, lane: str, seq: int = 0
+    ) -> Tensor:
+        """Return what came."""
+        expected = self._expected[lane, source, seq]
+        if not expected:
+            self.expect(shape, dtype=dtype, source=source, lane=lane, seq=seq)
+        buffer, requests = expected.popleft()
+        if not expected:
+            del self._expected[lane, source, seq]
+        assert (tuple(buffer.shape), buffer.dtype) == (tuple(shape), dtype), "expect() and get() differ"
+        received = sum(self._wait(lane, request, f"wire.{lane} from rank {source}") for request in requests)
+        if received != buffer.nbytes:
+            raise DivergedError(f"rank {source} sent {received} bytes on lane {lane}, not {buffer.nbytes}")
+        self.counts[lane].bytes_received += buffer.nbytes
+        self.counts[lane].messages_received += 1
+        return buffer
+
+    def drain(self) -> None:
+        """Wait until all has been handed over."""
+        while self._sent:
+            lane, request, _ = self._sent[0]
+            self._wait(lane, request, f"wire.{lane} to a neighbour")
+            self._sent.popleft()
+
+    def close(self) -> None:
+        """Drain, and free the lanes."""
+        self.drain()
+        for request in [r for queue in self._expected.values() for _, requests in queue for r in requests]:
+            request.Cancel()
+            request.Wait()
+        self._expected.clear()
+        for comm in self._comms.values():
+            comm.Free()
+        self._comms = {}
+
+    def _wait(self, lane: str, request: Any, what: str) -> int:
+        """Return when the message is through, with its number of bytes."""
+        status, started = self._mpi.Status(), time.perf_counter()
+        try:
+            with self._watch.waiting(what):
+                request.Wait(status)
+        except self._mpi.Exception as error:
+            raise DivergedError(f"rank {self._rank} on lane {lane}: {error}; ranks expect different tensors") from error
+        self.counts[lane].wait_seconds += time.perf_counter() - started
+        received: int = status.Get_count(self._mpi.BYTE)
+        return received
+
+
+def pieces_of(tensor: Tensor) -> list[Any]:
+    """Return the bytes of a contiguous tensor as arrays that share its memory, none longer than MPI counts."""
+    flat = tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return [piece.numpy() for piece in flat.split(PIECE_BYTES)] or [flat.numpy()]

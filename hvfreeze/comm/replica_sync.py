@@ -1,0 +1,115 @@
+"""What makes the replicas of a model equal, keeps them so, and tells whether they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvfreeze.comm.agreement import packs_of
+from hvfreeze.comm.world import World
+from hvfreeze.errors import DivergedError
+
+PACKED_BYTES = 2**25
+"""Of small tensors that travel as one: each message waits for all ranks, and models have hundreds of tensors."""
+
+
+def broadcast_model(model: nn.Module, world: World) -> None:
+    """Make all parameters and buffers equal to rank 0's; before the optimizer's first step. Collective.
+
+    Raises:
+        DivergedError: a rank's model has other parameters or buffers than rank 0's; on all ranks.
+    """
+    broadcast_tensors(model.state_dict(), world)
+
+
+@torch.no_grad()
+def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
+    """Make tensors of any types equal to rank 0's, in place. Collective.
+
+    Raises:
+        DivergedError: a rank has other names, types or shapes than rank 0; on all ranks.
+    """
+    if world.size == 1:
+        return
+    mine = "\n".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items())
+    layouts = world.allgather_object(hashlib.sha256(mine.encode()).hexdigest(), name="initial")
+    other = [rank for rank, layout in enumerate(layouts) if layout != layouts[0]]
+    if other:
+        raise DivergedError(
+            f"the model of rank {other[0]} has other parameters or buffers than rank 0's: "
+            "every rank must build the same model before it is made equal"
+        )
+    filled = [tensor for tensor in named.values() if tensor.numel()]
+    for number, tensors in enumerate(packs_of(filled, lambda tensor: tensor.nbytes, PACKED_BYTES)):
+        bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        packed = torch.cat(bytes_of) if len(tensors) > 1 else bytes_of[0]
+        world.broadcast_(packed, name=f"initial.{number}")
+        for tensor, part in zip(tensors, packed.split([len(each) for each in bytes_of])):
+            # A view of another type must begin at a multiple of its size, which a part of the whole need not.
+            aligned = part if part.data_ptr() % tensor.element_size() == 0 else part.clone()
+            tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+
+
+def parameter_digest(model: nn.Module) -> str:
+    """Return the SHA-256 over names, types, shapes and bytes of all parameters and buffers, as hex."""
+    digest = hashlib.sha256()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
+    """Return the digest that all ranks share, when running statistics have been averaged. Collective.
+
+    Raises:
+        DivergedError: parameters or buffers differ; the message names the ranks in the minority.
+    """
+    digests = world.allgather_object(parameter_digest(model), name="replica.digest")
+    common, count = Counter(digests).most_common(1)[0]
+    if count < world.size:
+        odd = [rank for rank, digest in enumerate(digests) if digest != common]
+        named = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
+        who = named if count > 1 else "all ranks differ"
+        raise DivergedError(f"replicas are not equal after step {step}: {who}; parameters must change by updates only")
+    return common
+
+
+def running_statistics(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return (mean, variance) of every BatchNorm that tracks them, in module order."""
+    norms = [module for module in modules if isinstance(module, _BatchNorm)]
+    return [(n.running_mean, n.running_var) for n in norms if n.running_mean is not None and n.running_var is not None]
+
+
+def average_running_statistics(modules: Iterable[nn.Module], world: World) -> int:
+    """Make running means and variances equal on all ranks; return the bytes that this rank sent. Collective.
+
+    The mean becomes the mean over ranks, m = avg(m_r). The variance becomes that of the ranks' batches pooled,
+    avg(v_r) + avg((m_r - m)^2), the law of total variance. Computed in float64; where all ranks hold equal values
+    already, the result is these values, bit for bit, so that averaging twice changes nothing.
+    """
+    statistics = running_statistics(modules)
+    if world.size == 1 or not statistics:
+        return 0
+    means = torch.cat([mean.double().flatten() for mean, _ in statistics])
+    variances = torch.cat([variance.double().flatten() for _, variance in statistics])
+    mean = world.allreduce_sum(means, name="batchnorm.mean") / world.size
+    pooled = world.allreduce_sum(variances + (means - mean) ** 2, name="batchnorm.variance") / world.size
+    sizes = [len(target) for target, _ in statistics]
+    for (target_mean, target_variance), own, its in zip(statistics, mean.split(sizes), pooled.split(sizes)):
+        target_mean.copy_(own)
+        target_variance.copy_(its)
+    return 2 * means.nbytes
+
+
+def pooled_statistics(means: Sequence[Tensor], variances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the running mean and variance of several ranks' batches together, as `average_running_statistics` does."""
+    stacked = torch.stack(list(means)).double()
+    mean = stacked.mean(0)
+    variance = torch.stack(list(variances)).double().mean(0) + ((stacked - mean) ** 2).mean(0)
+    return mean.to(means[0].dtype), variance.to(variances[0].dtype)

@@ -1,0 +1,150 @@
+"""Ends the job when its ranks wait for each other too long, and names those that are waited for.
+
+Horovod's own inspector runs on rank 0, is blocked with it, and knows neither MPI's start and end nor the wire. Here
+every rank has a thread that knows what its rank waits for. The thread of a rank that has waited too long asks those of
+the others, over a communicator of their own: who is stopped does not answer, who computes says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hvfreeze.comm.end_guard import guard_end
+from hvfreeze.comm.mpi_environment import claimed_rank
+from hvfreeze.errors import StallError
+
+STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+LOOK_SECONDS = 0.5
+LOST_SECONDS = 2.0
+# After the limit: others are asked, then the lowest rank of those that wait speaks, then any. All is over in 10 s.
+ASK_SECONDS, JUDGE_SECONDS, LAST_SECONDS = 1.0, 4.0, 8.0
+QUESTION, ANSWER = 1, 2
+
+
+class StallWatch:
+    """Calls `abort` with the exit code when this rank has waited for others for `limit_seconds`, 0 for ever."""
+
+    def __init__(self, limit_seconds: float, abort: Callable[[int], None]) -> None:
+        self._limit, self._abort = limit_seconds, abort
+        self._name, self._since, self._lock = "", float("inf"), threading.Lock()
+        self._comm: Any = None
+        self._mpi: Any = None
+        self._hosts: list[str] = []
+        self._sent: list[Any] = []
+        self._round, self._asked = 0, False
+        self._answers: dict[int, tuple[str, float]] = {}
+        if limit_seconds > 0:
+            threading.Thread(target=self._watch, name="stall-watch", daemon=True).start()
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Count the time within as waiting for other ranks, in `name`."""
+        self._name, self._since = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = float("inf")
+
+    def connect(self, mpi: Any, comm: Any, hosts: list[str]) -> None:
+        """Let the threads talk over `comm`, which is theirs alone, from now on; `hosts` has every rank's."""
+        with self._lock:
+            self._mpi, self._comm, self._hosts = mpi, comm, hosts
+        # A script that does not close its world ends MPI when the interpreter exits, while this thread lives on.
+        atexit.register(self.disconnect)
+
+    def disconnect(self) -> None:
+        """Make no more MPI calls. Others need not wait for this rank from now on: a process of its own watches it."""
+        with self._lock:
+            left, self._comm = self._comm, None
+        if left is not None:
+            guard_end(claimed_rank(os.environ), self._limit)
+
+    def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            time.sleep(LOOK_SECONDS)
+            # A rank that was stopped itself, and goes on, has not waited meanwhile.
+            lost = time.monotonic() - before - LOOK_SECONDS
+            self._since += lost if lost > LOST_SECONDS else 0.0
+            with self._lock:
+                if self._comm is not None:
+                    self._listen()
+                waited = time.monotonic() - self._since
+                if waited < self._limit + ASK_SECONDS:
+                    self._asked = False
+                elif self._comm is None:
+                    self._look_around(waited)
+                else:
+                    self._inquire(waited)
+
+    def _look_around(self, waited: float) -> None:
+        # Nobody can be asked. Ranks would speak one by one, a look apart, first those that see whom they wait for.
+        me, late = claimed_rank(os.environ), waited - self._limit
+        stopped = stopped_here() if late > JUDGE_SECONDS else ""
+        if late > (JUDGE_SECONDS if stopped else LAST_SECONDS) + LOOK_SECONDS * min(me, 4):
+            self._end(waited, me, stopped or "other ranks")
+
+    def _inquire(self, waited: float) -> None:
+        me, size = self._comm.rank, self._comm.size
+        if not self._asked:
+            self._asked, self._answers = True, {}
+            self._round += 1
+            for rank in set(range(size)) - {me}:
+                self._sent.append(self._comm.isend(self._round, dest=rank, tag=QUESTION))
+        waiting = [rank for rank, (name, _) in self._answers.items() if name and rank < me]
+        if waited > self._limit + (LAST_SECONDS if waiting else JUDGE_SECONDS):
+            self._end(waited, me, self._culprits())
+
+    def _listen(self) -> None:
+        status = self._mpi.Status()
+        while (message := self._comm.improbe(status=status)) is not None:
+            content = message.recv()
+            if status.tag == QUESTION:
+                waited = time.monotonic() - self._since
+                state = (self._name, waited) if waited > 0 else ("", 0.0)
+                self._sent.append(self._comm.isend((content, *state), dest=status.source, tag=ANSWER))
+            elif content[0] == self._round:
+                self._answers[status.source] = content[1:]
+        self._sent = [request for request in self._sent if not request.Test()]
+
+    def _culprits(self) -> str:
+        silent = sorted(set(range(self._comm.size)) - {self._comm.rank, *self._answers})
+        busy = [rank for rank, (name, _) in sorted(self._answers.items()) if not name]
+        if silent or busy:
+            ranks = silent or busy
+            what = "gives no sign of life" if silent else "computes or waits for something else"
+            shown = ", ".join(f"{rank} on {self._hosts[rank]}" for rank in ranks[:8])
+            return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}, which {what}"
+        places = [f"rank {rank} waits in '{name}'" for rank, (name, _) in sorted(self._answers.items())]
+        return f"others, which wait as well ({'; '.join(places)})"
+
+    def _end(self, waited: float, rank: int, culprits: str) -> None:
+        text = f"rank {rank} on {socket.gethostname()} waited {waited:.0f} s in '{self._name}' for {culprits}"
+        print(f"hvfreeze: error: {text}; set {STALL_SECONDS}", file=sys.stderr, flush=True)
+        if self._comm is None:
+            os._exit(StallError.exit_code)
+        self._abort(StallError.exit_code)
+
+
+def stopped_here() -> str:
+    """Return which ranks of this job are stopped on this host, by the launcher's variables; "" where none is seen."""
+    job, stopped = os.environ.get("PMIX_NAMESPACE"), set()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if not entry.name.isdigit() or (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "tT":
+                continue
+            pairs = (line.partition("=") for line in (entry / "environ").read_text(errors="replace").split("\0"))
+            environ = {name: value for name, _, value in pairs}
+            if job is not None and environ.get("PMIX_NAMESPACE") == job:
+                stopped.add(claimed_rank(environ))
+    named = ", ".join(map(str, sorted(stopped)))
+    return f"rank{'s' if len(stopped) > 1 else ''} {named}, which gives no sign of life" if stopped else ""

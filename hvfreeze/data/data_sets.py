@@ -1,0 +1,334 @@
+"""Data sets by name: digits, CIFAR, a folder of images, a text, and the user's own; what each tells of its samples."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hvfreeze.data.cifar import ARCHIVES, download, read_archive
+from hvfreeze.data.folders import Folders, is_folder, list_folders
+from hvfreeze.data.images import ArraySource, FileSource
+from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
+from hvfreeze.data.reading import READING, PixelArray
+from hvfreeze.data.shards import split_validation
+from hvfreeze.data.text import TextSource, split_text
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.user_code import is_named_code
+
+
+def digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return images (1797, 8, 8) with values 0..16, and digits (1797,), of scikit-learn's `load_digits`.
+
+    They are read from its file where that is found: to import scikit-learn takes longer than an epoch of them.
+    """
+    package = find_spec("sklearn")
+    file = Path(package.origin or "").parent / "datasets/data/digits.csv.gz" if package else Path()
+    if file.is_file():
+        table = np.loadtxt(file, delimiter=",")
+        return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(np.int64)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return digits.images, digits.target
+
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageSet:
+    """One split of a data set. A sample's id is its row, 0..N-1, the same on every rank and in every run."""
+
+    name: str
+    classes: tuple[str, ...]
+    """Of a text, its characters."""
+    labels: Tensor
+    """(N,) int64; of a text's windows all 0."""
+    mean: Triple
+    """Per channel, of pixels scaled to 0-1."""
+    std: Triple
+    flips: bool
+    """Whether a mirrored image still shows its class."""
+    source: ArraySource | FileSource | DatasetSource | TextSource
+    broken: Mapping[int, str] = field(default_factory=dict)
+    """Samples that are left out because they cannot be decoded, and why."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The samples that may be used, (N,) ascending."""
+        return np.array([row for row in range(len(self)) if row not in self.broken], dtype=np.int64)
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of every decoded image, (T,) of a window of T characters."""
+        return self.source.image_shape
+
+    def sample_digest(self, count: int = 16) -> str:
+        """Return the SHA-256 over the pixels of `count` samples that lie evenly in the set, as hex."""
+        digest = hashlib.sha256()
+        ids = self.ids
+        for sample_id in ids[np.unique(np.linspace(0, len(ids) - 1, count).astype(np.int64))]:
+            # Whoever loads the pixels tells of all broken images together.
+            with suppress(RefusedError):
+                digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
+        return digest.hexdigest()
+
+    def decode(self, sample_id: int) -> PixelArray:
+        """Return the (C, H, W) uint8 pixels of one sample.
+
+        Raises RefusedError where the image is damaged or cannot be read, UsageError where its size differs and no
+        --image-size was given. Both name the file.
+        """
+        return self.source.decode(sample_id)
+
+    def called(self, sample_id: int) -> str:
+        """Return what a message calls a sample: its file, else its number."""
+        source = self.source
+        return str(source.root / source.paths[sample_id]) if isinstance(source, FileSource) else f"sample {sample_id}"
+
+    def identity(self, *, local: bool = True) -> str:
+        """Return a digest of what the decoded pixels, labels and classes are.
+
+        Args:
+            local: Whether times of modification count, which find more changes to image files. Leave them out to
+                compare ranks on different machines, whose copies of a folder were made at different times.
+        """
+        digest = hashlib.sha256(repr((self.name, self.classes)).encode())
+        digest.update(self.labels.numpy().data)
+        digest.update(self.source.identity(local=local).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSplits:
+    """A data set's splits, with equal classes and image shapes."""
+
+    train: ImageSet
+    validation: ImageSet | None
+    """Only of an image folder that brings train, val and test."""
+    test: ImageSet
+    notes: list[str] = field(default_factory=list)
+    """What the user should know about how the splits came about, one sentence each."""
+
+
+# Mean and standard deviation per channel of the training pixels, scaled to 0-1.
+_STATISTICS: dict[str, tuple[Triple, Triple]] = {
+    "digits": ((0.3053, 0.3053, 0.3053), (0.3759, 0.3759, 0.3759)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+_DIGITS_SEED = 0
+
+
+def default_directory() -> Path:
+    """Return $HVFREEZE_DATA, or the user's cache directory for data."""
+    named = os.environ.get("HVFREEZE_DATA")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(cache) / "hvfreeze" / "data"
+
+
+def prepare_data(name: str, directory: str | os.PathLike[str] | None = None) -> None:
+    """Leaves CIFAR where `open_data` finds it, downloading it when absent: for one rank per node, before a barrier.
+
+    Raises RefusedError where it is absent and cannot be downloaded.
+    """
+    root = root_of(directory)
+    if name in ARCHIVES and not any(is_folder(root / part) for part in (ARCHIVES[name].folder, "train", "test")):
+        download(root, ARCHIVES[name])
+
+
+def root_of(directory: str | os.PathLike[str] | None) -> Path:
+    """Return the folder that a data set lies in."""
+    return Path(directory) if directory is not None else default_directory()
+
+
+def list_data(name: str, directory: str | os.PathLike[str] | None = None) -> Folders | None:
+    """Return what `open_data` must know of a tree of image files, by one pass over it; None where there is no tree.
+
+    Raises RefusedError where data is missing, unreadable or inconsistent.
+    """
+    root = root_of(directory)
+    if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
+        return None
+    if not is_folder(root):
+        raise RefusedError(f"data folder {root} does not exist; name one with --data-dir or $HVFREEZE_DATA")
+    if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
+        raise RefusedError(
+            f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "
+            "--data-dir or $HVFREEZE_DATA"
+        )
+    return list_folders(root)
+
+
+def open_data(
+    name: str,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    image_size: int | None = None,
+    classes: Sequence[int] | None = None,
+    listed: Folders | None = None,
+    reading: int = READING,
+    skip_bad: bool = False,
+    context: int = 64,
+) -> DataSplits:
+    """Return the splits of a data set, without decoding image files.
+
+    Args:
+        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, or package:function; see `data.own`.
+        directory: Where the data lies; None is `default_directory()`. `digits` needs none, `text` a file or none.
+        image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
+            transform enlarges them). None keeps the native size, which must then be one for all images.
+        classes: Only these of the `digits`, relabelled 0, 1, ... in the order given.
+        listed: What `list_data` returned, here or on another rank; None lists the tree anew.
+        reading: How images become pixels; see `data.reading.READING`.
+        skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
+        context: Characters of a window of a text.
+
+    Raises:
+        RefusedError: Data is missing, unreadable or inconsistent.
+        UsageError: Images differ in size and `image_size` is None, or `classes` does not fit.
+    """
+    if name == "digits":
+        return _open_digits(image_size, tuple(range(10)) if classes is None else tuple(classes))
+    if classes is not None:
+        raise UsageError(f"a choice of classes is for digits only, not for {name}")
+    if name == "text":
+        return _open_text(directory, context)
+    if is_named_code(name):
+        folder = None if directory is None else os.fspath(directory)
+        return _from_own(open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad))
+    root = root_of(directory)
+    if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
+        names, splits = read_archive(root, ARCHIVES[name])
+        train, test = (_from_array(name, *splits[split], names, image_size) for split in ("train", "test"))
+        return DataSplits(train=train, validation=None, test=test)
+    if name not in _STATISTICS:
+        raise UsageError(f"--data ({name}) must be one of {', '.join(_STATISTICS)}")
+    folders = list_data(name, root) if listed is None else listed
+    assert folders is not None
+    return _open_folders(name, root, image_size, folders, reading)
+
+
+def _open_digits(image_size: int | None, classes: tuple[int, ...]) -> DataSplits:
+    if len(set(classes)) != len(classes) or not set(classes) <= set(range(10)) or len(classes) < 2:
+        raise UsageError(f"classes {classes} of digits must be at least two different numbers in 0..9")
+    images, targets = digits_table()
+    grey = np.round(images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)
+    pixels = np.repeat(grey[:, None], 3, axis=1)
+    everything = np.arange(len(pixels))
+    sets = []
+    for split in split_validation(targets, everything, fraction=0.2, seed=_DIGITS_SEED):
+        ids = split[np.isin(targets[split], classes)]
+        labels = [classes.index(digit) for digit in targets[ids]]
+        sets.append(_from_array("digits", pixels[ids], labels, tuple(str(digit) for digit in classes), image_size))
+    return DataSplits(train=sets[0], validation=None, test=sets[1])
+
+
+def _open_text(directory: str | os.PathLike[str] | None, context: int) -> DataSplits:
+    splits = split_text(directory, context=context)
+
+    def split(source: TextSource) -> ImageSet:
+        return ImageSet(
+            name="text",
+            classes=splits.characters,
+            labels=torch.zeros(source.windows, dtype=torch.int64),
+            mean=(0.0, 0.0, 0.0),
+            std=(1.0, 1.0, 1.0),
+            flips=False,
+            source=source,
+        )
+
+    known = f"{splits.length} characters, {len(splits.characters)} different"
+    note = f"text: {splits.name}, {known}; the last tenth is for testing"
+    return DataSplits(train=split(splits.train), validation=None, test=split(splits.test), notes=[note])
+
+
+def _from_array(
+    name: str, pixels: PixelArray, labels: Sequence[int], classes: tuple[str, ...], image_size: int | None
+) -> ImageSet:
+    side = None if image_size is None else min(image_size, *pixels.shape[2:])
+    return _image_set(name, classes, labels, ArraySource(pixels=pixels, side=side))
+
+
+def _image_set(
+    name: str, classes: tuple[str, ...], labels: Sequence[int], source: ArraySource | FileSource
+) -> ImageSet:
+    mean, std = _STATISTICS[name]
+    known = torch.tensor(labels, dtype=torch.int64)
+    return ImageSet(name=name, classes=classes, labels=known, mean=mean, std=std, flips=name != "digits", source=source)
+
+
+def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
+    """Return the splits of a data set of the user's own, whose classes are named by it, else numbered."""
+    train, test = splits["train"], splits["test"]
+    name = train.source.name
+    count = 1 + max(*train.labels, *test.labels)
+    classes = train.classes or tuple(map(str, range(count)))
+    if test.classes not in (train.classes, None) or count > len(classes) or len(set(classes)) < max(2, len(classes)):
+        raise RefusedError(
+            f"--data ({name}) must have at least two classes with names of their own, the same in train and test; "
+            f"labels go up to {count - 1}, and train names {len(classes)} classes"
+        )
+    shown = {part: {n for row, n in enumerate(s.labels) if row not in s.broken} for part, s in splits.items()}
+    unlearnt = [classes[label] for label in sorted(shown["test"] - shown["train"])]
+    notes = [f"no training sample has a class that the test set has: {', '.join(unlearnt)}"] if unlearnt else []
+    mean, std = _STATISTICS["imagefolder"]
+    sets = {
+        part: ImageSet(
+            name=name,
+            classes=classes,
+            labels=torch.tensor(split.labels, dtype=torch.int64),
+            mean=mean,
+            std=std,
+            flips=train.flips,
+            source=split.source,
+            broken=split.broken,
+        )
+        for part, split in splits.items()
+    }
+    return DataSplits(
+        train=sets["train"], validation=None, test=sets["test"], notes=[*train.notes, *test.notes, *notes]
+    )
+
+
+def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: int) -> DataSplits:
+    listings, sizes = folders.listings, folders.sizes
+    num_classes = len(listings["train"].classes)
+    if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
+        raise RefusedError(
+            f"{root} holds {num_classes} classes where {name} has {ARCHIVES[name].num_classes}; "
+            "use --data imagefolder for other images"
+        )
+    if image_size is None and len(sizes) > 1:
+        shown = " and ".join(f"{path} ({width}x{height})" for (height, width), path in list(sizes.items())[:2])
+        raise UsageError(f"images differ in size: {shown}; give --image-size SIDE to bring all to one size")
+    side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
+    shape = (3, side, side) if side else (3, *next(iter(sizes)))
+    sets = {}
+    for part, listing in listings.items():
+        source = FileSource(
+            root=listing.root,
+            paths=listing.paths,
+            num_bytes=listing.num_bytes,
+            local=folders.local[part],
+            image_shape=shape,
+            side=side,
+            reading=reading,
+        )
+        sets[part] = _image_set(name, listing.classes, listing.labels(), source)
+    return DataSplits(train=sets["train"], validation=sets.get("val"), test=sets["test"], notes=folders.notes)

@@ -1,0 +1,203 @@
+"""Images of a data set: arrays in memory or files, by row; and those that are broken or read in a special way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+from PIL import Image
+
+from hvfreeze.data.reading import (
+    MODES_OF_16_BITS,
+    READING,
+    PixelArray,
+    bits_used,
+    fitted,
+    open_image,
+    read_rgb,
+    sized_pixels,
+    to_pixels,
+    turn_in_header,
+)
+from hvfreeze.errors import RefusedError
+
+T = TypeVar("T")
+MOST_LISTED = 10
+
+
+class BrokenImagesError(RefusedError):
+    """Images that are damaged or cannot be read; `reasons` has a message for each."""
+
+    def __init__(self, reasons: Sequence[str] | str) -> None:
+        self.reasons = [reasons] if isinstance(reasons, str) else list(reasons)
+        if isinstance(reasons, str):
+            super().__init__(reasons)
+            return
+        what = self.reasons[0] if len(reasons) == 1 else f"{len(reasons)} images cannot be used: {listed(reasons)}"
+        super().__init__(f"{what}; --skip-bad leaves out such images")
+
+
+def listed(reasons: Sequence[str]) -> str:
+    """Return the first of many messages about images, without what to do about each, and how many more there are."""
+    more = len(reasons) - MOST_LISTED
+    shown = "; ".join(reason.partition(";")[0] for reason in reasons[:MOST_LISTED])
+    return shown + (f"; and {more} more" if more > 0 else "")
+
+
+def all_loaded(*loads: Callable[[], T]) -> list[T]:
+    """Return what each load gives.
+
+    Raises BrokenImagesError where images of some are damaged or cannot be read; names those of all.
+    """
+    loaded, broken = [], []
+    for load in loads:
+        try:
+            loaded.append(load())
+        except BrokenImagesError as error:
+            broken += error.reasons
+    if broken:
+        raise BrokenImagesError(broken)
+    return loaded
+
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+COLOUR_OF_16_BITS = re.compile("[A-Z]{2,4};16[BLN]")
+"""How Pillow calls the channels in a file."""
+TURNED, SCALED, COARSE = ODD = (
+    "images are turned as their EXIF orientation says",
+    "images are grey of 16 bits and use fewer: each is scaled by those that it uses",
+    "images have 16 bits a channel, of which the upper 8 are read: convert those that use fewer than 16 to 8",
+)
+"""What is special in how files become pixels."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArraySource:
+    """Images that are in memory already."""
+
+    pixels: PixelArray
+    """(N, 3, H, W)."""
+    side: int | None
+    """The centre square is resized to this side; None keeps the pixels as they are."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every decoded image."""
+        _, channels, height, width = self.pixels.shape
+        return (channels, self.side or height, self.side or width)
+
+    def decode(self, row: int) -> PixelArray:
+        """Return the (C, H, W) uint8 pixels of one image."""
+        if self.image_shape == self.pixels.shape[1:]:
+            kept: PixelArray = self.pixels[row]
+            return kept
+        assert self.side is not None
+        return to_pixels(fitted(Image.fromarray(self.pixels[row].transpose(1, 2, 0)), self.side, self.side))
+
+    def identity(self, *, local: bool) -> str:
+        """Return a digest of all pixels; `local` makes no difference, since arrays carry no file times."""
+        header = f"{self.pixels.shape} {self.side} {PIL.__version__ if self.side else ''}"
+        return hashlib.sha256(
+            header.encode() + hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
+        ).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileSource:
+    """Image files, decoded when asked for. Grey and RGBA images become RGB."""
+
+    root: Path
+    paths: tuple[str, ...]
+    """Relative to `root`, sorted as bytes."""
+    image_shape: tuple[int, int, int]
+    """(C, H, W) of every decoded image."""
+    side: int | None
+    """The centre square of every image is resized to this side; None accepts images of `image_shape` only."""
+    num_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The size of each file."""
+    local: str = ""
+    """A digest of when each file was changed on this machine."""
+    reading: int = READING
+    odd: Mapping[str, int] | None = None
+    """What `count_odd` returns for all of these files; None counts when it is needed."""
+
+    def decode(self, row: int) -> PixelArray:
+        """Return the (C, H, W) uint8 pixels of one image.
+
+        Raises RefusedError where the file cannot be read or is no intact image, UsageError where the image has another
+        size than the others and no --image-size was given. Both name the file.
+        """
+        # No Path: to make one costs a tenth of decoding a small image.
+        path = os.path.join(self.root, self.paths[row])
+        image = read_rgb(path, reading=self.reading)
+        return sized_pixels(image, side=self.side, image_shape=self.image_shape, place=path)
+
+    def identity(self, *, local: bool) -> str:
+        """Return a digest of every file's path and size and, when `local`, time of change, as they were listed.
+
+        It is the same under every reading that gives the same pixels.
+        """
+        header = f"{self.image_shape} {self.side} {PIL.__version__} {self.local if local else ''}"
+        header += f" reading {self.reading}" if self.read_otherwise else ""
+        return hashlib.sha256(f"{header} {digest_of_files(self.paths, self.num_bytes)}".encode()).hexdigest()
+
+    @cached_property
+    def read_otherwise(self) -> bool:
+        """Whether any of the files has other pixels than reading 1 gave it."""
+        if self.reading == 1:
+            return False
+        odd = count_odd(self) if self.odd is None else self.odd
+        return bool(odd[TURNED] or odd[SCALED])
+
+
+def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
+    """Return the SHA-256 over paths and sizes of files, as hex."""
+    digest = hashlib.sha256(b"\0".join(map(os.fsencode, paths)))
+    digest.update(num_bytes.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[str]:
+    """Return what of `ODD` is true of an opened image, of which only grey of 16 bits is decoded; see `turn_of`."""
+    # Pillow forgets what the file holds when it decodes it.
+    coarse = COLOUR_OF_16_BITS.search(str(getattr(image, "tile", ""))) is not None
+    deep = image.mode.startswith(MODES_OF_16_BITS)
+    found = {
+        TURNED: turn(image) is not None,
+        SCALED: deep and bits_used(np.asarray(image)) < 16,
+        COARSE: coarse,
+    }
+    return [what for what, true in found.items() if true]
+
+
+def count_odd(source: FileSource, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[str, int]:
+    """Return how many files of a share of a source are special, by what is special in them.
+
+    Headers tell it, save of grey of 16 bits, which is decoded. Files that are not intact count as nothing.
+    """
+
+    def look(paths: Sequence[str]) -> list[str]:
+        found = []
+        for path in paths:
+            # Whoever loads the pixels tells of damaged files.
+            with suppress(Exception), open_image(os.path.join(source.root, path)) as image:
+                found += oddities(image, turn_in_header)
+        return found
+
+    own = source.paths[share::shares]
+    with ThreadPoolExecutor(workers, thread_name_prefix="headers") as pool:
+        found = Counter(chain(*pool.map(look, [own[start : start + 64] for start in range(0, len(own), 64)])))
+    return {name: found[name] for name in ODD}

@@ -1,0 +1,210 @@
+"""Data sets of the user's own: what a function makes, as images with labels, and what is broken in it."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hvfreeze.data.images import BrokenImagesError, oddities
+from hvfreeze.data.reading import READING, PixelArray, picture_of, sized_pixels, to_rgb, turn_of
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.user_code import call, code_sha256, told
+
+PROBES = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DatasetSource:
+    """The images of a map-style Dataset, asked for one at a time: nothing says that it may be read by two threads."""
+
+    name: str
+    dataset: Any
+    image_shape: tuple[int, int, int]
+    """(C, H, W) of every decoded image."""
+    side: int | None
+    """The centre square is resized to this side; None accepts images of `image_shape` only."""
+    reading: int = READING
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def decode(self, row: int) -> PixelArray:
+        """Return the (C, H, W) uint8 pixels of one image.
+
+        Raises RefusedError where the data set fails, or gives no image, UsageError where the image has another size
+        than the others and no --image-size was given.
+        """
+        with self._lock:
+            rgb = picture(self.name, self.dataset, row, reading=self.reading)
+        place = f"--data ({self.name}): sample {row}"
+        return sized_pixels(rgb, side=self.side, image_shape=self.image_shape, place=place)
+
+    def identity(self, *, local: bool) -> str:
+        """Return a digest of the code, of `PROBES` images that lie evenly in the set, and of its `version`.
+
+        For rows of a cache (`local`) it is another under each reading, where the set gives PIL images: any of them may
+        be one that is read otherwise.
+        """
+        digest = hashlib.sha256(f"{self.name} {code_sha256('data', self.name)} {self.image_shape} {self.side}".encode())
+        digest.update(f"{len(self.dataset)} {getattr(self.dataset, 'version', '')}".encode())
+        pictures = False
+        for row in probes(self.dataset):
+            # Whoever loads the pixels tells of all broken images together.
+            with suppress(RefusedError):
+                digest.update(self.decode(row).tobytes())
+                pictures |= isinstance(sample(self.name, self.dataset, row)[0], Image.Image)
+        if local and self.reading > 1 and pictures:
+            digest.update(f"reading {self.reading}".encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSplit:
+    """One split of a data set of the user's own."""
+
+    source: DatasetSource
+    labels: list[int]
+    broken: Mapping[int, str]
+    """Samples that cannot be read, and why; their labels mean nothing."""
+    classes: tuple[str, ...] | None
+    flips: bool
+    notes: list[str]
+
+
+def open_own(
+    name: str, directory: str | None, *, image_size: int | None, reading: int = READING, skip_bad: bool = False
+) -> dict[str, OwnSplit]:
+    """Return the splits `train` and `test` that the function `name` makes, with images of one shape.
+
+    Squares have the side `image_size`, or the shorter side of the images where that is smaller.
+
+    Raises:
+        UsageError: there is no such function, or it fails; or images differ in size and `image_size` is None.
+        RefusedError: what it makes is no data set of images with labels.
+        BrokenImagesError: samples cannot be read, and `skip_bad` does not leave them out; names them all.
+    """
+    made = {split: make(name, directory, split) for split in ("train", "test")}
+    labels = {split: labels_of(name, dataset) for split, dataset in made.items()}
+    broken = [reason for _, reasons in labels.values() for reason in reasons.values()]
+    if broken and not skip_bad:
+        raise BrokenImagesError(broken)
+    looks = {split: look(name, dataset, reading=reading) for split, dataset in made.items()}
+    sizes = {size: f"{split} {row}" for split, (found, _) in looks.items() for size, row in found.items()}
+    if image_size is None and len(sizes) > 1:
+        shown = " and ".join(f"{place} ({width}x{height})" for (height, width), place in list(sizes.items())[:2])
+        raise UsageError(
+            f"--data ({name}): images differ in size: {shown}; give --image-size SIDE to bring all to one size"
+        )
+    side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
+    shape = (3, side, side) if side else (3, *next(iter(sizes)))
+    return {
+        split: OwnSplit(
+            source=DatasetSource(name=name, dataset=dataset, image_shape=shape, side=side, reading=reading),
+            labels=labels[split][0],
+            broken=labels[split][1],
+            classes=None if getattr(dataset, "classes", None) is None else tuple(map(str, dataset.classes)),
+            flips=bool(getattr(dataset, "flips", True)),
+            notes=[f"of {len(probes(dataset))} {split} images looked at, {n} {what}" for what, n in looks[split][1]],
+        )
+        for split, dataset in made.items()
+    }
+
+
+def make(name: str, directory: str | None, split: str) -> Any:
+    """Return the data set that a function makes; see `open_own`."""
+    dataset = call("data", name, split=split, **({} if directory is None else {"data_dir": directory}))
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or len(dataset) == 0:
+        raise RefusedError(f"--data ({name}) must return a Dataset with a length above 0, not {type(dataset).__name__}")
+    return dataset
+
+
+def probes(dataset: Any) -> list[int]:
+    """Return the rows of at most `PROBES` samples that lie evenly in a data set."""
+    rows: list[int] = np.unique(np.linspace(0, len(dataset) - 1, PROBES).astype(int)).tolist()
+    return rows
+
+
+def look(name: str, dataset: Any, *, reading: int) -> tuple[dict[tuple[int, int], str], list[tuple[str, int]]]:
+    """Return the distinct (height, width) of `probes`, each with one of them, and what is special in how many.
+
+    Samples that cannot be read say nothing here: whoever loads the pixels tells of all of them. Raises RefusedError
+    where that is all.
+    """
+    sizes: dict[tuple[int, int], str] = {}
+    special: Counter[str] = Counter()
+    refusal: RefusedError | None = None
+    for row in probes(dataset):
+        try:
+            rgb = picture(name, dataset, row, reading=reading, special=special)
+            sizes.setdefault((rgb.height, rgb.width), f"sample {row}")
+        except RefusedError as error:
+            refusal = refusal or error
+    if refusal is not None and not sizes:
+        raise refusal
+    return sizes, list(special.items())
+
+
+def labels_of(name: str, dataset: Any) -> tuple[list[int], dict[int, str]]:
+    """Return every sample's label, and the samples that cannot be read for theirs, and why; their label is 0.
+
+    Raises RefusedError where a label is no whole number from 0.
+    """
+    targets = getattr(dataset, "targets", None)
+    known = targets if targets is not None and len(targets) == len(dataset) else None
+    labels, broken = [], {}
+    for row in range(len(dataset)):
+        try:
+            label = known[row] if known is not None else sample(name, dataset, row)[1]
+        except RefusedError as error:
+            label, broken[row] = 0, str(error)
+        whole = label.item() if isinstance(label, (Tensor, np.generic)) else label
+        if type(whole) is not int or whole < 0:
+            raise RefusedError(f"--data ({name}): the label of sample {row} ({label!r}) must be a whole number from 0")
+        labels.append(whole)
+    return labels, broken
+
+
+def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
+    """Return the image and the label of a sample.
+
+    Raises RefusedError where the data set fails, or gives something else.
+    """
+    try:
+        image, label = dataset[row][:2]
+    except HvfreezeError:
+        raise
+    except Exception as error:  # the user's data set may fail in any way
+        raise RefusedError(f"--data ({name}): sample {row} cannot be read as (image, label): {told(error)}") from error
+    return image, label
+
+
+def picture(
+    name: str, dataset: Any, row: int, *, reading: int = READING, special: Counter[str] | None = None
+) -> Image.Image:
+    """Return a sample's image in RGB; count in `special` what is special in how it becomes that.
+
+    Raises RefusedError where it is none, is damaged, or its numbers have no known range.
+    """
+    image = sample(name, dataset, row)[0]
+    try:
+        if isinstance(image, Tensor) and image.is_floating_point():
+            if not (float(image.min()) >= 0 and float(image.max()) <= 1):
+                raise ValueError("its numbers are not in 0..1; give images that are not normalised yet")
+            image = image.mul(255).round().to(torch.uint8)
+        if not isinstance(image, Image.Image):
+            return to_rgb(picture_of(image), reading=reading)
+        if special is not None and reading > 1:
+            special.update(oddities(image, turn_of))
+        return to_rgb(image, reading=reading)
+    # Pillow may decode a file as late as here, and raises errors of many kinds on a damaged one.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RefusedError(f"--data ({name}): the image of sample {row} cannot be used: {reason}") from error

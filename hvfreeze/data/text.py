@@ -1,0 +1,142 @@
+"""A text as samples: windows of characters, each labelled with the characters that follow."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hvfreeze.data.reading import PixelArray
+from hvfreeze.errors import RefusedError
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+"""Stands for all characters that the model does not know."""
+MOST_CHARACTERS = 255
+"""Beside the unknown one, so that a code is a byte."""
+FEWEST_TIMES = 8
+"""A character that is rarer in the text is unknown."""
+TESTED = 10
+"""The last 1/TESTED of a text is for testing."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextSource:
+    """A text as windows of as many characters each; a window's row stands in for an image's pixels."""
+
+    codes: PixelArray
+    """(characters,)."""
+    context: int
+    """Characters of a window."""
+
+    @property
+    def windows(self) -> int:
+        """How many there are; each has a character behind it."""
+        return (len(self.codes) - 1) // self.context
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(context,)."""
+        return (self.context,)
+
+    def decode(self, row: int) -> PixelArray:
+        """Return the (context,) uint8 codes of a window."""
+        window: PixelArray = self.codes[row * self.context : (row + 1) * self.context]
+        return window
+
+    def identity(self, *, local: bool) -> str:
+        """Return a digest of the text in windows."""
+        return hashlib.sha256(f"{self.context} ".encode() + self.codes.tobytes()).hexdigest()
+
+
+def read_text(directory: str | os.PathLike[str] | None) -> tuple[str, str]:
+    """Return a text and what it is: a file's, or the sources of Python's standard library.
+
+    Raises:
+        RefusedError: the file cannot be read.
+    """
+    if directory is None:
+        return standard_library()
+    path = Path(directory)
+    try:
+        # Whatever the file is, its bytes stand for characters; ends of lines are one.
+        return path.read_text(encoding="utf-8", errors="replace"), f"{path.name}"
+    except OSError as error:
+        raise RefusedError(
+            f"--data-dir ({path}) cannot be read ({error.strerror}); name a text file, or leave --data-dir out to "
+            "train on the sources of Python's standard library"
+        ) from error
+
+
+def standard_library() -> tuple[str, str]:
+    """Return the sources of the modules of Python's standard library, one after another, and a name for them."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    modules = sorted(folder.glob("*.py"))
+    text = "".join(module.read_text(encoding="utf-8", errors="replace") for module in modules)
+    if not text:
+        raise RefusedError(f"{folder} has no sources of Python's standard library; name a text file with --data-dir")
+    return text, f"the sources of {len(modules)} modules of Python {platform.python_version()}'s standard library"
+
+
+def characters_of(text: str) -> tuple[str, ...]:
+    """Return the characters that a model of `text` knows, in the order of their codes; the last is `UNKNOWN`."""
+    counts = Counter(text)
+    del counts[UNKNOWN]
+    known = [character for character, times in counts.most_common(MOST_CHARACTERS) if times >= FEWEST_TIMES]
+    return (*sorted(known), UNKNOWN)
+
+
+def encode(text: str, characters: tuple[str, ...]) -> PixelArray:
+    """Return the code of each character, (len(text),) uint8; `characters` are those of `characters_of`."""
+    known = np.array([ord(character) for character in characters[:-1]], dtype=np.uint32)
+    points = np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype="<u4")
+    places = np.searchsorted(known, points).clip(max=max(0, len(known) - 1))
+    found = known[places] == points if len(known) else np.zeros(len(points), dtype=np.bool_)
+    return np.where(found, places, len(known)).astype(np.uint8)
+
+
+class TextSplits(NamedTuple):
+    """A text in two parts."""
+
+    name: str
+    characters: tuple[str, ...]
+    train: TextSource
+    test: TextSource
+    length: int
+
+
+def split_text(directory: str | os.PathLike[str] | None, *, context: int) -> TextSplits:
+    """Return a text whose last tenth is for testing.
+
+    Args:
+        directory: a text file; None is Python's standard library.
+        context: characters of a window.
+
+    Raises:
+        RefusedError: the text cannot be read, or is too short for two windows to test on.
+    """
+    text, name = read_text(directory)
+    border = len(text) - len(text) // TESTED
+    # What is tested on is not looked at, also not for which characters there are.
+    characters = characters_of(text[:border])
+    if len(text) - border < 2 * context + 1 or len(characters) < 2:
+        raise RefusedError(
+            f"{name} has {len(text)} characters: its last tenth, for testing, must have two windows of --context "
+            f"({context}); give a longer text"
+        )
+    train, test = (
+        TextSource(codes=encode(part, characters), context=context) for part in (text[:border], text[border:])
+    )
+    return TextSplits(name, characters, train, test, len(text))
+
+
+def per_character(loss: float) -> dict[str, float]:
+    """Return a mean loss in nats a character as bits per character, and as perplexity."""
+    return {"bits_per_character": loss / math.log(2), "perplexity": math.exp(min(loss, 700.0))}

@@ -1,0 +1,141 @@
+"""Files that others may look at meanwhile: made whole, published by a rename, locked by one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+NOTE_BYTES = 4096
+TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+"""Error numbers of a lock that another process holds."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Error numbers of file systems that know no locks, such as Lustre mounted without them."""
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open or make a file to write to and return its descriptor; a link, a pipe or a device is refused.
+
+    In a folder that others could write to, these would lead elsewhere, or never answer. `flags` must not truncate,
+    which would happen before the file is looked at.
+
+    Raises:
+        OSError: it is no plain file of one name, or cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, PRIVATE_FILE)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(0, "it is a link or no plain file", str(path))
+    return descriptor
+
+
+def open_new(path: Path, *, mode: int = PRIVATE_FILE) -> int:
+    """Return a descriptor of a new file, in place of whatever had its name."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def replace_file(descriptor: int, temporary: Path, target: Path) -> None:
+    """Give a file its final name once all of it is on the disk: readers see the old file or the whole new one."""
+    os.fsync(descriptor)
+    os.replace(temporary, target)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Tell whether `path` is the very file that is open."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+class LockedError(Exception):
+    """Another process holds the lock; `holder` is its note."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+class FileLock:
+    """A file that this process alone has locked; the kernel lets go of it when the process ends, however it ends.
+
+    Attributes:
+        held: False where the file system knows no locks.
+    """
+
+    def __init__(self, path: Path, *, temporary: bool = False) -> None:
+        """Lock `path`; a `temporary` one is removed at the release.
+
+        Raises:
+            LockedError: another process holds it.
+            OSError: the file cannot be made or locked.
+        """
+        self._path, self._temporary = path, temporary
+        while True:
+            self._descriptor = open_own(path, os.O_RDWR)
+            try:
+                self.held = _lock(self._descriptor, fcntl.LOCK_EX)
+            except (LockedError, OSError):
+                os.close(self._descriptor)
+                raise
+            # A holder that has just let go removes the name: then this lock is on a file that nobody else sees.
+            if not temporary or is_at(self._descriptor, path):
+                break
+            os.close(self._descriptor)
+
+    def write(self, note: str) -> None:
+        """Let the file say who holds it."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, note.encode()[:NOTE_BYTES], 0)
+
+    def release(self) -> None:
+        """Let go; a second time does nothing."""
+        if self._descriptor >= 0:
+            if self._temporary:
+                with suppress(OSError):
+                    self._path.unlink()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def check_unlocked(path: Path) -> None:
+    """Refuse a file that a process has locked; one alone, left by a killed process, does not count.
+
+    Raises:
+        LockedError: it is locked.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, operation: int) -> bool:
+    """Lock an open file and return True; False where the file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in TAKEN:
+            note = os.pread(descriptor, NOTE_BYTES, 0).decode(errors="replace").strip()
+            raise LockedError(note or "another process") from None
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True

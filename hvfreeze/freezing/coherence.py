@@ -1,0 +1,292 @@
+"""What each block still gains: do gradients of different samples agree?
+
+For gradients g, h of different samples, <g, h> is an unbiased estimate of |E g|^2: what a step gains, to first order
+and for each unit of the learning rate, on samples that it has not seen. The rest of |g|^2 is noise. Sources: gradient
+signal to noise (Liu et al., "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters", ICLR 2020);
+coherent gradients (Chatterjee, ICLR 2020).
+
+Ranks compute gradients of different samples, so rank r has its own estimate from its gradient and the average of all
+n ranks, without a message: (n <g_r, avg> - |g_r|^2) / (n - 1). One rank alone, and ranks whose average is compressed to
+a low rank, take the products of their own gradients of two steps in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.freezing.frozen_prefix import FrozenPrefix
+from hvfreeze.freezing.gradients import Join
+
+PIECE = 2**15
+"""Elements of a parameter, at most, that are looked at in one step: another piece in every sampled step, so that the
+estimate has no bias and costs less than a hundredth of the step."""
+SAMPLES_PER_INTERVAL = 16
+LOOK_EVERY = 16
+"""Steps of an interval for each batch of a look at frozen blocks."""
+LEAST_PARTS = 4
+"""Into which the samples of a look are divided."""
+LONGEST_GAP = 16
+"""Steps between two samples, at most; at least two."""
+WINDOW = 32
+"""Sampled steps that are judged together, at least, where two intervals have fewer."""
+Gains = tuple[tuple[float, ...], ...]
+"""One row a sampled step, one number a block; 0 for blocks that nobody trains."""
+
+
+def gap(interval: int) -> int:
+    """Return the steps between two sampled ones, for intervals of so many steps."""
+    return min(max(2, interval // SAMPLES_PER_INTERVAL), LONGEST_GAP)
+
+
+def piece(tensor: Tensor, turn: int, *, like: Tensor) -> tuple[Tensor, float]:
+    """Return at most `PIECE` elements of `tensor`, in the memory order of `like`, and how many times more it has."""
+    flat = tensor.reshape(-1) if like.is_contiguous() or tensor.dim() != 4 else tensor.permute(0, 2, 3, 1).reshape(-1)
+    pieces = max(1, len(flat) // PIECE)
+    first = turn % pieces * PIECE
+    part = flat[first : first + PIECE] if pieces > 1 else flat
+    return part, len(flat) / max(1, len(part))
+
+
+def rate_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, elements: int, norm: float) -> float:
+    """Return by what the optimizer multiplies a gradient of so many elements and this norm, roughly.
+
+    SGD by the learning rate. Others divide by the size that gradients have had (Adam and its kin): about the rate
+    per element, whatever the norm. Constant factors, as of momentum, do not count: only blocks are compared.
+    """
+    lr = float(group["lr"])
+    return lr if isinstance(optimizer, torch.optim.SGD) else lr * math.sqrt(elements) / max(norm, 1e-30)
+
+
+@dataclass
+class Coherence:
+    """Samples what the blocks that train gain in a step; see the module.
+
+    Attributes:
+        latest: of the interval under way, a row for each sampled step.
+        complete: of the last complete intervals at this cut: two, or as many as have `WINDOW` samples.
+        peaks: the most that each block gained in any interval so far, as its mean.
+        looks: what all blocks, the frozen ones too, would gain, by two looks in intervals that follow each other; empty
+            but around these.
+    """
+
+    prefix: FrozenPrefix
+    optimizer: torch.optim.Optimizer
+    reducer: Reducer
+    every: int
+    """Steps between two samples."""
+    join: Join = list
+    """Adds up with the ranks that hold the other blocks; a collective among them."""
+    latest: list[list[float]] = field(default_factory=list)
+    complete: list[Gains] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+    looks: list[Gains] = field(default_factory=list)
+    intervals: int = 0
+    """At this cut."""
+    next_look: int = 2
+    """The interval at whose end frozen blocks are looked at; the two after that come twice as late."""
+    steps: int = 0
+    """Of the interval under way."""
+    turn: int = 0
+    """Counts samples, for the piece that the next looks at."""
+    _blocks: dict[str, int] = field(default_factory=dict)
+    """Of each parameter that trains, by its name."""
+    _kept: dict[str, Tensor] = field(default_factory=dict)
+    """Pieces of this rank's own gradients."""
+    _products: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """<g, h> and |h|^2 of the sample under way, of whole parameters."""
+
+    @property
+    def gains(self) -> Gains | None:
+        """What the complete intervals found, from the oldest on; None until there are two."""
+        return tuple(row for rows in self.complete for row in rows) if len(self.complete) > 1 else None
+
+    def follow(self) -> None:
+        """Begin anew at another cut; what blocks gained at best stays."""
+        chain, (start, stop) = self.prefix.chain, self.prefix.held
+        blocks = range(max(self.prefix.cut, start), stop)
+        self._blocks = {name: block for block in blocks for name, _ in self.prefix.trained(block, block + 1)}
+        if len(self.peaks) != len(chain.blocks):
+            self.peaks = [0.0] * len(chain.blocks)
+        self.complete, self.looks, self.intervals, self.next_look = [], [], 0, 2
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin an empty interval."""
+        self.steps, self.latest = 0, []
+        self.looks = self.looks if len(self.looks) < 2 else []
+        self._kept, self._products = {}, {}
+
+    def observe(self, slot: int, gradient: Tensor) -> None:
+        """Look at this rank's own gradient of the `slot`-th carried parameter, before it is averaged."""
+        name, parameter = self.reducer.carried[slot]
+        if name in self._kept:
+            self._multiply(name, parameter, gradient)
+        elif self.steps % self.every == 0 and name in self._blocks:
+            self._kept[name] = piece(gradient, self.turn, like=parameter)[0].clone()
+
+    def compare(self) -> None:
+        """Look at the averages, which the parameters' gradients are now, where ranks are compared."""
+        if self._across and self.steps % self.every == 0:
+            for name, parameter in self.reducer.carried:
+                if name in self._kept and parameter.grad is not None:
+                    self._multiply(name, parameter, self.reducer.average_of(parameter.grad))
+
+    def end_step(self) -> None:
+        """Count a step; a sample that is complete is kept."""
+        if self._products:
+            self.latest.append(self._by_block())
+            self._kept, self._products = {}, {}
+            self.turn += 1
+        self.steps += 1
+
+    def end_interval(self) -> None:
+        """Keep what the interval has found. Collective where blocks are held by several ranks."""
+        self.intervals += 1
+        count = len(self.prefix.chain.blocks)
+        flat = self.join([value for row in self.latest for value in row])
+        rows = tuple(tuple(flat[first : first + count]) for first in range(0, len(flat), count))
+        self.complete.append(rows)
+        while len(self.complete) > 2 and sum(map(len, self.complete[1:])) >= WINDOW:
+            self.complete.pop(0)
+        if rows:
+            means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+            self.peaks = [max(peak, mean) for peak, mean in zip(self.peaks, means, strict=True)]
+
+    @property
+    def looks_are_due(self) -> bool:
+        """Whether frozen blocks are to be looked at before the interval under way ends."""
+        return self.prefix.cut > 0 and self.intervals + 1 >= self.next_look
+
+    def look(self, losses: Iterable[Tensor]) -> None:
+        """Compare the gradients of `losses`, of different samples, for all blocks; nothing changes.
+
+        The losses are computed one by one, with the frozen parameters' gradients.
+        """
+        chain = self.prefix.chain
+        named = [(b, p) for b in range(len(chain.blocks)) for _, p in self.prefix.trained(b, b + 1)]
+        frozen = [parameter for _, parameter in named if not parameter.requires_grad]
+        parts: list[list[Tensor]] = []
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            for loss in losses:
+                found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True, materialize_grads=True)
+                pieces = zip(found, named, strict=True)
+                parts.append([piece(gradient, self.turn, like=p)[0].clone() for gradient, (_, p) in pieces])
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True)]
+        group_of = {
+            p: g for g, group in zip(self.optimizer.param_groups, self.prefix.groups, strict=True) for p in group
+        }
+        rows = []
+        for part in parts:
+            row = [0.0] * len(chain.blocks)
+            for (block, p), own, total in zip(named, part, sums, strict=True):
+                times = p.numel() / max(1, own.numel())
+                norm = math.sqrt(times) * float(torch.linalg.vector_norm(total)) / len(parts)
+                rate = rate_of(self.optimizer, group_of[p], elements=p.numel(), norm=norm)
+                row[block] += rate * times * float(torch.dot(own, total - own)) / (len(parts) - 1)
+            rows.append(tuple(row))
+        self.looks.append(tuple(rows))
+        self.turn += 1
+        interval = self.intervals + 1
+        self.next_look = interval + 1 if len(self.looks) == 1 else 2 * interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's samples, and the pieces that wait for the next step."""
+        return {
+            "looks": [[list(row) for row in rows] for rows in self.looks],
+            "intervals": self.intervals,
+            "next_look": self.next_look,
+            "steps": self.steps,
+            "turn": self.turn,
+            "latest": [list(row) for row in self.latest],
+            "complete": [[list(row) for row in rows] for rows in self.complete],
+            "peaks": list(self.peaks),
+            "kept": {name: tensor.clone() for name, tensor in self._kept.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned at the same cut."""
+        self.steps, self.turn = state["steps"], state["turn"]
+        self.looks = [tuple(tuple(row) for row in rows) for rows in state["looks"]]
+        self.intervals, self.next_look = state["intervals"], state["next_look"]
+        self.latest = [list(row) for row in state["latest"]]
+        self.complete = [tuple(tuple(row) for row in rows) for rows in state["complete"]]
+        self.peaks = list(state["peaks"])
+        self._kept = {name: tensor.clone() for name, tensor in state["kept"].items()}
+
+    @property
+    def _across(self) -> bool:
+        return self.reducer.world.size > 1 and not self.reducer.compression.startswith("powersgd")
+
+    def _multiply(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        own = self._kept[name]
+        other, times = piece(gradient, self.turn, like=parameter)
+        product, square = float(torch.dot(own, other)), float(torch.dot(other, other))
+        if self._across and self.steps % self.every == 0:
+            size, mine = self.reducer.world.size, float(torch.dot(own, own))
+            product = (size * product - mine) / (size - 1)
+        self._products[name] = (product * times, square * times)
+
+    def _by_block(self) -> list[float]:
+        groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        gains = [0.0] * len(self.prefix.chain.blocks)
+        parameters = dict(self.reducer.carried)
+        for name, (product, square) in self._products.items():
+            parameter = parameters[name]
+            if (group := groups.get(parameter)) is not None:
+                rate = rate_of(self.optimizer, group, elements=parameter.numel(), norm=math.sqrt(square))
+                gains[self._blocks[name]] += rate * product
+        return gains
+
+
+def nothing_sampled() -> dict[str, Any]:
+    """Return the state of a `Coherence` at the begin of the first interval at a cut, but for its peaks."""
+    looked = {"looks": [], "intervals": 0, "next_look": 2}
+    return {"steps": 0, "turn": 0, "latest": [], "complete": [], "kept": {}, **looked}
+
+
+def batches_of_a_look(interval: int) -> int:
+    """Return how many batches a look takes, for intervals of so many steps."""
+    return max(1, interval // LOOK_EVERY)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of what samples have found, and its standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Return the estimate from samples; infinitely uncertain where there are fewer than two."""
+        count = len(values)
+        mean = sum(values) / count if count else 0.0
+        if count < 2:
+            return cls(mean, math.inf)
+        return cls(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count))
+
+
+def share_gained(gains: Gains, some: Sequence[int]) -> tuple[float, float]:
+    """Return between which parts of the gain of all blocks that of `some` lies: mean -+ two standard errors.
+
+    (-infinity, infinity) where that of all is not known to be more than nothing.
+    """
+    blocks = range(len(gains[0])) if gains else range(0)
+    total = sum(max(0.0, sum(row[block] for row in gains) / len(gains)) for block in blocks)
+    everything = Estimate.of([sum(row) for row in gains])
+    theirs = Estimate.of([sum(row[block] for block in some) for row in gains])
+    if not (math.isfinite(total) and math.isfinite(theirs.error) and everything.mean > 2 * everything.error):
+        return -math.inf, math.inf
+    return (theirs.mean - 2 * theirs.error) / total, (theirs.mean + 2 * theirs.error) / total

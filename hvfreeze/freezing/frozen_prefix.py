@@ -1,0 +1,227 @@
+"""What frozen means: for modules, for the optimizer, and for the first blocks of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvfreeze.errors import DivergedError, UsageError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.runs.reading import Move
+
+
+class Seal:
+    """Notices when a tensor that must not change is written to; writes through `.data` escape it."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._sealed = [(name, tensor, tensor._version) for name, tensor in named]
+
+    def check(self, *, step: int) -> None:
+        """Raise DivergedError, on this rank alone, when a sealed tensor has been written to since."""
+        for name, tensor, version in self._sealed:
+            if tensor._version != version:
+                error = DivergedError(
+                    f"frozen {name} changed in step {step}, though no update may touch it; thaw its block with "
+                    "Freezer.thaw before you change it"
+                )
+                error.everywhere = False
+                raise error
+
+
+def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
+    return self
+
+
+def hold_in_eval(module: nn.Module) -> None:
+    """Put `module` into evaluation mode and make its `train()` leave it there."""
+    module.training = False
+    # Not a bound method: such a model could not be read again once it has been pickled.
+    module.__dict__["train"] = partial(_stay_in_eval, module)
+
+
+def release(module: nn.Module) -> None:
+    """Undo `hold_in_eval`; the module trains again."""
+    if module.__dict__.pop("train", None) is not None:
+        module.training = True
+
+
+def trainable_of(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the parameters that are trainable now: what their owner has frozen is not among them."""
+    return frozenset(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def release_model(model: nn.Module, trainable: frozenset[nn.Parameter]) -> None:
+    """Let every module, and every parameter that is in `trainable`, train again."""
+    for module in model.modules():
+        release(module)
+    model.train()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trainable)
+        parameter.grad = None
+
+
+class FrozenPrefix:
+    """The one owner of the cut: keeps the first `cut` blocks of a chain as they are, and tells others of its moves.
+
+    A parameter that the optimizer does not hold, or that is not trainable now, is left alone at every cut. Where a
+    script may switch `requires_grad` from step to step, what is off now may train later; but what the script has off
+    when its block is frozen stays off when the block trains again.
+
+    Args:
+        chain: the model in blocks.
+        optimizer: over the chain's parameters; frozen parameters leave its groups.
+        held: the blocks lo..hi-1 that this rank has, where the chain is cut over ranks; None is all.
+        switched: whether a script may switch `requires_grad` from step to step.
+        keeps_statistics: whether BatchNorm normalises by its running statistics, and leaves them, in every block.
+
+    Attributes:
+        history: the cut at the start and after every move.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        optimizer: torch.optim.Optimizer,
+        *,
+        held: tuple[int, int] | None = None,
+        switched: bool = False,
+        keeps_statistics: bool = False,
+    ) -> None:
+        self.history: list[Move] = []
+        self._listeners: list[Callable[[], None]] = []
+        self._keeps_statistics = keeps_statistics
+        self.chain, self._optimizer, self.held = chain, optimizer, held or (0, len(chain.blocks))
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._switched = switched
+        self._left_out = self._never_trained()
+        self._stopped: set[nn.Parameter] = set()
+        """Whose `requires_grad` is off because their block is frozen."""
+        self._seal: Seal | None = None
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self.history[-1].cut if self.history else 0
+
+    @property
+    def groups(self) -> list[list[Tensor]]:
+        """The parameters of the optimizer's groups, the frozen ones too."""
+        return self._groups
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The cuts so far, the present one last."""
+        return tuple(move.cut for move in self.history)
+
+    def on_move(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after every move, freeze, thaw or restored state, in the order of registration."""
+        self._listeners.append(callback)
+
+    def refuse(self, cut: int) -> None:
+        """Raise UsageError where so many blocks cannot be frozen."""
+        deepest = len(self.chain.blocks) - 1
+        if not 0 <= cut <= deepest:
+            names = ", ".join(block.name for block in self.chain.blocks)
+            raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the blocks are {names}; the head is never frozen")
+
+    def move(self, *moves: Move) -> None:
+        """Freeze exactly the first `moves[-1].cut` blocks from now on, seal them, and tell of it."""
+        self.history += moves
+        for block in range(len(self.chain.blocks)):
+            frozen = block < self.cut
+            for module in self.chain.modules(block, block + 1):
+                kept = self._keeps_statistics and isinstance(module, _BatchNorm)
+                hold_in_eval(module) if frozen or kept else release(module)
+            for _, parameter in self.trained(block, block + 1):
+                if frozen and parameter.requires_grad:
+                    self._stopped.add(parameter)
+                    parameter.requires_grad_(False)
+                elif not frozen and parameter in self._stopped:
+                    self._stopped.remove(parameter)
+                    parameter.requires_grad_(True)
+                parameter.grad = None
+        self._prune()
+        self.seal()
+        for callback in self._listeners:
+            callback()
+
+    def adopt(self, chain: Chain) -> None:
+        """Take the same model in other blocks, of which none is frozen yet, and tell of it."""
+        assert self.cut == 0 and chain.model is self.chain.model
+        self.chain, self.held = chain, (0, len(chain.blocks))
+        self._left_out = self._never_trained()
+        for callback in self._listeners:
+            callback()
+
+    def stop_again(self) -> None:
+        """Switch off what a script has switched on in frozen blocks: its gradients would be clipped with the others."""
+        for parameter in self._stopped:
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+    @contextmanager
+    def all_parameters(self) -> Iterator[None]:
+        """Put frozen parameters back into the optimizer's groups for a moment."""
+        for group, original in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["params"] = list(original)
+        try:
+            yield
+        finally:
+            self._prune()
+
+    def restore(self, history: Sequence[Move]) -> None:
+        """Freeze as at the end of `history`, which takes the place of this one's, and tell of it."""
+        self.history = []
+        self.move(*history)
+
+    def trained(self, start: int, stop: int | None = None) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of blocks start..stop-1, but for those that are left alone at every cut."""
+        named = self.chain.named_parameters(start, stop)
+        return [(name, parameter) for name, parameter in named if parameter not in self._left_out]
+
+    def carried(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that this rank holds and still trains."""
+        start, stop = self.held
+        return self.trained(max(self.cut, start), stop) if self.cut < stop else []
+
+    def seal(self) -> None:
+        """Take frozen parameters and buffers as they are now for what must not change any more."""
+        start, stop = self.held
+        held = (start, max(start, min(stop, self.cut)))
+        self._seal = Seal([*self.chain.named_parameters(*held), *self.chain.named_buffers(*held)])
+
+    def unseal(self) -> None:
+        """Let frozen tensors be written to until the next `check`: what a start loads or broadcasts is no change."""
+        self._seal = None
+
+    def check(self, *, step: int) -> None:
+        """Raise DivergedError where a frozen tensor has changed since it was sealed; seal what is unsealed."""
+        if self._seal is None:
+            self.seal()
+        else:
+            self._seal.check(step=step)
+
+    def _never_trained(self) -> set[nn.Parameter]:
+        """Return what the optimizer does not hold, and what no gradient will reach."""
+        given = {parameter for group in self._groups for parameter in group}
+        own = {parameter for _, parameter in self.chain.named_parameters(*self.held)}
+        every = {parameter for _, parameter in self.chain.named_parameters()}
+        return (own - given) | {parameter for parameter in every if not self._may_train(parameter)}
+
+    def _may_train(self, parameter: Tensor) -> bool:
+        return parameter.is_floating_point() if self._switched else parameter.requires_grad
+
+    def _prune(self) -> None:
+        """Leave in the optimizer what is not frozen, and drop the state of what is."""
+        frozen = {parameter for _, parameter in self.trained(0, self.cut)}
+        for group, original in zip(self._optimizer.param_groups, self._groups, strict=True):
+            kept = [parameter for parameter in original if self._switched or parameter.requires_grad]
+            group["params"] = [parameter for parameter in kept if parameter not in frozen]
+        for parameter in frozen:
+            self._optimizer.state.pop(parameter, None)

@@ -1,0 +1,232 @@
+"""The vote: proposals and weights of all ranks, the tally, and the new cut; the same bits on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TypedDict
+
+import torch
+
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.freezing.criteria import Evidence, Proposer, gain_shares, rates_of_change
+
+WEIGHT_STEPS = 2**20
+
+
+class ShadowOutcome(TypedDict):
+    """What a criterion without effect would have done: each rank's proposal, and the cut after the vote."""
+
+    proposals: list[int]
+    cut: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The outcome of one vote, a line of decisions.jsonl.
+
+    `proposals` and `weights` have an entry per rank, `tally` an entry per cut 0..deepest (integers in units of the
+    largest weight / 2^20), `total` is the tally of a cut that everybody supports.
+    For the reader, of each rank and per block, None where unknown: `etas`, rates of change; `gains`, parts of what a
+    step gains.
+    """
+
+    step: int
+    epoch: int
+    criterion: str
+    proposals: list[int]
+    weights: list[float]
+    tally: list[int]
+    total: int
+    quorum: float
+    cut_before: int
+    cut_after: int
+    reason: str
+    shadow: dict[str, ShadowOutcome] = field(default_factory=dict)
+    etas: list[list[float | None]] = field(default_factory=list)
+    gains: list[list[float | None]] = field(default_factory=list)
+
+    @property
+    def moved(self) -> bool:
+        """Tell whether the cut changed."""
+        return self.cut_after != self.cut_before
+
+
+def usable_weight(weight: float) -> tuple[float, str]:
+    """Return a computed weight as it counts, and why it counts 0 where it was NaN, infinite or negative."""
+    if not math.isfinite(weight):
+        return 0.0, f"weight {weight} is not finite and counts 0"
+    if weight < 0:
+        return 0.0, f"weight {weight:g} is negative and counts 0"
+    return weight, ""
+
+
+def fixed_point(weight: float, largest: float) -> int:
+    """Return `weight` / `largest` as a multiple of 2^-20, rounded to nearest; 0 where `largest` is 0."""
+    return round(weight / largest * WEIGHT_STEPS) if largest > 0 else 0
+
+
+def ballot(proposal: int, weight: int, *, deepest: int) -> list[int]:
+    """Return one rank's share of the tally: its weight for every cut 0..`deepest` that its proposal supports."""
+    return [weight if proposal >= cut else 0 for cut in range(deepest + 1)]
+
+
+def deepest_supported(tally: Sequence[int], *, quorum: float, cut: int) -> int:
+    """Return the deepest cut whose tally reaches `quorum` of the total; `cut` where no weight was cast.
+
+    `tally[k]` is the summed weight that supports cut k; `tally[0]` is the total. A cut is thawed where ranks that
+    propose a shallower one leave it without the quorum.
+    """
+    total = tally[0]
+    if total <= 0:
+        return cut
+    # As typed: 0.1 as a binary float is a little more than a tenth, and equality must freeze.
+    needed = Fraction(str(quorum)) * total
+    supported = [k for k in range(len(tally)) if tally[k] >= needed]
+    return max(supported, default=cut)
+
+
+def explain(tally: Sequence[int], *, quorum: float, cut_before: int, cut_after: int) -> str:
+    """Return one clause that says why the vote ended as it did."""
+    total = tally[0]
+    if total <= 0:
+        return "no weight was cast"
+    if cut_after == cut_before:
+        if cut_before + 1 == len(tally):
+            return "every block but the head is frozen"
+        return f"cut {cut_before + 1} has {tally[cut_before + 1] / total:.3f} of the weight, quorum {quorum:g}"
+    return f"cut {cut_after} has {tally[cut_after] / total:.3f} of the weight, quorum {quorum:g}"
+
+
+def coverage(labels: Sequence[int], num_classes: int) -> float:
+    """Return the relative entropy of the labels (0-1) times their number: how much of the task a rank sees."""
+    counts = torch.bincount(torch.as_tensor(labels, dtype=torch.int64), minlength=num_classes).double()
+    shares = counts[counts > 0] / counts.sum()
+    entropy = float(-(shares * shares.log()).sum())
+    return entropy / math.log(num_classes) * len(labels) if num_classes > 1 else float(len(labels))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voter:
+    """What a rank's voting weight may depend on besides its training: its shard."""
+
+    samples: int = 1
+    coverage: float = 1.0
+
+
+def voting_weight(kind: str, *, rank: int, voter: Voter, mean_loss: float, signal_to_noise: float) -> float:
+    """Return this rank's raw voting weight.
+
+    `loss` is exp(mean local loss of the interval): normalised over ranks, a softmax at temperature 1, in which
+    workers with harder data count more. A list gives one number per rank.
+    """
+    if kind == "uniform":
+        return 1.0
+    if kind == "samples":
+        return float(voter.samples)
+    if kind == "coverage":
+        return voter.coverage
+    if kind == "snr":
+        return signal_to_noise
+    if kind == "loss":
+        return math.exp(min(mean_loss, 100.0)) if not math.isnan(mean_loss) else math.nan
+    return float(kind.split(",")[rank])
+
+
+def hold_vote(
+    world: World,
+    settings: FreezeConfig,
+    proposers: Sequence[Proposer],
+    evidence: Evidence,
+    *,
+    weight: float,
+    broken: bool,
+    step: int,
+    epoch: int,
+) -> Decision:
+    """Vote once for every criterion; nothing is applied. Collective.
+
+    Args:
+        world: the ranks that vote.
+        settings: the deciding criterion, patience and quorum.
+        proposers: the criteria, the deciding one first where there is one; each takes note of its proposal.
+        evidence: what this rank's criteria see.
+        weight: of this rank's vote, as computed; what cannot be a weight counts 0, and the decision says so.
+        broken: whether this rank's gradients are not finite, which makes the vote void.
+        step: optimizer steps done.
+        epoch: that the step is in.
+    """
+    mine = [proposer.propose(evidence, settings.patience) for proposer in proposers]
+    etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
+    shown = [weight, *etas, *gain_shares(evidence)]
+    proposals, numbers, broken_ranks = exchange(world, mine, shown, broken)
+    weights, notes = counted_weights([row[0] for row in numbers], broken_ranks)
+    cast = fixed_point(weights[world.rank], max(weights)) if not broken_ranks else 0
+    tallies = count(world, mine, cast, deepest=evidence.num_blocks - 1)
+    cuts = [
+        deepest_supported(tally, quorum=settings.quorum, cut=proposer.cut)
+        for proposer, tally in zip(proposers, tallies, strict=True)
+    ]
+    decides = proposers[0].name == settings.freeze
+    after = cuts[0] if decides else evidence.cut
+    why = explain(tallies[0], quorum=settings.quorum, cut_before=evidence.cut, cut_after=after)
+    return Decision(
+        step=step,
+        epoch=epoch,
+        criterion=settings.freeze,
+        proposals=proposals[0] if decides else [],
+        weights=weights,
+        tally=tallies[0] if decides else [],
+        total=tallies[0][0],
+        quorum=settings.quorum,
+        cut_before=evidence.cut,
+        cut_after=after,
+        reason="; ".join([why if decides else "only shadow criteria are scored", *notes]),
+        shadow={
+            proposer.name: ShadowOutcome(proposals=proposed, cut=cut)
+            for proposer, proposed, cut in zip(proposers, proposals, cuts, strict=True)
+            if proposer.name != settings.freeze
+        },
+        etas=[known(row[1 : 1 + len(etas)]) for row in numbers],
+        gains=[known(row[1 + len(etas) :]) for row in numbers] if evidence.gains else [],
+    )
+
+
+def known(values: Sequence[float]) -> list[float | None]:
+    """Return the values, None in place of NaN."""
+    return [None if math.isnan(value) else value for value in values]
+
+
+def counted_weights(weights: Sequence[float], broken_ranks: Sequence[int]) -> tuple[list[float], list[str]]:
+    """Return the weights of all ranks that count, and notes on those that do not, or on why none does."""
+    usable = [usable_weight(weight) for weight in weights]
+    notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
+    if broken_ranks:
+        notes.append(f"gradients are not finite on rank {', '.join(map(str, broken_ranks))}: the vote is void")
+    return [counted for counted, _ in usable], notes
+
+
+def exchange(
+    world: World, proposals: Sequence[int], numbers: Sequence[float], broken: bool
+) -> tuple[list[list[int]], list[list[float]], list[int]]:
+    """Return all ranks' proposals (per criterion, per rank), numbers (per rank), and the ranks that are broken.
+
+    Every rank writes its own column of an integer table that is zero elsewhere, floats as their bits, so that the
+    sum is exact. Collective: every rank of `world` must call this.
+    """
+    bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
+    column = torch.cat([torch.tensor([int(broken), *proposals], dtype=torch.int64), bits])
+    table = torch.zeros(len(column), world.size, dtype=torch.int64)
+    table[:, world.rank] = column
+    table = world.allreduce_sum(table, name="vote.ballots")
+    floats = table[len(column) - len(bits) :].T.contiguous().view(torch.float64)
+    return table[1 : 1 + len(proposals)].tolist(), floats.tolist(), torch.nonzero(table[0]).flatten().tolist()
+
+
+def count(world: World, proposals: Sequence[int], cast: int, *, deepest: int) -> list[list[int]]:
+    """Return per criterion the weight that all ranks together give every cut 0..`deepest`. Collective."""
+    mine = torch.tensor([ballot(p, cast, deepest=deepest) for p in proposals], dtype=torch.int64)
+    return world.allreduce_sum(mine, name="vote.tally").tolist()

@@ -1,1 +1,0 @@
-"""A linear head: multinomial logistic regression over all ranks."""

@@ -1,0 +1,82 @@
+"""A run's head solved: from batches to the layer that fits all ranks' features of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.comm.resources import memory_budget
+from hvfreeze.comm.world import World
+from hvfreeze.data.batches import Batch
+from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
+from hvfreeze.heads.linear import HeadFit, fit_softmax
+from hvfreeze.heads.multilevel import SolvableHead, take
+from hvfreeze.heads.rows import Rows, SomeRows, fits, gather
+from hvfreeze.heads.solution import Solution
+
+USUAL_PASSES, COMPARING_PASSES = 40, 5
+"""Over the rows, until a linear head is solved, and until rows have become the points that are compared."""
+
+
+def solve(
+    rows: Rows,
+    layer: SolvableHead,
+    *,
+    world: World,
+    trained: bool,
+    compare_mirrored: bool,
+    stop: Callable[[int], bool],
+    count: Callable[[Tensor, Tensor, float], None],
+) -> Solution | None:
+    """Fit `layer` to the rows of all ranks, or return None and leave it where some rank wants to stop. Collective.
+
+    Args:
+        rows: this rank's.
+        layer: becomes the solution, the same on every rank.
+        world: the ranks.
+        trained: whether the network was trained on the rows that are not held out.
+        compare_mirrored: whether mirror images are left out where the head is better without them.
+        stop: called after every few batches with the number of rows that have their features, and with 0 in every
+            pass of the solution; true on some rank ends it all.
+        count: called at the end with the logits, (B, classes), labels and mean loss of every batch.
+
+    Raises:
+        NumericsError: a feature is not finite; on all ranks.
+        UsageError: there are no samples to fit on, none to choose by, or too many to be compared; on all ranks.
+    """
+    if gather(rows, world=world, stop=stop):
+        return None
+    fit: HeadFit | KernelFit | None
+    terms: Any = {"classes": layer.out_features, "world": world, "stop": partial(stop, 0)}
+    terms |= {"trained": trained, "compare_mirrored": compare_mirrored}
+    if isinstance(layer, KernelHead):
+        # Half of what is available beside the rows: to compute lines anew takes ten times as long as to use them.
+        memory = memory_budget(world.local_size) * 3 // 2
+        fit = fit_kernel(rows, memory_bytes=memory, **terms)
+    else:
+        fit = fit_softmax(rows, **terms)
+    if fit is None:
+        return None
+    take(layer, fit)
+    done = 0
+    for chunk in SomeRows(rows, fit.used).chunks():
+        with torch.no_grad():
+            # To compare all rows once more would take as long as to find the head.
+            known = fit.answers[done : done + len(chunk.labels)] if isinstance(fit, KernelFit) else None
+            logits = layer(chunk.features.float()) if known is None else known
+        done += len(chunk.labels)
+        count(logits, chunk.labels, float(functional.cross_entropy(logits, chunk.labels)))
+    return fit
+
+
+def times_asked_for(batches: Sequence[Batch], layer: SolvableHead, *, memory_bytes: int) -> int:
+    """Return how often a row is asked for while a head is solved: once where rows are kept in memory."""
+    rows = sum(batch.counted for batch in batches)
+    if fits(rows, layer.in_features, memory_bytes):
+        return 1
+    return COMPARING_PASSES if isinstance(layer, KernelHead) else USUAL_PASSES

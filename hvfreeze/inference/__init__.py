@@ -1,0 +1,1 @@
+"""A finished run's model, applied: its card, predictions and scores."""

@@ -1,0 +1,96 @@
+"""`hvfreeze blocks`: where a model may be cut, what is frozen there, and what that costs and saves on this machine."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.config.sections import TINY_LM
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.model_sources import build_model, set_memory_formats
+from hvfreeze.report.tables import Table, factor, percent, table_of
+
+TIMES = 3
+
+
+def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch_size: int) -> int:
+    """Print a row for each cut of a model with random parameters, and return exit code 0.
+
+    Raises UsageError where there is no such model, it cannot be cut so, or a number makes no sense.
+    """
+    for flag, value in (("image-size", image_size), ("classes", classes), ("batch-size", batch_size)):
+        if value < 1:
+            raise UsageError(f"--{flag} ({value}) must be at least 1")
+    if model == TINY_LM:
+        raise UsageError(f"model ({model}) reads text: its first and last block share parameters, so none is frozen")
+    images = torch.rand(batch_size, 3, image_size, image_size).contiguous(memory_format=torch.channels_last)
+    chain = build_chain(model, scheme, classes=classes, image_size=image_size)
+    print(f"{model}, {len(chain.blocks)} blocks ({scheme}), {image_size}x{image_size} pixels")
+    print(outline(chain, images).to_text(), end="")
+    print(
+        f"times: of a batch of {batch_size}, {torch.get_num_threads()} threads, the least of {TIMES}; the prefix runs "
+        "forward only, the rest forward and backward; cached, only the rest runs: how much faster than cut 0"
+    )
+    return 0
+
+
+def build_chain(model: str, scheme: str, *, classes: int, image_size: int) -> Chain:
+    """Return the model in blocks, as `hvfreeze train` cuts it."""
+    built = build_model(model, num_classes=classes, image_size=image_size)
+    set_memory_formats(built.model, (3, image_size, image_size))
+    example = torch.rand(2, 3, image_size, image_size) if ":" in model else None
+    return built.chain or cut_into_blocks(built.model, scheme=scheme, example=example)
+
+
+def outline(chain: Chain, images: Tensor) -> Table:
+    """Return a row for each cut, from nothing frozen to all but the last block."""
+    chain.model.train()
+    sizes = [
+        sum(parameter.numel() for _, parameter in chain.named_parameters(b, b + 1)) for b in range(len(chain.blocks))
+    ]
+    rows, whole, x, prefix = [], 0.0, images, 0.0
+    for cut in range(len(chain.blocks)):
+        rest = least_seconds(lambda cut=cut, x=x: step(chain, x, cut))  # type: ignore[misc]
+        whole = whole or rest
+        frozen = sum(sizes[:cut])
+        rows.append(
+            {
+                "Cut": str(cut),
+                "Frozen up to": chain.blocks[cut - 1].name if cut else "-",
+                "Parameters": f"{frozen:,}",
+                "Of all": percent(frozen / max(1, sum(sizes))),
+                "Row per image": f"{x[0].numel() * x.element_size() / 1000:.1f} kB",
+                "Prefix": f"{1000 * prefix:.1f} ms",
+                "Rest of a step": f"{1000 * rest:.1f} ms",
+                "Step, cached": factor(whole / rest),
+            }
+        )
+        if cut + 1 < len(chain.blocks):
+            prefix += least_seconds(lambda cut=cut, x=x: forward(chain, x, cut))  # type: ignore[misc]
+            x = forward(chain, x, cut)
+    return table_of(rows, prose=("Frozen up to",))
+
+
+def step(chain: Chain, x: Tensor, cut: int) -> None:
+    """Run the blocks from `cut` on forward and backward."""
+    chain.model.zero_grad()
+    logits = chain.run(x, cut, len(chain.blocks))
+    functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.int64)).backward()
+
+
+@torch.no_grad()
+def forward(chain: Chain, x: Tensor, block: int) -> Tensor:
+    """Return the output of one block, which is frozen."""
+    for module in chain.modules(block, block + 1):
+        module.eval()
+    return chain.run(x, block, block + 1)
+
+
+def least_seconds(work: Callable[[], object]) -> float:
+    """Return the least time that `work` took."""
+    return min(timeit.repeat(work, repeat=TIMES, number=1))

@@ -1,0 +1,367 @@
+"""A model's card, `model.yaml`: its entries and their rules, the file, and how images are prepared."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor
+
+from hvfreeze import __version__
+from hvfreeze.config.sections import DataConfig, HeadConfig, ModelConfig
+from hvfreeze.config.tree import MOST_BYTES, parse_plain_yaml
+from hvfreeze.data.batches import Corpus
+from hvfreeze.data.reading import READING, PixelArray, fitted, picture_of, read_rgb, to_pixels, to_rgb
+from hvfreeze.data.text import encode
+from hvfreeze.data.views import Augment, Transform, Triple
+from hvfreeze.data.windows import Shift
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.weights import weights_path
+from hvfreeze.runs.environment import version_of
+from hvfreeze.runs.files import publish
+from hvfreeze.runs.reading import read_bytes
+from hvfreeze.user_code import TIMM, code_sha256, is_named_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """From an image of any size to a normalised float tensor, without augmentation.
+
+    Called with a PIL image or a uint8 tensor, (H, W), (C, H, W) or (N, C, H, W) with C of 1 or 3, it returns
+    (3, S, S) or (N, 3, S, S) float32. Raises UsageError for anything else.
+    """
+
+    height: int
+    width: int
+    """Pixels to which the largest centred part of these proportions is resized (bilinear)."""
+    cropped_to: int | None
+    """Side of the square that is cut out of the centre of that; None takes all of it."""
+    enlarged_to: int | None
+    """Side in pixels to which that is enlarged after normalisation (bilinear); None leaves it."""
+    mean: Triple
+    """Per channel, of pixels scaled to 0-1."""
+    std: Triple
+    reading: int = READING
+    """How files become pixels; see `data.reading.READING`."""
+
+    def __call__(self, image: Image.Image | Tensor) -> Tensor:
+        """Return the image, or each of the images, as the model sees it."""
+        if isinstance(image, Tensor) and image.ndim == 4:
+            return self.normalised(torch.stack([torch.from_numpy(self.pixels(each)) for each in image]))
+        return self.normalised(torch.from_numpy(self.pixels(image))[None])[0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of what the model sees."""
+        side = self.enlarged_to or self.cropped_to
+        return (3, side or self.height, side or self.width)
+
+    def pixels(self, image: Image.Image | Tensor) -> PixelArray:
+        """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
+        try:
+            rgb = to_rgb(image if isinstance(image, Image.Image) else picture_of(image), reading=self.reading)
+        except ValueError as error:
+            raise UsageError(f"the image cannot be used: {error}") from error
+        return to_pixels(fitted(rgb, self.height, self.width))
+
+    def pixels_of(self, path: Path) -> PixelArray:
+        """Return an image file's (3, height, width) uint8; RefusedError, which names it, where it is not intact."""
+        return to_pixels(fitted(read_rgb(path, reading=self.reading), self.height, self.width))
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Return (N, 3, S, S) float32, channels last, of (N, 3, height, width) uint8."""
+        return self._transform.clean(pixels).contiguous(memory_format=torch.channels_last)
+
+    @cached_property
+    def _transform(self) -> Transform:
+        return Transform(
+            data_seed=0,
+            augment=Augment("none", 1),
+            pad=0,
+            flips=False,
+            mean=self.mean,
+            std=self.std,
+            image_size=self.enlarged_to,
+            cropped_to=self.cropped_to,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPreparation:
+    """From a text to the codes of its last characters, (1, T) int64 with T at most `context`."""
+
+    characters: tuple[str, ...]
+    """By code; the last stands for all others."""
+    context: int
+
+    def __call__(self, text: str) -> Tensor:
+        """Return the codes. Raises UsageError for an empty text."""
+        if not text:
+            raise UsageError("there must be at least one character to go on from")
+        return torch.from_numpy(encode(text[-self.context :], self.characters)).long()[None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(T,) of what the model sees."""
+        return (self.context,)
+
+
+FORMAT = 1
+CHUNK = 2**20
+LIBRARIES = ("torch", "torchvision", "pillow")
+PRECISIONS = ("float32", "bfloat16")
+LARGEST = 4096
+MOST_ROWS = 2**20
+
+
+def _whole(most: int, *, least: int = 1) -> Any:
+    return lambda v: type(v) is int and least <= v <= most, f"a whole number in {least}..{most}"
+
+
+def _triple(ok: Any, wanted: str) -> Any:
+    def judge(value: Any) -> bool:
+        numbers = isinstance(value, list) and len(value) == 3 and all(type(v) in (int, float) for v in value)
+        return numbers and all(math.isfinite(v) and ok(v) for v in value)
+
+    return judge, wanted
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _are_classes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value)) and len(set(value)) == len(value)
+
+
+def _are_exits(value: Any) -> bool:
+    numbers = isinstance(value, list) and all(type(block) is int and 1 <= block <= MOST_ROWS for block in value)
+    return numbers and all(block < later for block, later in pairwise(value))
+
+
+def _are_versions(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_text(k) and _is_text(v) for k, v in value.items())
+
+
+TEXT = (_is_text, "text")
+SHA = (_is_digest, "a SHA-256 of 64 hexadecimal digits")
+SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}")
+# Name of an entry -> whether a value is right, and how a right one is described.
+ENTRIES: dict[str, Any] = {
+    **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
+    "classes": (_are_classes, "a list of different names"),
+    "exits": (_are_exits, "an ascending list of blocks"),
+    "precision": (lambda v: v in PRECISIONS, "one of " + ", ".join(PRECISIONS)),
+    "batch_size": _whole(MOST_ROWS),
+    "context": (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}"),
+    **dict.fromkeys(("code_sha256", "weights_sha256"), (lambda v: v is None or _is_digest(v), "null or " + SHA[1])),
+    "accuracy": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "in 0..1"),
+    "accuracy_on": (lambda v: v in ("test", "held-out"), "test or held-out"),
+    "epochs": _whole(2**63, least=0),
+    "steps": _whole(2**63, least=0),
+    "parameter_digest": SHA,
+    "sha256": SHA,
+    "versions": (_are_versions, "names and versions"),
+}
+IMAGE_ENTRIES: dict[str, Any] = {
+    "height": _whole(LARGEST),
+    "width": _whole(LARGEST),
+    **dict.fromkeys(("cropped_to", "enlarged_to"), SIDE),
+    "mean": _triple(lambda v: True, "three numbers"),
+    "std": _triple(lambda v: v > 0, "three positive numbers"),
+    "reading": _whole(READING),
+}
+
+
+def checked(path: Path, tree: Mapping[str, Any], rules: Mapping[str, Any], *, within: str = "") -> dict[str, Any]:
+    """Return the entries that have rules; raise RefusedError where one is missing or breaks its own."""
+    for name, (ok, wanted) in rules.items():
+        if name not in tree:
+            raise RefusedError(f"{path} is damaged: it lacks {within}{name}")
+        if not ok(tree[name]):
+            raise RefusedError(f"{path} is damaged: {within}{name} ({str(tree[name])[:80]}) must be {wanted}")
+    return {name: tree[name] for name in rules}
+
+
+HEADS = re.compile(r"last|mlp(-[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*)?|(multi-level|kernel):[1-9][0-9]?")
+"""Heads that a model can have: `last` is the architecture's own; `mlp-WxW...` an `Mlp` in its place; the others read
+every block, at P x P cells; `multi-level:P` is linear, `kernel:P` a `KernelHead`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a model file holds, how it is applied, and what it came from."""
+
+    model: str
+    """The architecture: its name in torchvision, timm:NAME, or package:function."""
+    code_sha256: str | None = None
+    """Of the file of that function; None where it is none."""
+    blocks: str
+    """The scheme by which it was cut."""
+    head: str
+    """As in `HEADS`."""
+    classes: tuple[str, ...]
+    """In the order of the logits."""
+    image: Preparation | None
+    """None of a text's model."""
+    context: int | None = None
+    """Characters of a text that the model sees; None where it sees images."""
+    precision: str
+    """In which it was evaluated: float32, or bfloat16 (autocast)."""
+    batch_size: int
+    """Rows of a batch when it was evaluated; batches of other shapes may give other last bits."""
+    data: str
+    """The data set that it was trained on."""
+    weights: str
+    """What training started from: none, DEFAULT or a file."""
+    weights_sha256: str | None
+    """Of that file, when training started; None where there was none."""
+    exits: tuple[int, ...] = ()
+    """The blocks before which critics give logits too, see `hvfreeze.model.early_exits`; none of most models."""
+    accuracy: float = 0.0
+    """Of the final model, 0-1."""
+    accuracy_on: str
+    """`test`, or `held-out` for a part of the training set."""
+    epochs: int = 0
+    steps: int = 0
+    parameter_digest: str = ""
+    """summary.json's."""
+    sha256: str = ""
+    """Of the model file."""
+    versions: dict[str, str]
+    """Of what trained it."""
+
+    @property
+    def preparation(self) -> Preparation | TextPreparation:
+        """How what it is applied to comes to the model."""
+        if self.image is not None:
+            return self.image
+        return TextPreparation(characters=self.classes, context=self.context or 1)
+
+    @property
+    def pool(self) -> int | None:
+        """Cells a side of a head that reads every block, None for the architecture's own."""
+        pool = self.head.partition(":")[2]
+        return int(pool) if pool else None
+
+
+def head_named(settings: HeadConfig) -> str:
+    """Return the head that settings ask for, as in `HEADS`."""
+    if settings.head != "multi-level":
+        return settings.head
+    return f"{'kernel' if settings.head_fit == 'kernel' else settings.head}:{settings.pool}"
+
+
+def write_card(path: Path, card: Card) -> None:
+    """Publish a card."""
+    # Lists made anew: YAML would write the second of two equal objects as an alias.
+    tree = {"card": FORMAT, **json.loads(json.dumps(dataclasses.asdict(card)))}
+    publish(path, [yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120).encode()])
+
+
+def read_card(path: Path) -> Card:
+    """Return the card in a file.
+
+    Raises:
+        RefusedError: it cannot be read, is damaged, or tells of what this version does not know; names the entry.
+    """
+    try:
+        tree = parse_plain_yaml(read_bytes(path)[: MOST_BYTES + 1])
+    except ValueError as error:
+        raise RefusedError(f"{path} is damaged: {error}") from error
+    if not isinstance(tree, dict) or "card" not in tree:
+        raise RefusedError(f"{path} is damaged: it is no model card")
+    if tree["card"] != FORMAT:
+        raise RefusedError(f"{path} is a card of format {tree['card']}, and this version reads {FORMAT}; update it")
+    if not HEADS.fullmatch(str(tree.get("head"))):
+        raise RefusedError(
+            f"{path}: head ({tree.get('head')}) is not known to hvfreeze {__version__}, which knows last, "
+            "mlp-WxW..., multi-level:P and kernel:P"
+        )
+    image = tree.get("image")
+    entries = checked(path, {"context": None, "exits": [], **tree}, ENTRIES)
+    entries |= {name: tuple(entries[name]) for name in ("classes", "exits")}
+    if image is None and entries["context"] is not None:
+        return Card(image=None, **entries)
+    if not isinstance(image, dict):
+        raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
+    # Cards that do not say how files were read are of a time when there was one way.
+    prepared = checked(path, {"reading": 1, **image}, IMAGE_ENTRIES, within="image.")
+    if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
+        raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
+    prepared |= {name: tuple(float(number) for number in prepared[name]) for name in ("mean", "std")}
+    return Card(image=Preparation(**prepared), **entries)
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256, as hex."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(CHUNK):
+                digest.update(part)
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def describe(
+    model: ModelConfig,
+    head: HeadConfig,
+    data: DataConfig,
+    corpus: Corpus,
+    transform: Transform | Shift,
+    *,
+    precision: str,
+    batch_size: int,
+    hashed: bool,
+) -> Card:
+    """Return the card of a run that has not ended; `hashed` tells whether to read the weights' file for its digest."""
+    path = weights_path(model.model, model.weights) if hashed else None
+    library = ("timm",) if model.model.startswith(TIMM) else ()
+    return Card(
+        model=model.model,
+        code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
+        blocks=model.blocks,
+        head=head_named(head),
+        classes=corpus.train.classes,
+        image=None if isinstance(transform, Shift) else preparation_of(transform, corpus.train.image_shape),
+        context=data.window if isinstance(transform, Shift) else None,
+        precision=precision,
+        batch_size=batch_size,
+        data=data.data,
+        weights=model.weights,
+        weights_sha256=sha256_of(path) if path else None,
+        accuracy_on="held-out" if data.validation_fraction > 0 else "test",
+        versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in (*LIBRARIES, *library)}},
+    )
+
+
+def preparation_of(transform: Transform, image_shape: tuple[int, ...]) -> Preparation:
+    """Return how images of (C, H, W) decoded pixels are prepared where `transform` shows them as they are."""
+    _, height, width = image_shape
+    side, square = transform.image_size, (height,) if height == width else ()
+    return Preparation(
+        height=height,
+        width=width,
+        cropped_to=transform.cropped_to,
+        enlarged_to=None if side in (transform.cropped_to, *square) else side,
+        mean=transform.mean,
+        std=transform.std,
+    )

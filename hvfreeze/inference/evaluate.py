@@ -1,0 +1,368 @@
+"""`hvfreeze evaluate`: how right a finished run's model is, class by class.
+
+DIR/evaluation.json               accuracies 0-1 and the mean loss
+DIR/classes.csv                   samples, recall and precision of every class
+DIR/confusion.csv                 a row for each true class, a column for each that was answered
+DIR/confusion.png and .svg
+DIR/reliability.csv               how often the model is right, by how sure it is
+DIR/reliability.png and .svg
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.data.batches import choose
+from hvfreeze.data.cifar import ARCHIVES
+from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.decoding import find_broken
+from hvfreeze.data.folders import is_folder, scan
+from hvfreeze.data.images import BrokenImagesError, listed
+from hvfreeze.data.shards import Ids
+from hvfreeze.data.text import TextSource
+from hvfreeze.data.windows import Windows
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.inference.calibration import BINS, Calibration, plot_calibration
+from hvfreeze.inference.card import TextPreparation
+from hvfreeze.inference.exits import Answering, Whole, answering
+from hvfreeze.inference.model import Applied, load_model
+from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers, printable
+from hvfreeze.inference.text import evaluate_text, unshifted, windows_of
+from hvfreeze.report.figures import STYLE, WIDE, clipped, save_figure
+from hvfreeze.report.tables import percent, plural, to_csv, write_text
+from hvfreeze.runs.reading import read_config
+from hvfreeze.user_code import is_named_code
+
+MOST_NAMED, MOST_NUMBERED, LONGEST = 60, 20, 24
+DEPTH = 5
+MOST_PRINTED = 40
+"""With more classes than this, only the worst are printed."""
+
+
+def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str], *, width: float = WIDE) -> Figure:
+    """Return a picture of the (classes, classes) counts, true classes in rows, each row shaded as parts of its sum.
+
+    Cells carry their counts where there are few classes; with many, axes are numbered instead of named.
+    """
+    parts = confusion / confusion.sum(1, keepdims=True).clip(min=1)
+    number = len(classes)
+    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(width, 0.85 * width), layout="constrained")
+        axes = figure.add_subplot()
+        picture = axes.imshow(100 * parts, cmap="Blues", vmin=0, vmax=100, interpolation="nearest")
+        axes.set(xlabel="answer", ylabel="true class")
+        if number <= MOST_NAMED:
+            names = [clipped(name, LONGEST) for name in classes]
+            turn, side = (45, "right") if number <= 10 else (90, "center")
+            axes.set_xticks(range(number), names, rotation=turn, ha=side)
+            axes.set_yticks(range(number), names)
+        if number <= MOST_NUMBERED:
+            for row, counts in enumerate(confusion.tolist()):
+                for column, count in enumerate(counts):
+                    colour = "white" if parts[row, column] > 0.55 else "#222222"
+                    axes.text(column, row, str(count) if count else "", ha="center", va="center", color=colour)
+        figure.colorbar(picture, ax=axes, shrink=0.8, label="part of the true class (%)")
+        return figure
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Images and what they show."""
+
+    decode: Decode
+    labels: Tensor
+    """(N,) int64, indices of the model's classes."""
+    name: str
+    """What they are, for a line."""
+    own: bool
+    """Whether the run was evaluated on these."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of files that are passed over."""
+
+
+def config_of(run_dir: Path) -> Config:
+    """Return a run's configuration. Raises RefusedError where it cannot be read."""
+    path = run_dir / "config.yaml"
+    try:
+        return from_dict(read_config(path), source=str(path))
+    except UsageError as error:
+        raise RefusedError(f"{path} is damaged or of another version: {error}") from error
+
+
+def own_windows(applied: Applied, run_dir: Path) -> tuple[Windows, Ids, str]:
+    """Return the windows on which the run reported its accuracy, their ids, and what they are."""
+    config = config_of(run_dir)
+    data = config.data
+    _, chosen, ids = choose(open_data(data.data, data.data_dir, context=data.window), data, seed=config.data_seed)
+    if chosen.classes != applied.classes or not isinstance(chosen.source, TextSource):
+        raise RefusedError(
+            f"the run's text has changed: it has {len(chosen.classes)} characters, and the model was trained on "
+            f"{len(applied.classes)}; restore it, or name another text with --data-dir"
+        )
+    return unshifted(chosen.source), ids, f"the {'held-out' if data.validation_fraction > 0 else 'test'} windows"
+
+
+def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) -> Samples:
+    """Return the samples on which the run reported its accuracy."""
+    path, config = run_dir / "config.yaml", config_of(run_dir)
+    if config.strategy.tasks is not None:
+        raise RefusedError(
+            f"the run's models have their labels from a table ({config.strategy.tasks}), which is not read here; give "
+            f"--data-dir DIR, a folder with a folder for each class: {', '.join(applied.classes)}"
+        )
+    data = config.data
+    if is_named_code(data.data) and not trust_code:
+        raise RefusedError(
+            f"{path}: the data is made by {data.data}, which is code of its own; where you trust "
+            "it, pass --trust-code, or name other data with --data-dir"
+        )
+    splits = open_data(
+        data.data,
+        data.data_dir,
+        image_size=data.stored_size,
+        reading=applied.preparation.reading,
+        skip_bad=data.skip_bad,
+    )
+    if data.skip_bad:
+        train, test = (replace(part, broken=find_broken(part)) for part in (splits.train, splits.test))
+        splits = replace(splits, train=train, test=test)
+    _, image_set, ids = choose(splits, data, seed=config.data_seed)
+    (_, height, width), wanted = image_set.image_shape, applied.preparation
+    if image_set.classes != applied.classes or (height, width) != (wanted.height, wanted.width):
+        raise RefusedError(
+            f"the run's data ({image_set.name}) has changed: it has {len(image_set.classes)} classes of images of "
+            f"{width}x{height} pixels, and the model was trained on {len(applied.classes)} of "
+            f"{wanted.width}x{wanted.height}; restore it, or name other data with --data-dir"
+        )
+    labels = image_set.labels[torch.from_numpy(ids)]
+    name = f"{'held-out' if data.validation_fraction > 0 else 'test'} samples of the run's data"
+    return Samples(lambda row: image_set.decode(int(ids[row])), labels, name, own=True)
+
+
+def samples_in(applied: Applied, folder: Path) -> Samples:
+    """Return the images of DIR/test, else of DIR/val, else of the class folders in DIR; or an archive's test split."""
+    data = applied.card.data
+    if data in ARCHIVES and is_folder(folder / ARCHIVES[data].folder):
+        test = open_data(data, folder).test
+        labels, prepare = test.labels, applied.preparation.pixels
+        return Samples(
+            lambda row: prepare(torch.from_numpy(test.decode(row))), labels, f"test samples of {folder}", own=False
+        )
+    root = next((folder / part for part in ("test", "val") if is_folder(folder / part)), folder)
+    if not is_folder(root):
+        raise RefusedError(f"data folder {root} does not exist; name one with --data-dir")
+    listing = scan(root, fewest=1)
+    unknown = [name for name in listing.classes if name not in applied.classes]
+    if unknown:
+        raise RefusedError(
+            f"class folder {root / unknown[0]} is none of the model's {len(applied.classes)} classes; rename it or "
+            "take it out"
+        )
+    index = {name: label for label, name in enumerate(applied.classes)}
+    labels = torch.tensor([index[listing.classes[label]] for label in listing.labels()], dtype=torch.int64)
+    paths = [root / path for path in listing.paths]
+    name = f"images of {root}"
+    return Samples(lambda row: applied.preparation.pixels_of(paths[row]), labels, name, own=False, notes=listing.notes)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The answers of a model for labelled samples."""
+
+    confusion: NDArray[np.int64]
+    """(classes, classes): samples by true class and by answer."""
+    rows: list[dict[str, Any]]
+    """For each class its samples, how often it was answered and was right, recall and precision (None: undefined)."""
+    among_best: int
+    """Samples whose class is among the five most probable."""
+    loss: float
+    """Mean over samples."""
+    count: int
+    correct: int
+    calibration: Calibration | None = None
+    """Whether it is as sure as it is right."""
+    left_out: tuple[str, ...] = ()
+    """Why each sample that is not counted cannot be used."""
+
+    @property
+    def accuracy(self) -> float:
+        """0-1."""
+        return self.correct / self.count
+
+
+def evaluate(
+    run_dir: Path,
+    *,
+    name: str,
+    data_dir: Path | None,
+    out: Path | None,
+    batch_size: int | None,
+    trust_code: bool = False,
+    exit_at: str | None = None,
+    confidence: float | None = None,
+    skip_bad: bool = False,
+) -> int:
+    """Print how right a finished run's model is, and write tables and figures to the folder `out`; return 0.
+
+    `data_dir` is a folder of class folders, with test/ or val/ above them or not, or for a text's model a file; None is
+    the run's own samples. Where a model with exits answers at them, see `answering`, the share of samples and of
+    operations of each is told.
+
+    Raises:
+        UsageError: a number makes no sense, or is for another kind of model.
+        RefusedError: there is no finished model, the data is missing or does not fit, images cannot be used and
+            `skip_bad` was not given, which names all of them, or `out` cannot be written.
+    """
+    check_numbers(batch_size=batch_size)
+    applied = load_model(run_dir, name=name, trust_code=trust_code)
+    answer = answering(applied, exit_at=exit_at, confidence=confidence)
+    if isinstance(applied.transform, TextPreparation):
+        check_images(applied, run_dir, skip_bad=skip_bad)
+        windows, ids, what = own_windows(applied, run_dir) if data_dir is None else windows_of(applied, data_dir)
+        return evaluate_text(applied, windows, ids, name=what, own=data_dir is None, out=out, batch_size=batch_size)
+    samples = (
+        own_samples(applied, run_dir, trust_code=trust_code) if data_dir is None else samples_in(applied, data_dir)
+    )
+    result = measure(applied, samples, answer, batch_size=batch_size, skip_bad=skip_bad)
+    print(describe(applied, samples, result))
+    if answer.told():
+        print(printable(answer.told()))
+    out_of_all = f"{plural(len(result.left_out), 'image')} left out that cannot be used: {listed(result.left_out)}"
+    for note in (*samples.notes, *([out_of_all] if result.left_out else [])):
+        print(printable(f"note: {note}"))
+    if out is not None:
+        write_result(applied, samples, result, out=out)
+        print(f"tables and figures: {printable(str(out))}")
+    return 0
+
+
+def measure(
+    applied: Applied,
+    samples: Samples,
+    answer: Answering | None = None,
+    *,
+    batch_size: int | None = None,
+    skip_bad: bool = False,
+) -> Result:
+    """Return the model's answers for all samples, with `skip_bad` for those that can be used.
+
+    Raises:
+        BrokenImagesError: some cannot be used, or none can; names all of them.
+    """
+    answer, count = answer or Whole(applied), len(samples.labels)
+    answered, sure = torch.full_like(samples.labels, -1), torch.empty(count, dtype=torch.float64)
+    among_best, loss, bad = 0, 0.0, dict[int, str]()
+    for rows, logits in answers(applied, samples.decode, count, batch_size=batch_size, answer=answer, bad=bad):
+        answer.take(len(logits))
+        labels = samples.labels[rows]
+        best = logits.argsort(dim=1, descending=True, stable=True)[:, :DEPTH]
+        answered[rows] = logits.argmax(1)
+        sure[rows] = logits.double().softmax(1).amax(1)
+        among_best += int((best == labels[:, None]).any(1).sum())
+        loss += float(functional.cross_entropy(logits.double(), labels)) * len(labels)
+    used = answered >= 0
+    if bad and not (skip_bad and bool(used.any())):
+        raise BrokenImagesError([printable(reason) for reason in bad.values()])
+    labels, loss = samples.labels[used], loss / int(used.sum())
+    result = judge(labels, answered[used], applied.classes, among_best=among_best, loss=loss, sure=sure[used])
+    return replace(result, left_out=tuple(bad.values()))
+
+
+def judge(
+    labels: Tensor,
+    answered: Tensor,
+    classes: Sequence[str],
+    *,
+    among_best: int,
+    loss: float,
+    sure: Tensor | None = None,
+) -> Result:
+    """Return the result of (N,) answers for samples of (N,) labels; `sure` are the answers' probabilities, (N,)."""
+    truth, found, known = labels.numpy(), answered.numpy(), range(len(classes))
+    confusion = confusion_matrix(truth, found, labels=known)
+    precision, recall, _, samples = precision_recall_fscore_support(truth, found, labels=known, zero_division=0)
+    rows = [
+        {
+            "class": name,
+            "samples": int(samples[index]),
+            "answered": int(confusion[:, index].sum()),
+            "correct": int(confusion[index, index]),
+            "recall": float(recall[index]) if samples[index] else None,
+            "precision": float(precision[index]) if confusion[:, index].any() else None,
+        }
+        for index, name in enumerate(classes)
+    ]
+    calibration = None if sure is None else Calibration.of(sure.numpy(), found == truth)
+    return Result(confusion, rows, among_best, loss, len(labels), int(confusion.trace()), calibration)
+
+
+def describe(applied: Applied, samples: Samples, result: Result) -> str:
+    """Return the accuracies, of all samples and of every class, as lines of text."""
+    line = f"{applied.card.model} on {result.count} {samples.name}: "
+    line += f"top-1 {percent(result.accuracy, 2)} ({result.correct} of {result.count})"
+    if len(applied.classes) > DEPTH:
+        line += f", top-{DEPTH} {percent(result.among_best / result.count, 2)}"
+    lines = [f"{line}, loss {result.loss:.4f}"]
+    if samples.own:
+        same = applied.card.accuracy == result.accuracy
+        lines.append("as the run reported" if same else f"the run reported {percent(applied.card.accuracy, 2)}")
+    rows = [row for row in result.rows if row["samples"]]
+    if len(rows) > MOST_PRINTED:
+        rows = sorted(rows, key=lambda row: row["recall"])[:MOST_PRINTED]
+        lines.append(f"the {MOST_PRINTED} classes of lowest recall:")
+    names = [printable(row["class"]) for row in rows]
+    width = max(5, *map(len, names))
+    lines.append(f"{'class':{width}}  samples   recall  precision")
+    for name, row in zip(names, rows):
+        precision = "-" if row["precision"] is None else percent(row["precision"])
+        lines.append(f"{name:{width}}  {row['samples']:7d}  {percent(row['recall']):>7}  {precision:>9}")
+    found = result.calibration
+    if found is not None:
+        lines.append(
+            f"mean confidence {percent(found.mean_confidence, 2)}, accuracy {percent(result.accuracy, 2)}; expected "
+            f"calibration error {percent(found.error, 2)} ({BINS} bins)"
+        )
+    return printable("\n".join(lines))
+
+
+def write_result(applied: Applied, samples: Samples, result: Result, *, out: Path) -> None:
+    """Write the result to the folder `out`."""
+    found = {
+        "samples": result.count,
+        "left_out": len(result.left_out),
+        "correct": result.correct,
+        "accuracy": result.accuracy,
+        "top5_accuracy": result.among_best / result.count,
+        "loss": result.loss,
+        "data": printable(samples.name),
+        "model": applied.card.model,
+        "parameter_digest": applied.card.parameter_digest,
+    }
+    if result.calibration is not None:
+        found |= {
+            "mean_confidence": result.calibration.mean_confidence,
+            "expected_calibration_error": result.calibration.error,
+        }
+        write_text(out / "reliability.csv", to_csv(result.calibration.rows()))
+        save_figure(plot_calibration(result.calibration), out / "reliability")
+    write_text(out / "evaluation.json", json.dumps(found, indent=1) + "\n")
+    write_text(out / "classes.csv", to_csv(result.rows))
+    counts = zip(applied.classes, result.confusion.tolist(), strict=True)
+    write_text(
+        out / "confusion.csv", to_csv([{"true class": name, **dict(zip(applied.classes, row))} for name, row in counts])
+    )
+    save_figure(plot_confusion(result.confusion, [printable(name) for name in applied.classes]), out / "confusion")

@@ -1,0 +1,167 @@
+"""Models with exits: samples leave at one of them, at the first that is sure, or are answered by all together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hvfreeze.errors import UsageError
+from hvfreeze.inference.model import Applied
+from hvfreeze.model.early_exits import EarlyExits, work_until
+from hvfreeze.model.segments import work_of
+from hvfreeze.report.tables import percent
+
+ENSEMBLE = "ensemble"
+
+
+class Answering(Protocol):
+    """How a model answers."""
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return (B, classes) float32 logits for (B, C, H, W) float32."""
+
+    def take(self, rows: int) -> list[dict[str, Any]]:
+        """Count the first `rows` samples of the last batch, and return columns of each for a table."""
+
+    def told(self) -> str:
+        """Return lines about all samples that were counted; none where there is nothing to say."""
+
+
+@dataclass
+class Whole:
+    """Every sample runs through the whole model."""
+
+    applied: Applied
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the model's logits."""
+        return self.applied.logits(images)
+
+    def take(self, rows: int) -> list[dict[str, Any]]:
+        """Return no columns."""
+        return [{} for _ in range(rows)]
+
+    def told(self) -> str:
+        """Return nothing."""
+        return ""
+
+
+@dataclass
+class Leaving:
+    """Samples leave at exits.
+
+    Args:
+        applied: the model.
+        exits: of it.
+        last: the number of the exit, from 0, behind which nothing runs.
+        confidence: the probability of a class at which a sample leaves before; None asks `last` alone.
+        together: all exits answer, and their mean counts.
+    """
+
+    applied: Applied
+    exits: EarlyExits
+    last: int
+    confidence: float | None = None
+    together: bool = False
+    counts: list[int] = field(default_factory=list)
+    """Samples by exit."""
+    _left: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        image = torch.zeros(1, *self.applied.preparation.shape)
+        parts = self.exits.work(image)
+        if self.confidence is None and not self.together:
+            # Of the critics only the one that answers is asked.
+            parts = [(group, critic * (number == self.last)) for number, (group, critic) in enumerate(parts)]
+        self._work, self._whole = work_until(parts), sum(work_of(self.exits.chain, image))
+        self.counts = [0] * len(self._work)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the logits of each sample's exit, of `together` the logarithm of the mean probabilities."""
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.applied.card.precision == "bfloat16"):
+            x = images.contiguous(memory_format=torch.channels_last)
+            self._left = torch.full((len(images),), self.last)
+            if self.together:
+                each = torch.stack([logits.float() for logits in self.exits(x)])
+                return each.log_softmax(2).logsumexp(0).log_softmax(1)
+            if self.confidence is None:
+                for number in range(self.last + 1):
+                    x = self.exits.group(number, x)
+                return self.exits.answer(self.last, x).float()
+            return self._leave(x, self.confidence)
+
+    def _leave(self, x: Tensor, confidence: float) -> Tensor:
+        """Run each group for the samples that have not left before it."""
+        inside, answers = torch.arange(len(x)), []
+        for number in range(self.last + 1):
+            x = self.exits.group(number, x)
+            logits = self.exits.answer(number, x).float()
+            sure = logits.softmax(1).amax(1) >= confidence
+            leaves = sure if number < self.last else torch.ones_like(sure)
+            answers.append((inside[leaves], logits[leaves]))
+            self._left[inside[leaves]] = number
+            inside, x = inside[~leaves], x[~leaves]
+            if not len(inside):
+                break
+            if x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last)
+        rows, found = (torch.cat(each) for each in zip(*answers, strict=True))
+        return found[rows.argsort()]
+
+    def take(self, rows: int) -> list[dict[str, Any]]:
+        """Count the samples, and return each one's exit, from 1."""
+        left = self._left[:rows].tolist()
+        for number in left:
+            self.counts[number] += 1
+        return [{} if self.together else {"exit": number + 1} for number in left]
+
+    def told(self) -> str:
+        """Return the share of samples and of operations by exit, as a table."""
+        spent = [count * work for count, work in zip(self.counts, self._work, strict=True)]
+        blocks = [block.name for block in self.exits.chain.blocks]
+        names = [blocks[stop - 1] for _, stop in self.exits.groups]
+        width = max(6, *map(len, names))
+        total, samples = max(1, sum(spent)), max(1, sum(self.counts))
+        lines = [f"exit  {'behind':{width}}  samples  FLOPs of a sample    FLOPs"]
+        asked = range(self.last + 1) if self.confidence is not None else [self.last]
+        for number in asked:
+            count, work = self.counts[number], self._work[number]
+            lines.append(
+                f"{number + 1:4d}  {names[number]:{width}}  {percent(count / samples):>7}  "
+                f"{percent(work / self._whole):>17}  {percent(spent[number] / total):>7}"
+            )
+        mean = sum(spent) / samples / self._whole
+        return "\n".join(
+            [*lines, f"all samples together: {percent(mean)} of the FLOPs of the whole model without exits"]
+        )
+
+
+def answering(applied: Applied, *, exit_at: str | None, confidence: float | None) -> Answering:
+    """Return how a model answers: at --exit, at the first exit that is as sure as --exit-confidence, or whole.
+
+    Raises:
+        UsageError: the model has no exits, or none of that number, or a number makes no sense.
+    """
+    if exit_at is None and confidence is None:
+        return Whole(applied)
+    flag, value = ("exit", exit_at) if exit_at is not None else ("exit-confidence", confidence)
+    if applied.exits is None:
+        raise UsageError(
+            f"--{flag} ({value}) goes with runs of --strategy local-critics, and this run's model has no exits; leave "
+            "it out"
+        )
+    count = len(applied.exits.groups)
+    if confidence is not None and not 0 < confidence <= 1:
+        raise UsageError(f"--exit-confidence ({confidence}) must be a probability above 0 and at most 1, such as 0.9")
+    if exit_at == ENSEMBLE:
+        if confidence is not None:
+            raise UsageError(f"--exit-confidence ({confidence}) must be left out with --exit ensemble, which asks all")
+        return Leaving(applied, applied.exits, count - 1, together=True)
+    if exit_at is not None and not (exit_at.isascii() and exit_at.isdigit() and 1 <= int(exit_at) <= count):
+        raise UsageError(f"--exit ({exit_at}) must be in 1..{count}, the model's exits, or {ENSEMBLE}")
+    last = count - 1 if exit_at is None else int(exit_at) - 1
+    return Leaving(applied, applied.exits, last, confidence)

@@ -1,0 +1,129 @@
+"""A text's model applied: `hvfreeze predict` continues a text, `hvfreeze evaluate` measures bits per character."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.data.batches import padded_batches
+from hvfreeze.data.shards import Ids
+from hvfreeze.data.text import TextSource, encode, per_character, read_text
+from hvfreeze.data.views import parse_augment
+from hvfreeze.data.windows import Shift, Windows
+from hvfreeze.errors import UsageError
+from hvfreeze.inference.card import TextPreparation
+from hvfreeze.inference.model import Applied
+from hvfreeze.report.tables import percent, write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How characters are drawn; checked on construction."""
+
+    length: int = 200
+    """How many."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the most probable."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise UsageError(f"--length ({self.length}) must be at least 1 character")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UsageError(
+                f"--temperature ({self.temperature}) must be 0, which takes the most probable, or a positive number"
+            )
+
+
+def tell_on(applied: Applied, text: str, drawing: Drawing, *, top: int | None, out: Path | None) -> int:
+    """Print a text and what follows, each character as it comes, or write all to the file `out`; return 0."""
+    following = continued(applied, text, drawing, top=top)
+    if out is not None:
+        write_text(out, text + "".join(following))
+        print(f"{drawing.length} characters: {out}")
+        return 0
+    print(text, end="")
+    for character in following:
+        print(character, end="", flush=True)
+    print()
+    return 0
+
+
+def continued(applied: Applied, text: str, drawing: Drawing, *, top: int | None = None) -> Iterator[str]:
+    """Yield the characters that go on from `text`, one after another, drawn among the `top` most probable, or all.
+
+    The model sees the last characters, as many as its context. Raises UsageError where `text` is empty.
+    """
+    assert isinstance(applied.transform, TextPreparation)
+    generator, so_far = torch.Generator().manual_seed(drawing.seed), text
+    for _ in range(drawing.length):
+        logits = applied.logits(applied.transform(so_far))[0, :, -1].double()
+        # The last one stands for characters that the model does not know: no such character can be written.
+        logits[-1] = -math.inf
+        character = applied.classes[draw(logits, generator, temperature=drawing.temperature, top=top)]
+        so_far = (so_far + character)[-applied.transform.context :]
+        yield character
+
+
+def draw(logits: Tensor, generator: torch.Generator, *, temperature: float, top: int | None) -> int:
+    """Return an index of (classes,) logits, drawn by their probabilities."""
+    if temperature == 0:
+        return int(logits.argmax())
+    best = logits.sort(descending=True, stable=True)
+    count = len(logits) if top is None else min(top, len(logits))
+    probabilities = (best.values[:count] / temperature).softmax(0)
+    return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def unshifted(source: TextSource) -> Windows:
+    """Return windows as they are evaluated, each from its beginning."""
+    return Windows(source, Shift(data_seed=0, augment=parse_augment("none")))
+
+
+def windows_of(applied: Applied, path: Path) -> tuple[Windows, Ids, str]:
+    """Return the windows of a text file, in the characters that the model knows, their ids, and the file's name.
+
+    Raises:
+        RefusedError: it cannot be read.
+        UsageError: it has no window.
+    """
+    text, name = read_text(path)
+    assert isinstance(applied.transform, TextPreparation)
+    context = applied.transform.context
+    source = TextSource(codes=encode(text, applied.classes), context=context)
+    if source.windows < 1:
+        raise UsageError(f"--data-dir ({path}) has {len(text)} characters, and one window takes {context + 1}")
+    return unshifted(source), np.arange(source.windows), name
+
+
+def evaluate_text(
+    applied: Applied, windows: Windows, ids: Ids, *, name: str, own: bool, out: Path | None, batch_size: int | None
+) -> int:
+    """Print how well a model predicts the characters of windows, and write it to the folder `out`; return 0."""
+    loss, correct, count = 0.0, 0, 0
+    for batch in padded_batches(ids, windows.labels_of, batch_size or applied.card.batch_size):
+        logits = applied.logits(windows.load(batch.ids, batch.views))[: batch.counted]
+        labels = batch.labels[: batch.counted]
+        loss += float(functional.cross_entropy(logits.double(), labels)) * labels.numel()
+        correct += int((logits.argmax(1) == labels).sum())
+        count += labels.numel()
+    found = {"characters": count, "accuracy": correct / count, "loss": loss / count, **per_character(loss / count)}
+    print(
+        f"{applied.card.model} on {count} characters of {name}: {found['bits_per_character']:.4f} bits per character, "
+        f"perplexity {found['perplexity']:.3f}, {percent(correct / count, 2)} of the next characters right"
+    )
+    if own:
+        same = applied.card.accuracy == correct / count
+        print("as the run reported" if same else f"the run reported {percent(applied.card.accuracy, 2)}")
+    if out is not None:
+        write_text(out / "evaluation.json", json.dumps({**found, "data": name}, indent=1) + "\n")
+        print(f"numbers: {out / 'evaluation.json'}")
+    return 0

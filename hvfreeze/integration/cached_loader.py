@@ -1,0 +1,433 @@
+"""`hvfreeze.CachedLoader`: a script's loader, which gives the frozen prefix's output, read where it is cached.
+
+    loader = hvfreeze.CachedLoader(loader, optimizer, directory="cache")
+    for activations, labels in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(loader.suffix(activations), labels)
+        ...
+
+While nothing is frozen the activations are the inputs, and the suffix is the model. Where a cut has stayed for an
+epoch, ranks compute the rows of all samples once, each a share, and every later epoch reads them. The bits are those
+that the model would compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
+
+from hvfreeze.cache.activations import PrefixActivations
+from hvfreeze.cache.file.disk import prepare_directory
+from hvfreeze.cache.fingerprint import JSON, Fingerprint, activation_fingerprint
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.world import World
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.integration.samples import Ids, Remembered, Samples, Split, data_identity, inputs_and_labels
+from hvfreeze.integration.split_model import Halves, autocast, halves_of, whole
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.traced import Inputs
+from hvfreeze.prefix.operations import operations_digest
+
+
+def fingerprint_of(
+    chain: Chain,
+    cut: int,
+    *,
+    prefix: str,
+    data: JSON,
+    inputs: Inputs,
+    num_views: int,
+    seed: int,
+    precision: torch.dtype,
+    batch_rows: int,
+) -> Fingerprint:
+    """Return what must match before rows at `cut` may be used.
+
+    Args:
+        chain: the model; containers compute in the mode that it is in, training or evaluation.
+        cut: number of frozen blocks.
+        prefix: digest of the tensors that they compute with.
+        data: identity of the data set.
+        inputs: a batch of the model's inputs, for types, shapes and strides.
+        num_views: fixed views of each sample.
+        seed: of the views' draws.
+        precision: of autocast; float32 without.
+        batch_rows: rows of every forward.
+    """
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return activation_fingerprint(
+        prefix=prefix,
+        operations=operations_digest(chain, cut),
+        cut=cut,
+        data=data,
+        split="train" if chain.model.training else "eval",
+        transform=[[str(leaf.dtype), list(leaf.shape[1:]), list(leaf.stride())] for leaf in leaves],
+        data_seed=seed,
+        augment="none" if num_views == 1 else f"views:{num_views}",
+        dtype="native",
+        input_shape=list(leaves[0].shape[1:]),
+        memory_format=str(list(leaves[0].stride())),
+        precision=str(precision).removeprefix("torch."),
+        batch_rows=batch_rows,
+        threads=torch.get_num_threads(),
+    )
+
+
+def is_batch_invariant(run: Callable[[Any], Tensor], inputs: Inputs) -> bool:
+    """Tell whether a row's bits stay the same when the rows of a batch change places.
+
+    Args:
+        run: inputs -> the frozen prefix's output, (B, ...).
+        inputs: a batch of them.
+    """
+    straight = run(inputs)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(straight)))
+
+    def moved(leaf: Any) -> Any:
+        return torch.index_select(leaf, 0, order, out=torch.empty_like(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    return torch.equal(straight.index_select(0, order), run(tree_map(moved, inputs)))
+
+
+@dataclass(frozen=True)
+class BatchActivations:
+    """What the blocks before a cut gave for a batch.
+
+    Attributes:
+        cut: number of blocks; 0 stands for the inputs themselves.
+        tensor: their output, (B, ...); None at cut 0.
+        inputs: of the model, at cut 0; behind it, the tensors among them that the suffix looks at.
+    """
+
+    cut: int
+    tensor: Tensor | None
+    inputs: Any
+
+
+class Passes:
+    """Reads samples for training and for the blocks before a cut, and runs those.
+
+    Attributes:
+        whole: whether the model runs as a whole, so that nothing is asked for behind a cut.
+        labels: of the samples that were read.
+        inputs: what the part behind a cut looks at, of samples that were read while there was one.
+    """
+
+    def __init__(self, samples: Samples, halves: Halves, *, dtype: torch.dtype | None) -> None:
+        self.whole = True
+        self.labels, self.inputs = (Remembered(len(samples), samples.num_views) for _ in range(2))
+        self._samples, self._halves, self._dtype = samples, halves, dtype
+        self._given: Inputs | None = None
+        self._pairs: tuple[Ids, Ids] | None = None
+
+    def read(self, ids: Ids, views: Ids) -> tuple[Inputs, Any]:
+        """Return the inputs and labels of these samples, and remember what will be asked for behind a cut."""
+        inputs, labels = self._samples.load(ids, views)
+        self.labels.put(ids, views, labels)
+        if not self.whole and not self._halves.needs_inputs:
+            self.inputs.put(ids, views, self._halves.kept(inputs))
+        return inputs, labels
+
+    def remembers(self, ids: Ids, views: Ids) -> bool:
+        """Tell whether nothing but the prefix's output is lacking of these samples."""
+        if self.whole or self._halves.needs_inputs or self.labels.get(ids, views) is None:
+            return False
+        return self.inputs.get(ids, views) is not None
+
+    def expect(self, ids: Ids, views: Ids, inputs: Inputs | None = None) -> None:
+        """Take this batch for the one that passes are about, with its inputs where they have been read."""
+        self._given, self._pairs = inputs, (ids, views)
+
+    def load(self, ids: Ids, views: Ids) -> Any:
+        """Return the inputs of a padded batch, those of the batch at hand where they are these."""
+        pairs = self._pairs
+        these = pairs is not None and np.array_equal(pairs[0], ids) and np.array_equal(pairs[1], views)
+        if self._given is None or not these:
+            self._given, _ = self.read(ids, views)
+        self._pairs = (ids, views)
+        return self._given
+
+    def run(self, x: Any, start: int, stop: int) -> Tensor:
+        """Return the output of blocks start..stop-1 for `x`, a batch's inputs where start is 0."""
+        inputs: Any = x if start == 0 else None
+        if start > 0 and self._halves.runs_inside and self._pairs is not None:
+            ids, views = self._pairs
+            inputs = self.load(np.resize(ids, len(x)), np.resize(views, len(x)))
+        with torch.no_grad(), autocast(self._dtype):
+            return self._halves.before(x, start, stop, inputs)
+
+
+def ranks_that_see(directory: Path, world: World) -> tuple[int, int]:
+    """Return this rank's place among those that see the same files in `directory`, and how many these are.
+
+    Either all ranks do, or those of each host are taken to. Collective: every rank of `world` must call this.
+
+    Raises:
+        RefusedError: rank 0 cannot write there.
+    """
+    name = world.broadcast_object(f".seen-{secrets.token_hex(8)}", name="loader.token")
+    path = directory / name
+
+    def leave_token() -> None:
+        try:
+            if world.rank == 0:
+                path.touch(mode=0o600)
+        except OSError as error:
+            raise RefusedError(f"cache directory {directory} cannot be used ({error.strerror})") from error
+
+    raise_on_all_ranks(world, leave_token, name="loader.token")
+    found = world.allgather_object((name in os.listdir(directory), socket.gethostname()), name="loader.seen")
+    if world.rank == 0:
+        path.unlink(missing_ok=True)
+    if all(seen for seen, _ in found):
+        return world.rank, world.size
+    here = [rank for rank, (_, host) in enumerate(found) if host == socket.gethostname()]
+    return here.index(world.rank), len(here)
+
+
+logger = logging.getLogger("hvfreeze")
+
+
+class CachedLoader:
+    """Yields (`BatchActivations`, labels) for each batch of a loader, and runs what is behind the cut with `suffix`.
+
+    Every rank must begin its epochs together with the others: where a cut has settled, all compute rows for all.
+
+    Attributes:
+        loader: the script's own; its sampler goes on to be the script's to set.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        frozen_by: DistributedOptimizer | Freezer,
+        *,
+        directory: str | Path,
+        views: int = 1,
+        split: Split = inputs_and_labels,
+        data: str | None = None,
+        seed: int = 0,
+        autocast_dtype: torch.dtype | None = None,
+        store: bool = True,
+    ) -> None:
+        """Look at a few samples, and cache nothing yet.
+
+        Collective: every rank must call this.
+
+        Args:
+            loader: over a map-style data set, in batches of one size. The data set must give the same sample for the
+                same number, unless there are views.
+            frozen_by: what moves the cut.
+            directory: where cache files lie, and stay for later runs; that of one file system for the ranks of a host.
+            views: with more than one, random draws in the data set become so many fixed views of each sample, one an
+                epoch in turn.
+            split: takes a batch apart into the model's inputs and the labels; by default the last entry is the labels.
+            data: names the data set in fingerprints, in place of its class, settings and files.
+            seed: of the views' draws.
+            autocast_dtype: as in the script's `torch.autocast("cpu", dtype=...)`, None without.
+            store: whether rows are kept; without, all is computed and nothing else changes.
+
+        Raises:
+            UsageError: the loader's samples cannot be numbered, or come out differently each time; on all ranks.
+            RefusedError: the directory cannot be used; on all ranks.
+        """
+        self.loader, self._directory = loader, Path(directory)
+        self._freezer = frozen_by.freezer if isinstance(frozen_by, DistributedOptimizer) else frozen_by
+        self._world, self._dtype, self._store = self._freezer.world, autocast_dtype, store
+
+        def look() -> None:
+            self._samples = Samples(loader, split, num_views=views, seed=seed)
+            self._data = data_identity(self._samples, name=data)
+            if store:
+                prepare_directory(self._directory)
+
+        raise_on_all_ranks(self._world, look, name="loader")
+        self._group = ranks_that_see(self._directory, self._world) if store else (0, 1)
+        self._seed, self._batch_invariant = seed, True
+        # What an epoch is where the optimizer was not told.
+        self._steps_per_epoch = max(1, -(-len(loader) // self._freezer.reducer.backward_passes_per_step))
+        # Whether the cut has stayed since the last epoch began, and whether it is the one that rows are computed at.
+        self._rested = self._follows = False
+        self._stored = False
+        self._take_chain()
+        self._freezer.prefix.on_move(self._note_move)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[BatchActivations, Any]]:
+        """Yield the batches of an epoch. Collective: every rank must begin its epochs together."""
+        batches = [(ids, np.full_like(ids, self._view_after(0))) for ids in self._samples.epoch()]
+        settled = self._freezer.cut > 0 and (self._rested or math.isinf(self._freezer.epochs_until_move()))
+        self._rested = True
+        if self._store and settled and not (self._stored and self._follows):
+            self._begin()
+        elif batches and not self._follows:
+            self._follow(*batches[0])
+        self._samples.expect([pairs for pairs in batches if not self._needs_no_samples(*pairs)])
+        self._activations.announce(batches if self._stored else [])
+        for ids, views in batches:
+            if not self._follows:
+                self._follow(ids, views)
+            yield self._batch(ids, views)
+
+    def suffix(self, activations: BatchActivations) -> Any:
+        """Return what the model gives for a batch; gradients reach what is behind its cut."""
+        if activations.tensor is None:
+            return whole(self._chain, activations.inputs)
+        return self._halves.after(activations.tensor, activations.inputs, activations.cut)
+
+    def close(self) -> None:
+        """Let go of all files; what is stored stays for later runs."""
+        self._activations.close()
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's, for `sampler.set_epoch`."""
+        return self.loader.sampler
+
+    @property
+    def rows_read(self) -> int:
+        """Rows read from the cache so far, in place of being computed."""
+        return self._activations.counters.rows_read
+
+    @property
+    def exact(self) -> bool:
+        """Whether all rows in use have the bits that this run would compute."""
+        return self._batch_invariant and self._activations.exact
+
+    def _batch(self, ids: Ids, views: Ids) -> tuple[BatchActivations, Any]:
+        inputs: Inputs | None = None
+        if self._needs_no_samples(ids, views):
+            labels = self._passes.labels.get(ids, views)
+        else:
+            inputs, labels = self._passes.read(ids, views)
+        if self._passes.whole:
+            return BatchActivations(0, None, inputs), labels
+        kept = self._passes.inputs.get(ids, views) if inputs is None else self._halves.kept(inputs)
+        self._passes.expect(ids, views, inputs)
+        return BatchActivations(self._activations.cut, self._activations.get(ids, views), kept), labels
+
+    def _needs_no_samples(self, ids: Ids, views: Ids) -> bool:
+        """Tell whether a batch can be had without reading its samples."""
+        return self._passes.remembers(ids, views) and self._activations.is_cached(ids, views)
+
+    def _view_after(self, epochs: int) -> int:
+        """Return the view of an epoch, so many after this one."""
+        steps = self._freezer.cadence.steps_per_epoch or self._steps_per_epoch
+        return (self._freezer.step // steps + epochs) % self._samples.num_views
+
+    def _note_move(self) -> None:
+        self._rested = self._follows = False
+        if self._chain is not self._freezer.chain:
+            self._activations.close()
+            self._take_chain()
+
+    def _take_chain(self) -> None:
+        """Get ready for the model in the freezer's blocks, which may be found in the first step only."""
+        self._chain = self._freezer.chain
+        self._halves = halves_of(self._chain)
+        self._passes = Passes(self._samples, self._halves, dtype=self._dtype)
+        self._activations = PrefixActivations(
+            run_blocks=self._passes.run,
+            load_images=self._passes.load,
+            batch_rows=self._samples.batch_rows,
+            directory=self._directory,
+            shard=f"{self._world.rank}of{self._world.size}",
+            shared=True,
+            prefix_digest=self._halves.digest,
+        )
+
+    def _begin(self) -> None:
+        """Keep the rows of this cut, and compute those that nobody has, where they will be read again. Collective."""
+        cut, (inputs, _) = self._freezer.cut, self._samples.load(*self._samples.some())
+        if not all(self._world.allgather_object(self._can_be_left_at(cut, inputs), name="loader.cut")):
+            self._run_whole()
+            return
+        fingerprint, ahead = self._fingerprint(cut, inputs), self._freezer.epochs_left
+        left = sys.maxsize if math.isinf(ahead) else max(1, math.ceil(ahead))
+        views = sorted({self._view_after(epochs) for epochs in range(min(left, self._samples.num_views))})
+        place, share = self._group
+        ids = np.arange(place, len(self._samples), share, dtype=np.int64)
+        owned_keys = np.tile(ids, len(views)), np.repeat(np.asarray(views, np.int64), len(ids))
+        present = raise_on_all_ranks(
+            self._world, lambda: self._activations.present(fingerprint, owned_keys), name="loader.present"
+        )
+        there = all(self._world.allgather_object(present.rows == len(owned_keys[0]), name="loader.there"))
+        if left <= len(views) and not there:
+            self._follow(*self._samples.some())
+            return
+        self._batch_invariant = is_batch_invariant(lambda given: self._passes.run(given, 0, cut), inputs)
+        self._activations.begin_cut(
+            cut, fingerprint=fingerprint, owned_keys=owned_keys, batch_invariant=self._batch_invariant
+        )
+        self._follows, self._stored, self._passes.whole = True, True, False
+        self._fill(owned_keys)
+
+    def _fill(self, owned_keys: tuple[Ids, Ids]) -> None:
+        """Compute this rank's share of the rows that are missing, and take in the others'. Collective."""
+        missing, rows = self._activations.missing(*owned_keys), self._samples.batch_rows
+        ids, views = owned_keys[0][missing], owned_keys[1][missing]
+        order = np.lexsort((views, ids))
+        pieces = [order[first : first + rows] for first in range(0, len(order), rows)]
+        self._samples.expect([(np.resize(ids[piece], rows), np.resize(views[piece], rows)) for piece in pieces])
+        for piece in pieces:
+            # One batch after the other, as in training: blocks inside a forward pass may need a batch's own inputs.
+            self._passes.expect(ids[piece], views[piece])
+            self._activations.get(ids[piece], views[piece])
+        self._activations.publish()
+        self._world.barrier(name="loader.filled")
+        self._activations.refresh()
+
+    def _follow(self, ids: Ids, views: Ids) -> None:
+        """Compute at the freezer's cut from now on, from older rows where they reach. Not a collective."""
+        cut = self._freezer.cut
+        self._follows, self._stored = True, False
+        if cut == 0 or not self._can_be_left_at(cut, self._samples.load(ids, views)[0]):
+            self._run_whole()
+        else:
+            self._activations.begin_cut(cut, store=False)
+            self._passes.whole = False
+
+    def _run_whole(self) -> None:
+        """Let the model run as a whole at this cut."""
+        self._follows, self._stored, self._passes.whole = True, False, True
+        self._activations.begin_cut(0)
+
+    def _can_be_left_at(self, cut: int, inputs: Any) -> bool:
+        try:
+            with autocast(self._dtype):
+                self._halves.check(inputs, cut)
+        except UsageError as error:
+            logger.warning("nothing is cached at this cut: %s", error)
+            return False
+        return True
+
+    def _fingerprint(self, cut: int, inputs: Inputs) -> Fingerprint:
+        return fingerprint_of(
+            self._chain,
+            cut,
+            prefix=self._halves.digest(cut),
+            data=self._data,
+            inputs=inputs,
+            num_views=self._samples.num_views,
+            seed=self._seed,
+            precision=self._dtype or torch.float32,
+            batch_rows=self._samples.batch_rows,
+        )

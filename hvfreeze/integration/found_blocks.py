@@ -1,0 +1,115 @@
+"""The blocks of a script's model: known from its class, found by running it on an example, or in its first pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.integration.telling import tell
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.first_pass import FirstPass
+from hvfreeze.model.traced import (
+    SCHEMES,
+    IndivisibleError,
+    Inputs,
+    described,
+    from_description,
+    in_blocks,
+    knows_its_order,
+    undivided,
+)
+
+
+class FoundBlocks:
+    """A model in blocks: in one block until the first step where they are found in the first forward pass.
+
+    Attributes:
+        chain: the model in blocks, as far as they are known when the optimizer is made.
+        description: of blocks that were found in a forward pass, None where they were not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        blocks: str | Sequence[str] | None,
+        example: Inputs | None,
+        settings: FreezeConfig,
+    ) -> None:
+        """Find the blocks, or begin to wait for the model's first forward pass in training.
+
+        Raises:
+            UsageError: `blocks` or `example` does not fit the model, or blocks are frozen from the start on, and are
+                not known.
+        """
+        self._model, self._world, self._freezes = model, world, settings.freeze != "none"
+        self._first: FirstPass | None = None
+        self._waits = False
+        self.description: dict[str, Any] | None = None
+        self._why = ""
+        named = blocks is not None and blocks not in SCHEMES
+        if example is None and not named and not knows_its_order(model):
+            if settings.cut:
+                raise UsageError(
+                    f"cut ({settings.cut}): blocks of {type(model).__name__} are frozen before its first forward pass, "
+                    "which would show them; give example=, a batch of its inputs, or blocks=, the names of its blocks"
+                )
+            self._waits = True
+            # What rank 0 sees holds for all.
+            self._first = FirstPass(model) if world.rank == 0 else None
+            self.chain: Chain = undivided(model)
+            return
+        try:
+            self.chain = in_blocks(model, blocks=blocks, example=example)
+        except IndivisibleError as error:
+            if named:
+                raise
+            self.chain, self._why = undivided(model), str(error)
+        if self.chain.tied:
+            self._why = f"{self.chain.tied[0]} of the first block is the last block's too, which trains to the end"
+            self.chain = undivided(model)
+
+    def tell_if_single(self) -> None:
+        """Say that nothing will be frozen where there are no two blocks."""
+        if self._freezes and len(self.chain.blocks) < 2 and not self._waits:
+            why = self._why or f"{type(self._model).__name__} is a single block, and the last is never frozen"
+            tell(self._world, "nothing will be frozen: %s", why, level=logging.WARNING)
+
+    def settle(self, freezer: Freezer) -> None:
+        """Let `freezer` have the blocks that rank 0 has seen in the first forward pass. Collective, in every step."""
+        if not self._waits:
+            return
+        chain = self._first.chain if self._first else None
+        why = self._first.why_not if self._first else ""
+        seen = (described(chain) if chain else None, why)
+        description, self._why = self._world.broadcast_object(seen, name="optimizer.blocks")
+        if description is not None:
+            self.restore(freezer, description)
+        self._wait_no_longer()
+        self.tell_if_single()
+
+    def restore(self, freezer: Freezer, description: Mapping[str, Any] | None) -> None:
+        """Let `freezer` have blocks that were found in a forward pass, here or in an earlier run. Not a collective.
+
+        Raises:
+            UsageError: the model is another one than that in which they were found.
+        """
+        if self._waits and description is not None:
+            self.description = dict(description)
+            self.chain = from_description(self._model, description)
+            freezer.prefix.adopt(self.chain)
+            self._wait_no_longer()
+
+    def _wait_no_longer(self) -> None:
+        self._waits = False
+        if self._first is not None:
+            self._first.close()
+            self._first = None

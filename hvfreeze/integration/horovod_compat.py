@@ -1,0 +1,198 @@
+"""What scripts that were written for Horovod do: arguments of its optimizer, and how they make ranks equal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.comm.gradient_exchange import Scaling
+from hvfreeze.comm.replica_sync import broadcast_tensors
+from hvfreeze.comm.world import World
+from hvfreeze.config.rules import parse_compression
+from hvfreeze.config.sections import CRITERIA, FreezeConfig
+from hvfreeze.errors import ArgumentError, UsageError
+from hvfreeze.freezing.cadence import check_schedules
+from hvfreeze.integration.telling import tell
+
+COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
+"""Horovod's, by their names."""
+BROADCAST = "horovod.torch.functions"
+"""The module whose `broadcast_optimizer_state` calls `step` to create an optimizer's state."""
+
+
+def compression_of(value: Any) -> str:
+    """Return none, fp16 or powersgd:R for our word or for one of `hvd.Compression`'s classes.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    known = COMPRESSORS.get(getattr(value, "__name__", ""), value)
+    if not isinstance(known, str) or known == "auto":
+        raise UsageError(f"compression ({value}) must be none, fp16, powersgd:R, hvd.Compression.none or .fp16")
+    parse_compression(known)
+    return known
+
+
+def check_arguments(
+    optimizer: torch.optim.Optimizer,
+    settings: FreezeConfig,
+    *,
+    steps_per_epoch: int | None,
+    num_epochs: int | None,
+    passes: int,
+) -> None:
+    """Raise UsageError for what no vote can be held with."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS evaluates as often as it likes, on each rank on its own; give another optimizer")
+    if settings.auto:
+        raise UsageError(
+            "freeze (auto) is a run of several stages, which 'hvfreeze train --freeze auto' makes; a script's own loop "
+            f"takes none, static, {', '.join(CRITERIA)}"
+        )
+    for name, value in (("steps_per_epoch", steps_per_epoch), ("num_epochs", num_epochs)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} ({value}) must be a whole number, at least 1")
+    check_schedules(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs)
+    if passes < 1:
+        raise ArgumentError(f"backward_passes_per_step ({passes}) must be at least 1")
+
+
+def scaling_of(op: Any, gradient_predivide_factor: float, *, size: int) -> Scaling:
+    """Return how gradients come to what `op` means: the average over ranks, or `hvd.Sum`.
+
+    Raises:
+        UsageError: another operation.
+        ArgumentError: a factor that divides the average in two parts, and no average.
+    """
+    hvd: Any = sys.modules.get("horovod.torch")
+    factor = gradient_predivide_factor
+    known = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")} if hvd else {}
+    name = "Average" if op is None else known.get(op, str(op))
+    if name not in ("Average", "Sum"):
+        raise UsageError(
+            f"op ({name}) must be hvd.Average or hvd.Sum: gradients are added up over ranks, and what is frozen is "
+            "decided by what they say about the sum"
+        )
+    if factor != 1.0 and name == "Sum":
+        raise ArgumentError(f"gradient_predivide_factor ({factor}) divides an average in two parts, and op is Sum")
+    if name == "Sum":
+        return Scaling(1.0)
+    return Scaling.mean(size) if factor == 1.0 else Scaling(1 / factor, factor / size)
+
+
+def check_groups(num_groups: int, groups: Any) -> bool:
+    """Tell whether a script asks for groups of gradients.
+
+    Raises:
+        ArgumentError: as Horovod would refuse them.
+    """
+    if num_groups:
+        message = "num_groups is groups in Horovod since version 0.21"
+        warnings.warn(message, DeprecationWarning, stacklevel=5)
+    asked = groups if groups is not None else num_groups or None
+    if isinstance(asked, list):
+        members = [member for group in asked for member in group]
+        if any(not isinstance(member, Tensor) for member in members):
+            raise ArgumentError("groups must be a number, or lists of parameters")
+        if len({id(member) for member in members}) < len(members):
+            raise ArgumentError("groups: a parameter may be in one of them only")
+    elif asked is not None and (not isinstance(asked, int) or asked < 1):
+        raise ArgumentError(f"groups ({asked!r}) must be a number, at least 1, or lists of parameters")
+    return asked is not None
+
+
+def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Tensor, str]:
+    """Return each parameter's name as Horovod's optimizer has it.
+
+    Raises:
+        ArgumentError: `named_parameters` has no pairs, a name twice, or not all parameters of the optimizer.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    if named_parameters is None:
+        return {p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group)}
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ArgumentError("named_parameters must be (name, parameter) tuples, as model.named_parameters() gives them")
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if twice:
+        raise ArgumentError(f"named_parameters ({', '.join(twice)}): every name may be there once")
+    names = {parameter: name for name, parameter in pairs}
+    lacking = sum(parameter not in names for group in groups for parameter in group)
+    if lacking:
+        raise ArgumentError(
+            f"named_parameters lacks {lacking} of the optimizer's parameters: give all, or leave it out, because "
+            "model= has the names"
+        )
+    return names
+
+
+def called_by_broadcast() -> bool:
+    """Tell whether `step` was called by `hvd.broadcast_optimizer_state`; a scheduler may stand in between."""
+    frame = sys._getframe(2)
+    for _ in range(3):
+        if frame.f_globals.get("__name__") == BROADCAST:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def create_state(optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Create the state that `hvd.broadcast_optimizer_state` asks for; unlike a step, it moves no weight.
+
+    With one process there is nothing to send, and nothing to create.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if world.size > 1:
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before):
+                parameter.copy_(value)
+
+
+def begin_alike(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], world: World, *, created: bool) -> None:
+    """See to it that ranks start from equal tensors, rank 0's, and from no state where none was loaded.
+
+    Collective: every rank of `world` must call this.
+
+    Args:
+        optimizer: whose state is meant.
+        named: all parameters and buffers; those that no gradient changes may differ, as running statistics do.
+        world: the ranks.
+        created: whether `create_state` has made all the state that there is; if so on all ranks, it is dropped.
+
+    Raises:
+        DivergedError: ranks have other parameters or buffers than rank 0.
+    """
+    parameters = [(name, tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)]
+    digest = digest_tensors(parameters) if world.size > 1 else ""
+    everyone = world.allgather_object((digest, created), name="optimizer.begin")
+    odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
+    if odd:
+        broadcast_tensors({name: tensor.detach() for name, tensor in named.items()}, world)
+        tell(
+            world,
+            "parameters of %s differed from rank 0's before the first step, and are rank 0's from now on; "
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before it makes them equal for that step too",
+            f"rank {', '.join(map(str, odd))}",
+            level=logging.WARNING,
+        )
+    if all(created for _, created in everyone):
+        optimizer.state.clear()
+
+
+def beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that the optimizer has and the model has not, under names of their own."""
+    known = set(model.parameters())
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    return [(f"beside.{number}", p) for number, p in enumerate(others) if p.is_floating_point()]

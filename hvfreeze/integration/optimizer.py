@@ -1,0 +1,359 @@
+"""`hvfreeze.DistributedOptimizer`: in place of `hvd.DistributedOptimizer`, and blocks are frozen by vote.
+
+    optimizer = hvfreeze.DistributedOptimizer(optimizer, model=model)
+
+The rest of the script stays as it is. A backward pass sends gradients as they become ready; `step` waits for their
+average, updates, and votes when a vote is due.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.sparse_gradients import sparse_parameters
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.vote import Voter
+from hvfreeze.integration.found_blocks import FoundBlocks
+from hvfreeze.integration.horovod_compat import (
+    begin_alike,
+    beside,
+    called_by_broadcast,
+    check_arguments,
+    check_groups,
+    compression_of,
+    create_state,
+    names_of,
+    scaling_of,
+)
+from hvfreeze.integration.script_world import report_errors, script_world
+from hvfreeze.integration.telling import tell
+from hvfreeze.model.traced import Inputs
+
+_made = 0
+"""Optimizers of this process so far."""
+
+
+def _agreed_title(world: World) -> str:
+    """Return what begins the names of all that an optimizer sends, unlike any other's of these ranks. Collective."""
+    global _made
+    number = max(world.allgather_object(_made, name="optimizer.number"))
+    _made = number + 1
+    return f"optimizer-{number}." if number else ""
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """Has the groups, state and state_dict of the optimizer that it stands for; that of frozen parameters is gone."""
+
+    freezer: Freezer
+
+    def _stand_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin; in place of `Optimizer.__init__`, which would make groups of its own."""
+        self._inner = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's, with every parameter in its group; frozen ones have no state."""
+        with self.freezer.prefix.all_parameters():
+            return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state, also one that it saved without hvfreeze."""
+        with self.freezer.prefix.all_parameters():
+            self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: ranks have settled which parameters travel."""
+        raise UsageError("add_param_group() after wrapping: add the group to the optimizer before DistributedOptimizer")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups, with the parameters that are not frozen."""
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self._inner.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_inner", "freezer"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The wrapped optimizer's, as with Horovod's, for those that ask with `isinstance`; this one's counts too."""
+        return type(self._inner)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._inner!r})"
+
+
+class DistributedOptimizer(OptimizerWrapper):
+    """Wraps any torch optimizer: averages gradients over ranks, and freezes front blocks of the model by vote.
+
+    It is the wrapped optimizer to schedulers and everybody else: the same groups, state and state_dict. With one
+    process it is plain PyTorch, bit for bit, until a block is frozen.
+
+    Rank 0 tells what is decided by the logger `hvfreeze`, in lines on standard error where the script has configured no
+    logging.
+
+    Attributes:
+        freezer: the `Freezer`; `freezer.cut` is the number of frozen blocks.
+        world: the ranks that exchange gradients and vote.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Any = None,
+        compression: Any = "none",
+        backward_passes_per_step: int = 1,
+        op: Any = None,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        sparse_as_dense: bool = False,
+        process_set: Any = None,
+        *,
+        model: nn.Module,
+        steps_per_epoch: int | None = None,
+        num_epochs: int | None = None,
+        blocks: str | Sequence[str] | None = None,
+        example: Inputs | None = None,
+        settings: FreezeConfig = FreezeConfig(freeze="coherence"),  # noqa: B008  (frozen)
+        voter: Voter = Voter(),  # noqa: B008  (frozen)
+        world: World | None = None,
+    ) -> None:
+        """Divide `model` into blocks where that can be done before it runs, and start Horovod where the script has not.
+
+        Any other model is divided by what its first forward pass in training calls, on rank 0 for all. One that has no
+        two blocks trains with nothing frozen, and a line says why.
+
+        Collective: every rank of the job must call this.
+
+        Args:
+            optimizer: any torch optimizer but LBFGS, over parameters of `model` or others. What `requires_grad` a
+                script switches off and on between steps is followed.
+            named_parameters: as Horovod's, and checked alike; not needed, because `model` has the names.
+            compression: none, fp16 or powersgd:R, or Horovod's own `hvd.Compression.fp16`.
+            backward_passes_per_step: backward passes before each `step`, whose gradients are added up.
+            op: `hvd.Average` (None too) or `hvd.Sum`.
+            gradient_predivide_factor: as Horovod's: gradients are divided by it before they are summed, and their sum
+                by the number of ranks over it.
+            num_groups: as `groups`.
+            groups: as Horovod's, and checked alike; without effect, because gradients travel in buckets in any case.
+            sparse_as_dense: as Horovod's: sparse gradients travel dense.
+            process_set: as Horovod's: the ranks that exchange gradients and vote. Others train alone, nothing frozen.
+            model: any module; it is trained by calling it as ever.
+            steps_per_epoch: optimizer steps in an epoch, equal on all ranks; votes are then held twice an epoch, else
+                every `INTERVAL_STEPS` steps. Criteria that follow a schedule need it.
+            num_epochs: how long training lasts; likewise.
+            blocks: where the model may be cut: `stage`, `residual`, or names of submodules that start a block, in
+                forward order, as NAME,NAME,... or a list.
+            example: a batch of the model's inputs, a tensor, a tuple or a dict, on which it runs once to find its
+                blocks at once.
+            settings: criterion, guards, weights and quorum of the votes.
+            voter: this rank's shard, for votes weighted by it.
+            world: the ranks; None is all of the job.
+
+        Raises:
+            UsageError: the settings fit neither the model nor the world, or ranks were given different ones.
+            ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
+        """
+        self._stand_for(optimizer)
+        self.world = script_world(process_set) if world is None else world
+        report_errors(self.world)
+        if process_set is not None and not process_set.included():
+            settings = FreezeConfig()
+        given = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs, "passes": backward_passes_per_step}
+        title = _agreed_title(self.world)
+        check_equal(self.world, "arguments", {**given, **dataclasses.asdict(settings)})
+
+        def build() -> Freezer:
+            check_arguments(
+                optimizer,
+                settings,
+                steps_per_epoch=steps_per_epoch,
+                num_epochs=num_epochs,
+                passes=backward_passes_per_step,
+            )
+            self._grouped = check_groups(num_groups, groups)
+            self._parameter_names = names_of(optimizer, named_parameters)
+            self._blocks = FoundBlocks(model, self.world, blocks=blocks, example=example, settings=settings)
+            reducer = Reducer(
+                self.world,
+                compression=compression_of(compression),
+                backward_passes_per_step=backward_passes_per_step,
+                starts_itself=True,
+                title=title,
+                scaling=scaling_of(op, gradient_predivide_factor, size=self.world.size),
+                sparse=frozenset() if sparse_as_dense else sparse_parameters(model),
+                always=beside(optimizer, model),
+            )
+            return Freezer(
+                self._blocks.chain,
+                optimizer=optimizer,
+                reducer=reducer,
+                world=self.world,
+                settings=settings,
+                cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
+                voter=voter,
+            )
+
+        self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
+        self.reducer, self._model = self.freezer.reducer, model
+        shapes = {name: f"{str(p.dtype)[6:]} {list(p.shape)}" for name, p in model.named_parameters()}
+        check_equal(
+            self.world, "models", {"blocks": [block.name for block in self.freezer.chain.blocks], "parameter": shapes}
+        )
+        self._blocks.tell_if_single()
+        if self._grouped:
+            tell(self.world, "groups has no effect: gradients travel in buckets of a few mebibytes in any case")
+        self._synchronized, self._skips, self._began, self._created = False, False, False, False
+        self._loss = math.nan
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; in any place but between a backward pass and `synchronize` or `step`.
+
+        Raises:
+            UsageError: gradients of this step are on their way already.
+        """
+        if self.reducer.exchanging:
+            raise UsageError(
+                "zero_grad() between backward() and step(): the gradients are on their way to the other ranks; call it "
+                "before the backward pass or after step()"
+            )
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the average over ranks: before gradients are clipped, for example.
+
+        Collective: every rank must call this, at most once between its backward passes and `step`.
+
+        Raises:
+            DivergedError: ranks train different parameters.
+        """
+        if not self._began:
+            self._began = True
+            named = [*self._model.named_parameters(), *self._model.named_buffers(), *self.reducer.always]
+            begin_alike(self._inner, dict(named), self.world, created=self._created)
+        self.reducer.finish()
+        self.freezer.prefix.stop_again()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let a `step` inside take the gradients as `synchronize` and the script have left them."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def report_loss(self, loss: float) -> None:
+        """Tell this step's mean loss, before `step`; needed where votes are weighted by the loss."""
+        self._loss = float(loss)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait for the averaged gradients, update the parameters that train, and vote when a vote is due.
+
+        Collective: every rank must call this, with as many steps as the others.
+
+        Args:
+            closure: as the wrapped optimizer's; it makes the backward pass.
+
+        Returns:
+            What the wrapped optimizer's `step` returns.
+
+        Raises:
+            UsageError: `skip_synchronize` without `synchronize`, or a vote weighted by the loss without `report_loss`.
+        """
+        if not self._began and not self.reducer.exchanging and called_by_broadcast():
+            create_state(self._inner, self.world)
+            self._created = self.world.size > 1
+            return None
+        if closure is None:
+            self._average()
+            result = self._inner.step()
+        else:
+            result = self._inner.step(lambda: self._averaged(closure))
+        self._synchronized = False
+        self._vote()
+        return result
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Expect so many backward passes before each `step` from now on."""
+        self.reducer.backward_passes_per_step = passes
+
+    def freezer_state_dict(self) -> dict[str, Any]:
+        """Return this rank's cut, its history and what it observed since the last vote. Not a collective."""
+        state = {"freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
+        return {"rank": self.world.rank, "size": self.world.size, "blocks": self._blocks.description, **state}
+
+    def load_freezer_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the cut that `freezer_state_dict` found; before or after the model and the optimizer are loaded.
+
+        Exact where every rank loads its own. Where all load one rank's, what was observed since the last vote counts
+        no more. Collective: every rank must call this.
+        """
+        mine = [state["rank"], state["size"]] == [self.world.rank, self.world.size]
+        whole = all(self.world.allgather_object(mine, name="freezer.load"))
+        frozen = state["freezer"]
+        self._blocks.restore(self.freezer, state.get("blocks"))
+        self.freezer.prefix.refuse(frozen["cut"])
+        self.freezer.load_state_dict(frozen if whole else Freezer.redealt(frozen, restep=lambda step: step))
+        if whole:
+            self.reducer.load_state_dict(state["reducer"])
+        self._began = True
+
+    def _average(self) -> None:
+        if self._synchronized and not self.reducer.exchanging:
+            if not self._skips:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): gradients are averaged already, and are not once more",
+                    stacklevel=3,
+                )
+            return
+        if self._skips and self.world.size > 1:
+            raise UsageError(
+                "step() inside skip_synchronize() without synchronize() before it: each rank would follow its own "
+                "gradients; call synchronize() first"
+            )
+        self.synchronize()
+
+    def _averaged(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._average()
+        return loss
+
+    def _vote(self) -> None:
+        if self.freezer.settings.vote_weight == "loss" and math.isnan(self._loss):
+            raise UsageError(
+                "--vote-weight (loss) needs the loss: call optimizer.report_loss(loss.item()) before step()"
+            )
+        self._blocks.settle(self.freezer)
+        decision = self.freezer.after_step(self._loss)
+        self._loss = math.nan
+        if decision is not None:
+            names = ", ".join(block.name for block in self.freezer.chain.blocks[: decision.cut_after])
+            tell(self.world, "step %d: frozen: %s (%s)", decision.step, names or "nothing", decision.reason)

@@ -1,0 +1,246 @@
+"""The samples behind a script's DataLoader: the identity of its data, and its batches by number."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hvfreeze.cache.fingerprint import JSON, canonical, digest_tensors
+from hvfreeze.errors import UsageError
+from hvfreeze.model.traced import Inputs
+from hvfreeze.prefix.operations import Description
+
+Ids = NDArray[np.int64]
+Split = Callable[[Any], tuple[Inputs, Any]]
+"""(a batch as the loader gives it) -> the model's inputs, and the rest: labels, for example."""
+
+
+def inputs_and_labels(batch: Any) -> tuple[Inputs, Any]:
+    """Return the inputs and the labels of a batch: all but the last, and the last.
+
+    Raises:
+        UsageError: it is not a sequence of at least two.
+    """
+    if not isinstance(batch, Sequence) or len(batch) < 2:
+        raise UsageError(
+            f"a batch is a {type(batch).__name__}: give split=, a function from it to the model's inputs and the labels"
+        )
+    return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+
+
+class Samples:
+    """What a loader reads, by sample number and view.
+
+    Args:
+        loader: over a map-style data set, with batches of one size.
+        split: takes a batch apart.
+        num_views: views of each sample; random draws in the data set depend on the sample and its view alone.
+        seed: of these draws.
+
+    Raises:
+        UsageError: the loader has no batches of numbered samples.
+    """
+
+    def __init__(self, loader: DataLoader[Any], split: Split, *, num_views: int, seed: int) -> None:
+        rows = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or not isinstance(rows, int):
+            raise UsageError(
+                "a cached loader needs numbered samples in batches of one size: a map-style data set, and batch_size= "
+                "or a batch_sampler that has one"
+            )
+        self.loader, self.batch_rows, self.num_views = loader, rows, num_views
+        self._split, self._numbered = split, _Numbered(loader.dataset, seed if num_views > 1 else None)
+        self._expected: list[list[tuple[int, int]]] = []
+        self._reading: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._numbered)
+
+    def epoch(self) -> list[Ids]:
+        """Return the samples of each batch of an epoch, and draw at random what the loader itself would draw."""
+        torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        assert self.loader.batch_sampler is not None
+        return [np.asarray(batch, dtype=np.int64) for batch in self.loader.batch_sampler]
+
+    def some(self) -> tuple[Ids, Ids]:
+        """Return a batch's worth of samples, those with the lowest numbers, in their first view."""
+        ids = np.resize(np.arange(len(self), dtype=np.int64), self.batch_rows)
+        return ids, np.zeros_like(ids)
+
+    def expect(self, batches: Sequence[tuple[Ids, Ids]]) -> None:
+        """Read these (samples, views) next, in this order, in as many workers as the loader has."""
+        self._expected = [[*zip(ids.tolist(), views.tolist())] for ids, views in batches]
+        loader, self._reading = self.loader, None
+        if self._expected and loader.num_workers:
+            self._reading = iter(
+                DataLoader(
+                    self._numbered,
+                    batch_sampler=list(self._expected),
+                    num_workers=loader.num_workers,
+                    collate_fn=loader.collate_fn,
+                    timeout=loader.timeout,
+                    worker_init_fn=loader.worker_init_fn,
+                    multiprocessing_context=loader.multiprocessing_context,
+                    generator=torch.Generator(),
+                )
+            )
+
+    def load(self, ids: Ids, views: Ids) -> tuple[Inputs, Any]:
+        """Return the inputs and the rest of these samples in these views; global random state stays as it is."""
+        wanted = [*zip(ids.tolist(), views.tolist())]
+        with own_draws():
+            if self._reading is not None and self._expected and self._expected[0] == wanted:
+                self._expected.pop(0)
+                return self._split(next(self._reading))
+            return self._split(self.loader.collate_fn([self._numbered[pair] for pair in wanted]))
+
+
+class _Numbered(Dataset[Any]):
+    """A data set by (sample, view)."""
+
+    def __init__(self, samples: Any, seed: int | None) -> None:
+        self._samples, self._seed = samples, seed
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, pair: tuple[int, int]) -> Any:
+        if self._seed is None:
+            return self._samples[pair[0]]
+        with own_draws(self._seed, *pair):
+            return self._samples[pair[0]]
+
+
+@contextmanager
+def own_draws(*seed: int) -> Iterator[None]:
+    """Put the random states of torch, numpy and Python back as they were; inside they start from `seed`, if given."""
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        if seed:
+            words = np.random.SeedSequence(seed).generate_state(3)
+            torch.manual_seed(int(words[0]))
+            random.seed(int(words[1]))
+            np.random.seed(int(words[2]))
+        yield
+    random.setstate(python)
+    np.random.set_state(numbers)
+
+
+class Remembered:
+    """Small tensors of each sample and view, kept in memory: labels, tokens."""
+
+    def __init__(self, num_samples: int, num_views: int) -> None:
+        self._views, self._known = num_views, torch.zeros(num_samples * num_views, dtype=torch.bool)
+        self._columns: list[Tensor] = []
+        self._spec: TreeSpec | None = None
+
+    def put(self, ids: Ids, views: Ids, values: Any) -> None:
+        """Keep what belongs to these rows: tensors (B, ...) in any nesting.
+
+        Raises:
+            UsageError: there is something else among them, or their shapes are not those of other batches.
+        """
+        leaves, spec = tree_flatten(dict(values) if isinstance(values, Mapping) else values)
+        rows = self._rows(ids, views)
+        if not all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == len(ids) for leaf in leaves):
+            raise UsageError("labels and inputs must be tensors with one row a sample; give split= to name others")
+        if self._spec is None:
+            self._spec = spec
+            self._columns = [torch.empty(len(self._known), *leaf.shape[1:], dtype=leaf.dtype) for leaf in leaves]
+        if spec != self._spec:
+            raise UsageError(f"labels or inputs come as {spec}, in the batch before as {self._spec}: give split=")
+        if any(column.shape[1:] != leaf.shape[1:] for column, leaf in zip(self._columns, leaves, strict=True)):
+            raise UsageError("labels or inputs have another shape than in the batch before: pad them to one length")
+        for column, leaf in zip(self._columns, leaves, strict=True):
+            column[rows] = leaf
+        self._known[rows] = True
+
+    def get(self, ids: Ids, views: Ids) -> Any:
+        """Return what `put` kept, None where a row is not known."""
+        rows = self._rows(ids, views)
+        if self._spec is None or not bool(self._known[rows].all()):
+            return None
+        return tree_unflatten([column[rows] for column in self._columns], self._spec)
+
+    def _rows(self, ids: Ids, views: Ids) -> Tensor:
+        return torch.from_numpy(ids * self._views + views)
+
+
+SAMPLES_SHOWN = 16
+
+
+def data_identity(samples: Samples, *, name: str | None) -> JSON:
+    """Return what must match before rows of this data set may be used.
+
+    Args:
+        samples: the loader's.
+        name: what the user calls the data set; None takes its class, its code, its settings and its files' names,
+            sizes and times.
+
+    Raises:
+        UsageError: the data set gives another sample when it is asked for the same one again.
+    """
+    described: JSON = name if name is not None else description_of(samples.loader.dataset)
+    return {"size": len(samples), "described": described, "samples": _look(samples)}
+
+
+def description_of(dataset: Any) -> str:
+    """Return a digest of a data set's class, code and settings, and of its files' names, sizes and times."""
+    text = canonical([_DataDescription({}).of(dataset), _files(dataset)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _DataDescription(Description):
+    """Describes a data set by all that it holds; a tensor by its content, a handle by its class alone."""
+
+    def _described(self, value: Any) -> JSON:
+        if isinstance(value, Dataset) and not isinstance(value, torch.nn.Module):
+            held = {name: inner for name, inner in sorted(vars(value).items()) if not name.startswith("__")}
+            return ["data", self.of(type(value)), self.of(held)]
+        return super()._described(value)
+
+
+def _files(dataset: Any) -> JSON:
+    """Return (size, time) of the files that a folder data set, or one inside it, lists as its samples."""
+    inner = getattr(dataset, "dataset", None)
+    listed = getattr(dataset, "samples", None)
+    found: list[JSON] = [_files(inner)] if isinstance(inner, Dataset) else []
+    for entry in listed if isinstance(listed, Sequence) else ():
+        path = entry[0] if isinstance(entry, Sequence) and not isinstance(entry, str) else entry
+        if isinstance(path, (str, os.PathLike)) and os.path.exists(path):
+            status = os.stat(path)
+            found.append([status.st_size, status.st_mtime_ns])
+    return found
+
+
+def _look(samples: Samples) -> str:
+    """Return a digest of a few samples spread over the data set, read twice."""
+    count = min(len(samples), samples.batch_rows, SAMPLES_SHOWN)
+    ids = np.linspace(0, len(samples) - 1, count).astype(np.int64)
+    digests = []
+    for seed in (1, 2):
+        with own_draws(seed):
+            digests.append(_digest(samples.load(ids, np.zeros_like(ids))))
+    first, again = digests
+    if first != again:
+        raise UsageError(
+            "the data set gives another sample when it is asked for the same one again, so that its activations cannot "
+            "be cached: give views=K, and its random draws become K fixed views of each sample"
+        )
+    return first
+
+
+def _digest(batch: Any) -> str:
+    leaves = [leaf for part in batch for leaf in tree_leaves(dict(part) if isinstance(part, Mapping) else part)]
+    return digest_tensors([(str(i), leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])

@@ -1,0 +1,173 @@
+"""The world of a script that somebody wrote for Horovod: started here, or running already when we are called."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from hvfreeze.comm.horovod_world import HorovodWorld, open_world
+from hvfreeze.comm.mpi_environment import seconds_in, start_mpi
+from hvfreeze.comm.stall_watch import STALL_SECONDS, StallWatch
+from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.errors import HvfreezeError, UsageError
+
+HOROVOD = "horovod.torch"
+GRACE_SECONDS = 3.0
+"""How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
+
+
+@dataclass
+class _Transfer:
+    """A sum over ranks that waits for those before it, is on its way, or has arrived."""
+
+    tensor: Tensor
+    name: str
+    started: Any = None
+    arrived: bool = False
+
+
+class RunningWorld(HorovodWorld):
+    """One rank of a job in which the script has called `hvd.init()` itself, or of one of its process sets.
+
+    Horovod then fuses what waits at the same moment, and fused sums depend on timing. So sums start one after another,
+    those of all optimizers of the script: Horovod carries them out one by one in any case.
+    """
+
+    def __init__(self, hvd: Any, process_set: Any = None, *, beside: HorovodWorld | None = None) -> None:
+        """Begin among all ranks, or those of a process set; `beside` is another world of this process, if any."""
+        if beside is None:
+            os.environ.setdefault(STALL_SECONDS, "600")
+            self.mpi = start_mpi()
+            # It asks nobody: the script may end MPI at any time.
+            self.watch = StallWatch(seconds_in(STALL_SECONDS), self.abort)
+        else:
+            self.mpi, self.watch = beside.mpi, beside.watch
+        self._line: deque[_Transfer] = beside._line if isinstance(beside, RunningWorld) else deque()
+        self._hvd, self._set, self._sets = hvd, process_set or hvd.global_process_set, {}
+        self.ranks = tuple(range(hvd.size()) if process_set is None else process_set.ranks)
+        self.rank, self.size = self.ranks.index(hvd.rank()), len(self.ranks)
+        self.hosts = self.allgather_object(socket.gethostname(), name="hosts")
+        here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
+
+    def start_allreduce_(self, tensor: Tensor, *, name: str) -> Any:
+        """Start to sum `tensor` over ranks, in place, when what was started before has arrived."""
+        transfer = _Transfer(tensor, name)
+        self._line.append(transfer)
+        if self._line[0].started is not None and self._hvd.poll(self._line[0].started[0]):
+            self._take_in()
+        self._start_first()
+        return transfer
+
+    def poll(self, handle: Any) -> bool:
+        """Return False: what is started early, when something has arrived, would start in another order elsewhere."""
+        return False
+
+    def wait(self, handle: Any) -> Any:
+        """Return when the operation has ended, with its result; raise as in `HorovodWorld`."""
+        if not isinstance(handle, _Transfer):
+            return super().wait(handle)
+        while not handle.arrived:
+            self._start_first()
+            self._take_in()
+        self._start_first()
+        return handle.tensor
+
+    def close(self) -> None:
+        """Leave Horovod together, as the script's own `hvd.shutdown()` would; a process set stays."""
+        self.barrier(name="close")
+        if self.size == self._hvd.size():
+            self._hvd.shutdown()
+
+    def _start_first(self) -> None:
+        if self._line and self._line[0].started is None:
+            first = self._line[0]
+            first.started = super().start_allreduce_(first.tensor, name=first.name)
+
+    def _take_in(self) -> None:
+        first = self._line.popleft()  # also where it fails: what follows must not wait for it
+        super().wait(first.started)
+        first.arrived = True
+
+
+_opened: dict[tuple[int, ...], HorovodWorld] = {}
+"""The script's worlds, by the number of a process set and its ranks; the job's own by nothing."""
+
+
+def script_world(process_set: Any = None) -> World:
+    """Return the script's world, and start what it needs: Horovod too where the script has imported it.
+
+    Collective: every rank of the job must call this, or of the process set.
+
+    Args:
+        process_set: one of Horovod's that has been added; None is all ranks. A rank outside of it is alone.
+
+    Raises:
+        UsageError: a launcher started several tasks that cannot talk to each other, or the process set is not known.
+    """
+    hvd: Any = sys.modules.get(HOROVOD)
+    if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
+        return _running_world(hvd, None if process_set is hvd.global_process_set else process_set)
+    world = open_world()
+    if isinstance(world, HorovodWorld):
+        _opened[()] = world
+        # Before Horovod's own end, which was registered earlier: no thread may call MPI after it.
+        atexit.register(world.watch.disconnect)
+    elif hvd is not None and not hvd.is_initialized():
+        hvd.init()
+    return world
+
+
+def _running_world(hvd: Any, process_set: Any) -> World:
+    if process_set is not None and process_set.process_set_id is None:
+        raise UsageError(f"process_set ({process_set}) is not known to Horovod: hvd.add_process_set() comes before it")
+    if process_set is not None and (not process_set.included() or len(process_set.ranks) == 1):
+        return SoloWorld()
+    key = () if process_set is None else (process_set.process_set_id, *process_set.ranks)
+    if key not in _opened:
+        _opened[key] = RunningWorld(hvd, process_set, beside=next(iter(_opened.values()), None))
+    return _opened[key]
+
+
+def report_errors(world: World) -> None:
+    """Make an uncaught error on any rank end the whole job: an expected one with its message, others with a traceback.
+
+    Expected are hvfreeze's own; the exit code is theirs. In an interactive session nothing changes.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if isinstance(error, HvfreezeError):
+            _leave(world, error)
+        elif world.size == 1:
+            before(kind, error, where)
+        else:
+            lines = "".join(traceback.format_exception(kind, error, where))
+            print(f"hvfreeze: rank {world.rank} of {world.size} failed\n{lines}", file=sys.stderr, end="", flush=True)
+            world.abort(1)
+
+    if not hasattr(sys, "ps1"):
+        sys.excepthook = hook
+
+
+def _leave(world: World, error: HvfreezeError) -> None:
+    """Say what is wrong, once where all ranks know it, and end the job with the error's exit code."""
+    alone = world.size > 1 and not error.everywhere
+    if alone and world.rank > 0:
+        time.sleep(GRACE_SECONDS)
+    if alone or world.rank == 0:
+        who = f"rank {world.rank}: " if alone else ""
+        print(f"hvfreeze: error: {who}{error}", file=sys.stderr, flush=True)
+    if not alone:
+        world.close()
+    world.abort(error.exit_code)

@@ -1,0 +1,141 @@
+"""A model before and behind a cut, whether it is a chain or runs as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.split_forward import SplitForward, hidden
+from hvfreeze.model.traced import Inputs, TracedChain, call
+from hvfreeze.prefix.splits import prefix_digest
+
+
+class Halves(Protocol):
+    """The two parts; `inputs` are those of the model, as `call` takes them.
+
+    Attributes:
+        needs_inputs: whether the part behind the cut looks at numbers of a floating type among the inputs.
+        runs_inside: whether blocks run inside the model's own forward pass, which takes the inputs.
+    """
+
+    runs_inside: bool
+
+    @property
+    def needs_inputs(self) -> bool:
+        """See above."""
+
+    def check(self, inputs: Inputs, cut: int) -> None:
+        """Raise UsageError where the parts at `cut` do not give what the model gives for `inputs`."""
+
+    def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
+        """Return the output of blocks start..stop-1 for `x`, the input of block `start`, which is `inputs` at 0."""
+
+    def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
+        """Return what the model gives, from the output `x` of its first `cut` blocks and what `kept` returned."""
+
+    def kept(self, inputs: Inputs) -> list[Tensor]:
+        """Return of these inputs what the part behind the cut is given, (B, ...) each."""
+
+    def digest(self, cut: int) -> str:
+        """Return a digest of the tensors that the part before `cut` computes with."""
+
+
+class ChainHalves:
+    """Those of a chain: blocks run one after another."""
+
+    needs_inputs, runs_inside = False, False
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+
+    def check(self, inputs: Inputs, cut: int) -> None:
+        """Do nothing: a chain was compared with its model when it was made."""
+
+    def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
+        """Run blocks."""
+        return self._chain.run(x if isinstance(x, Tensor) else x[0], start, stop)
+
+    def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
+        """Run the rest."""
+        return self._chain.run(x, cut, len(self._chain.blocks))
+
+    def kept(self, inputs: Inputs) -> list[Tensor]:
+        """Return nothing: blocks see the output of the block before and nothing else."""
+        return []
+
+    def digest(self, cut: int) -> str:
+        """Return that of the first blocks' parameters and buffers."""
+        return prefix_digest(self._chain, cut)
+
+
+class TracedHalves:
+    """Those of a model that runs as it is written, left or entered in the middle."""
+
+    runs_inside = True
+
+    def __init__(self, chain: TracedChain) -> None:
+        self._chain, self._passage = chain, SplitForward(chain)
+        self._leaves: list[Any] = []
+        self._spec: TreeSpec | None = None
+
+    @property
+    def needs_inputs(self) -> bool:
+        """As `check` has found."""
+        return self._passage.needs
+
+    def check(self, inputs: Inputs, cut: int) -> None:
+        """Compare both parts with the whole."""
+        self._passage.check(inputs, cut)
+
+    def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
+        """Run the model up to block `stop`."""
+        return self._passage.before(inputs, stop, start=start, x=x if start else None)
+
+    def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
+        """Run the model with its first blocks' answer given."""
+        given = iter(kept)
+        assert self._spec is not None
+        leaves = [next(given) if leaf is None else _unseen(leaf, len(x)) for leaf in self._leaves]
+        return self._passage.after(x, tree_unflatten(leaves, self._spec), cut)
+
+    def kept(self, inputs: Inputs) -> list[Tensor]:
+        """Return all tensors, but for numbers of a floating type that nobody looks at."""
+        leaves, self._spec = tree_flatten(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        given = [isinstance(leaf, Tensor) and (self.needs_inputs or not leaf.is_floating_point()) for leaf in leaves]
+        self._leaves = [None if give else _meta(leaf) for leaf, give in zip(leaves, given)]
+        return [leaf for leaf, give in zip(leaves, given) if give]
+
+    def digest(self, cut: int) -> str:
+        """Return that of the first blocks, and of the buffers that belong to no block."""
+        loose = [(name, self._chain.model.get_buffer(name)) for name in self._chain.loose_buffers]
+        return prefix_digest(self._chain, cut) + digest_tensors(loose)
+
+
+def halves_of(chain: Chain) -> Halves:
+    """Return the halves of a model in blocks."""
+    return TracedHalves(chain) if isinstance(chain, TracedChain) else ChainHalves(chain)
+
+
+def whole(chain: Chain, inputs: Inputs) -> Any:
+    """Return what the model gives."""
+    return call(chain.model, inputs)
+
+
+def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return the context in which blocks compute as the script does under `torch.autocast("cpu", dtype)`."""
+    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def _meta(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _unseen(leaf: Any, rows: int) -> Any:
+    return hidden(leaf.new_empty(rows, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf

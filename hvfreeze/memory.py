@@ -1,0 +1,89 @@
+"""How much memory a process may still take: what the machine, its control group and Slurm leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+LIMITS = {
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By version of control groups: the files of limit and use, and what in `memory.stat` is given back when needed."""
+UNKNOWN_BYTES = 3 * 2**30
+"""Where the machine does not say what is available."""
+
+
+def available_bytes(*, processes: int = 1, root: Path = Path("/")) -> int:
+    """Return the bytes that all of a job's `processes` on this machine may still take together.
+
+    `root` is the folder above proc and sys.
+    """
+    found = [_machine(root), *_control_groups(root)]
+    allowed = slurms_bytes()
+    if allowed is not None:
+        # Slurm's limit is for the job here, and its other processes are much like this one.
+        found.append(max(0, allowed - processes * _number(root / "proc/self/status", "RssAnon:")))
+    return min(found)
+
+
+def slurms_bytes() -> int | None:
+    """Return what Slurm has given the job on this node, None where it sets no limit."""
+    each, cpus = _count("SLURM_MEM_PER_CPU"), _count("SLURM_CPUS_ON_NODE")
+    megabytes = _count("SLURM_MEM_PER_NODE") or (each and cpus and each * cpus)
+    # 0 stands for all of the node.
+    return megabytes * 2**20 if megabytes else None
+
+
+def _count(variable: str) -> int | None:
+    given = os.environ.get(variable, "")
+    return int(given) if given.isdecimal() else None
+
+
+def _machine(root: Path) -> int:
+    return _number(root / "proc/meminfo", "MemAvailable:") or UNKNOWN_BYTES
+
+
+def _number(path: Path, name: str) -> int:
+    """Return the bytes in a line `name: N kB`, 0 without one."""
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _control_groups(root: Path) -> Iterator[int]:
+    """Yield what the process's control group, and each one above it, leaves of its limit."""
+    for folder, version in _folders(root):
+        limit, used, given_back = LIMITS[version]
+        with suppress(OSError, ValueError, KeyError):
+            # "max" is no limit, and no number.
+            allowed, taken = (int((folder / name).read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield max(0, allowed - max(0, taken - int(stat[given_back])))
+
+
+def _folders(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the folder of each control group that may limit memory, the process's own first, and its version."""
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    # NUMBER:CONTROLLERS:PATH, without controllers in version 2.
+    paths = {"cgroup2" if not names else "cgroup": path for _, names, path in groups if names in ("", "memory")}
+    for mount in mounts:
+        # ... ROOT PLACE OPTIONS ... - TYPE SOURCE OPTIONS
+        kind, options = mount[mount.index("-") + 1], mount[-1].split(",")
+        if kind not in paths or (kind == "cgroup" and "memory" not in options):
+            continue
+        place = root / mount[4].lstrip("/")
+        # In a container the group's path may be the host's, of which the mount shows a part.
+        folder = place / paths[kind].removeprefix(mount[3].rstrip("/")).lstrip("/")
+        while folder != place and place in folder.parents:
+            yield folder, kind
+            folder = folder.parent
+        yield place, kind

@@ -1,0 +1,358 @@
+"""A model as an ordered chain of blocks; a cut k splits it into the frozen prefix (blocks 0..k-1) and the suffix.
+
+    chain = cut_into_blocks(torchvision.models.resnet18())        # stem, layer1, layer2, layer3, layer4, head
+    h = chain.prefix(3)(images)                                   # one tensor at every cut
+    logits = chain.suffix(3)(h)                                   # bit for bit what the model gives; h is unchanged
+
+Your own model, when its children run one after another in the order in which they were defined:
+
+    chain = cut_into_blocks(net, scheme="encoder,classifier", example=images)
+
+and any other, written out with the functions that run between its modules:
+
+    chain = Chain.from_modules(net, [("encoder", net.encoder), ("head", [net.pool, torch.flatten, net.fc])])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.errors import UsageError
+from hvfreeze.model.families import layout_of
+from hvfreeze.model.modes import state_kept
+from hvfreeze.model.steps import Call, Layout, Step
+
+Group = tuple[str, tuple[Step, ...]]
+NAMES_SHOWN = 16
+
+
+def group_steps(layout: Layout, *, scheme: str) -> list[Group]:
+    """Return the blocks of `scheme` in forward order, each with its name and steps."""
+    starts = layout.schemes.get(scheme) or _named_starts(layout, scheme)
+    blocks = {leaf: block for block, leaf in starts.items()}
+    groups: list[tuple[str, list[Step]]] = []
+    for step in _opened(layout.steps, set(blocks)):
+        first = step.leaves[0].name
+        if first in blocks:
+            groups.append((blocks[first], []))
+        groups[-1][1].append(step)
+    return [(block, tuple(steps)) for block, steps in groups]
+
+
+class Ownership:
+    """Which blocks run a module or use a parameter or buffer, by its dotted name in the model."""
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self._claimed: dict[str, set[int]] = {}
+        self._inside: dict[str, set[int]] = {}
+        for index, (_, steps) in enumerate(groups):
+            for own in [own for step in steps for own in step.owns]:
+                self._claimed.setdefault(own, set()).add(index)
+                for around in _containers(own):
+                    self._inside.setdefault(around, set()).add(index)
+
+    def blocks_with(self, name: str) -> set[int]:
+        """Return the indices of the blocks that own `name`, what contains it, or a part of it."""
+        claims = [self._claimed.get(path, set()) for path in (name, *_containers(name))]
+        return set().union(*claims, self._inside.get(name, set()))
+
+
+class Owned(NamedTuple):
+    """What a block has of a model: modules that run in it alone, and names of parameters and buffers."""
+
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def owned_by(model: nn.Module, groups: Sequence[Group]) -> list[Owned]:
+    """Return what each block has; every parameter and buffer belongs to exactly one."""
+    names = [name for name, _ in groups]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"blocks ({', '.join(names)}): there must be at least one, and no name twice")
+    owners = Ownership(groups)
+    parameters = _members(model.named_parameters(remove_duplicate=False), owners, names)
+    buffers = _members(model.named_buffers(remove_duplicate=False), owners, names)
+    modules: list[list[nn.Module]] = [[] for _ in groups]
+    for path, module in model.named_modules():
+        found = owners.blocks_with(path)
+        if path and len(found) == 1:
+            modules[min(found)].append(module)
+    each = zip(modules, parameters, buffers, strict=True)
+    return [Owned(tuple(inside), tuple(trained), tuple(kept)) for inside, trained, kept in each]
+
+
+def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: Sequence[str]) -> list[list[str]]:
+    """Return the names of each block's tensors, in the order of `tensors`; a tensor with two names has the first."""
+    members: list[list[str]] = [[] for _ in blocks]
+    seen: dict[int, set[int]] = {}
+    for name, tensor in tensors:
+        users = owners.blocks_with(name) | seen.get(id(tensor), set())
+        if not users:
+            raise UsageError(
+                f"blocks ({', '.join(blocks)}): {name} belongs to none of them. Name blocks that run all of the model; "
+                "with Chain.from_modules say in owns= what functions use"
+            )
+        if len(users) > 1:
+            shared = " and ".join(blocks[index] for index in sorted(users))
+            raise UsageError(f"blocks ({', '.join(blocks)}): {name} is used by {shared}; join them into one block")
+        if id(tensor) not in seen:
+            members[min(users)].append(name)
+        seen[id(tensor)] = users
+    return members
+
+
+def _containers(name: str) -> list[str]:
+    return [name[:dot] for dot, letter in enumerate(name) if letter == "."]
+
+
+def _opened(steps: Iterable[Step], starts: set[str]) -> Iterator[Step]:
+    """Yield the steps, in parts where a block starts inside one."""
+    for step in steps:
+        if any(leaf.name in starts for leaf in step.leaves[1:]):
+            yield from _opened(step.parts, starts)
+        else:
+            yield step
+
+
+def _named_starts(layout: Layout, scheme: str) -> Mapping[str, str]:
+    """Return block name -> name of the finest step that it starts with; what runs before the first is a block too."""
+    leaves = [leaf.name for step in layout.steps for leaf in step.leaves]
+    starts: dict[str, str] = {}
+    reached = -1
+    for name in [name.strip() for name in scheme.split(",")]:
+        inside = [index for index, leaf in enumerate(leaves) if leaf == name or leaf.startswith(f"{name}.")]
+        if not inside:
+            raise UsageError(_cannot_start(layout, scheme, name))
+        if inside[0] <= reached:
+            raise UsageError(
+                f"blocks ({scheme}): {name} does not run after {list(starts)[-1]}; list names in forward order"
+            )
+        reached = inside[0]
+        starts[name] = leaves[reached]
+    return starts if leaves[0] in starts.values() else {leaves[0]: leaves[0], **starts}
+
+
+def _cannot_start(layout: Layout, scheme: str, name: str) -> str:
+    leaves = [leaf for step in layout.steps for leaf in step.leaves]
+    around = [leaf.name for leaf in leaves if any(name == own or name.startswith(f"{own}.") for own in leaf.owns)]
+    why = f"{name} runs inside {around[0]}, which is not divided" if around else f"there is no module {name!r}"
+    names = [step.name for step in layout.steps]
+    known = ", ".join([*names[:NAMES_SHOWN], "..."] if len(names) > NAMES_SHOWN else names)
+    schemes = ", ".join(layout.schemes)
+    return f"blocks ({scheme}): {why}; give {schemes}, or names that start a block, in forward order, out of {known}"
+
+
+Part = nn.Module | Call | Sequence[nn.Module | Call]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The smallest unit that can be frozen: calls that run one after another, and what they own of the model.
+
+    Attributes:
+        name: unique in the chain.
+        steps: modules and functions; the first takes the block's input, none changes it.
+        modules: every submodule that runs in this block alone.
+        parameter_names: the block's parameters, as in `model.named_parameters()`.
+        buffer_names: the block's buffers, as in `model.named_buffers()`.
+    """
+
+    name: str
+    steps: tuple[Call, ...]
+    modules: tuple[nn.Module, ...]
+    parameter_names: tuple[str, ...]
+    buffer_names: tuple[str, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the block's output for input `x`, (N, ...)."""
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A model as blocks in forward order; each parameter and buffer of the model belongs to exactly one block.
+
+    Attributes:
+        model: the original module; its state_dict is the chain's.
+        blocks: in forward order; the last is the head, which is never frozen.
+        tied: names of parameters of the first block that the last one uses too, as a language model's output does
+            its embedding.
+    """
+
+    model: nn.Module
+    blocks: tuple[Block, ...]
+    tied: tuple[str, ...] = ()
+
+    @property
+    def containers(self) -> tuple[nn.Module, ...]:
+        """The modules whose own forward pass runs the blocks; none, where a chain is run block by block."""
+        return ()
+
+    @classmethod
+    def from_modules(
+        cls,
+        model: nn.Module,
+        parts: Iterable[tuple[str, Part]],
+        *,
+        owns: Mapping[str, Sequence[str]] | None = None,
+        tied: Sequence[str] = (),
+        example: Tensor | None = None,
+    ) -> Chain:
+        """Return `model` as the blocks that the caller writes out.
+
+        Args:
+            model: the module whose forward pass the parts repeat.
+            parts: for each block its name and a submodule of `model`, a function, or a list of these, in forward order.
+            owns: block name -> names of parameters, buffers and modules that the block's functions use.
+            tied: names of parameters of the first block that functions of the last one use too.
+            example: inputs, (N, ...); when given, `verify` is called with them.
+
+        Raises:
+            UsageError: a module is not part of `model`, a parameter belongs to no block or to several.
+        """
+        names = {id(module): name for name, module in model.named_modules()}
+        groups: list[Group] = []
+        for block, part in parts:
+            calls: Sequence[nn.Module | Call] = part if isinstance(part, Sequence) else [part]
+            modules = [call for call in calls if isinstance(call, nn.Module)]
+            if any(not names.get(id(module)) for module in modules):
+                raise UsageError(f"block {block}: one of its modules is not a submodule of {type(model).__name__}")
+            claimed = (*[names[id(module)] for module in modules], *(owns or {}).get(block, ()))
+            groups.append((block, (Step(block, tuple(calls), claimed),)))
+        chain = _assemble(model, groups, tied=tied)
+        if example is not None:
+            chain.verify(example)
+        return chain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the model's output for `x`, (N, ...)."""
+        return self.run(x, 0, len(self.blocks))
+
+    def run(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return the output of blocks start..stop-1 for `x`, the input of block `start`; `x` is not changed."""
+        for block in self.blocks[self._bound(start) : self._bound(stop)]:
+            x = block(x)
+        return x
+
+    def prefix(self, cut: int) -> Callable[[Tensor], Tensor]:
+        """Return the function of the first `cut` blocks."""
+        return partial(self.run, start=0, stop=self._bound(cut))
+
+    def suffix(self, cut: int) -> Callable[[Tensor], Tensor]:
+        """Return the function of the blocks from `cut` to the head."""
+        return partial(self.run, start=self._bound(cut), stop=len(self.blocks))
+
+    def named_parameters(self, start: int = 0, stop: int | None = None) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of blocks start..stop-1, block by block, named as in `model.named_parameters()`."""
+        names = [name for block in self._range(start, stop) for name in block.parameter_names]
+        return [(name, self.model.get_parameter(name)) for name in names]
+
+    def named_buffers(self, start: int = 0, stop: int | None = None) -> list[tuple[str, Tensor]]:
+        """Return the buffers of blocks start..stop-1, block by block, named as in `model.named_buffers()`."""
+        names = [name for block in self._range(start, stop) for name in block.buffer_names]
+        return [(name, self.model.get_buffer(name)) for name in names]
+
+    def modules(self, start: int = 0, stop: int | None = None) -> list[nn.Module]:
+        """Return every submodule of blocks start..stop-1; a container that runs in several blocks is in none."""
+        return [module for block in self._range(start, stop) for module in block.modules]
+
+    def verify(self, example: Tensor) -> None:
+        """Run `example`, (N, ...), through the blocks and the model, and compare; modes and buffers stay as they were.
+
+        In evaluation mode, and in training mode with the same random numbers, which tells where a dropout stands. The
+        latter is left out where the model itself refuses so few rows.
+
+        Raises:
+            UsageError: a block fails, changes its input or gives no tensor, or the results are not equal bit for bit.
+        """
+        with torch.no_grad(), state_kept(self.model):
+            same = self._gives_the_same(example, training=False) and self._gives_the_same(example, training=True)
+        if not same:
+            raise UsageError(
+                f"blocks ({', '.join(block.name for block in self.blocks)}): run one after another they do not give "
+                f"what the forward pass of {type(self.model).__name__} gives. Children must run once each, in the "
+                "order in which they were defined; write any other model out with Chain.from_modules"
+            )
+
+    def _gives_the_same(self, example: Tensor, *, training: bool) -> bool:
+        self.model.train(training)
+        torch.manual_seed(0)
+        try:
+            expected = self.model(example.clone())
+        except ValueError:
+            if training:  # a BatchNorm that is given one value a channel
+                return True
+            raise
+        torch.manual_seed(0)
+        output = example.clone()
+        for block in self.blocks:
+            output = _checked(block, output)
+        return isinstance(expected, Tensor) and torch.equal(output, expected)
+
+    def _range(self, start: int, stop: int | None) -> tuple[Block, ...]:
+        return self.blocks[self._bound(start) : self._bound(len(self.blocks) if stop is None else stop)]
+
+    def _bound(self, cut: int) -> int:
+        if not 0 <= cut <= len(self.blocks):
+            raise UsageError(f"cut ({cut}) must lie in 0..{len(self.blocks)}, the number of blocks")
+        return cut
+
+
+def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor | None = None) -> Chain:
+    """Return `model` as a chain of blocks.
+
+    Args:
+        model: a torchvision classifier, or a module whose children run one after another as they were defined.
+        scheme: `stage`, `residual` (the finest blocks; for ResNets the residual blocks), `paper` (ResNets: conv1,
+            bn1+relu+maxpool, layer1-4, head), or NAME,NAME,...: each names a module that starts a block, in forward
+            order; what runs before the first is a block too. For a module of your own, `stage` makes each child with
+            parameters a block.
+        example: inputs, (N, ...), on which the chain is compared with the model's own forward pass. Needed for a
+            module of your own, unless it is an nn.Sequential; optional otherwise.
+
+    Raises:
+        UsageError: the scheme names what cannot start a block, or the blocks do not repeat the model's forward pass.
+    """
+    layout = layout_of(model)
+    chain = _assemble(model, group_steps(layout, scheme=scheme), tied=layout.tied)
+    if example is None and not layout.verified:
+        raise UsageError(
+            f"blocks ({scheme}): {type(model).__name__} is no torchvision classifier, so its blocks must be compared "
+            "with its own forward pass once: pass example=, a batch of its inputs"
+        )
+    if example is not None:
+        chain.verify(example)
+    return chain
+
+
+def _assemble(model: nn.Module, groups: Sequence[Group], *, tied: Sequence[str] = ()) -> Chain:
+    blocks = []
+    for (name, steps), own in zip(groups, owned_by(model, groups), strict=True):
+        calls = tuple(call for step in steps for call in step.calls)
+        blocks.append(Block(name, calls, own.modules, own.parameters, own.buffers))
+    other = [name for name in tied if name not in blocks[0].parameter_names]
+    if other:
+        raise UsageError(f"tied ({other[0]}) must name parameters of the first block, {blocks[0].name}")
+    return Chain(model, tuple(blocks), tuple(tied))
+
+
+def _checked(block: Block, x: Tensor) -> Tensor:
+    version = x._version
+    try:
+        output = block(x)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise UsageError(f"block {block.name} cannot run on a tensor of shape {tuple(x.shape)}: {error}") from error
+    if not isinstance(output, Tensor):
+        raise UsageError(f"block {block.name} gives a {type(output).__name__}; the boundary of a block is one tensor")
+    if x._version != version:
+        raise UsageError(f"block {block.name} changes its input in place: start it after the operation that does so")
+    return output

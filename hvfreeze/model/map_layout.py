@@ -1,0 +1,76 @@
+"""Where a block's maps have their channels: (B, C, H, W) or (B, H, W, C), found by what the block does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation
+
+Shape = tuple[int, ...]
+
+
+def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tuple[bool | None, ...]:
+    """Return for the output of as many first blocks as each of `stops` says whether it is a map with channels last.
+
+    None is for what is no map. Of square images a map's height and width are equal; where that leaves both layouts,
+    and for other images, those of twice the height tell: channels are as many as before.
+
+    Args:
+        chain: a model in blocks.
+        stops: numbers of blocks, ascending.
+        example: images, (B, C, H, W), of which only the shape counts; anything else has no maps.
+
+    Raises:
+        UsageError: it cannot be told of a map; names its block.
+    """
+    if example.dim() != 4:
+        return (None,) * len(stops)
+    shapes = _shapes(chain, stops, example[:1])
+    sides = [_by_sides(shape) for shape in shapes]
+    square = example.shape[2] == example.shape[3]
+    unclear = [len(shape) == 4 and (last is None or not square) for shape, last in zip(shapes, sides)]
+    if not any(unclear):
+        return tuple(sides)
+    known = sides
+    taller = torch.zeros(1, example.shape[1], 2 * example.shape[2], example.shape[3], dtype=example.dtype)
+    # A model may take images of one size only, and say so in any way.
+    with suppress(Exception):
+        grown = map(_by_growth, shapes, _shapes(chain, stops, taller))
+        known = [sure if last is None or not odd else last for odd, sure, last in zip(unclear, sides, grown)]
+    for stop, odd, last, shape in zip(stops, unclear, known, shapes):
+        if odd and last is None:
+            raise UsageError(
+                f"block {chain.blocks[stop - 1].name} of {type(chain.model).__name__} gives a tensor of shape {shape}, "
+                "and nothing tells which side holds its channels: name other --blocks, or pass --head last"
+            )
+    return tuple(known)
+
+
+def _shapes(chain: Chain, stops: Sequence[int], images: Tensor) -> list[Shape]:
+    shapes, first = [], 0
+    with torch.no_grad(), in_evaluation(chain.model):
+        for stop in stops:
+            images = chain.run(images, first, stop)
+            shapes.append(tuple(images.shape))
+            first = stop
+    return shapes
+
+
+def _by_sides(shape: Shape) -> bool | None:
+    """Return whether a map of square images has its channels last, None where its sides do not tell."""
+    if len(shape) != 4:
+        return None
+    first, last = shape[2] == shape[3], shape[1] == shape[2]
+    return last if first != last else None
+
+
+def _by_growth(shape: Shape, taller: Shape) -> bool | None:
+    """Return whether a map has its channels last, by what it is for taller images."""
+    grown = [place for place in range(1, len(shape)) if shape[place] != taller[place]]
+    return {2: False, 1: True}[grown[0]] if grown in ([2], [1]) else None

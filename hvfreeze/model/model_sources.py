@@ -1,0 +1,330 @@
+"""Torchvision classifiers by name: constructed for a number of classes and an image size, with weights from a file.
+
+    built = build_model("resnet18", num_classes=10, weights="backbone.pt", image_size=64)
+    built.model, built.notes            # notes: lines that the user should read, such as a head that starts afresh
+
+Parameters that start at random depend on torch's seed alone: seed before the call.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hvfreeze.config.rules import parse_mlp
+from hvfreeze.config.sections import TINY_LM
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.mlp import Mlp, replace_head
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
+from hvfreeze.model.tiny_lm import TinyLM
+from hvfreeze.model.weights import load_weights, pretrained_weights, read_weights
+from hvfreeze.torchvision_shim import torchvision
+from hvfreeze.user_code import TIMM, call
+
+Triple = tuple[float, float, float]
+
+
+def own_model(name: str, *, num_classes: int, image_size: int) -> tuple[nn.Module, Chain | None]:
+    """Return what the function `name` makes: a module, and its chain where it wrote that out itself.
+
+    The function is given `num_classes` and `image_size` by name, as far as it takes them.
+    """
+    made = call("model", name, num_classes=num_classes, image_size=image_size)
+    if isinstance(made, Chain):
+        return made.model, made
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"--model ({name}) must return an nn.Module or a hvfreeze.model.blocks.Chain, not {type(made).__name__}"
+        )
+    return made, None
+
+
+def timm_model(name: str, *, num_classes: int, image_size: int) -> nn.Module:
+    """Return timm's model `name` with random parameters."""
+    timm, bare = library(), bare_name(name)
+    if not timm.is_model(bare):
+        raise UsageError(f"--model ({name}) is no model of timm {timm.__version__}; timm.list_models() has them all")
+    try:
+        return made(timm, bare, num_classes=num_classes, image_size=image_size)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise UsageError(f"--model ({name}) cannot be made for images of {image_size} pixels: {error}") from error
+
+
+def made(timm: Any, bare: str, **wanted: int) -> nn.Module:
+    """Return timm's model, told the image size where it asks for one."""
+    classes, size = wanted["num_classes"], wanted["image_size"]
+    try:
+        model: nn.Module = timm.create_model(bare, num_classes=classes, img_size=size)
+    except TypeError:
+        # Convolutional models take any size, and no argument for it.
+        model = timm.create_model(bare, num_classes=classes)
+    return model
+
+
+def timm_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
+    """Return timm's own weights of a model, downloaded where they are not there."""
+    timm, bare = library(), bare_name(name)
+    try:
+        try:
+            state: dict[str, Tensor] = timm.create_model(bare, pretrained=True, img_size=image_size).state_dict()
+        except TypeError:
+            state = timm.create_model(bare, pretrained=True).state_dict()
+    except Exception as error:  # the network, the disk and the hub fail in as many ways
+        raise RefusedError(
+            f"weights (DEFAULT) of {name} cannot be had: {error}; give a file with --weights, or pass --weights none"
+        ) from error
+    return dict(state)
+
+
+def timm_statistics(name: str) -> tuple[Triple, Triple] | None:
+    """Return the mean and standard deviation with which timm's weights of a model were trained, as far as it says."""
+    known = library().get_pretrained_cfg(bare_name(name))
+    if known is None:
+        return None
+    (red, green, blue), (r, g, b) = known.mean, known.std
+    return (red, green, blue), (r, g, b)
+
+
+def library() -> Any:
+    """Return the timm library. Raises UsageError where it is not installed."""
+    try:
+        return importlib.import_module("timm")
+    except ImportError as error:
+        raise UsageError(f"--model {TIMM}NAME needs the timm library ({error}): pip install timm") from error
+
+
+def bare_name(name: str) -> str:
+    """Return timm's name of a model; one that would be fetched from elsewhere is refused."""
+    bare = name.removeprefix(TIMM)
+    if not re.fullmatch(r"[A-Za-z0-9_.]+", bare):
+        raise UsageError(f"--model ({name}) must be {TIMM}NAME with a name out of timm.list_models()")
+    return bare
+
+
+def set_memory_formats(model: nn.Module, image_shape: Sequence[int]) -> None:
+    """Lay out `model`'s weights for channels_last images of `image_shape`, (C, H, W); no value changes.
+
+    For windows of a text, (T,), nothing is done.
+
+    A convolution whose output is a single pixel keeps contiguous weights: the last stage of a ResNet-18 at 32 pixels,
+    whose training step takes 0.93 of the time then. At 64 pixels there is no such convolution.
+    """
+    if len(image_shape) == 1:
+        return
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for convolution in _convolutions_to_one_pixel(model, image_shape):
+        convolution.weight.data = convolution.weight.data.contiguous()
+
+
+@torch.no_grad()
+def _convolutions_to_one_pixel(model: nn.Module, image_shape: Sequence[int]) -> list[nn.Conv2d]:
+    found: list[nn.Conv2d] = []
+
+    def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if isinstance(module, nn.Conv2d) and output.shape[2:] == (1, 1):
+            found.append(module)
+
+    hooks = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, nn.Conv2d)]
+    try:
+        # Evaluation mode: nothing is drawn at random, and no running statistic moves.
+        with in_evaluation(model):
+            model(torch.zeros(1, *image_shape).contiguous(memory_format=torch.channels_last))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+MAXVIT_WINDOW = 7
+LARGEST_IMAGE = 2048
+ANY_IMAGE = (
+    "EfficientNet",
+    "MNASNet",
+    "MobileNetV2",
+    "MobileNetV3",
+    "NarrowResNet",
+    "RegNet",
+    "ResNet",
+    "ShuffleNetV2",
+    "TinyLM",
+)
+"""Classes of models that run with images of a pixel, and all larger ones: trying would load torch's compiler.
+
+The last takes no images."""
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model, and lines about it for the user."""
+
+    model: nn.Module
+    notes: list[str]
+    chain: Chain | None = None
+    """Where the user's own function wrote it out."""
+
+
+def model_names() -> list[str]:
+    """Return the names of torchvision's classification models, of the narrow ResNets and `mlp`, sorted."""
+    return sorted([*torchvision.models.list_models(module=torchvision.models), *NARROW_RESNETS, "mlp"])
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    weights: str = "none",
+    image_size: int,
+    reset_head: bool = False,
+    head: str = "last",
+) -> BuiltModel:
+    """Return the classifier `name`, float32, in training mode, without auxiliary heads.
+
+    Args:
+        name: one of `model_names()`, mlp-WxW..., `tiny-lm`, timm:NAME, or package:function, whose code is run.
+        num_classes: outputs of the head.
+        weights: `none`, `DEFAULT` (torchvision's, downloaded) or the path of a state_dict. A head for another number of
+            classes is left as initialised, and a note says so.
+        image_size: height and width of the images in pixels; of a language model the characters of a window.
+        reset_head: whether the head starts afresh also where the weights have one of as many classes.
+        head: --head; `mlp` and `mlp-WxW...` put an `Mlp` in the place of the last layer, others change nothing.
+
+    Raises:
+        UsageError: there is no such model, it takes no images of this size, or no such head.
+        RefusedError: the weights cannot be read, or do not fit.
+    """
+    given = {"num_classes": num_classes, "weights": weights, "image_size": image_size, "reset_head": reset_head}
+    built = (build_other if ":" in name else build_named)(name, **given)  # type: ignore[arg-type]
+    if parse_mlp("head", head) is not None:
+        if built.chain is not None:
+            raise UsageError(f"--head ({head}): {name} writes its blocks out itself; give it such a head there")
+        replace_head(built.model, head)
+    return built
+
+
+def build_named(name: str, *, num_classes: int, weights: str, image_size: int, reset_head: bool) -> BuiltModel:
+    """Return one of the models that have a name here; see `build_model`."""
+    widths = parse_mlp("model", name)
+    known = [*model_names(), TINY_LM]
+    if widths is None and name not in known:
+        close = difflib.get_close_matches(name.lower(), known, n=4)
+        hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(known)}"
+        raise UsageError(
+            f"model ({name}) is no torchvision classifier, resnet20, resnet110, mlp, tiny-lm, timm:NAME or "
+            f"package:function; {hint}"
+        )
+    model = _construct(name, num_classes=num_classes, image_size=image_size)
+    if type(model).__name__ not in ANY_IMAGE and not _takes(model, image_size):
+        smallest = smallest_image_size(model)
+        raise UsageError(
+            f"image size ({image_size}) is too small for {name}: the smallest that works is {smallest}; "
+            f"pass --image-size {smallest} or more"
+        )
+    if weights == "none":
+        return BuiltModel(model, [])
+    default = weights == "DEFAULT"
+    if default and (widths or name in (*NARROW_RESNETS, TINY_LM)):
+        raise UsageError(f"weights (DEFAULT): torchvision has none for {name}; give a file, or pass --weights none")
+    state = pretrained_weights(name, image_size=image_size) if default else read_weights(weights)
+    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head))
+
+
+def build_other(name: str, *, num_classes: int, weights: str, image_size: int, reset_head: bool) -> BuiltModel:
+    """Return a model of timm or of the user's own; see `build_model`."""
+    chain: Chain | None = None
+    if name.startswith(TIMM):
+        model = timm_model(name, num_classes=num_classes, image_size=image_size)
+    else:
+        model, chain = own_model(name, num_classes=num_classes, image_size=image_size)
+    if weights == "none":
+        return BuiltModel(model, [], chain)
+    if weights == "DEFAULT" and not name.startswith(TIMM):
+        raise UsageError(f"--weights (DEFAULT) must be none or a file: {name} is a model of your own")
+    state = timm_weights(name, image_size=image_size) if weights == "DEFAULT" else read_weights(weights)
+    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head), chain)
+
+
+def smallest_image_size(model: nn.Module) -> int:
+    """Return the least height and width in pixels with which `model` runs; no arithmetic is done to find it.
+
+    Vision transformers (vit, maxvit) take one size only, the one that they were constructed for.
+    """
+    sizes = {"VisionTransformer": lambda m: m.image_size, "MaxVit": lambda m: 4 * m.blocks[0].grid_size[0]}
+    fixed: dict[str, Callable[[Any], int]] = sizes
+    if type(model).__name__ in fixed:
+        return fixed[type(model).__name__](model)
+    too_small, works = 0, 1
+    while not _takes(model, works):
+        too_small, works = works, 2 * works
+        if works > LARGEST_IMAGE:
+            raise UsageError(f"model ({type(model).__name__}) runs with no image size up to {LARGEST_IMAGE} pixels")
+    while works - too_small > 1:
+        middle = (too_small + works) // 2
+        too_small, works = (too_small, middle) if _takes(model, middle) else (middle, works)
+    return works
+
+
+def _takes(model: nn.Module, image_size: int) -> bool:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    # Two images: BatchNorm in training mode refuses a single value per channel.
+    images = torch.empty(2, 3, image_size, image_size, device="meta")
+    try:
+        with torch.no_grad():
+            functional_call(model, shapes, (images,))
+    except (RuntimeError, ValueError, AssertionError):
+        return False
+    return True
+
+
+def _construct(name: str, *, num_classes: int, image_size: int) -> nn.Module:
+    if name in NARROW_RESNETS:
+        return narrow_resnet(name, num_classes=num_classes)
+    widths = parse_mlp("model", name)
+    if widths is not None:
+        return Mlp(3 * image_size**2, widths, num_classes)
+    if name == TINY_LM:
+        return TinyLM(num_classes, context=image_size)
+    extra: dict[str, Any] = {}
+    if name.startswith("vit_"):
+        _check_multiple(name, image_size, of=int(name.rpartition("_")[2]))
+        extra = {"image_size": image_size}
+    elif name == "maxvit_t":
+        return _maxvit_t(num_classes=num_classes, image_size=image_size)
+    elif name in {"googlenet", "inception_v3"}:
+        extra = {"aux_logits": False, "transform_input": False, "init_weights": True}
+    model: nn.Module = torchvision.models.get_model(name, num_classes=num_classes, **extra)
+    return model
+
+
+def _maxvit_t(*, num_classes: int, image_size: int) -> nn.Module:
+    """Return torchvision's maxvit_t, with attention windows that divide the image also where it is not 224 pixels."""
+    _check_multiple("maxvit_t", image_size, of=32)
+    model: nn.Module = torchvision.models.maxvit.MaxVit(
+        input_size=(image_size, image_size),
+        stem_channels=64,
+        partition_size=MAXVIT_WINDOW if image_size % (32 * MAXVIT_WINDOW) == 0 else image_size // 32,
+        block_channels=[64, 128, 256, 512],
+        block_layers=[2, 2, 5, 2],
+        head_dim=32,
+        stochastic_depth_prob=0.2,
+        num_classes=num_classes,
+    )
+    return model
+
+
+def _check_multiple(name: str, image_size: int, *, of: int) -> None:
+    if image_size < of or image_size % of:
+        near = max(of, round(image_size / of) * of)
+        raise UsageError(
+            f"image size ({image_size}) must be a multiple of {of} for {name}, at least {of}; pass --image-size {near}"
+        )

@@ -1,0 +1,161 @@
+"""A chain cut into segments, one for each rank of a line: where, by which measure, and what crosses between two.
+
+costs = costs_of(chain, depth=5, by="params")              # one number a block
+cut_evenly(costs, parts=3)                                 # ((0, 3), (3, 4), (4, 5))
+boundaries = dry_run(chain.run, images, depth=5)           # boundaries[d] is the output of the first d blocks
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation
+
+Segment = tuple[int, int]
+"""Blocks lo..hi-1."""
+RunBlocks = Callable[[Tensor, int, int], Tensor]
+"""(x, start, stop) -> output of blocks start..stop-1."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensor between two blocks, for one shape of batch.
+
+    It travels as it lies in memory and is put together with the same strides: a block that is given the same numbers in
+    another order of the dimensions may compute other bits.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Dense: the elements fill their memory without gaps."""
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Boundary:
+        """Return the boundary at which `x` lies, contiguous where it is not dense."""
+        # What is dense keeps its strides in a new tensor, what is not does not.
+        strides = torch.empty_like(x, device="meta").stride()
+        return cls(tuple(x.shape), tuple(strides), x.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole batch."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole batch."""
+        return self.num_elements * self.dtype.itemsize
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return the memory of `x`, a tensor of this boundary, as a vector; shared with `x` where it lies right."""
+        if x.stride() != self.strides:
+            x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(x)
+        return x.as_strided((self.num_elements,), (1,))
+
+    def formed(self, memory: Tensor) -> Tensor:
+        """Undo `flat`, sharing the vector's memory."""
+        return memory.as_strided(self.shape, self.strides)
+
+
+@torch.no_grad()
+def dry_run(run: RunBlocks, images: Tensor, *, depth: int) -> list[Boundary]:
+    """Return the boundaries before block 0 to behind block `depth`-1, found by running `images`, (B, C, H, W)."""
+    boundaries, x = [Boundary.of(images)], images
+    for block in range(depth):
+        x = run(x, block, block + 1)
+        boundaries.append(Boundary.of(x))
+    return boundaries
+
+
+@torch.no_grad()
+def block_seconds(run: RunBlocks, images: Tensor, *, depth: int, times: int = 3) -> list[float]:
+    """Return the least time in seconds that each of the first `depth` blocks took for a batch of `images`."""
+    least = [math.inf] * depth
+    for _ in range(times):
+        x = images
+        for block in range(depth):
+            start = time.perf_counter()
+            x = run(x, block, block + 1)
+            least[block] = min(least[block], time.perf_counter() - start)
+    return least
+
+
+@torch.no_grad()
+def work_of(chain: Chain, images: Tensor) -> list[int]:
+    """Return the floating-point operations of each block's forward pass for `images`, (B, C, H, W).
+
+    Counted, not clocked: equal on all machines, so that a plan made from it is. Products of matrices and convolutions
+    count. The chain's running statistics and modes stay as they are.
+    """
+    work, x = [], images
+    with in_evaluation(chain.model):
+        for block in chain.blocks:
+            with FlopCounterMode(display=False) as counter:
+                x = block(x)
+            work.append(counter.get_total_flops())
+    return work
+
+
+def tensors_of(chain: Chain, segment: Segment) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a segment's blocks."""
+    return [*chain.named_parameters(*segment), *chain.named_buffers(*segment)]
+
+
+def segment_bytes(chain: Chain, segment: Segment) -> int:
+    """Return the bytes of a segment's parameters and buffers."""
+    return sum(tensor.nbytes for _, tensor in tensors_of(chain, segment))
+
+
+def drop_tensors(chain: Chain, start: int, stop: int) -> None:
+    """Free the memory of blocks start..stop-1, which run elsewhere; their tensors stay, empty."""
+    for _, tensor in tensors_of(chain, (start, stop)):
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+
+def cut_evenly(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
+    """Return at most `parts` segments of at least one block, of which the dearest costs as little as can be.
+
+    Of several ways the one with the shortest last segments is taken, so that equal costs give equal cuts everywhere.
+    """
+    blocks, parts = len(costs), min(parts, len(costs))
+    # least[p][n]: what the dearest of p segments of the first n blocks costs, and where the last of them begins.
+    least = [[(math.inf, 0)] * (blocks + 1) for _ in range(parts + 1)]
+    least[0][0] = (0.0, 0)
+    for part in range(1, parts + 1):
+        for stop in range(part, blocks + 1):
+            choices = [(max(least[part - 1][s][0], sum(costs[s:stop])), -s) for s in range(part - 1, stop)]
+            cost, start = min(choices)
+            least[part][stop] = (cost, -start)
+    segments: list[Segment] = []
+    stop = blocks
+    for part in range(parts, 0, -1):
+        start = least[part][stop][1]
+        segments.insert(0, (start, stop))
+        stop = start
+    return tuple(segments)
+
+
+def cut_at(starts: Sequence[int], *, depth: int, parts: int) -> tuple[Segment, ...]:
+    """Return the segments of `depth` blocks that begin at 0 and at each of `starts`.
+
+    Raises UsageError where these are not ascending, or are more than `parts` - 1.
+    """
+    bounds = [0, *starts, depth]
+    if any(a >= b for a, b in pairwise(bounds)) or len(starts) >= parts:
+        shown = ",".join(map(str, starts))
+        raise UsageError(
+            f"--cut-at ({shown}) must be at most {parts - 1} ascending numbers in 1..{depth - 1}: segments of "
+            f"the {depth} blocks that are shared out begin there, one for each of {parts} ranks"
+        )
+    return tuple(pairwise(bounds))

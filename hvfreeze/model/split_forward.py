@@ -1,0 +1,200 @@
+"""Parts of a model's own forward pass: up to a cut, or from there on, while the model runs as it is written.
+
+Before the cut, the pass is left when the last frozen part has answered. Behind it, frozen parts do not run: the last
+one gives what it is told, the others something of the right shape, which nobody may look at. `check` finds out
+whether anybody does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hvfreeze.errors import UsageError
+from hvfreeze.model.traced import Inputs, TracedChain, call
+
+
+class _Reached(Exception):
+    """The last part before a cut has answered."""
+
+
+class SplitForward:
+    """Runs a watched model in two parts.
+
+    Attributes:
+        needs: whether the part behind a cut looks at the model's inputs of a floating type; found out by `check`.
+            Others, such as tokens and masks, it is always given.
+    """
+
+    def __init__(self, chain: TracedChain) -> None:
+        self._chain = chain
+        self._answers: dict[str, Any] = {}
+        self._copies = False
+        self.needs = True
+
+    def before(self, inputs: Inputs, cut: int, *, start: int = 0, x: Tensor | None = None) -> Tensor:
+        """Return the output of the first `cut` blocks, (B, ...), for inputs, or from block `start` with its input `x`.
+
+        Raises UsageError where the last of these blocks gives no single tensor.
+        """
+        module, reached = self._last(cut), list[Any]()
+        forward = module.forward
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            reached.append(forward(*args, **kwargs))
+            raise _Reached
+
+        with ExitStack() as stack:
+            self._skip(stack, start, x, rows=None if x is None else len(x))
+            for name in self._parts(start, cut)[:-1]:
+                stack.enter_context(_replaced(self._chain.model.get_submodule(name), self._remembering(name)))
+            stack.enter_context(_replaced(module, answer))
+            stack.enter_context(suppress(_Reached))
+            call(self._chain.model, inputs)
+        if not reached:
+            raise UsageError(f"block {self._chain.blocks[cut - 1].name} was not called by the forward pass")
+        self._answers[self._parts(start, cut)[-1]] = tree_map(_described, reached[0])
+        return self._single(reached[0], cut)
+
+    def after(self, x: Tensor, inputs: Inputs, cut: int) -> Any:
+        """Return what the model gives for its inputs, where its first `cut` blocks give `x`, (B, ...)."""
+        with ExitStack() as stack:
+            self._skip(stack, cut, x.clone() if self._copies else x, rows=len(x))
+            return call(self._chain.model, inputs)
+
+    @torch.no_grad()
+    def check(self, inputs: Inputs, cut: int) -> None:
+        """See to it that both parts together give the bits of the whole, and find out what the second one needs.
+
+        Modules run in the modes that they are in; buffers and random state stay as they were. Raises UsageError where
+        the parts do not give what the whole gives: the model looks at what lies before the cut in another way than by
+        the output of the last block before it, or draws random numbers there.
+        """
+        chain = self._chain
+        with _untouched(chain, cut):
+            whole = _seeded(0, lambda: call(chain.model, inputs))
+            first, again = (_seeded(seed, lambda: self.before(inputs, cut)) for seed in (0, 1))
+        same = _equal(first, again) and self._gives(whole, first, inputs, cut)
+        if not same:
+            name = chain.blocks[cut - 1].name
+            raise UsageError(
+                f"cut {cut}: the blocks of {type(chain.model).__name__} up to {name} and those behind it do not give "
+                "what its forward pass gives: something else reaches behind the cut, such as a skip connection, or "
+                "random numbers are drawn before it; name other blocks, or do without a cache"
+            )
+        self.needs = not self._gives(whole, first, tree_map(_hidden, inputs), cut)
+
+    def _gives(self, whole: Any, x: Tensor, inputs: Inputs, cut: int) -> bool:
+        version, kept = x._version, x.clone()
+        try:
+            with _untouched(self._chain, cut):
+                answer = _seeded(0, lambda: self.after(x, inputs, cut))
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return False
+        self._copies = self._copies or x._version != version
+        x.copy_(kept)
+        return _equal(whole, answer)
+
+    def _skip(self, stack: ExitStack, cut: int, x: Tensor | None, *, rows: int | None) -> None:
+        """Let the parts of the first `cut` blocks answer without running, the last of them with `x`."""
+        if cut == 0:
+            return
+        *others, last = self._parts(0, cut)
+        for name in others:
+            stack.enter_context(_replaced(self._chain.model.get_submodule(name), self._stand_in(name, rows)))
+        answer = tree_map(lambda leaf: x if isinstance(leaf, Tensor) else leaf, self._answers[last])
+        stack.enter_context(_replaced(self._chain.model.get_submodule(last), lambda *args, **kwargs: answer))
+
+    def _stand_in(self, name: str, rows: int | None) -> Callable[..., Any]:
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            shape = (rows, *leaf.shape[1:]) if leaf.dim() else leaf.shape
+            fill = torch.nan if leaf.is_floating_point() else 0
+            return torch.full(shape, fill, dtype=leaf.dtype)
+
+        return lambda *args, **kwargs: tree_map(made, self._answers[name])
+
+    def _remembering(self, name: str) -> Callable[..., Any]:
+        forward = self._chain.model.get_submodule(name).forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            answer = forward(*args, **kwargs)
+            self._answers[name] = tree_map(_described, answer)
+            return answer
+
+        return run
+
+    def _parts(self, start: int, stop: int) -> list[str]:
+        return [name for parts in self._chain.parts[start:stop] for name in parts]
+
+    def _last(self, cut: int) -> nn.Module:
+        return self._chain.model.get_submodule(self._parts(0, cut)[-1])
+
+    def _single(self, answer: Any, cut: int) -> Tensor:
+        tensors = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+        if len(tensors) != 1:
+            name = self._chain.blocks[cut - 1].name
+            raise UsageError(f"block {name} gives {len(tensors)} tensors; what is cached is one, (B, ...)")
+        return tensors[0]
+
+
+def _described(leaf: Any) -> Any:
+    """Return a tensor without memory of the same type and shape."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _hidden(leaf: Any) -> Any:
+    return hidden(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def hidden(leaf: Tensor) -> Tensor:
+    """Return a tensor of the same shape and type that shows who looks at it: NaN everywhere, in a single element."""
+    return torch.full((), torch.nan, dtype=leaf.dtype).expand(leaf.shape)
+
+
+def _seeded(seed: int, work: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return work()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Tell whether two answers of a model hold tensors of the same bits, and none that is not finite."""
+    first, second = ([leaf for leaf in tree_leaves(_plain(a)) if isinstance(leaf, Tensor)] for a in (one, other))
+    return len(first) == len(second) > 0 and all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def _plain(answer: Any) -> Any:
+    return dict(answer) if isinstance(answer, Mapping) else answer
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `module` answer with `forward` for a moment; its hooks run as ever."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+@contextmanager
+def _untouched(chain: TracedChain, cut: int) -> Iterator[None]:
+    """Put the buffers behind `cut` back as they were; those before it do not change."""
+    before = [(tensor, tensor.clone()) for _, tensor in chain.named_buffers(cut)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)

@@ -1,0 +1,94 @@
+"""A small causal Transformer that predicts the next character; the first and the last layer share one matrix.
+
+The embedding of characters is also the matrix of the output layer (Press and Wolf, EACL 2017, arXiv 1608.05859).
+Blocks normalise before they compute, as in GPT-2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH, LAYERS, HEADS = 128, 6, 4
+INITIAL_STD = 0.02
+EMBEDDING = "embedding.weight"
+"""The parameter that both ends share, by its name in the model."""
+
+
+class Embedding(nn.Module):
+    """What a character is and where it stands.
+
+    Args:
+        characters: how many there are.
+        context: the longest window.
+        width: numbers a character.
+    """
+
+    def __init__(self, characters: int, *, context: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(characters, width))
+        self.positions = nn.Parameter(torch.empty(context, width))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return (B, T, width) for (B, T) int64 codes."""
+        return functional.embedding(codes, self.weight) + self.positions[: codes.shape[1]]
+
+
+class Layer(nn.Module):
+    """Attention to what came before, then two linear layers; each is added to its input."""
+
+    def __init__(self, width: int, *, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, T, width) for (B, T, width); position t depends on positions up to t."""
+        batch, length, width = x.shape
+        parts = self.attention_in(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(seen.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = x + self.narrow(functional.gelu(self.wide(self.norm(x))))
+        return out
+
+
+class TinyLM(nn.Module):
+    """The network.
+
+    Args:
+        characters: how many there are; outputs too.
+        context: the longest window, in characters.
+        layers: Transformer layers.
+    """
+
+    def __init__(self, characters: int, *, context: int, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.context = context
+        self.embedding = Embedding(characters, context=context, width=WIDTH)
+        self.layers = nn.Sequential(*[Layer(WIDTH, heads=HEADS) for _ in range(layers)])
+        self.norm = nn.LayerNorm(WIDTH)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                # What layers add to their input starts smaller, so that the sum's variance does not grow with depth.
+                added = name.endswith(("attention_out.weight", "narrow.weight"))
+                nn.init.normal_(parameter, std=INITIAL_STD / (2 * layers) ** 0.5 if added else INITIAL_STD)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return logits, (B, characters, T), for the last layer's normalised output, (B, T, width).
+
+        Classes come second, as cross-entropy wants them.
+        """
+        return functional.linear(x, self.embedding.weight).transpose(1, 2)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return logits of the character that follows each, (B, characters, T), for (B, T) int64 codes."""
+        return self.output(self.norm(self.layers(self.embedding(codes))))

@@ -1,0 +1,474 @@
+"""Any module in blocks: as a chain where it is one, else by tracing the calls of its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import Block, Chain, cut_into_blocks
+from hvfreeze.model.families import layout_of
+from hvfreeze.model.modes import in_evaluation
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+"""A batch of a model's inputs: one tensor, or what `model(*inputs)` or `model(**inputs)` takes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a submodule.
+
+    Attributes:
+        name: of the submodule, as in `model.named_modules()`.
+        parent: the submodule that called it, "" for the model itself.
+        graph: of the gradients of what it gave, a node for each tensor.
+    """
+
+    name: str
+    parent: str
+    graph: tuple[Any, ...] = ()
+
+
+class Watch:
+    """Notes the calls of a model's submodules, in the order in which they end, until it is closed.
+
+    Attributes:
+        calls: that have ended.
+        active: the names of submodules that run, those that called others first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[Call] = []
+        self.active: list[str] = []
+        self._hooks: list[Any] = []
+        for name, module in model.named_modules():
+            if name:
+                self._hooks += [
+                    module.register_forward_pre_hook(self._entering(name)),
+                    module.register_forward_hook(self._leaving()),
+                ]
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entering(self, name: str) -> Any:
+        return lambda module, inputs: self.active.append(name)
+
+    def _leaving(self) -> Any:
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            name = self.active.pop()
+            leaves = torch.utils._pytree.tree_leaves(output)
+            # Not the tensors themselves: their memory would stay until the pass ends.
+            graph = tuple(leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+            self.calls.append(Call(name, self.active[-1] if self.active else "", graph))
+
+        return leave
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """Return what `model` gives for a batch of its inputs."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+
+
+def watch(model: nn.Module, example: Inputs) -> list[Call]:
+    """Return the calls of `model`'s submodules for a batch of its inputs, in the order in which they ended.
+
+    The model runs once, in evaluation mode and with gradients; modes, buffers and random state stay as they were.
+    Raises UsageError where it cannot run on `example`.
+    """
+    seen = Watch(model)
+    try:
+        with in_evaluation(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            call(model, example)
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"example: {type(model).__name__} cannot run on it ({error}); give a batch of its inputs, as a tensor, a "
+            "tuple for model(*inputs) or a dict for model(**inputs)"
+        ) from error
+    finally:
+        seen.close()
+    return seen.calls
+
+
+LARGEST_SHARE = 0.5
+"""A part with more of the model's parameters is taken apart further, where it is made of parts."""
+CONTAINERS = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder)
+"""Those of torch.nn; every other class there is one layer."""
+
+
+def as_defined(model: nn.Module) -> list[Call]:
+    """Return a call of each submodule, in the order of definition, by the module that would call it."""
+    lists = {name for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))}
+
+    def parent_of(name: str) -> str:
+        parent = name.rpartition(".")[0]
+        return parent_of(parent) if parent in lists else parent
+
+    return [Call(name, parent_of(name)) for name, _ in model.named_modules() if name and name not in lists]
+
+
+@dataclass
+class Plan:
+    """How a model is taken apart: its parts in forward order, and which of them start a block."""
+
+    model: nn.Module
+    calls: Sequence[Call]
+    starts: Sequence[str]
+    parts: list[str] = field(default_factory=list)
+    taken_apart: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in self.model.named_modules()}
+        self._inside: dict[str, list[str]] = {}
+        parents = {made.name: made.parent for made in reversed(self.calls)}
+        for name in dict.fromkeys(made.name for made in self.calls):
+            self._inside.setdefault(parents[name], []).append(name)
+        self._visit("")
+
+    def _visit(self, name: str) -> None:
+        self.taken_apart.append(name)
+        for child in self._inside.get(name, []):
+            if self._sizes[child] and child not in (*self.parts, *self.taken_apart):
+                if self._is_divided(child):
+                    self._visit(child)
+                else:
+                    self.parts.append(child)
+
+    def _is_divided(self, name: str) -> bool:
+        held = [child for child in self._inside.get(name, []) if self._sizes[child]]
+        if self.starts:
+            return bool(held) and any(start.startswith(f"{name}.") for start in self.starts)
+        module = self.model.get_submodule(name)
+        is_made_of_parts = isinstance(module, CONTAINERS) or not type(module).__module__.startswith("torch.nn.")
+        return is_made_of_parts and len(held) > 1 and self._sizes[name] > LARGEST_SHARE * self._sizes[""]
+
+    def check_order(self, scheme: str) -> None:
+        """Raise UsageError where a name starts no part, or starts one before the name that stands before it."""
+        reached = -1
+        for name in self.starts:
+            inside = [place for place, part in enumerate(self.parts) if part == name or part.startswith(f"{name}.")]
+            if not inside:
+                raise UsageError(f"blocks ({scheme}): {name} holds no parameter, or the forward pass does not call it")
+            if inside[0] <= reached:
+                raise UsageError(
+                    f"blocks ({scheme}): {name} does not run after the name before it; list names in forward order, "
+                    "which without example= is taken to be the order of definition"
+                )
+            reached = inside[0]
+
+    def groups(self) -> list[tuple[str, list[str]]]:
+        """Return each block's name and parts, in forward order; parts that are called again are in one block."""
+        groups: list[tuple[str, list[str]]] = []
+        opened: set[str] = set()
+        for part in self.parts:
+            name = next((s for s in self.starts if (part == s or part.startswith(f"{s}.")) and s not in opened), None)
+            joins = isinstance(self.model.get_submodule(part), _BatchNorm)
+            if not groups or name is not None or (not self.starts and not joins):
+                opened |= {name} if name is not None else set()
+                groups.append((name or part, []))
+            groups[-1][1].append(part)
+        return self._joined_where_called_again(groups)
+
+    def _joined_where_called_again(self, groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+        block_of = {part: block for block, (_, parts) in enumerate(groups) for part in parts}
+        reached, last = 0, dict[int, int]()
+        for made in self.calls:
+            if made.name in block_of:
+                reached = max(reached, block_of[made.name])
+                last[block_of[made.name]] = reached
+        joined: list[tuple[str, list[str]]] = []
+        until = -1
+        for block, (name, parts) in enumerate(groups):
+            if joined and block <= until:
+                joined[-1][1].extend(parts)
+            else:
+                joined.append((name, list(parts)))
+            until = max(until, last.get(block, block))
+        return joined
+
+
+@dataclass(frozen=True, eq=False)
+class TracedChain(Chain):
+    """A model in blocks that run inside its own forward pass; `run` is refused, see `SplitForward`.
+
+    Attributes:
+        parts: for each block the names of its modules that hold parameters, in the order of their calls.
+        taken_apart: the modules that call those parts, the model itself first; they belong to no block.
+        loose_buffers: the names of buffers of those.
+        example: a batch of inputs that the model was watched with, if any.
+    """
+
+    parts: tuple[tuple[str, ...], ...] = ()
+    taken_apart: tuple[str, ...] = ("",)
+    loose_buffers: tuple[str, ...] = ()
+    example: Inputs | None = None
+
+    @property
+    def containers(self) -> tuple[nn.Module, ...]:
+        """The modules that call the blocks' parts, the model itself first."""
+        return tuple(self.model.get_submodule(name) for name in self.taken_apart)
+
+    def run(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Refuse: these blocks run inside the model's own forward pass only."""
+        raise UsageError(
+            f"the blocks of {type(self.model).__name__} run inside its own forward pass only; write it out with "
+            "Chain.from_modules to run them one by one"
+        )
+
+
+class IndivisibleError(UsageError):
+    """A model has no two blocks, or cannot be divided at all."""
+
+
+def blocks_of(model: nn.Module, *, scheme: str | None = None, example: Inputs | None = None) -> TracedChain:
+    """Return a model of one's own in blocks."""
+    starts = [name.strip() for name in scheme.split(",")] if scheme is not None else []
+    known = dict(model.named_modules())
+    for name in starts:
+        if not name or name not in known:
+            shown = ", ".join(name for name, _ in model.named_children())
+            raise UsageError(
+                f"blocks ({scheme}): there is no module '{name}'; name some in forward order: {shown}, ..."
+            )
+    if example is None and not starts:
+        raise UsageError(
+            f"{type(model).__name__} is no torchvision classifier: give example=, a batch of its inputs, on which it "
+            "is run once to see what it calls in which order, or name its blocks with blocks='NAME,NAME,...'"
+        )
+    calls = watch(model, example) if example is not None else as_defined(model)
+    chain = blocks_from(model, calls, starts, known_use=example is not None)
+    return TracedChain(**{**vars(chain), "example": example})
+
+
+def blocks_from(model: nn.Module, calls: Sequence[Call], starts: Sequence[str] = (), *, known_use: bool) -> TracedChain:
+    """Return a model in the blocks that its calls give.
+
+    Args:
+        model: any module.
+        calls: of its submodules, in one forward pass.
+        starts: submodules that start a block; none for those that the calls suggest.
+        known_use: whether the calls tell what uses a parameter that is no submodule's own.
+
+    Raises:
+        UsageError: the names in `starts` are not in forward order.
+        IndivisibleError: there are no two blocks, or a parameter is used by two of them.
+    """
+    plan = Plan(model, calls, starts)
+    plan.check_order(",".join(starts))
+    chain = _assemble(plan, known_use=known_use) if plan.parts else undivided(model)
+    if len(chain.blocks) < 2:
+        raise IndivisibleError(
+            f"{type(model).__name__} is a single block ({chain.blocks[0].name}), and the last is never frozen; name "
+            "blocks with blocks='NAME,NAME,...'"
+        )
+    return chain
+
+
+def undivided(model: nn.Module) -> TracedChain:
+    """Return a model as one block, which is never frozen."""
+    parameters = tuple(name for name, _ in model.named_parameters())
+    buffers = tuple(name for name, _ in model.named_buffers())
+    block = Block(type(model).__name__, (model,), tuple(model.modules()), parameters, buffers)
+    return TracedChain(model, (block,), parts=((),))
+
+
+def described(chain: TracedChain) -> dict[str, Any]:
+    """Return the blocks by the names of what they hold: for other ranks, and for a later run of the same script."""
+    names = {id(module): name for name, module in chain.model.named_modules()}
+    return {
+        "blocks": [
+            {
+                "name": block.name,
+                "parts": list(parts),
+                "modules": [names[id(module)] for module in block.modules],
+                "parameters": list(block.parameter_names),
+                "buffers": list(block.buffer_names),
+            }
+            for block, parts in zip(chain.blocks, chain.parts, strict=True)
+        ],
+        "taken_apart": list(chain.taken_apart),
+        "loose_buffers": list(chain.loose_buffers),
+    }
+
+
+def from_description(model: nn.Module, description: Mapping[str, Any]) -> TracedChain:
+    """Return `model` in the blocks that `described` has written down.
+
+    Raises:
+        UsageError: the model has other parameters, buffers or modules.
+    """
+    entries = description["blocks"]
+    for what, have in (("parameters", model.named_parameters()), ("buffers", model.named_buffers())):
+        if sorted(name for entry in entries for name in entry[what]) != sorted(name for name, _ in have):
+            raise UsageError(f"the blocks were found in a model with other {what} than this {type(model).__name__}")
+    blocks = tuple(
+        Block(
+            entry["name"],
+            tuple(model.get_submodule(part) for part in entry["parts"]),
+            tuple(model.get_submodule(name) for name in entry["modules"]),
+            tuple(entry["parameters"]),
+            tuple(entry["buffers"]),
+        )
+        for entry in entries
+    )
+    return TracedChain(
+        model,
+        blocks,
+        parts=tuple(tuple(entry["parts"]) for entry in entries),
+        taken_apart=tuple(description["taken_apart"]),
+        loose_buffers=tuple(description["loose_buffers"]),
+    )
+
+
+def _assemble(plan: Plan, *, known_use: bool) -> TracedChain:
+    model, groups = plan.model, plan.groups()
+    block_of = {part: block for block, (_, parts) in enumerate(groups) for part in parts}
+    loose = [name for name, _ in model.named_parameters() if _owner(name, block_of) is None]
+    used = _first_uses(plan, loose, block_of) if known_use and loose else {}
+    names: list[list[str]] = [[] for _ in groups]
+    buffers: list[list[str]] = [[] for _ in groups]
+    loose_buffers, before = [], 0
+    claimed: dict[int, tuple[int, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = _owner(name, block_of)
+        block = owner if owner is not None else used.get(name, len(groups) - 1 if known_use else before)
+        before = block
+        if id(parameter) not in claimed:
+            names[block].append(name)
+        elif claimed[id(parameter)][0] != block:
+            first, known = claimed[id(parameter)]
+            raise IndivisibleError(
+                f"parameter {known}, also called {name}, is used by block {groups[first][0]} and by block "
+                f"{groups[block][0]}: name blocks so that one holds both"
+            )
+        claimed.setdefault(id(parameter), (block, name))
+    for name, _ in model.named_buffers():
+        owner = _owner(name, block_of)
+        loose_buffers += [name] if owner is None else []
+        buffers[len(groups) - 1 if owner is None else owner].append(name)
+    modules = _modules(plan, block_of, len(groups))
+    blocks = tuple(
+        Block(
+            name,
+            tuple(model.get_submodule(part) for part in parts),
+            tuple(modules[block]),
+            tuple(names[block]),
+            tuple(buffers[block]),
+        )
+        for block, (name, parts) in enumerate(groups)
+    )
+    return TracedChain(
+        model,
+        blocks,
+        (),
+        tuple(tuple(parts) for _, parts in groups),
+        tuple(plan.taken_apart),
+        tuple(loose_buffers),
+    )
+
+
+def _owner(name: str, block_of: dict[str, int]) -> int | None:
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        if path in block_of:
+            return block_of[path]
+    return None
+
+
+def _modules(plan: Plan, block_of: dict[str, int], count: int) -> list[list[nn.Module]]:
+    """Return each block's modules; one without parameters belongs to the part that is called next, once.
+
+    So a dropout stays active as long as what it feeds is trained.
+    """
+    modules: list[list[nn.Module]] = [[] for _ in range(count)]
+    for name, module in plan.model.named_modules():
+        owner = block_of.get(name, _owner(name, block_of))
+        if owner is not None:
+            modules[owner].append(module)
+    waiting: list[str] = []
+    times = [made.name for made in plan.calls]
+    for made in plan.calls:
+        if made.name in block_of:
+            modules[block_of[made.name]] += [plan.model.get_submodule(name) for name in waiting]
+            waiting = []
+        elif _owner(made.name, block_of) is None and made.name not in plan.taken_apart and times.count(made.name) == 1:
+            waiting.append(made.name)
+    return modules
+
+
+def _first_uses(plan: Plan, loose: Sequence[str], block_of: dict[str, int]) -> dict[str, int]:
+    """Return for each of these parameters the first block whose output depends on it, where there is one."""
+    found: dict[str, int] = {}
+    waiting: dict[Any, str] = {plan.model.get_parameter(name): name for name in loose}
+    seen: set[Any] = set()
+    for made in sorted((m for m in plan.calls if m.name in block_of), key=lambda m: block_of[m.name]):
+        ahead = [node for node in made.graph if node not in seen]
+        while ahead:
+            node = ahead.pop()
+            # A node where a gradient ends has its parameter; to look computes nothing, also in a pass of training.
+            ends_at = getattr(node, "variable", None)
+            if ends_at in waiting:
+                found.setdefault(waiting[ends_at], block_of[made.name])
+            seen.add(node)
+            ahead += [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
+    return found
+
+
+SCHEMES = ("stage", "residual", "paper")
+
+
+def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, example: Inputs | None = None) -> Chain:
+    """Return `model` in blocks: a chain where its parts run one after another, else a `TracedChain`.
+
+    Args:
+        model: any module.
+        blocks: `stage` or `residual`, or NAME,NAME,... (or a list of names): submodules that start a block, in forward
+            order. None: the stages of a torchvision classifier or of an nn.Sequential; of any other module, what it
+            calls.
+        example: a batch of the model's inputs: a tensor, a tuple for `model(*inputs)` or a dict for `model(**inputs)`.
+            Needed for any other module unless `blocks` names its blocks. The model is run on it in evaluation mode.
+
+    Raises:
+        UsageError: the model cannot be divided so; see `cut_into_blocks` and `blocks_of`.
+    """
+    blocks = _scheme_of(blocks)
+    layout = layout_of(model) if _has_layout(model) else None
+    if layout is not None and layout.verified:
+        return cut_into_blocks(model, scheme=blocks or "stage")
+    if layout is not None and isinstance(example, Tensor):
+        try:
+            chain = cut_into_blocks(model, scheme=blocks or "stage", example=example)
+        except UsageError:
+            pass  # its forward pass does more than to run its children; it is watched
+        else:
+            if len(chain.blocks) > 1:
+                return chain
+    return blocks_of(model, scheme=None if blocks in SCHEMES else blocks, example=example)
+
+
+def knows_its_order(model: nn.Module) -> bool:
+    """Tell whether the model's class says in which order it calls what, so that it need not run first."""
+    return _has_layout(model) and layout_of(model).verified
+
+
+def _scheme_of(blocks: str | Sequence[str] | None) -> str | None:
+    if blocks is None or isinstance(blocks, str):
+        return blocks
+    if not isinstance(blocks, Sequence) or not blocks or not all(isinstance(name, str) for name in blocks):
+        raise UsageError(f"blocks ({blocks!r}) must be a string, or a list of names of submodules that start a block")
+    return ",".join(blocks)
+
+
+def _has_layout(model: nn.Module) -> bool:
+    """Tell whether `layout_of` has one; auxiliary heads of a torchvision classifier are refused by it."""
+    return any(True for child in model.children() for _ in child.parameters())

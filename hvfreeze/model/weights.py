@@ -1,0 +1,209 @@
+"""Weights for a model, from a file or from torchvision: read without running code, and loaded only where they fit."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
+from hvfreeze.plain_load import load_plain
+from hvfreeze.torchvision_shim import torchvision
+from hvfreeze.user_code import TIMM
+
+Triple = tuple[float, float, float]
+WRAPPERS = ("state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.", "model.")
+AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
+KEYS_SHOWN = 3
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Return the state_dict in file `path`, also one inside {"state_dict": ...}, or with "module." before each name.
+
+    Raises RefusedError where the file is missing, damaged, holds something else, NaN or infinity, or would have to run
+    code to be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # what a strange pickle makes torch say; the error below says it in one line
+            content = load_plain(Path(path).expanduser())
+    except RefusedError:
+        raise
+    except OSError as error:
+        raise RefusedError(
+            f"weights ({path}) cannot be read: {error.strerror or error}; give the path of a state_dict"
+        ) from error
+    except Exception as error:  # a damaged file makes the unpickler raise anything
+        raise RefusedError(
+            f"weights ({path}) {_why(error)}; save them with torch.save(model.state_dict(), path)"
+        ) from error
+    for wrapper in WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise RefusedError(f"weights ({path}) are no state_dict: a mapping of names to tensors is needed")
+    state = {str(key): tensor for key, tensor in content.items()}
+    broken = [key for key, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise RefusedError(f"weights ({path}) hold NaN or infinite numbers in {_first(broken)}; give an intact file")
+    for prefix in PREFIXES:
+        if all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    return state
+
+
+def _why(error: Exception) -> str:
+    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and wanted:
+        return f"are refused: to read them, code must run ({wanted[1]}), and none was run"
+    if isinstance(error, pickle.UnpicklingError):
+        return "are refused: this is no file of tensors, perhaps a pickle that wants to run code; none was run"
+    return "cannot be read: the file is damaged, or torch.save did not write it"
+
+
+def weights_path(name: str, weights: str) -> Path | None:
+    """Return the file that `build_model` reads `weights` of model `name` from, None where it reads none."""
+    if weights == "none":
+        return None
+    if weights != "DEFAULT":
+        return Path(weights).expanduser()
+    if name.startswith(TIMM):
+        return None
+    url = torchvision.models.get_model_weights(name).DEFAULT.url
+    return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
+
+
+def pretrained_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
+    """Return torchvision's DEFAULT weights of model `name` for images of `image_size` pixels.
+
+    Random state is untouched. A vision transformer's position embedding is interpolated where the image size is not the
+    pretraining's. The rescaling that googlenet and inception_v3 do before their first layer is folded into it. Raises
+    UsageError where the weights exist for other image sizes only, RefusedError where they cannot be downloaded.
+    """
+    if name == "maxvit_t" and image_size % 224:
+        raise UsageError(f"weights (DEFAULT) of {name} need an image size that is a multiple of 224, not {image_size}")
+    entry = torchvision.models.get_model_weights(name).DEFAULT
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = torchvision.models.get_model(name, weights=entry, progress=False)
+    except Exception as error:  # network, disk, hash and unpickling fail in as many ways
+        raise RefusedError(
+            f"weights (DEFAULT) of {name} cannot be downloaded from {entry.url}: {error}; put that file into "
+            f"{torch.hub.get_dir()}/checkpoints, give another file with --weights, or pass --weights none"
+        ) from error
+    if getattr(model, "transform_input", False):
+        _fold_rescaling(model)
+    state: dict[str, Tensor] = model.state_dict()
+    if name.startswith("vit_"):
+        patch = int(name.rpartition("_")[2])
+        state = torchvision.models.vision_transformer.interpolate_embeddings(image_size, patch, state)
+    return dict(state)
+
+
+def pretrained_statistics(name: str) -> tuple[Triple, Triple]:
+    """Return the mean and standard deviation of each channel with which torchvision's DEFAULT weights were trained."""
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    (red, green, blue), (r, g, b) = preset.mean, preset.std
+    return (red, green, blue), (r, g, b)
+
+
+@torch.no_grad()
+def _fold_rescaling(model: Any) -> None:
+    """Make the first convolution and its BatchNorm do what `transform_input` did, but for the image's border."""
+    first = next(module for module in model.children())
+    shift = model._transform_input(torch.zeros(1, 3, 1, 1))
+    scale = model._transform_input(torch.ones(1, 3, 1, 1)) - shift
+    first.bn.running_mean -= (first.conv.weight * shift).sum(dim=(1, 2, 3))
+    first.conv.weight *= scale
+    model.transform_input = False
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, reset_head: bool = False) -> list[str]:
+    """Copy `state` into `model`, in the model's types, and return notes about the head and what was left out.
+
+    Args:
+        model: what the weights are for.
+        state: a state_dict; the head may be missing, or be of another number of classes: then it starts afresh.
+        source: names the weights in messages.
+        reset_head: whether the head starts afresh also where it would fit.
+
+    Raises:
+        RefusedError: a tensor is missing, not part of the model, or of another shape; the head and auxiliary heads
+            may differ.
+    """
+    own = model.state_dict()
+    notes = []
+    auxiliary = {key for key in state if key.startswith(AUXILIARY) and key not in own}
+    if auxiliary:
+        notes.append(f"weights ({source}): the auxiliary heads are left out")
+    fitting = {key: tensor for key, tensor in state.items() if key not in auxiliary}
+    head = head_name(model)
+    of_head = [key for key in own if key.startswith(f"{head}.")]
+    resized = {key for key in fitting if _other_size(own, fitting, key, head)}
+    absent = not any(key in fitting for key in of_head)
+    new = own[f"{head}.weight"].shape[0]
+    if absent:
+        notes.append(f"weights ({source}): there is no head {head}; it is initialised")
+    elif resized:
+        old = fitting[f"{head}.weight"].shape[0]
+        notes.append(f"weights ({source}): head {head} has {old} classes there and {new} here; it is re-initialised")
+    elif reset_head:
+        resized = set(of_head)
+        notes.append(f"weights ({source}): head {head} is re-initialised, as --reset-head asks")
+    else:
+        notes.append(
+            f"weights ({source}): head {head} has {new} classes there too and is kept; where these are other classes, "
+            "--reset-head starts it afresh"
+        )
+    # Files from before BatchNorm counted its batches lack the counters; nothing here uses them.
+    spared = set(of_head) if absent else set()
+    missing = [k for k in own if k not in fitting and k not in spared and not k.endswith("num_batches_tracked")]
+    unexpected = [key for key in fitting if key not in own]
+    reshaped = [
+        f"{key} {tuple(fitting[key].shape)} instead of {tuple(own[key].shape)}"
+        for key in own
+        if key in fitting and key not in resized and fitting[key].shape != own[key].shape
+    ]
+    found = {"missing": missing, "not part of the model": unexpected, "of another shape": reshaped}
+    if missing or unexpected or reshaped:
+        what = "; ".join(f"{kind}: {_first(keys)}" for kind, keys in found.items() if keys)
+        raise RefusedError(f"weights ({source}) do not fit {type(model).__name__}: {what}. Are they another model's?")
+    # `own` keeps the version numbers that some modules ask for when they load.
+    own.update({key: tensor for key, tensor in fitting.items() if key not in resized})
+    model.load_state_dict(own)
+    return notes
+
+
+def head_name(model: nn.Module) -> str:
+    """Return the name of the layer that gives the logits: the last Linear, or the last convolution if there is none.
+
+    Of a language model it is the embedding, whose matrix the output layer shares.
+    """
+    if isinstance(model, TinyLM):
+        return EMBEDDING.partition(".")[0]
+    for kind in (nn.Linear, nn.Conv2d):
+        names: list[str] = [name for name, module in model.named_modules() if isinstance(module, kind)]
+        if names:
+            return names[-1]
+    raise UsageError(f"model ({type(model).__name__}) has no Linear and no convolution, hence no head")
+
+
+def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str, head: str) -> bool:
+    if not key.startswith(f"{head}.") or key not in own:
+        return False
+    return state[key].shape[:1] != own[key].shape[:1] and state[key].shape[1:] == own[key].shape[1:]
+
+
+def _first(keys: list[str]) -> str:
+    return ", ".join(keys[:KEYS_SHOWN]) + (f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else "")

@@ -1,0 +1,359 @@
+"""Whether the rows of a cut are kept: measured on all ranks, decided on rank 0, told to all, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact
+from hvfreeze.cache.file.disk import Budget
+from hvfreeze.cache.file.reader import directory_bytes
+from hvfreeze.cache.planning import CostMeasurement, Plan, Rates, make_plan, measure_directory, reads_again
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import CacheConfig
+from hvfreeze.data.shards import Ids
+from hvfreeze.prefix.splits import RowSource
+from hvfreeze.runs.clock import PhaseClock
+
+ROUNDED_TO = 9
+"""Digits of an epoch's parts, which are ratios of steps."""
+
+
+@dataclass
+class PrefixTimer:
+    """Seconds of the frozen prefix, and of a batch that is computed from images."""
+
+    cut: int = 0
+    measured: float = 0.0
+    """Of a batch, when the cut was tried."""
+    seconds: float = 0.0
+    batches: int = 0
+    spent: float = 0.0
+    """On all images and forwards so far, at whatever cut."""
+    _loading: float = 0.0
+
+    def restart(self, cut: int) -> None:
+        """Begin anew at another cut."""
+        self.cut, self.measured, self.seconds, self.batches = cut, 0.0, 0.0, 0
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count the block's seconds, in which the images of a batch are loaded."""
+        start = time.perf_counter()
+        yield
+        self._loading = time.perf_counter() - start
+        self.spent += self._loading
+
+    @contextmanager
+    def running(self, start: int, stop: int) -> Iterator[None]:
+        """Count the block's seconds, in which blocks start..stop-1 run: from images to the cut that is a batch."""
+        began = time.perf_counter()
+        yield
+        took = time.perf_counter() - began
+        self.spent += took
+        if (start, stop) == (0, self.cut):
+            self.seconds += self._loading + took
+            self.batches += 1
+        self._loading = 0.0
+
+    def seconds_per_batch(self) -> float:
+        """Return the mean over the batches computed from images at this cut, or what one took when it was tried."""
+        return self.seconds / self.batches if self.batches else self.measured
+
+
+class Sums(NamedTuple):
+    """What one rank has done since it began."""
+
+    rows_read: int = 0
+    """At whatever cut they lay."""
+    seconds_saved: float = 0.0
+
+
+@dataclass(frozen=True)
+class CutPeriod:
+    """A plan, whether rows were kept for it, and what the rank had done when it was made."""
+
+    cut: int
+    plan: Plan
+    kept: bool
+    began: Sums
+
+
+@dataclass
+class Account:
+    """Seconds that the batches asked for would have taken from images, less what they took; period by period."""
+
+    timer: PrefixTimer
+    counters: Counters
+    periods: list[CutPeriod] = field(default_factory=list)
+    _saved: float = 0.0
+    _batches: int = 0
+    _took: float = 0.0
+
+    def settle(self, cut: int) -> None:
+        """Count what was asked for since the last call, while the cut stood at `cut`."""
+        took = self.timer.spent + self.counters.read_seconds + self.counters.write_seconds
+        if cut > 0:
+            asked = self.counters.batches - self._batches
+            self._saved += asked * self.timer.seconds_per_batch() - (took - self._took)
+        self._batches, self._took = self.counters.batches, took
+
+    def begin(self, cut: int, plan: Plan, *, kept: bool) -> None:
+        """Note a plan; everything before it is settled."""
+        self.periods.append(CutPeriod(cut, plan, kept, self.sums))
+
+    @property
+    def sums(self) -> Sums:
+        """What was done up to the last settlement."""
+        return Sums(self.counters.rows_read + sum(self.counters.rows_advanced.values()), self._saved)
+
+    def of_periods(self) -> list[Sums]:
+        """Return what was done in each period."""
+        ends = [*(period.began for period in self.periods), self.sums][1:]
+        return [
+            Sums(end.rows_read - period.began.rows_read, end.seconds_saved - period.began.seconds_saved)
+            for period, end in zip(self.periods, ends, strict=True)
+        ]
+
+
+def summary_of(periods: Sequence[CutPeriod], done: Sequence[Sequence[Sums]]) -> dict[str, Any]:
+    """Return the entries of summary.json's `cache` that hold predictions beside what came of them.
+
+    Args:
+        periods: of any rank: plans are equal on all.
+        done: of each rank, its sums of each period; rows are summed over ranks, seconds are a rank's mean.
+    """
+    told = []
+    for number, period in enumerate(periods):
+        plan, ranks = period.plan, [rank[number] for rank in done]
+        # What was to be read after the next move is that move's plan to tell, where there was one.
+        last = number == len(periods) - 1
+        told.append(
+            {
+                "cut": period.cut,
+                "kept": period.kept,
+                "reason": plan.reason,
+                "rows_read_predicted": round(plan.rows_read + last * plan.rows_read_later),
+                "rows_read": sum(rank.rows_read for rank in ranks),
+                "seconds_saved_predicted": plan.seconds_saved + last * plan.seconds_saved_later,
+                "seconds_saved": sum(rank.seconds_saved for rank in ranks) / len(ranks),
+            }
+        )
+    names = ("rows_read_predicted", "rows_read", "seconds_saved_predicted", "seconds_saved")
+    return {**{name: sum(entry[name] for entry in told) for name in names}, "stays": told}
+
+
+@dataclass(frozen=True)
+class PrefixTrial:
+    """What one batch told of the prefix."""
+
+    exact: bool
+    """Whether the rows' bits do not depend on their places in the batch."""
+    seconds: float
+    """Of a forward."""
+    row_elements: int
+    """Of the output for a sample."""
+    dtype: torch.dtype
+    """Of the output."""
+
+
+def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> PrefixTrial:
+    """Return what two forwards with a batch, (B, C, H, W), tell of a frozen prefix."""
+    seconds, outputs = [], []
+
+    def run(x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        outputs.append(run_prefix(x))
+        seconds.append(time.perf_counter() - start)
+        return outputs[-1]
+
+    exact = permuted_batch_is_exact(run, images)
+    # The first forward also brings libraries and memory up to speed.
+    return PrefixTrial(exact, seconds[-1], row_elements=outputs[-1][0].numel(), dtype=outputs[-1].dtype)
+
+
+class Horizon(NamedTuple):
+    """How long the rows of a cut will serve, from now on."""
+
+    epochs_left: float
+    epochs_until_move: float
+    """Infinity where the cut is fixed."""
+    epoch: int = 0
+    """The one under way, or about to begin."""
+
+    def trained(self, *, passes: float) -> tuple[float, float, float]:
+        """Return passes over the training samples that are left, until the move, and the part of one that is over."""
+        left = round(passes * self.epochs_left, ROUNDED_TO)
+        return left, passes * self.epochs_until_move, math.ceil(left) - left
+
+    def evaluated(self, *, passes: float) -> tuple[float, float, float]:
+        """Return the same of evaluations, which are made at the ends of epochs and never in parts."""
+        left = round(self.epochs_left, ROUNDED_TO)
+        first = left - math.ceil(left) + 1
+        before = max(0.0, self.epochs_until_move - first)
+        until = before if math.isinf(before) else math.ceil(round(before, ROUNDED_TO))
+        return max(1.0, passes * math.ceil(left)), passes * until, 0.0
+
+
+@dataclass
+class CostInputs:
+    """The run's part in a plan."""
+
+    horizon: Callable[[], Horizon]
+    suffix_seconds: Callable[[], float]
+    """Seconds of a batch's part in a step that reading and writing can hide behind; 0 before the first step."""
+    budget: Budget
+    directory: Path
+    memory_bytes: int
+    """That the page cache may take for this rank."""
+    _trials: dict[int, PrefixTrial] = field(default_factory=dict)
+
+    def trial(self, cut: int, run: RunBlocks, images: Tensor) -> PrefixTrial:
+        """Return how the prefix fares with a batch, (B, C, H, W); tried once at a cut, for both splits."""
+        if cut not in self._trials:
+            self._trials = {cut: try_prefix(lambda x: run(x, 0, cut), images)}
+        return self._trials[cut]
+
+
+def suffix_seconds(clock: PhaseClock, *, batches: float) -> float:
+    """Return the clock's seconds of a batch behind the prefix, after so many batches; 0 before the first."""
+    spent = clock.read()
+    return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, batches)
+
+
+@lru_cache
+def rates_of(directory: Path, row_bytes: int, batch_rows: int) -> Rates:
+    """Measure a directory once per size of row."""
+    return measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows)
+
+
+def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
+    """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
+    limit = settings.limit_bytes()
+    return Budget(None if limit is None else max(0, limit - directory_bytes(directory)) // size)
+
+
+PROBED_ROW_BYTES = 4096
+"""Of a rank that has no rows of its own; its plan is that of the others."""
+FREE_OF_CHARGE = Rates(
+    read_cold=0.0, read_warm=0.0, read_cpu=0.0, write=0.0, write_cpu=0.0, hash=0.0, free_bytes=1 << 62, filesystem=""
+)
+"""Of a directory that is not measured because no row would be read."""
+
+
+@dataclass
+class Planner:
+    """Plans for one split, at one cut after another.
+
+    Attributes:
+        batch_invariant: whether a row's bits at this cut do not depend on its place in a batch.
+        exact: whether that was so at all cuts so far.
+    """
+
+    world: World
+    source: RowSource
+    costs: CostInputs
+    timer: PrefixTimer
+    batch_invariant: bool = True
+    exact: bool = True
+    _cut: int = 0
+    _trial: PrefixTrial | None = None
+    _image_seconds: float = 0.0
+    _seconds_at: dict[int, float] = field(default_factory=dict)
+
+    def plan(self, cut: int, look: Callable[[Sequence[tuple[Ids, Ids]]], Shares], *, asked: bool) -> Plan:
+        """Return the plan for `cut`; the second time at a cut, what training has measured since counts. Collective.
+
+        Args:
+            cut: number of frozen blocks.
+            look: epochs, each as (sample ids, views) -> how much of each is there.
+            asked: rows are kept whether that pays or not.
+
+        Raises:
+            CacheFault: the cache directory cannot be used on some rank; raised on all.
+        """
+        split, world = self.source.split, self.world
+        epochs = split.coming(self.costs.horizon().epoch)
+        shares = raise_on_all_ranks(world, lambda: look(epochs), name=f"cache.look.{split.name}")
+        # Measuring a directory takes most of a second, which a run that would read nothing is spared.
+        worth = asked or reads_again(world.allgather_object(self._outline(shares), name="cache.outlines"))
+
+        def measure() -> CostMeasurement:
+            if cut != self._cut:
+                self._seconds_at[self._cut] = self.timer.seconds_per_batch()
+                self._cut, self._trial, self._image_seconds, self.batch_invariant = cut, None, 0.0, True
+                self.timer.restart(cut)
+            if self._trial is None and (worth or any(shares.sources)):
+                self._try()
+            return self._measured(shares, rated=worth)
+
+        mine = raise_on_all_ranks(world, measure, name=f"cache.measure.{split.name}")
+        ranks = world.allgather_object(mine, name="cache.situations")
+        left = self.costs.budget.left_bytes
+        plan = make_plan(ranks, limit_bytes=None if left is None else left * world.size, asked=asked)
+        return world.broadcast_object(plan, name="cache.plan")
+
+    def _try(self) -> None:
+        """Load a batch and run it through the prefix, where there are samples."""
+        split = self.source.split
+        if len(split.ids):
+            ids = np.resize(split.ids, self.source.recipe.batch_rows)
+            start = time.perf_counter()
+            images = split.images.load(ids, np.zeros_like(ids))
+            self._image_seconds = time.perf_counter() - start
+            self._trial = self.costs.trial(self._cut, self.source.run_blocks, images)
+            self.timer.measured = self._image_seconds + self._trial.seconds
+        self.batch_invariant = self._trial is None or self._trial.exact
+        self.exact = self.exact and self.batch_invariant
+
+    def _outline(self, shares: Shares) -> CostMeasurement:
+        """Return what is known before anything is measured."""
+        split, horizon = self.source.split, self.costs.horizon()
+        left = horizon.trained if split.name == "train" else horizon.evaluated
+        epochs_left, until_move, passed = left(passes=split.passes_per_epoch)
+        return CostMeasurement(
+            image_seconds=0.0,
+            prefix_seconds=0.0,
+            suffix_seconds=0.0,
+            batch_rows=self.source.recipe.batch_rows,
+            rows=len(split.ids),
+            views=split.num_views,
+            row_bytes=0,
+            epochs_left=epochs_left,
+            epochs_until_move=until_move,
+            passed=passed,
+            present=shares.present,
+            sources=shares.sources,
+            rows_rewritten=shares.rows_to_complete,
+            all_at_once=self.source.shared,
+            memory_bytes=self.costs.memory_bytes,
+            rates=FREE_OF_CHARGE,
+        )
+
+    def _measured(self, shares: Shares, *, rated: bool) -> CostMeasurement:
+        """Return the outline with what a batch costs, and if `rated` the directory."""
+        trial, recipe = self._trial, self.source.recipe
+        stored = recipe.stored or (trial.dtype if trial else None)
+        row_bytes = trial.row_elements * stored.itemsize if trial and stored else 0
+        probed = (self.costs.directory, row_bytes or PROBED_ROW_BYTES, recipe.batch_rows)
+        found = replace(
+            self._outline(shares),
+            image_seconds=self._image_seconds,
+            prefix_seconds=max(0.0, self.timer.seconds_per_batch() - self._image_seconds),
+            suffix_seconds=self.costs.suffix_seconds() if self.source.split.name == "train" else 0.0,
+            row_bytes=row_bytes,
+            rates=rates_of(*probed) if rated else FREE_OF_CHARGE,
+        )
+        spares = self._seconds_at.get(shares.source_cut, 0.0) - found.read_seconds
+        return replace(found, source_spares=max(0.0, min(spares, found.compute_seconds)))

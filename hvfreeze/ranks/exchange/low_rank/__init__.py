@@ -1,1 +1,0 @@
-"""Gradients as matrices of low rank (PowerSGD)."""

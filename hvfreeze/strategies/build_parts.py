@@ -1,0 +1,184 @@
+"""Parts that several strategies are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.resources import memory_budget
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import TEXT_STRATEGIES, CacheConfig, FreezeConfig, OptimizerConfig, StrategyConfig
+from hvfreeze.data.views import blank, seen_shape
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.gradients import Join
+from hvfreeze.freezing.vote import Voter, coverage
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, segment_bytes, work_of
+from hvfreeze.optim import open_optimizer
+from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
+from hvfreeze.strategies.base import BuildContext
+
+
+def open_cost_inputs(
+    context: BuildContext, settings: CacheConfig, optimizer: OptimizerConfig, freezer: Freezer, *, size: int
+) -> CostInputs:
+    """Return the costs by which the cache is planned; training and evaluation pay from its one budget.
+
+    --cache-limit is shared by `size` ranks.
+    """
+    directory, per_epoch = context.cache_directory(settings), context.corpus.plan.batches_per_epoch
+
+    def batches_trained(steps: int) -> float:
+        return steps * per_epoch / optimizer.steps_per_epoch(per_epoch)
+
+    def horizon() -> Horizon:
+        epoch = freezer.cadence.epoch(freezer.step)
+        return Horizon(freezer.epochs_left, freezer.epochs_until_move(), epoch)
+
+    return CostInputs(
+        horizon=horizon,
+        suffix_seconds=lambda: suffix_seconds(context.clock, batches=batches_trained(freezer.step)),
+        budget=open_budget(settings, directory, size=size),
+        directory=directory,
+        memory_bytes=memory_budget(context.world.local_size),
+    )
+
+
+def example_images(context: BuildContext, *, rows: int) -> Tensor:
+    """Return black images, or empty windows, of a training batch's shape and memory format; see `blank`."""
+    return blank(seen_shape(context.corpus.train.image_shape, context.feed.images.transform.image_size), rows=rows)
+
+
+def open_segments(
+    context: BuildContext,
+    settings: StrategyConfig,
+    measure: Callable[[], Sequence[float]],
+    *,
+    depth: int,
+    parts: int,
+) -> tuple[Segment, ...]:
+    """Return at most `parts` segments of the first `depth` blocks, the same on all ranks. Collective.
+
+    They are alike by --cut-by, or begin at --cut-at. `measure` returns each block's seconds; only rank 0's count.
+
+    Raises:
+        UsageError: --cut-at does not fit.
+    """
+    by, starts = settings.cut_by or "compute", settings.starts()
+    if by == "given":
+        return raise_on_all_ranks(context.world, lambda: cut_at(starts, depth=depth, parts=parts), name="cutting.given")
+    return cut_evenly(block_costs(context, settings, measure)[:depth], parts=parts)
+
+
+def block_costs(
+    context: BuildContext, settings: StrategyConfig, measure: Callable[[], Sequence[float]]
+) -> Sequence[float]:
+    """Return each block's cost by --cut-by, seconds where cuts are given; the same on all ranks. Collective."""
+    world, chain, by = context.world, context.chain, settings.cut_by
+    depth = len(chain.blocks)
+    if by == "params":
+        return [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)]
+    if by == "count":
+        return [1.0] * depth
+    # Times differ between ranks and runs; where the cut is changes no bit.
+    return world.broadcast_object(list(measure()) if world.rank == 0 else [], name="cutting.seconds")
+
+
+def counted_costs(context: BuildContext, images: Tensor, by: str) -> list[float]:
+    """Return each block's cost by --cut-by where cuts decide what is trained: no clock does, so equal runs are equal.
+
+    `images` are an example, of any number of samples.
+    """
+    chain = context.chain
+    if by == "params":
+        return [float(segment_bytes(chain, (block, block + 1))) for block in range(len(chain.blocks))]
+    return [1.0] * len(chain.blocks) if by == "count" else [float(each) for each in work_of(chain, images)]
+
+
+def open_freezer(
+    context: BuildContext,
+    named: Iterable[tuple[str, nn.Parameter]],
+    settings: OptimizerConfig,
+    freeze: FreezeConfig,
+    *,
+    world: World,
+    held: Segment | None = None,
+    join: Join = list,
+) -> Freezer:
+    """Return the freezer of `named` parameters, which `world` exchanges and votes on.
+
+    Raises:
+        UsageError: the freeze settings do not fit the model or the number of ranks.
+    """
+    corpus, chain = context.corpus, context.chain
+    head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
+    (head_lr,) = settings.head_rates() or [settings.lr]
+    steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
+    # A rank that holds some blocks only cannot run the others.
+    weighs = held is None and "coherence" in freeze.criteria()
+    labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[context.replica])]
+    return Freezer(
+        chain,
+        optimizer=open_optimizer(named, settings, head=head, head_lr=head_lr),
+        reducer=Reducer(world, compression=settings.compression),
+        world=world,
+        settings=freeze,
+        cadence=Cadence.of(freeze, steps_per_epoch=steps, num_epochs=context.length.epochs, plan=context.length),
+        voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
+        held=held,
+        join=join,
+        work=work_of(chain, example_images(context, rows=1)) if weighs else (),
+    )
+
+
+def check_not_tied(context: BuildContext, *, strategy: str) -> None:
+    """Refuse a model whose ends share parameters, where a strategy trains them apart."""
+    if context.chain.tied:
+        raise UsageError(
+            f"--strategy ({strategy}) must be {', '.join(TEXT_STRATEGIES)} with this model: its first and its last "
+            f"block share {context.chain.tied[0]}, which one rank must train as a whole"
+        )
+
+
+@torch.no_grad()
+def check_rows(context: BuildContext, *, start: int, rows: int, asked: str) -> None:
+    """Refuse batches of one sample where a block from `start` on, which train, would normalise a single value of it.
+
+    `rows` are the samples of the smallest training batch, `asked` names the settings that make them so many. Running
+    statistics and modes stay as they are.
+
+    Raises:
+        UsageError: such a block's BatchNorm could not be trained.
+    """
+    if rows > 1:
+        return
+    chain, images = context.chain, example_images(context, rows=1)
+    single, hooks = [], []
+
+    def look(module: Any, given: Any) -> None:
+        if given[0].numel() == given[0].shape[1]:
+            single.append(module)
+
+    try:
+        for module in chain.modules(start):
+            if isinstance(module, _BatchNorm):
+                hooks.append(module.register_forward_pre_hook(look))
+        with in_evaluation(chain.model):
+            chain.run(images, 0, len(chain.blocks))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if single:
+        name = next(name for name, module in chain.model.named_modules() if module is single[0])
+        raise UsageError(
+            f"{asked} must leave at least 2 samples to a batch with images of {images.shape[2]}x{images.shape[3]} "
+            f"pixels: BatchNorm {name} would normalise a single value; or give a larger --image-size"
+        )

@@ -1,0 +1,312 @@
+"""The compression of gradients, chosen by measurement: the network's costs, the steps' and, with `auto`, trials.
+
+The network is measured before training, a rank's own steps in the first few, which are exchanged in full precision
+anyway. Then rank 0 forecasts a step with each compression, and with `auto` chooses, and tries in a few steps each
+whether those that change more are faster; when the cut has moved it chooses again, from the same measurements. Clocks
+decide here, so the choice is in the record and in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hvfreeze.comm.compression_cost import (
+    CANDIDATES,
+    CHOSEN,
+    EXPOSED_SHARE,
+    Forecast,
+    Network,
+    Steps,
+    batches_that_hide,
+    choose,
+    first_of_the_shortest,
+    forecast,
+    made_unlike,
+    measure_network,
+    own_seconds,
+    worth_trying,
+)
+from hvfreeze.comm.gradient_exchange import messages_of
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import World
+from hvfreeze.runs.clock import BESIDE_TRAINING, PhaseClock
+
+TRIED_STEPS = 4
+"""Of each compression in a round; the first, which lays out anew, does not count."""
+ROUNDS = 3
+"""A node that has other work for a few steps takes them from one compression only: of three rounds the median tells."""
+NEAR = 1.25
+"""What takes so many times the shortest steps in both of the first rounds is not tried again."""
+
+
+class CompressionTrial:
+    """Tries compressions in rounds, and keeps the first of the shortest steps.
+
+    A forecast knows what a rank computes and what the network carries. It does not know what ranks that share a
+    processor's memory take from each other, nor what a message costs the processor that sends it; steps do. Every
+    other round goes backwards: a pace that changes steadily favours none.
+
+    `names` are in order of how much they change; the first is the forecast's choice, and one alone is not tried.
+    `rounds` are seconds of the steps tried already, by round.
+    """
+
+    def __init__(self, names: Sequence[str], rounds: Sequence[Mapping[str, float]] = ()) -> None:
+        self._names = tuple(names)
+        self._rounds = [dict(each) for each in rounds]
+
+    @property
+    def over(self) -> bool:
+        """Whether `now` stays."""
+        return self._next is None
+
+    @property
+    def now(self) -> str:
+        """What the next steps are exchanged by."""
+        if self._next is not None:
+            return self._next[1]
+        medians = self.medians
+        return (
+            first_of_the_shortest({name: medians[name] for name in self._left(ROUNDS)}) if medians else self._names[0]
+        )
+
+    @property
+    def medians(self) -> Mapping[str, float]:
+        """What has been tried, with the seconds of its steps: their median over rounds."""
+        taken = {name: [each[name] for each in self._rounds if name in each] for name in self._names}
+        return {name: statistics.median(seconds) for name, seconds in taken.items() if seconds}
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Count the TRIED_STEPS steps of `now`, and go on or stop: to be worth it, more change must save a part."""
+        assert self._next is not None, "the trial is over"
+        number, name = self._next
+        if number == len(self._rounds):
+            self._rounds.append({})
+        self._rounds[number][name] = statistics.median(seconds[1:])
+
+    @property
+    def _next(self) -> tuple[int, str] | None:
+        """The round that is under way and what is to be tried in it; None when the trial is over."""
+        for number in range(ROUNDS):
+            left = self._left(number)
+            if len(left) == 1:
+                return None
+            tried = self._rounds[number] if number < len(self._rounds) else {}
+            for name in reversed(left) if number % 2 else left:
+                if name not in tried:
+                    return number, name
+        return None
+
+    def _left(self, number: int) -> Sequence[str]:
+        """Return what a round tries: all in the first two, then what came near in one of them."""
+        if number < 2 or len(self._names) == 1:
+            return self._names
+        least = {name: min(self._rounds[0][name], self._rounds[1][name]) for name in self._names}
+        return [name for name in self._names if least[name] <= NEAR * min(least.values())]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the trial has come, as `CompressionTrial(**state)` takes it."""
+        return {"names": list(self._names), "rounds": [dict(each) for each in self._rounds]}
+
+
+LEAST_WATCHED = 3
+"""Steps of which a median says something."""
+MOST_STEPS = 1000
+"""Whose median is reported."""
+
+
+class CompressionChoice:
+    """Watches the first steps, forecasts, and has the reducer compress by the choice.
+
+    `asked` is --compression, `accumulate` the number of batches a step; `say` tells the user a line.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        clock: PhaseClock,
+        world: World,
+        network: Network,
+        *,
+        asked: str,
+        accumulate: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._reducer, self._clock, self._world, self._network = reducer, clock, world, network
+        self._asked, self._accumulate, self._say = asked, accumulate, say
+        self._trial: CompressionTrial | None = None
+        self._trying: list[float] = []
+        self._steps: Steps | None = None
+        self._forecasts: dict[str, Forecast] = {}
+        self._watched: list[tuple[dict[str, float], dict[str, float]]] = []
+        self._spent = clock.read()
+        self._unlike: frozenset[str] | None = None
+        """Compressions that auto must not choose; None until they are known."""
+        self._measured: deque[float] = deque(maxlen=MOST_STEPS)
+        self._carried = 0
+        self._moved = False
+
+    def after_step(self) -> None:
+        """Count a step; after the first few choose by forecast, then by what steps took. Collective."""
+        spent, before = self._clock.read(), self._spent
+        taken = {phase: spent[phase] - before[phase] for phase in spent if phase not in BESIDE_TRAINING}
+        self._spent = spent
+        if self._trial is None:
+            self._watched.append((taken, dict(self._reducer.ready_seconds)))
+            if self._reducer.steps >= self._reducer.uncompressed_steps and len(self._watched) >= LEAST_WATCHED:
+                # All wait for the slowest rank.
+                everyone = self._world.allgather_object(self._seen(), name="exchange.steps")
+                self._steps = max(everyone, key=lambda steps: steps.compute)
+                self._choose()
+                self._describe()
+        elif not self._trial.over:
+            self._try(sum(taken.values()), self._trial)
+        elif not self._moved:
+            self._measured.append(sum(taken.values()))
+
+    def follow(self) -> None:
+        """Choose anew for the parameters that are carried now. Collective."""
+        if self._trial is not None and len(self._reducer.carried) != self._carried:
+            self._moved = True
+            before, chosen = self._trial.now, self._choose().now
+            if chosen != before:
+                self._say(f"compression {chosen} at this cut, {before} before")
+
+    def report(self) -> dict[str, Any]:
+        """Return what was measured, forecast and chosen; seconds of a step are those at the first cut."""
+        line_rate = self._network.line_rate(self._world.size)
+        found: dict[str, Any] = {"bits_per_second": line_rate, "latency_seconds": self._network.latency_seconds}
+        if self._trial is not None:
+            # The first step after the choice lays out anew.
+            steps = list(self._measured)[1:]
+            found |= {
+                "compression": self._trial.now,
+                "tried": dict(self._trial.medians),
+                "forecast": {name: asdict(each) for name, each in self._forecasts.items()},
+                "step_seconds": statistics.median(steps) if steps else None,
+            }
+        return {"exchange": found}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was chosen and why."""
+        return {
+            "trial": None if self._trial is None else self._trial.state_dict(),
+            "trying": list(self._trying),
+            "watched": list(self._watched) if self._trial is None else [],
+            "network": asdict(self._network),
+            "steps": None if self._steps is None else asdict(self._steps),
+            "forecasts": {name: asdict(each) for name, each in self._forecasts.items()},
+            "moved": self._moved,
+            "carried": self._carried,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep to what was chosen; to be called before the reducer's state is put back, and after the clock's."""
+        self._spent = self._clock.read()
+        self._watched = [(taken, ready) for taken, ready in state.get("watched", ())]
+        if state.get("trial") is None:
+            return
+        self._trial, self._trying = CompressionTrial(**state["trial"]), list(state["trying"])
+        self._moved, self._carried = state["moved"], state["carried"]
+        self._network, self._steps = Network(**state["network"]), Steps(**state["steps"])
+        self._forecasts = {name: Forecast(**each) for name, each in state["forecasts"].items()}
+        if self._asked == "auto":
+            self._reducer.compression = self._trial.now
+
+    def _seen(self) -> Steps:
+        """Return this rank's own steps; those in which memory and libraries come up to speed do not count."""
+        watched = self._watched[len(self._watched) // 3 :]
+        ready = {
+            name: statistics.median(times[name] for _, times in watched if name in times) for name in watched[-1][1]
+        }
+        backward = statistics.median(taken["backward"] for taken, _ in watched) / self._accumulate
+        computing = statistics.median(sum(taken.values()) - taken["allreduce"] for taken, _ in watched)
+        # Halves are made in the backward pass, and from the first step on.
+        own = own_seconds(self._reducer.carried, "fp16") if self._asked == "fp16" else 0.0
+        return Steps(ready=ready, backward=backward - own, rest=computing - backward)
+
+    def _choose(self) -> CompressionTrial:
+        """Forecast a step with each compression on rank 0; all ranks begin with what it chooses. Collective."""
+        found: tuple[dict[str, Forecast], tuple[str, ...]] | None = None
+        if self._asked == "auto" and self._unlike is None:
+            self._unlike = made_unlike(self._reducer.carried, CHOSEN, self._world)
+            if self._unlike:
+                self._say("powersgd is left out: ranks have unlike processors or threads, and replicas would differ")
+        if self._world.rank == 0:
+            forecasts, asked = self._forecast(), (self._asked,)
+            free = {name: forecasts[name] for name in CHOSEN if name not in (self._unlike or ())}
+            found = forecasts, worth_trying(free, choose(free)) if self._asked == "auto" else asked
+        chosen = self._world.broadcast_object(found, name="exchange.chosen")
+        assert chosen is not None
+        forecasts, names = chosen
+        if not self._moved:
+            self._forecasts = forecasts
+        self._trial, self._trying, self._carried = CompressionTrial(names), [], len(self._reducer.carried)
+        self._use(self._trial.now)
+        return self._trial
+
+    def _try(self, seconds: float, trial: CompressionTrial) -> None:
+        """Count a step of what is tried; after enough, all ranks go on as rank 0's clock says. Collective then."""
+        self._trying.append(seconds)
+        if len(self._trying) == TRIED_STEPS:
+            trial.add(self._world.broadcast_object(self._trying, name="exchange.tried"))
+            self._trying = []
+            self._use(trial.now)
+            if trial.over:
+                medians = ", ".join(f"{name} {1e3 * median:.0f}" for name, median in trial.medians.items())
+                self._say(f"a step with what was tried, ms: {medians}; {trial.now} is kept")
+
+    def _use(self, compression: str) -> None:
+        """Exchange by it from the next step on, where --compression leaves that open."""
+        if self._asked == "auto" and compression != self._reducer.compression:
+            self._reducer.compress(compression)
+
+    def _forecast(self) -> dict[str, Forecast]:
+        assert self._steps is not None
+        named, size, bucket_bytes = self._reducer.carried, self._world.size, self._reducer.bucket_bytes
+        names, found = [name for name, _ in named], {}
+        for compression in dict.fromkeys([*CANDIDATES, *([] if self._asked == "auto" else [self._asked])]):
+            messages = messages_of(named, compression=compression, size=size, bucket_bytes=bucket_bytes)
+            own = own_seconds(named, compression)
+            found[compression] = forecast(messages, names, self._steps, self._network, own_seconds=own)
+        return found
+
+    def _describe(self) -> None:
+        """Tell the user the network's costs, and a remedy."""
+        assert self._steps is not None and self._trial is not None
+        chosen = self._trial.now
+        rate, milliseconds = self._network.line_rate(self._world.size) / 1e6, 1e3 * self._network.latency_seconds
+        steps = ", ".join(
+            f"{name} {1e3 * each.step:.0f}" + (f" ({1e3 * each.exposed:.0f} waiting)" if each.exposed > 5e-4 else "")
+            for name, each in self._forecasts.items()
+        )
+        is_chosen = " is chosen" if self._asked == "auto" else ""
+        self._say(f"network: {rate:.0f} Mbit/s from each rank through the exchange, {milliseconds:.1f} ms a message")
+        self._say(f"a step with each compression, ms: {steps}; {chosen}{is_chosen}")
+        exposed, compute = self._forecasts[chosen].exposed, self._steps.compute
+        if exposed > EXPOSED_SHARE * compute:
+            number = batches_that_hide(exposed, compute / self._accumulate)
+            self._say(
+                f"waiting for the exchange takes {100 * exposed / (exposed + compute):.0f} % of a step; with "
+                f"--accumulate {number} it would take a tenth, of steps of {number} batches each"
+            )
+
+
+def open_compression_choice(
+    reducer: Reducer,
+    clock: PhaseClock,
+    world: World,
+    *,
+    asked: str,
+    accumulate: int,
+    say: Callable[[str], None],
+) -> CompressionChoice | None:
+    """Return the run's, after measuring the network; None on one machine unless --compression auto asks. Collective."""
+    several_nodes = any(size < world.size for size in world.allgather_object(world.local_size, name="exchange.nodes"))
+    if world.size == 1 or not (several_nodes or asked == "auto"):
+        return None
+    network = measure_network(world)
+    return CompressionChoice(reducer, clock, world, network, asked=asked, accumulate=accumulate, say=say)

@@ -1,0 +1,409 @@
+"""Plain data parallelism, the default: every rank holds the whole model, and ranks vote which blocks are frozen.
+
+    prefix (cached or computed, no gradient) -> suffix -> loss -> backward while gradients travel -> update -> vote
+
+Replicas start equal and change only by averaged gradients and by decisions that all ranks take alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.low_rank import pool_into
+from hvfreeze.comm.reducer import Signals
+from hvfreeze.comm.replica_sync import check_replicas, pooled_statistics, running_statistics
+from hvfreeze.comm.resources import memory_budget
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Batch, TrainFeed
+from hvfreeze.errors import NumericsError, UsageError
+from hvfreeze.freezing.coherence import LEAST_PARTS, batches_of_a_look
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.heads.multilevel import head_of
+from hvfreeze.heads.rows import RowsOfBatches
+from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.solve import solve, times_asked_for
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
+from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
+from hvfreeze.prefix.splits import Recipe
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, WholeModel
+from hvfreeze.strategies.build_parts import check_rows, open_cost_inputs, open_freezer
+from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
+
+
+def open_data_parallel(context: BuildContext, config: Config) -> DataParallel:
+    """Return the strategy for a run. Collective.
+
+    Raises:
+        UsageError: the freeze settings or the batch do not fit the model or the world; on all ranks.
+    """
+    check_arithmetic(context, config.optimizer)
+    return open_replicas(context, config, exchanging=context.world)
+
+
+def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -> DataParallel:
+    """Return replicas whose gradients are averaged over `exchanging`, which votes too. Collective, of all ranks.
+
+    Raises:
+        UsageError: the freeze settings or the batch do not fit the model or the world; on all ranks.
+    """
+    world, settings = context.world, config.optimizer
+    if not config.head.solved:
+        start, asked = config.freeze.cut or 0, f"--batch-size ({settings.batch_size})"
+        check = partial(check_rows, context, start=start, rows=settings.batch_size, asked=asked)
+        raise_on_all_ranks(world, check, name="rows")
+    named = context.chain.model.named_parameters()
+    freezer = raise_on_all_ranks(
+        world, lambda: open_freezer(context, named, settings, config.freeze, world=exchanging), name="freezer"
+    )
+    halves = Halves(context.chain, settings.precision)
+    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
+    costs = open_cost_inputs(context, config.cache, settings, freezer, size=world.size)
+    terms = CacheTerms(
+        settings=config.cache,
+        data=config.data,
+        world=world,
+        outlook=costs,
+        owner=str(context.directory),
+        say=context.say,
+    )
+    passes = passes_to_solve(context, memory_bytes=costs.memory_bytes) if config.head.solved else 1.0
+    trained = context.trained(passes_per_epoch=passes)
+    tested = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
+    return DataParallel(
+        freezer,
+        halves,
+        training=open_features(terms, halves.rows_of(trained, recipe), clock=context.clock),
+        # Seconds of an evaluation are counted as a whole, by the loop.
+        evaluation=open_features(terms, halves.rows_of(tested, recipe), clock=PhaseClock()),
+        update=Update(freezer.optimizer, settings),
+        objective=Objective(
+            smoothing=settings.label_smoothing,
+            mixup=settings.mixup,
+            seed=config.data_seed,
+            replica=context.replica,
+        ),
+        compression=None
+        if config.head.solved
+        else open_compression_choice(
+            freezer.reducer,
+            context.clock,
+            exchanging,
+            asked=settings.compression,
+            accumulate=settings.accumulate,
+            say=context.say,
+        ),
+        clock=context.clock,
+        feed=context.feed,
+        advice=advice_on(settings),
+    )
+
+
+def advice_on(settings: OptimizerConfig) -> str:
+    """Return what a user may try where training has diverged."""
+    advice = "lower --lr, or add --lr-warmup or --clip-grad"
+    if settings.compression != "none":
+        advice += f", or train without --compression {settings.compression}"
+    return advice
+
+
+def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
+    """Refuse ranks whose norms of equal tensors have other bits, where updates depend on norms. Collective."""
+    if not needs_equal_arithmetic(settings):
+        return
+    mine = arithmetic_of(tuple(parameter.shape) for parameter in context.chain.model.parameters())
+    digests = context.world.allgather_object(mine, name="arithmetic")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        error = UsageError(
+            f"--clip-grad and --optimizer lars: rank {odd[0]} computes other norms than rank 0 from equal numbers, and "
+            "replicas would drift apart; give all ranks equal processors and --threads, or use sgd or adamw unclipped"
+        )
+        error.everywhere = True
+        raise error
+
+
+def passes_to_solve(context: BuildContext, *, memory_bytes: int) -> float:
+    """Return how often all samples are asked for while the head is solved."""
+    layer, batches = head_of(context.chain), context.feed.every_view()
+    views = max(1, context.feed.images.transform.augment.num_views)
+    return float(views * times_asked_for(batches, layer, memory_bytes=memory_bytes))
+
+
+@dataclass(eq=False)
+class DataParallel:
+    """Trains equal replicas; see `Strategy` for what its methods promise."""
+
+    freezer: Freezer
+    """Decides the cut; holds the chain, the optimizer, the reducer and the world."""
+    halves: Halves
+    training: Features
+    evaluation: Features
+    update: Update
+    objective: Objective
+    compression: CompressionChoice | None
+    clock: PhaseClock
+    """Where the seconds of a step go."""
+    feed: TrainFeed
+    """The samples, for looks at what frozen blocks would gain."""
+    advice: str
+    """What a user can do about numbers that are not finite."""
+    _solved: dict[str, Any] = field(default_factory=dict)
+    _began: bool = False
+    """Moves before the first epoch, of a start or a resumption, are followed when the model is in place."""
+
+    def __post_init__(self) -> None:
+        self.chain, self.optimizer, self.reducer = self.freezer.chain, self.freezer.optimizer, self.freezer.reducer
+        self.freezer.prefix.on_move(self._follow_cut)
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self.freezer.cut
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The one model."""
+        return (MODEL,)
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches. Collective."""
+        self.take_place()
+        (self.training if training else self.evaluation).begin_epoch(batches)
+
+    def take_place(self) -> None:
+        """Let features follow the cut that the run begins with, once the model is what it begins with. Collective."""
+        if not self._began:
+            self._began = True
+            self._follow_cut()
+
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Make one optimizer step. Collective."""
+        clock, count, logits_of, value = self.clock, len(batches), [], 0.0
+        for number, batch in enumerate(batches, 1):
+            clock.enter("forward")
+            self.halves.be_in_mode(training=True)
+            seen = self.objective.mix(self.training.of(batch), batch.labels, step=self.freezer.step, number=number)
+            logits = self.halves.suffix(seen.features, self.training.cut).float()
+            loss = self.objective.loss(logits, seen) / count
+            value += loss.item()
+            logits_of.append(logits.detach())
+
+            clock.enter("backward")
+            if number == 1:
+                self.reducer.begin(passes=count)
+            if number == count:
+                # All ranks: the signals, then each bucket of gradients, travel while the last backward pass runs.
+                self.reducer.signal(nonfinite=not math.isfinite(value), leave=leave)
+            loss.backward()
+        clock.enter("allreduce")
+        signals = self.reducer.finish()
+        self._stop_unless_finite(signals)
+
+        clock.enter("optimizer")
+        self.update.make(rate)
+
+        if self.freezer.looks:
+            clock.enter("vote")
+            self._look()
+
+        # All ranks, at the end of an interval: the vote, and the same cut in the same step.
+        clock.enter("vote")
+        decision = self.freezer.after_step(value)
+        clock.enter("data")
+        if self.compression is not None:
+            self.compression.after_step()
+        answers = {MODEL: Answers(joined(logits_of), joined([batch.labels for batch in batches]))}
+        return StepResult(losses={MODEL: value}, answers=answers, leave=bool(signals.leave), decision=decision)
+
+    def solve_head(
+        self,
+        batches: Sequence[Batch],
+        *,
+        held_out: NDArray[np.bool_],
+        trained: bool,
+        compare_mirrored: bool,
+        stop: Callable[[int], bool],
+        add: Callable[[Answers, float], None],
+    ) -> Solution | None:
+        """Solve the head on the features of `batches`; see `SolvesHeads`. Collective."""
+        self.begin_epoch(batches)
+        world, layer = self.freezer.world, head_of(self.chain)
+        rows = RowsOfBatches(
+            batches,
+            self.training.of,
+            expect=self.training.expect,
+            width=layer.in_features,
+            held_out=held_out,
+            mirrored=self.training.images.mirrored,
+            memory_bytes=memory_budget(world.local_size),
+        )
+        with self.clock.within("optimizer"):
+            fit = solve(
+                rows,
+                layer,
+                world=world,
+                trained=trained,
+                compare_mirrored=compare_mirrored,
+                stop=stop,
+                count=lambda *of: add(Answers(*of[:2]), of[2]),
+            )
+        if fit is not None:
+            self.reducer.payload_bytes += fit.exchanged_bytes
+            self._solved = {"head": fit.summary()}
+        return fit
+
+    def settle(self) -> None:
+        """Average the running statistics; everything else is equal on all ranks after every step. Collective."""
+        self.freezer.average_statistics()
+
+    def predict(self, batch: Batch) -> dict[str, Answers]:
+        """Return the logits of an evaluation batch. Not a collective."""
+        self.halves.be_in_mode(training=False)
+        with torch.no_grad():
+            logits = self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
+        return {MODEL: Answers(logits, batch.labels)}
+
+    def check(self, *, step: int) -> str:
+        """Return the digest of the model; raise where replicas differ. Collective."""
+        return check_replicas(self.chain.model, self.freezer.world, step=step)
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the model, which every rank holds."""
+        yield WholeModel(MODEL, self.chain.model.state_dict())
+
+    def state_dict(self) -> State:
+        """Return the model and the optimizer, which ranks share, and this rank's statistics and accumulators."""
+        shared = {
+            "model": self.chain.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "solved": self._solved,
+            "exchange": {} if self.compression is None else self.compression.state_dict(),
+            "bytes": [self.reducer.payload_bytes, self.reducer.other_bytes],
+        }
+        own = {
+            "statistics": [tensor.clone() for tensor in self._statistics()],
+            "freezer": self.freezer.state_dict(),
+            "reducer": self.reducer.state_dict(),
+        }
+        return State(shared, own)
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of the same rank."""
+        self._began = False
+        # The freezer first: it takes frozen parameters out of the optimizer, whose state then fits.
+        self.freezer.load_state_dict(state.own["freezer"])
+        self.chain.model.load_state_dict(state.shared["model"])
+        self.optimizer.load_state_dict(state.shared["optimizer"])
+        for tensor, saved in zip(self._statistics(), state.own["statistics"], strict=True):
+            tensor.copy_(saved)
+        self.reducer.payload_bytes, self.reducer.other_bytes = state.shared["bytes"]
+        if self.compression is not None:
+            self.compression.load_state_dict(state.shared["exchange"])
+        self.reducer.load_state_dict(state.own["reducer"])
+        self.freezer.prefix.seal()
+        self._solved = state.shared["solved"]
+
+    def repartitioned(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the same state for each rank: the ranks' own states, pooled. Not a collective."""
+        yield from repeat(pooled(owns, restep=restep), size)
+
+    def report(self) -> dict[str, Any]:
+        """Return the cut's history, the exchanged bytes, and what the cache did. Collective."""
+        return {
+            "allreduce_bytes": self.reducer.payload_bytes,
+            "other_collective_bytes": self.reducer.other_bytes,
+            "cut_history": self.freezer.cut_history,
+            "cache": self.training.report(),
+            **({} if self.compression is None else self.compression.report()),
+            **self._solved,
+        }
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        self.training.close()
+        self.evaluation.close()
+        # Hooks on gradients would count another strategy's backward passes over the same model.
+        self.reducer.carry([])
+
+    def _statistics(self) -> list[Tensor]:
+        return [tensor for pair in running_statistics(self.chain.modules()) for tensor in pair]
+
+    def _stop_unless_finite(self, signals: Signals) -> None:
+        """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""
+        if signals.nonfinite:
+            what = f"the loss is not finite on {signals.nonfinite} of {self.freezer.world.size} ranks"
+        elif not self.reducer.gradients_are_finite():
+            what = "the gradients are not finite"
+        else:
+            return
+        step = self.freezer.step
+        raise NumericsError(
+            f"step {step}: {what}; no update was made; {self.advice}, and go on from the last checkpoint"
+        )
+
+    def _look(self) -> None:
+        """Let the freezer see what frozen blocks would gain, from images, whatever is cached. Not a collective."""
+        cadence = self.freezer.cadence
+        count = batches_of_a_look(cadence.interval)
+        parts = max(2, LEAST_PARTS // count)
+
+        def losses() -> Iterator[Tensor]:
+            for batch in self.feed.epoch(cadence.epoch(self.freezer.step))[:count]:
+                images = self.feed.images.load(batch.ids, batch.views)
+                for part, labels in zip(images.chunk(parts), batch.labels.chunk(parts), strict=True):
+                    logits = self.halves.part(part, 0, len(self.chain.blocks)).float()
+                    yield functional.cross_entropy(logits, labels)
+
+        with in_evaluation(self.chain.model):
+            self.freezer.look(losses())
+
+    def _follow_cut(self) -> None:
+        """Let both splits' activations, and the choice of compression, follow the cut. Collective."""
+        if self._began:
+            for features in (self.training, self.evaluation):
+                features.move(self.freezer.prefix.cuts)
+            if self.compression is not None:
+                self.compression.follow()
+
+
+def pooled(owns: Iterable[dict[str, Any]], *, restep: Callable[[int], int]) -> dict[str, Any]:
+    """Return the state with which every rank of another number of ranks goes on; see `Strategy.repartitioned`.
+
+    Running statistics are those of all ranks' batches together. Errors that compression keeps are averaged, so that
+    they add to the average over ranks what they would have added.
+    """
+    result: dict[str, Any] = {}
+    statistics = []
+    for number, own in enumerate(owns, 1):
+        statistics.append(own["statistics"])
+        if number == 1:
+            result = {**own, "freezer": Freezer.redealt(own["freezer"], restep=restep)}
+        else:
+            for kept in ("low_rank", "owed"):
+                pool_into(result["reducer"].get(kept, {}), own["reducer"].get(kept, {}), number=number)
+    columns = list(zip(*statistics, strict=True))
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    return {**result, "statistics": [tensor for pair in pairs for tensor in pooled_statistics(*pair)]}
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensors one after the other; one alone as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

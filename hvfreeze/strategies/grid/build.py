@@ -1,0 +1,302 @@
+"""From a configuration to the strategy: each rank's place, its blocks, and what trains them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.mesh import open_line, open_mesh
+from hvfreeze.comm.point_to_point import open_wire
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import VOTE_WEIGHTS
+from hvfreeze.config.tree import Config
+from hvfreeze.data.decoding import Inputs
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.gradients import Join
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import state_kept
+from hvfreeze.model.segments import Boundary, RunBlocks, Segment
+from hvfreeze.optim import Objective
+from hvfreeze.prefix.cache_decision import CostInputs
+from hvfreeze.prefix.features import Halves
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.base import BuildContext
+from hvfreeze.strategies.build_parts import (
+    block_costs,
+    check_not_tied,
+    check_rows,
+    example_images,
+    open_cost_inputs,
+    open_freezer,
+    open_segments,
+)
+from hvfreeze.strategies.grid.cached_rows import ERRANDS, CachedRows, FrozenDigests, RemotePrefix, keeps_rows
+from hvfreeze.strategies.grid.partitioning import (
+    MOVING,
+    GridFacts,
+    LocalStage,
+    Partitioning,
+    Place,
+    shorter_lines,
+    sizes_of,
+)
+from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline
+from hvfreeze.strategies.grid.strategy import Grid
+
+
+def open_grid(context: BuildContext, config: Config) -> Grid:
+    """Return the strategy for a run. Collective.
+
+    Raises:
+        UsageError: settings do not fit each other, the model or the world; on all ranks.
+    """
+    world, chain, settings = context.world, context.chain, config.optimizer
+    facts = raise_on_all_ranks(world, lambda: facts_of(config, context), name="grid.settings")
+    halves = Halves(chain, settings.precision)
+    trials = raise_on_all_ranks(world, lambda: try_sizes(context, config, halves, facts), name="grid.trial")
+
+    def seconds() -> Sequence[float]:
+        return trials[min(trials)].seconds
+
+    segments = open_segments(context, config.strategy, seconds, depth=len(chain.blocks), parts=facts.parts)
+    raise_on_all_ranks(world, lambda: check_segments(segments, facts, config, chain), name="grid.segments")
+    costs = block_costs(context, config.strategy, seconds)
+    places = open_places(world, facts, observing=observes(config))
+    boundaries = {rows: trial.boundaries for rows, trial in trials.items()}
+    introduce(context, facts, segments, boundaries[settings.batch_size])
+    keeps = raise_on_all_ranks(world, lambda: keeps_rows(config, facts, world), name="grid.rows")
+    wire = open_wire(world, [*LANES, EVALUATION, ERRANDS, MOVING])
+
+    def train(place: Place, segment: Segment) -> Freezer:
+        return open_freezer(
+            context,
+            chain.named_parameters(*segment),
+            settings,
+            config.freeze,
+            world=place.mesh.replica_world,
+            held=segment,
+            join=join_of(place.line),
+        )
+
+    opened = partial(
+        LocalStage,
+        facts,
+        Partitioning(segments),
+        places,
+        chain,
+        wire,
+        open_freezer=train,
+        settings=settings,
+        costs=costs,
+    )
+    stage = raise_on_all_ranks(world, opened, name="grid.freezer")
+    digests = FrozenDigests(world, chain)
+    cost_inputs: dict[Partitioning, CostInputs] = {}
+
+    def present_cost_inputs() -> CostInputs:
+        # Both splits pay from one budget.
+        now = stage.partitioning
+        if now not in cost_inputs:
+            cost_inputs[now] = open_cost_inputs(
+                context, config.cache, settings, stage.freezer, size=stage.mesh.replicas
+            )
+        return cost_inputs[now]
+
+    def remote(reader: int) -> RemotePrefix:
+        now = stage.partitioning.segments
+        return RemotePrefix(stage.mesh, now, reader, halves=halves, wire=wire, boundaries=boundaries)
+
+    def pipeline(name: str, images: Inputs, clock: PhaseClock) -> Pipeline:
+        return Pipeline(
+            stage=stage,
+            halves=halves,
+            boundaries=boundaries,
+            load=lambda batch: images.load(batch.ids, batch.views),
+            rows=CachedRows(name, context, config, stage, digests, remote, present_cost_inputs, clock, keeps),
+            objective=Objective(smoothing=settings.label_smoothing),
+            clock=clock,
+        )
+
+    both = context.feed.images, context.evaluated
+    # Seconds of an evaluation are counted as a whole, by the loop.
+    pipelines = pipeline("train", both[0], context.clock), pipeline("test", both[1], PhaseClock())
+    clock, say = context.clock, context.say
+    return Grid(facts, stage, pipelines, both, digests, world, clock, say, clip_grad=settings.clip_grad)
+
+
+def facts_of(config: Config, context: BuildContext) -> GridFacts:
+    """Return the grid's shape.
+
+    Raises:
+        UsageError: settings do not fit each other, or the model.
+    """
+    settings, rows, blocks = config.strategy, config.optimizer.batch_size, len(context.chain.blocks)
+    parts = settings.grid_parts(context.world.size)
+    check_settings(config)
+    if parts > 1:
+        check_not_tied(context, strategy="grid")
+    if parts > blocks:
+        raise UsageError(
+            f"--parts ({parts}) must be at most {blocks}, the blocks of {config.model.model} with --blocks "
+            f"{config.model.blocks}; use fewer parts, or finer --blocks"
+        )
+    number = settings.micro_batches or default_micro_batches(parts, rows=rows, repartitions=settings.redeals)
+    if number > rows:
+        raise UsageError(f"--micro-batches ({number}) must be at most --batch-size ({rows})")
+    asked = f"--micro-batches ({number}) of --batch-size ({rows})"
+    check_rows(context, start=config.freeze.cut or 0, rows=rows // number, asked=asked)
+    if settings.redeals and parts > 1 and not shorter_lines(parts, micro_batches=number):
+        factor = next(factor for factor in range(2, parts + 1) if parts % factor == 0)
+        raise UsageError(
+            f"--micro-batches ({number}) must be a multiple of {factor} with --redeal on and --parts "
+            f"{parts}: so many lines, or more, share a batch by whole micro-batches"
+        )
+    return GridFacts(
+        parts=parts,
+        replicas=context.world.size // parts,
+        micro_batches=number,
+        schedule=settings.pipeline or "1f1b",
+        cache=config.cache.cache,
+        repartitions=settings.redeals,
+    )
+
+
+def default_micro_batches(parts: int, *, rows: int, repartitions: bool) -> int:
+    """Return into how many micro-batches a batch of `rows` samples is divided."""
+    if parts == 1:
+        return 1
+    # Two samples at least: BatchNorm cannot normalise one.
+    number = max(1, min(2 * parts, rows // 2))
+    # As many lines as there were parts may come to share a batch.
+    return max(parts, number // parts * parts) if repartitions else number
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that do not go with a grid."""
+    optimizer, weight = config.optimizer, config.freeze.vote_weight
+    weight_fits = weight in VOTE_WEIGHTS or not config.strategy.redeals
+    kind = optimizer.compression.partition(":")[0]
+    for flag, value, fits, why in (
+        ("vote-weight", weight, weight_fits, "with --redeal on other ranks vote"),
+        ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
+        ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
+        ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
+    ):
+        if not fits:
+            raise UsageError(f"--{flag} ({value}) must be left out with --strategy grid: {why}")
+
+
+def check_segments(segments: Sequence[Segment], facts: GridFacts, config: Config, chain: Chain) -> None:
+    """Refuse cuts that leave a rank without parameters."""
+    if len(segments) < facts.parts:
+        raise UsageError(
+            f"--cut-at ({config.strategy.cut_at}) must be {facts.parts - 1} numbers with --parts {facts.parts}"
+        )
+    for start, stop in segments:
+        if not chain.named_parameters(start, stop):
+            names = ", ".join(block.name for block in chain.blocks[start:stop])
+            raise UsageError(
+                f"--parts ({facts.parts}): one part, {names}, has no parameters; cut it elsewhere (--cut-at)"
+            )
+
+
+TIMES = 3
+
+
+class BlockTrial(NamedTuple):
+    """The tensors between blocks for images of one shape, from before block 0, and each block's seconds."""
+
+    boundaries: tuple[Boundary, ...]
+    seconds: tuple[float, ...]
+    """Of each block, forward and backward, the least of `TIMES` times."""
+
+
+def try_sizes(context: BuildContext, config: Config, halves: Halves, facts: GridFacts) -> dict[int, BlockTrial]:
+    """Return a trial with each number of samples that goes through the line at once."""
+    images = example_images(context, rows=config.optimizer.batch_size)
+    rows = {*sizes_of(len(images), facts.micro_batches), len(images)}
+    return {number: try_blocks(context.chain, halves.part, images[:number]) for number in sorted(rows)}
+
+
+def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
+    """Try a training step with `images`, (B, C, H, W); parameters, buffers, modes and random state stay.
+
+    Raises:
+        UsageError: a block cannot train on so few images.
+    """
+    blocks = len(chain.blocks)
+    least, boundaries = [math.inf] * blocks, [Boundary.of(images)]
+    with state_kept(chain.model):
+        chain.model.train()
+        for _ in range(TIMES):
+            x, boundaries = images, boundaries[:1]
+            for block in range(blocks):
+                start = time.perf_counter()
+                x = one_block(run, x, block, name=chain.blocks[block].name)
+                least[block] = min(least[block], time.perf_counter() - start)
+                boundaries.append(Boundary.of(x))
+    for parameter in chain.model.parameters():
+        parameter.grad = None
+    return BlockTrial(tuple(boundaries), tuple(least))
+
+
+def one_block(run: RunBlocks, x: Tensor, block: int, *, name: str) -> Tensor:
+    """Return a block's output, without gradient, after a forward and a backward pass."""
+    try:
+        output = run(x.detach().requires_grad_(), block, block + 1)
+        output.backward(torch.ones_like(output))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"block {name} cannot train on micro-batches of {len(x)} samples ({error}); lower --micro-batches, or "
+            "raise --batch-size"
+        ) from error
+    return output.detach()
+
+
+def open_places(world: World, facts: GridFacts, *, observing: bool) -> dict[int, Place]:
+    """Return this rank's place in lines of every length that there may be, the run's first one first. Collective."""
+    shorter = shorter_lines(facts.parts, micro_batches=facts.micro_batches)
+    places = {}
+    # Now, and not when blocks change hands: a run that is resumed begins with the partitioning that it had.
+    for parts in [facts.parts, *(shorter if facts.repartitions else [])]:
+        mesh = open_mesh(world, partitions=parts)
+        places[parts] = Place(mesh, open_line(mesh) if parts > 1 and observing else None)
+    return places
+
+
+def observes(config: Config) -> bool:
+    """Tell whether ranks of a line must put together what they have observed."""
+    return config.freeze.freeze not in ("none", "static") or bool(config.freeze.shadow_names())
+
+
+def join_of(line: World | None) -> Join:
+    """Return what adds up the observations of a line's ranks, each of its own blocks."""
+    if line is None:
+        return list
+
+    def join(mine: Sequence[float]) -> list[float]:
+        summed: list[float] = line.allreduce_sum(torch.tensor(mine, dtype=torch.float64), name="grid.join").tolist()
+        return summed
+
+    return join
+
+
+def introduce(
+    context: BuildContext, facts: GridFacts, segments: tuple[Segment, ...], batch: Sequence[Boundary]
+) -> None:
+    """Tell the user each rank's part, and the bytes that the ranks of one line send for a batch."""
+    cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in segments)
+    # Activations one way, errors of the same shape the other, while nothing is frozen.
+    sent = sum(batch[start].num_bytes for start, _ in segments[1:])
+    context.say(
+        f"grid: parts {facts.parts} (blocks {cuts}), replicas {facts.replicas}, micro-batches {facts.micro_batches}, "
+        f"{facts.schedule}; bytes a step in a line: activations {sent}, errors {sent}"
+    )

@@ -1,0 +1,351 @@
+"""Cached rows of the frozen prefix's output: read by the first partition that trains, as its input.
+
+Cached rows move no byte: the ranks before their reader have nothing to do for such a micro-batch. Other rows come
+through the line as ever, and are kept as they pass. All ranks of a line learn at an epoch's start which micro-batches
+are cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.mesh import Mesh
+from hvfreeze.comm.point_to_point import Wire
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Batch
+from hvfreeze.data.decoding import Inputs
+from hvfreeze.data.shards import Ids
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.segments import Boundary, Segment, tensors_of
+from hvfreeze.prefix.cache_decision import CostInputs
+from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
+from hvfreeze.prefix.splits import Recipe, RowSource
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.base import BuildContext
+from hvfreeze.strategies.grid.partitioning import GridFacts, LocalStage, Partitioning
+
+ERRANDS = "errands"
+"""The lane of remote forwards. Its messages: how many rows come next, none to end; their images; their output."""
+COUNT, IMAGES, OUTPUT = range(3)
+
+
+class RemotePrefix:
+    """Runs the prefix for the cache of partition `reader`, wherever its blocks lie.
+
+    `segments` are the blocks by partition, `boundaries` by the rows of a batch, and then by depth.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        segments: Sequence[Segment],
+        reader: int,
+        *,
+        halves: Halves,
+        wire: Wire,
+        boundaries: Mapping[int, Sequence[Boundary]],
+    ) -> None:
+        self._mesh, self._reader, self._segment = mesh, reader, segments[mesh.partition]
+        self._halves, self._wire, self._boundaries = halves, wire, boundaries
+        self._served = False
+        self.came: Tensor | None = None
+        """In a step: the tensor from the line, of which the next rows are computed."""
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """On the reader: let the ranks before this one, which are in `serve`, compute for it meanwhile."""
+        self._served = True
+        try:
+            yield
+        finally:
+            self._served = False
+            for partition in range(self._reader):
+                self._announce(partition, 0)
+            self._wire.drain()
+
+    def serve(self) -> None:
+        """On a rank before the reader: run its blocks for the reader's images, until it ends this."""
+        (start, stop), reader = self._segment, self._mesh.rank_of(self._reader)
+        while rows := int(self._wire.get((1,), dtype=torch.int64, source=reader, lane=ERRANDS, seq=COUNT)):
+            if self._mesh.before is None:
+                x = self._get(0, rows, source=reader, seq=IMAGES)
+            else:
+                x = self._get(start, rows, source=self._mesh.before, seq=OUTPUT)
+            assert self._mesh.after is not None, "the reader comes after"
+            self._put(stop, self._halves.prefix(x, start, stop), to=self._mesh.after, seq=OUTPUT)
+            self._wire.drain()
+
+    def load(self, images: Inputs, ids: Ids, views: Ids) -> Tensor:
+        """Return images, (B, C, H, W); none where their output has come already."""
+        return images.load(ids, views) if self.came is None else torch.empty(0)
+
+    def run(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return the output of frozen blocks start..stop-1 for `x`, which has start 0 where not all are held here.
+
+        Raises:
+            CacheFault: rows were stored, so that nothing of theirs has come, and they are stored no more.
+        """
+        own = self._segment[0]
+        if start < own:
+            x, start = self._brought(x), own
+        return self._halves.prefix(x, start, stop)
+
+    def _brought(self, images: Tensor) -> Tensor:
+        """Return the input of this rank's blocks for these images."""
+        if self.came is not None:
+            return self.came
+        if not self._served:
+            raise CacheFault(
+                "cached rows are lost in the middle of an epoch; go on from the last checkpoint (--resume)"
+            )
+        for partition in range(self._reader):
+            self._announce(partition, len(images))
+        self._put(0, images, to=self._mesh.rank_of(0), seq=IMAGES)
+        assert self._mesh.before is not None, "blocks before this rank's are held before it"
+        return self._get(self._segment[0], len(images), source=self._mesh.before, seq=OUTPUT)
+
+    def _announce(self, partition: int, rows: int) -> None:
+        self._wire.put(torch.tensor([rows]), to=self._mesh.rank_of(partition), lane=ERRANDS, seq=COUNT)
+
+    def _put(self, depth: int, x: Tensor, *, to: int, seq: int) -> None:
+        self._wire.put(self._boundaries[len(x)][depth].flat(x.detach()), to=to, lane=ERRANDS, seq=seq)
+
+    def _get(self, depth: int, rows: int, *, source: int, seq: int) -> Tensor:
+        boundary = self._boundaries[rows][depth]
+        shape = (boundary.num_elements,)
+        return boundary.formed(self._wire.get(shape, dtype=boundary.dtype, source=source, lane=ERRANDS, seq=seq))
+
+
+class FrozenDigests:
+    """Digests of the frozen blocks, wherever they lie."""
+
+    def __init__(self, world: World, chain: Chain) -> None:
+        self._world, self._chain = world, chain
+        self._known: list[str] = []
+
+    def learn(self, cut: int, held: Segment) -> None:
+        """Exchange the digests of the blocks that have frozen since; this rank has the blocks of `held`. Collective."""
+        del self._known[cut:]
+        known = len(self._known)
+        if known == cut:
+            return
+        blocks = range(max(held[0], known), min(held[1], cut))
+        mine = {block: digest_tensors(tensors_of(self._chain, (block, block + 1))) for block in blocks}
+        found: dict[int, str] = {}
+        for theirs in self._world.allgather_object(mine, name="grid.frozen"):
+            found |= theirs
+        self._known += [found[block] for block in range(known, cut)]
+
+    def forget(self) -> None:
+        """Learn all anew: other values were loaded."""
+        self._known.clear()
+
+    def of(self, blocks: int) -> str:
+        """Return the digest of the first `blocks` blocks; after `learn`."""
+        return hashlib.sha256("\n".join(self._known[:blocks]).encode()).hexdigest()
+
+
+def keeps_rows(config: Config, facts: GridFacts, world: World) -> bool:
+    """Tell whether rows may be cached; equal on all ranks.
+
+    Raises:
+        UsageError: settings do not fit each other.
+    """
+    settings, rows = config.cache, config.optimizer.batch_size
+    if settings.cache == "off" or not config.data.cacheable():
+        return False
+    if facts.repartitions and world.local_size < world.size and not settings.cache_shared:
+        raise UsageError(
+            "--redeal (on) must be used with --cache off or --cache-shared on several nodes: ranks read rows that "
+            "others have stored"
+        )
+    if rows % facts.micro_batches == 0:
+        return True
+    if settings.cache == "on":
+        raise UsageError(
+            f"--micro-batches ({facts.micro_batches}) must divide --batch-size ({rows}) with --cache on: rows are "
+            "computed in batches of one size"
+        )
+    return False
+
+
+@dataclass
+class CachedRows:
+    """Rows of one split, `train` or `test`, for this rank's line."""
+
+    name: str
+    context: BuildContext
+    config: Config
+    stage: LocalStage
+    digests: FrozenDigests
+    open_remote: Callable[[int], RemotePrefix]
+    """By the reader's partition."""
+    cost_inputs: Callable[[], CostInputs]
+    clock: PhaseClock
+    keeps: bool
+    """Whether rows may be cached; without, every batch comes in as images."""
+    depth: int = 0
+    """Frozen blocks whose output a row is; 0 while nothing is cached."""
+    reader: int = 0
+    """The partition that reads rows; 0 while nothing is cached."""
+    _opened: tuple[Partitioning, int] | None = None
+    _features: Features | None = None
+    _remote: RemotePrefix | None = None
+    _cuts: tuple[int, ...] = ()
+    _cached: frozenset[bytes] = frozenset()
+    _earlier: dict[str, Any] = field(default_factory=dict)
+    """The report of caches that were closed."""
+    _answers: bool = False
+    """Whether this rank reports for all readers."""
+    _lines: list[str] = field(default_factory=list)
+    """A reader's, for the user."""
+
+    def begin_epoch(self, batches: Sequence[Batch]) -> list[str]:
+        """Get ready for these batches, or micro-batches, of this rank's line; return lines for the user. Collective.
+
+        Raises:
+            CacheFault: something is wrong with the cache, and --cache-failure is `stop`; on all ranks.
+        """
+        self.depth, self.reader, self._cached = 0, 0, frozenset()
+        mesh, partitioning, cut = self.stage.mesh, self.stage.partitioning, self.stage.freezer.cut
+        if not self.keeps:
+            return []
+        if cut == 0:
+            self.digests.forget()
+            return []
+        world, reader = mesh.world, partitioning.partition_of(cut)
+        if self._opened != (partitioning, reader):
+            self._let_go()
+            self._opened, self._remote = (partitioning, reader), self.open_remote(reader)
+            self._answers = mesh.replica == 0
+        assert self._remote is not None
+        remote = self._remote
+        self.digests.learn(cut, self.stage.segment)
+
+        def work() -> None:
+            if mesh.partition < reader:
+                remote.serve()
+            elif mesh.partition == reader:
+                with remote.served():
+                    self._follow(remote).begin_epoch(batches)
+
+        # Collectives in there are the readers' own, and fail on all of them; the others hear it from the last message.
+        raise_on_all_ranks(world, work, name=f"grid.cache.{self.name}")
+        everyone = world.allgather_object((self._found(batches), list(self._lines)), name=f"grid.cached.{self.name}")
+        found, lines = everyone[mesh.rank_of(reader)][0], everyone[mesh.rank_of(reader, replica=0)][1]
+        readers = [mesh.rank_of(reader, replica=replica) for replica in range(mesh.replicas)]
+        if found is not None and all(everyone[rank][0] is not None for rank in readers):
+            self.depth, self.reader = cut, reader
+            self._cached = frozenset(key_of(batch) for batch, there in zip(batches, found, strict=True) if there)
+        self._lines.clear()
+        # All readers have the same to say.
+        return lines
+
+    def cached(self, batch: Batch) -> bool:
+        """Tell whether a batch is read, so that nothing of it comes through the line. Not a collective."""
+        return bool(self._cached) and key_of(batch) in self._cached
+
+    def read(self, batch: Batch, came: Tensor | None) -> Tensor:
+        """Return on the reader the features of a batch; `came` has come through the line where it is not cached.
+
+        Raises:
+            CacheFault: rows that were cached at the epoch's start are lost.
+        """
+        assert self._features is not None and self._remote is not None
+        self._remote.came = came
+        try:
+            return self._features.of(batch)
+        finally:
+            self._remote.came = None
+
+    def report(self) -> dict[str, Any] | None:
+        """Return this rank's part of summary.json's `cache`; one reader reports for all. Collective among readers."""
+        mine = None if self._features is None else self._features.report()
+        return merged(self._earlier, mine) if mine is not None and self._answers else self._earlier or None
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files. Not a collective."""
+        if self._features is not None:
+            self._features.close()
+
+    def _let_go(self) -> None:
+        """Close what another rank is to open. Collective."""
+        report = self.report()
+        self._earlier = {**report, "bytes": 0} if report is not None else {}
+        self._cuts = ()
+        # All ranks: the next readers read what was kept.
+        raise_on_all_ranks(self.stage.mesh.world, self.close, name=f"grid.cache.{self.name}.close")
+        self._features = None
+
+    def _follow(self, remote: RemotePrefix) -> Features:
+        """Return the features at the present cut. Collective among readers."""
+        if self._features is None:
+            self._features = self._open(remote)
+        cuts = self.stage.freezer.prefix.cuts
+        if self._cuts != cuts:
+            self._features.move(cuts)
+            self._cuts = cuts
+        return self._features
+
+    def _open(self, remote: RemotePrefix) -> Features:
+        """Open the cache; where lines share a replica's samples, each stores a part, and of `train` all read all."""
+        config, context, stage, rows = self.config, self.context, self.stage, self.config.optimizer.batch_size
+        if self.name == "train":
+            split = context.trained()
+            split = replace(split, ids=split.ids[stage.line :: stage.lines])
+            rows //= stage.facts.micro_batches
+        else:
+            split = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
+            # Lines share evaluation samples by whole batches.
+            split = replace(split, ids=split.ids[np.arange(len(split.ids)) // rows % stage.lines == stage.line])
+        source = RowSource(
+            split=split,
+            recipe=Recipe(batch_rows=rows, precision=config.optimizer.precision, kept_as=config.cache.cache_dtype),
+            chain=stage.chain,
+            digest=self.digests.of,
+            load_images=lambda ids, views: remote.load(split.images, ids, views),
+            run_blocks=remote.run,
+            shared=self.name == "train" and stage.lines > 1,
+        )
+        terms = CacheTerms(
+            settings=config.cache,
+            data=config.data,
+            world=stage.mesh.replica_world,
+            outlook=replace(self.cost_inputs(), _trials={}),
+            owner=str(context.directory),
+            say=self._lines.append,
+        )
+        return open_features(terms, source, clock=self.clock)
+
+    def _found(self, batches: Sequence[Batch]) -> list[bool] | None:
+        """Return on a reader, where rows are kept, which batches are read."""
+        if self._features is None or not self._features.keeps:
+            return None
+        activations = self._features.activations
+        return [activations.is_cached(batch.ids, batch.views) for batch in batches]
+
+
+def key_of(batch: Batch) -> bytes:
+    """Return a key of a batch: its samples and views, in order."""
+    return np.concatenate([batch.ids, batch.views]).tobytes()
+
+
+def merged(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one entry `cache` for two caches of one run, one after the other or beside each other."""
+    if not earlier:
+        return dict(later)
+    summed = {key: value + later[key] for key, value in earlier.items() if key not in ("mode", "exact")}
+    return {**later, "exact": earlier["exact"] and later["exact"], **summed}

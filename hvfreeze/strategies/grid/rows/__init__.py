@@ -1,1 +1,0 @@
-"""What is cached of a frozen prefix whose blocks lie on several ranks."""

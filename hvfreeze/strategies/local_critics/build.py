@@ -1,0 +1,233 @@
+"""From a configuration to the strategy: layer groups, their critics, and the rank of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.point_to_point import open_wire
+from hvfreeze.comm.resources import memory_budget
+from hvfreeze.comm.world import LoneRank
+from hvfreeze.config.tree import Config
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.frozen_prefix import hold_in_eval
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, dry_run, segment_bytes, work_of
+from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
+from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
+from hvfreeze.prefix.splits import Recipe
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.base import BuildContext
+from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_images
+from hvfreeze.strategies.local_critics.exits import ExitCounts
+from hvfreeze.strategies.local_critics.group import GroupPlan, LayerGroup
+from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, LinePlan
+from hvfreeze.strategies.local_critics.strategy import CriticFacts, LocalCritics, StepCount
+
+PARTS = 4
+CRITIC_LR = 3e-4
+FORWARD_SHARE = 1 / 3
+"""Of a block's operations in a step, where a backward pass has twice those of a forward pass."""
+
+
+def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
+    """Return the strategy for a run. Collective.
+
+    Raises:
+        UsageError: settings do not fit each other, the model or the world; on all ranks.
+    """
+    world, chain, settings, cut = context.world, context.chain, config.optimizer, config.freeze.cut or 0
+    images = example_images(context, rows=settings.batch_size)
+    operations = work_of(chain, images[:1])
+    exits = raise_on_all_ranks(world, lambda: open_exits(context, config, images, operations), name="critics.groups")
+    costs = [cost * (FORWARD_SHARE if block < cut else 1.0) for block, cost in enumerate(operations)]
+
+    def placed(size: int) -> Sequence[Segment]:
+        return cut_evenly([sum(costs[start:stop]) for start, stop in exits.groups], parts=size)
+
+    plan, halves, done = (
+        LinePlan(exits.groups, tuple(placed(world.size))),
+        Halves(chain, settings.precision),
+        StepCount(),
+    )
+    with in_evaluation(chain.model):
+        boundaries = dry_run(halves.prefix, images, depth=len(chain.blocks))
+    hold_still(chain, cut)
+    counts = ExitCounts(work_until(exits.work(images[:1])), sum(operations))
+    features = raise_on_all_ranks(
+        world,
+        lambda: open_both_features(context, config, halves, done) if world.rank == 0 else None,
+        name="critics.features",
+    )
+    groups = [
+        LayerGroup(
+            GroupPlan(number, exits.groups[number], max(cut, exits.groups[number][0]), config.run.seed + number),
+            chain,
+            exits.critics[number] if number < len(exits.critics) else None,
+            settings,
+            critic_lr=config.strategy.critic_lr or CRITIC_LR,
+        )
+        for number in range(*plan.ranks[world.rank])
+    ]
+    introduce(context, plan, plan.bytes_per_batch(boundaries))
+    drop_elsewhere(exits, plan, rank=world.rank)
+    wire = open_wire(world, [*LANES, *EVALUATION])
+    return LocalCritics(
+        CriticFacts(cut=cut, critic_every=config.strategy.critic_every or 1, placed=placed),
+        exits,
+        groups,
+        Line(plan, world.rank, wire, boundaries, context.clock),
+        # Seconds of an evaluation are counted as a whole, by the loop.
+        Line(plan, world.rank, wire, boundaries, PhaseClock(), EVALUATION),
+        features,
+        counts,
+        halves,
+        world,
+        context.clock,
+        done,
+    )
+
+
+def open_exits(context: BuildContext, config: Config, images: Tensor, operations: Sequence[int]) -> EarlyExits:
+    """Return the model's layer groups and critics, which are drawn alike on all ranks.
+
+    Raises:
+        UsageError: settings do not fit each other, the model or the number of ranks.
+    """
+    chain, cut, rows = context.chain, config.freeze.cut or 0, config.optimizer.batch_size
+    check_settings(config)
+    check_not_tied(context, strategy="local-critics")
+    check_rows(context, start=cut, rows=rows, asked=f"--batch-size ({rows})")
+    starts = starts_of(config, chain, operations, ranks=context.world.size)
+    for start, stop in pairwise((cut, *starts, len(chain.blocks))):
+        if not any(parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
+            names = ", ".join(block.name for block in chain.blocks[start:stop])
+            raise UsageError(
+                f"--parts ({len(starts) + 1}): one part, {names}, has no parameters to train; cut it elsewhere "
+                "(--cut-at)"
+            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed + 1)
+        return add_exits(chain, starts, example=images[:2], classes=len(context.corpus.train.classes))
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that do not go with groups that learn by themselves."""
+    optimizer, freeze = config.optimizer, config.freeze
+    alone = "no rank has the gradients of another, or of the whole model"
+    for flag, value, fits, why in (
+        ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), f"or static: {alone}, to vote by"),
+        ("shadow", freeze.shadow, not freeze.shadow_names(), f"no criterion is scored: {alone}"),
+        ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
+        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
+        ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch updates at once"),
+    ):
+        if not fits:
+            raise UsageError(f"--{flag} ({value}) must be left out with --strategy local-critics: {why}")
+
+
+def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks: int) -> list[int]:
+    """Return the blocks at which groups begin, but for the first, which has the frozen blocks too.
+
+    No clock decides: where groups end is a part of the training, so equal runs must have equal groups.
+
+    Raises:
+        UsageError: there are fewer parts than ranks, or more than blocks, or --cut-at does not fit.
+    """
+    settings, cut, depth = config.strategy, config.freeze.cut or 0, len(chain.blocks)
+    parts, by = settings.parts or PARTS, settings.cut_by or "compute"
+    if not 0 <= cut < depth:
+        raise UsageError(f"--cut ({cut}) must be in 0..{depth - 1}: the head is never frozen")
+    if parts < ranks:
+        raise UsageError(
+            f"--parts ({parts}) must be at least the number of ranks ({ranks}): a rank has one layer group or "
+            f"more; raise --parts, or start at most {parts} ranks"
+        )
+    if parts > depth - cut:
+        raise UsageError(
+            f"--parts ({parts}) must be at most {depth - cut}, the trained blocks of {config.model.model} with "
+            f"--blocks {config.model.blocks}; use fewer parts, or finer --blocks"
+        )
+    if by == "given":
+        segments = cut_at(settings.starts(), depth=depth, parts=parts)
+        if len(segments) < parts or (parts > 1 and segments[1][0] <= cut):
+            raise UsageError(
+                f"--cut-at ({settings.cut_at}) must be {parts - 1} numbers with --parts {parts}, all above --cut "
+                f"({cut})"
+            )
+        return [start for start, _ in segments[1:]]
+    costs: Mapping[str, Sequence[float]] = {
+        "compute": [float(each) for each in operations],
+        "params": [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)],
+        "count": [1.0] * depth,
+    }
+    return [cut + start for start, _ in cut_evenly(costs[by][cut:], parts=parts)[1:]]
+
+
+def hold_still(chain: Chain, cut: int) -> None:
+    """Make the frozen blocks a pure function of their input, for good."""
+    for module in chain.modules(0, cut):
+        hold_in_eval(module)
+    for _, parameter in chain.named_parameters(0, cut):
+        parameter.requires_grad_(False)
+
+
+def open_both_features(
+    context: BuildContext, config: Config, halves: Halves, done: StepCount
+) -> tuple[Features, Features]:
+    """Return on the first rank what comes into the line: images, or the frozen blocks' output, which may be cached."""
+    settings, directory = config.optimizer, context.cache_directory(config.cache)
+    batches = context.corpus.plan.batches_per_epoch
+
+    def horizon() -> Horizon:
+        return Horizon(context.length.epochs - done.steps / batches, math.inf, done.steps // batches)
+
+    # The only rank with a cache: it decides alone.
+    alone = LoneRank(context.world)
+    terms = CacheTerms(
+        settings=config.cache,
+        data=config.data,
+        world=alone,
+        outlook=CostInputs(
+            horizon=horizon,
+            suffix_seconds=lambda: suffix_seconds(context.clock, batches=done.steps),
+            budget=open_budget(config.cache, directory, size=1),
+            directory=directory,
+            memory_bytes=memory_budget(context.world.local_size),
+        ),
+        owner=str(context.directory),
+        say=context.say,
+    )
+    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
+    tested = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
+    return (
+        open_features(terms, halves.rows_of(context.trained(), recipe), clock=context.clock),
+        open_features(terms, halves.rows_of(tested, recipe), clock=PhaseClock()),
+    )
+
+
+def drop_elsewhere(exits: EarlyExits, plan: LinePlan, *, rank: int) -> None:
+    """Let go of the groups and critics of other ranks."""
+    start, stop = plan.blocks(rank)
+    drop_tensors(exits.chain, 0, start)
+    drop_tensors(exits.chain, stop, len(exits.chain.blocks))
+    for number, critic in enumerate(exits.critics):
+        if number not in range(*plan.ranks[rank]):
+            for parameter in critic.parameters():
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def introduce(context: BuildContext, plan: LinePlan, sent: Mapping[str, int]) -> None:
+    """Tell the user each rank's groups, and what ranks send for a batch."""
+    ranks = [", ".join(f"{start}..{stop - 1}" for start, stop in plan.groups[slice(*groups)]) for groups in plan.ranks]
+    context.say(
+        f"local critics: layer groups of blocks {' | '.join(ranks)}, a critic behind each but the last; bytes a batch: "
+        f"activations {sent['activations']}, losses back {sent['losses']}"
+    )

@@ -1,0 +1,181 @@
+"""One layer group and its critic: how they learn, wherever they lie.
+
+    input -> group -> output -> critic -> logits -> losses, (B,)     the critic's estimate of the whole model's losses
+             group <- error  <- critic <----------- mean             updates the group, at once
+                                critic <- mean |losses - next|       updates the critic, once the next losses are there
+
+The next group's losses are its critic's estimates, or the true ones where it is the last. They are all that comes back.
+Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep Neural Networks", arXiv 1805.01128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.segments import Segment, tensors_of
+from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
+from hvfreeze.prefix.features import Halves
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Where a group lies in the chain, and what draws its random numbers."""
+
+    number: int
+    blocks: Segment
+    """All of the group's."""
+    start: int
+    """The first block that is trained; those before it are frozen."""
+    seed: int
+    """Of dropout: each group draws from a generator of its own, so that no result depends on where groups lie."""
+
+
+class LayerGroup:
+    """Trains one group of blocks, and the critic behind it.
+
+    For each batch `forward`, `estimate`, `backward` and `update`, in this order; and `learn` where the critic is to
+    learn from it, any time before the next batch's `estimate`.
+
+    Args:
+        plan: the group's place.
+        chain: has the group's blocks.
+        critic: from the group's output to logits; None for the last group, whose output is logits.
+        settings: of the group's optimizer.
+        critic_lr: of Adam, by which the critic learns.
+    """
+
+    def __init__(
+        self, plan: GroupPlan, chain: Chain, critic: nn.Module | None, settings: OptimizerConfig, *, critic_lr: float
+    ) -> None:
+        self.plan, self.critic, self._chain, self._halves = plan, critic, chain, Halves(chain, settings.precision)
+        named = chain.named_parameters(plan.start, plan.blocks[1])
+        last = critic is None
+        (head_lr,) = settings.head_rates() or [settings.lr]
+        head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)} if last else set[str]()
+        self.optimizer = open_optimizer(named, settings, head=head, head_lr=head_lr)
+        self._update, self._objective = Update(self.optimizer, settings), Objective(smoothing=settings.label_smoothing)
+        self._smoothing, self._bfloat16 = settings.label_smoothing, settings.precision == "bfloat16"
+        self._weights = [] if critic is None else list(critic.parameters())
+        self.critic_optimizer = torch.optim.Adam(self._weights, lr=critic_lr) if critic is not None else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(plan.seed)
+            self._random = torch.get_rng_state()
+        self._output = self._loss = self._losses = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output for `x`, which has passed the frozen blocks; without gradient."""
+        with self._own_draws():
+            self._output = self._halves.part(x, self.plan.start, self.plan.blocks[1])
+        return self._output.detach()
+
+    def estimate(self, labels: Tensor) -> Tensor:
+        """Return the (B,) float32 losses of the batch that went forward: estimates, of the last group the true ones."""
+        if self.critic is None:
+            logits = self._output.float()
+            self._loss = self._objective.loss(logits, Mixture(logits, labels))
+            return self._each(logits.detach(), labels)
+        inner = self._output.detach().requires_grad_()
+        self._losses = self._each(self.answer(inner), labels)
+        self._loss = self._losses.mean()
+        # The critic's own gradients are of another loss.
+        (self._error,) = torch.autograd.grad(self._loss, inner, retain_graph=True)
+        return self._losses.detach()
+
+    @property
+    def loss(self) -> float:
+        """The mean of what `estimate` returned."""
+        return self._loss.item()
+
+    @property
+    def logits(self) -> Tensor:
+        """Of the last group, the (B, classes) float32 logits of the batch that went forward."""
+        return self._output.detach().float()
+
+    def backward(self) -> None:
+        """Compute the gradients of the group's trained blocks."""
+        self.optimizer.zero_grad()
+        if self.critic is None:
+            self._loss.backward()
+        else:
+            self._output.backward(self._error)
+
+    def is_finite(self) -> bool:
+        """Tell whether the loss and all gradients of the group are."""
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return math.isfinite(self.loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def update(self, rate: float) -> None:
+        """Update the group; `rate` is what --lr has become by --schedule."""
+        self._update.make(rate)
+
+    def learn(self, losses: Tensor) -> None:
+        """Update the critic by the next group's (B,) losses of the same batch."""
+        assert self.critic_optimizer is not None, "the last group has no critic"
+        error = (self._losses - losses).abs().mean()
+        for parameter, gradient in zip(self._weights, torch.autograd.grad(error, self._weights), strict=True):
+            parameter.grad = gradient
+        self.critic_optimizer.step()
+
+    def answer(self, output: Tensor) -> Tensor:
+        """Return the (B, classes) float32 logits of the exit behind this group, whose output is given."""
+        if self.critic is None:
+            return output.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._bfloat16):
+            logits: Tensor = self.critic(output)
+        return logits.float()
+
+    def named(self, critics: str) -> list[tuple[str, Tensor]]:
+        """Return parameters and buffers of the group's blocks and, as in the submodule `critics`, of its critic."""
+        own = [] if self.critic is None else list(self.critic.named_parameters())
+        return [
+            *tensors_of(self._chain, self.plan.blocks),
+            *[(f"{critics}.{self.plan.number}.{name}", tensor) for name, tensor in own],
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state from which the group goes on bit for bit; the critic must have learnt all it is to."""
+        return {
+            "tensors": {name: tensor.detach() for name, tensor in self.named("critics")},
+            "optimizer": self.optimizer.state_dict(),
+            "critic_optimizer": None if self.critic_optimizer is None else self.critic_optimizer.state_dict(),
+            "random": self._random,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of the same group."""
+        with torch.no_grad():
+            for name, tensor in self.named("critics"):
+                tensor.copy_(state["tensors"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.critic_optimizer is not None:
+            self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+        self._random = state["random"]
+
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of what both optimizers remember."""
+        both: Sequence[torch.optim.Optimizer | None] = (self.optimizer, self.critic_optimizer)
+        values = [value for one in both if one is not None for state in one.state.values() for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def _each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self._smoothing)
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(before)

@@ -1,0 +1,136 @@
+"""What crosses between ranks: outputs of groups forward, and the losses of one batch back.
+
+    rank 0                    rank 1                    ...   rank P-1
+    images -> groups -> out   -> groups -> out          ->    groups -> losses
+                     (B,) <-- losses      (B,) <-- losses
+
+No rank waits for a backward pass of another. A rank's last critic learns from the next rank's losses of a batch while
+that rank goes on with it; until it has learnt, the rank may run its groups for the next batch, and no further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.point_to_point import Wire
+from hvfreeze.model.segments import Boundary, Segment
+from hvfreeze.runs.clock import PhaseClock
+
+LANES = ("activations", "losses")
+EVALUATION = ("evaluation.activations", "evaluation.logits")
+
+
+def batches_ahead(ranks: int) -> int:
+    """Return after how many steps what ranks signalled in one is waited for: ranks in front run so far ahead at most.
+
+    The first of P ranks has begun batch t when the last one has ended batch t - P; one more step covers the way of the
+    signals.
+    """
+    return ranks + 1 if ranks > 1 else 0
+
+
+@dataclass(frozen=True)
+class LinePlan:
+    """Which rank has which groups; equal on all ranks."""
+
+    groups: tuple[Segment, ...]
+    """Blocks of each group."""
+    ranks: tuple[Segment, ...]
+    """Groups lo..hi-1 of each rank."""
+
+    def blocks(self, rank: int) -> Segment:
+        """Return the blocks of a rank."""
+        start, stop = self.ranks[rank]
+        return self.groups[start][0], self.groups[stop - 1][1]
+
+    def bytes_per_batch(self, boundaries: Sequence[Boundary]) -> dict[str, int]:
+        """Return what all ranks together send for a batch that critics learn from, by lane; boundaries are by depth."""
+        inner = [self.blocks(rank)[0] for rank in range(1, len(self.ranks))]
+        rows = boundaries[0].shape[0]
+        return {
+            "activations": sum(boundaries[depth].num_bytes for depth in inner),
+            "losses": len(inner) * rows * torch.float32.itemsize,
+        }
+
+
+@dataclass
+class Line:
+    """One rank's end: of training, or of evaluation, which sends the logits of its exits to the last rank too."""
+
+    plan: LinePlan
+    rank: int
+    wire: Wire
+    boundaries: Sequence[Boundary]
+    """By depth, of a batch."""
+    clock: PhaseClock
+    lanes: tuple[str, str] = LANES
+    """Of outputs, and of what is found of them."""
+
+    @property
+    def before(self) -> int | None:
+        """The rank with the groups before this one's, None on the first."""
+        return self.rank - 1 if self.rank > 0 else None
+
+    @property
+    def after(self) -> int | None:
+        """The rank with the groups after this one's, None on the last."""
+        return self.rank + 1 if self.rank + 1 < len(self.plan.ranks) else None
+
+    def expect_input(self, seq: int) -> None:
+        """Let the input for batch `seq` arrive while this rank computes."""
+        if self.before is not None:
+            boundary = self._input
+            self.wire.expect(
+                (boundary.num_elements,), dtype=boundary.dtype, source=self.before, lane=self.lanes[0], seq=seq
+            )
+
+    def input(self, seq: int, load: Callable[[], Tensor]) -> Tensor:
+        """Return this rank's input for batch `seq`: what the rank before has sent, on the first what is loaded."""
+        if self.before is None:
+            with self.clock.within("data"):
+                return load()
+        boundary = self._input
+        return boundary.formed(self._get(boundary.num_elements, boundary.dtype, self.before, 0, seq))
+
+    def pass_on(self, output: Tensor, seq: int) -> None:
+        """Send the output of this rank's groups to the next rank, where there is one."""
+        if self.after is not None:
+            boundary = self.boundaries[self.plan.blocks(self.rank)[1]]
+            self.wire.put(boundary.flat(output), to=self.after, lane=self.lanes[0], seq=seq)
+
+    def hand_back(self, losses: Tensor, seq: int) -> None:
+        """Send the (B,) losses of this rank's first group to the rank before, whose critic learns from them."""
+        if self.before is not None:
+            self.wire.put(losses, to=self.before, lane=self.lanes[1], seq=seq)
+
+    def losses(self, seq: int) -> Tensor:
+        """Return the (B,) losses of the group after this rank's last one."""
+        assert self.after is not None, "the last rank's groups are followed by none"
+        return self._get(self.boundaries[0].shape[0], torch.float32, self.after, 1, seq)
+
+    def gather(self, logits: Sequence[Tensor]) -> list[Tensor]:
+        """Return on the last rank the (B, classes) logits of all exits, given each rank's own; elsewhere nothing."""
+        last = len(self.plan.ranks) - 1
+        if self.rank < last:
+            for number, each in enumerate(logits, self.plan.ranks[self.rank][0]):
+                self.wire.put(each, to=last, lane=self.lanes[1], seq=number)
+            return []
+        rows, classes = logits[-1].shape
+        found = [
+            self._get(rows * classes, torch.float32, rank, 1, number).view(rows, classes)
+            for rank, groups in enumerate(self.plan.ranks[:-1])
+            for number in range(*groups)
+        ]
+        return [*found, *logits]
+
+    @property
+    def _input(self) -> Boundary:
+        return self.boundaries[self.plan.blocks(self.rank)[0]]
+
+    def _get(self, elements: int, dtype: torch.dtype, source: int, lane: int, seq: int) -> Tensor:
+        with self.clock.within("allreduce"):
+            return self.wire.get((elements,), dtype=dtype, source=source, lane=self.lanes[lane], seq=seq)

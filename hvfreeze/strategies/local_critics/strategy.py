@@ -1,0 +1,348 @@
+"""One model whose layer groups are trained at once, each by the loss that its critic predicts, on the ranks of a line.
+
+    rank p, batch t:  input -> forward -> send the output on -> critic -> send its losses back -> backward -> update
+
+Nothing but losses comes back, so no group waits for a backward pass of a later one: ranks work on different batches,
+the first ones ahead. Every rank makes the same steps in the same order, so the result has the bits of one process.
+Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep Neural Networks", arXiv 1805.01128.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.comm.agreement import gather_tensors, raise_on_all_ranks
+from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
+from hvfreeze.comm.world import World
+from hvfreeze.data.batches import Batch
+from hvfreeze.errors import NumericsError, RefusedError
+from hvfreeze.freezing.frozen_prefix import Seal
+from hvfreeze.model.early_exits import CRITICS, EarlyExits
+from hvfreeze.model.segments import tensors_of
+from hvfreeze.prefix.features import NOTHING_KEPT, Features, Halves
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.reading import Move
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.local_critics.exits import ExitCounts
+from hvfreeze.strategies.local_critics.group import LayerGroup
+from hvfreeze.strategies.local_critics.line import LANES, Line, batches_ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticFacts:
+    """The run as all ranks know it."""
+
+    cut: int
+    """Frozen blocks; they are the first group's."""
+    critic_every: int
+    """Critics learn from every so many batches, the first one of them included."""
+    placed: Callable[[int], Sequence[tuple[int, int]]]
+    """Number of ranks -> groups lo..hi-1 of each."""
+
+
+@dataclass
+class StepCount:
+    """How many steps were made."""
+
+    steps: int = 0
+
+
+class Signal(NamedTuple):
+    """What ranks tell each other of a step, on its way."""
+
+    step: int
+    numbers: Tensor
+    """How many losses are not finite, and how many ranks were asked to leave."""
+    handle: Any
+
+
+@dataclass(eq=False)
+class LocalCritics:
+    """Trains this rank's groups; see `Strategy` for what its methods promise."""
+
+    facts: CriticFacts
+    exits: EarlyExits
+    """Of the whole model; this rank has only its own groups' tensors."""
+    groups: Sequence[LayerGroup]
+    """This rank's."""
+    training: Line
+    evaluation: Line
+    features: tuple[Features, Features] | None
+    """On the first rank: what comes into the line, in training and in evaluation."""
+    counts: ExitCounts
+    halves: Halves
+    world: World
+    clock: PhaseClock
+    done: StepCount
+    _began: bool = False
+    _signals: deque[Signal] = field(default_factory=deque)
+    _signal_bytes: int = 0
+    _leaving: bool = False
+    _broken: bool = False
+    """A loss or gradient of this rank was not finite: it makes no update any more."""
+    _unlearnt: int | None = None
+    """The batch from whose next losses this rank's last critic is still to learn."""
+    _coming: int = 0
+    """Batches of the epoch that have not come in."""
+    _before: Mapping[str, int] = field(default_factory=dict)
+    """Bytes sent by lane before the run was resumed."""
+
+    def __post_init__(self) -> None:
+        self.chain = self.exits.chain
+        self._frozen = Seal(tensors_of(self.chain, (0, self.facts.cut)) if self.training.before is None else [])
+        end_set_up()
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self.facts.cut
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The one model, with its critics."""
+        return (MODEL,)
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches. Collective."""
+        self._finish_learning()
+        if training:
+            self._coming = len(batches)
+        else:
+            self.counts.begin()
+
+        def begin() -> None:
+            if self.features is None:
+                return
+            if not self._began:
+                # Not earlier: the run directory is there, and the model in place.
+                for features in self.features:
+                    features.move((self.cut,))
+            self.features[0 if training else 1].begin_epoch(batches)
+
+        raise_on_all_ranks(self.world, begin, name="critics.epoch")
+        self._began = True
+
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Train this rank's groups on the one batch. Ranks in front are some steps ahead. Collective."""
+        (batch,), clock, line, number = batches, self.clock, self.training, self.done.steps
+        self._hear(ahead=batches_ahead(self.world.size) - 1)
+        learns = number % self.facts.critic_every == 0
+        clock.enter("forward")
+        self.halves.be_in_mode(training=True)
+        x = line.input(number, lambda: self._load(batch, training=True))
+        self._coming -= 1
+        if self._coming > 0 and not self._leaving:
+            # Where no batch comes after this one, nothing must be waited for.
+            line.expect_input(number + 1)
+        before: LayerGroup | None = None
+        for group in self.groups:
+            clock.enter("forward")
+            x = group.forward(x)
+            if group is self.groups[-1]:
+                line.pass_on(x, number)
+                self._finish_learning()
+            losses = group.estimate(batch.labels)
+            if learns and before is None:
+                line.hand_back(losses, number)
+            elif learns and before is not None:
+                before.learn(losses)
+            clock.enter("backward")
+            group.backward()
+            clock.enter("optimizer")
+            self._broken = self._broken or not group.is_finite()
+            if not self._broken:
+                group.update(rate)
+            before = group
+        last = self.groups[-1]
+        if learns and line.after is not None:
+            self._unlearnt = number
+        self._frozen.check(step=number)
+        self.done.steps += 1
+        self._tell(number, leave=leave)
+        clock.enter("allreduce")
+        if self.world.size == 1:
+            self._hear(ahead=0)
+        clock.enter("data")
+        answers = {MODEL: Answers(last.logits, batch.labels)} if line.after is None else {}
+        return StepResult(losses={MODEL: last.loss}, answers=answers, leave=self._leaving)
+
+    def settle(self) -> None:
+        """Let every critic learn all that it is to learn, and hear what ranks have signalled. Collective.
+
+        Raises:
+            NumericsError: a loss or a gradient was not finite in a step before; on all ranks.
+        """
+        self._finish_learning()
+        self._hear(ahead=0)
+
+    def predict(self, batch: Batch) -> Mapping[str, Answers]:
+        """Return the answers on the last rank, and count all exits' there. Collective."""
+        line = self.evaluation
+        self.halves.be_in_mode(training=False)
+        x = line.input(0, lambda: self._load(batch, training=False))
+        logits = []
+        with torch.no_grad():
+            for group in self.groups:
+                x = self.halves.prefix(x, group.plan.start, group.plan.blocks[1])
+                logits.append(group.answer(x))
+        # So that no rank is more than a batch ahead.
+        line.wire.drain()
+        line.pass_on(x, 0)
+        found = line.gather(logits)
+        if not found:
+            return {}
+        self.counts.add([each[: batch.counted] for each in found], batch.labels[: batch.counted])
+        return {MODEL: Answers(found[-1], batch.labels)}
+
+    def check(self, *, step: int) -> str:
+        """Return a digest over all blocks and critics, equal for any number of ranks. Collective."""
+        mine: dict[tuple[str, int], str] = {}
+        for group in self.groups:
+            for block in range(*group.plan.blocks):
+                mine["block", block] = digest_tensors(tensors_of(self.chain, (block, block + 1)))
+            critic = [] if group.critic is None else list(group.critic.named_parameters())
+            mine["critic", group.plan.number] = digest_tensors(critic)
+        found: dict[tuple[str, int], str] = {}
+        for theirs in self.world.allgather_object(mine, name="critics.digest"):
+            found |= theirs
+        return hashlib.sha256("\n".join(found[key] for key in sorted(found)).encode()).hexdigest()
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the model with its critics, put together on rank 0. Collective."""
+        mine = [pair for group in self.groups for pair in group.named(CRITICS)]
+        found = gather_tensors(self.world, mine, name="critics.model")
+        order = self.chain.model.state_dict() if self.world.rank == 0 else {}
+        starts = tuple(start for start, _ in self.exits.groups[1:])
+        yield WholeModel(MODEL, {name: found[name] for name in order}, exits=starts)
+
+    def state_dict(self) -> State:
+        """Return this rank's groups, which have learnt all that they are to."""
+        self._finish_learning()
+        own = {
+            "groups": {group.plan.number: group.state_dict() for group in self.groups},
+            "counts": {"signals": self._signal_bytes, **self._bytes_sent()},
+        }
+        return State({"local_critics": self._identity(), "steps": self.done.steps}, own)
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of the same groups.
+
+        Raises:
+            RefusedError: it is of other groups.
+        """
+        theirs = state.shared["local_critics"]
+        if theirs != self._identity():
+            raise RefusedError(f"the checkpoint is of layer groups {theirs}, and this run's are {self._identity()}")
+        for group in self.groups:
+            group.load_state_dict(state.own["groups"][group.plan.number])
+        self.done.steps = state.shared["steps"]
+        sent = dict(state.own["counts"])
+        self._signal_bytes = sent.pop("signals")
+        counts = self.training.wire.counts
+        self._before = {lane: sent[lane] - counts[lane].bytes_sent for lane in LANES}
+        self._frozen = Seal(tensors_of(self.chain, (0, self.facts.cut)) if self.training.before is None else [])
+
+    def repartitioned(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield for each rank the groups that it has; counts go on with rank 0. Not a collective."""
+        groups: dict[int, Any] = {}
+        counts: Counter[str] = Counter()
+        for own in owns:
+            groups |= own["groups"]
+            counts.update(own["counts"])
+        for rank, (start, stop) in enumerate(self.facts.placed(size)):
+            mine = {number: groups[number] for number in range(start, stop)}
+            yield {"groups": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was exchanged, what each rank had and did, and how right exits were. Collective."""
+        wire_counts, sent = self.training.wire.counts, self._bytes_sent()
+        by_rank = {
+            "parameter_bytes": sum(tensor.nbytes for group in self.groups for _, tensor in group.named(CRITICS)),
+            "optimizer_bytes": sum(group.optimizer_bytes() for group in self.groups),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "cpu_seconds": self.clock.processor_seconds(),
+            "wait_seconds": sum(wire_counts[lane].wait_seconds for lane in LANES),
+        }
+        evaluating = sum(count.bytes_sent for lane, count in wire_counts.items() if lane not in LANES)
+        cache = dict(NOTHING_KEPT) if self.features is None else self.features[0].report()
+        mine = (by_rank, self._signal_bytes, sent, evaluating, cache, self.counts.summary())
+        ranks, others, every_sent, every_evaluating, caches, found = zip(
+            *self.world.allgather_object(mine, name="critics.report"), strict=True
+        )
+        return {
+            "cut_history": [Move(0, 0, self.cut)],
+            "allreduce_bytes": 0,
+            "other_collective_bytes": max(others),
+            "cache": caches[0],
+            "critics": {
+                "groups": [list(group) for group in self.exits.groups],
+                "groups_by_rank": [list(groups) for groups in self.training.plan.ranks],
+                "critic_every": self.facts.critic_every,
+                **found[-1],
+                "wire_bytes": {lane: sum(each[lane] for each in every_sent) for lane in LANES},
+                "evaluation_wire_bytes": sum(every_evaluating),
+                **{key: [each[key] for each in ranks] for key in by_rank},
+            },
+        }
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        for features in self.features or ():
+            features.close()
+
+    def _load(self, batch: Batch, *, training: bool) -> Tensor:
+        assert self.features is not None, "batches come in on the first rank"
+        return self.features[0 if training else 1].of(batch)
+
+    def _finish_learning(self) -> None:
+        """Let this rank's last critic learn from the last batch, when the next rank has its losses."""
+        if self._unlearnt is not None:
+            self.groups[-1].learn(self.training.losses(self._unlearnt))
+            self._unlearnt = None
+
+    def _tell(self, step: int, *, leave: bool) -> None:
+        """Start to tell all ranks of this step."""
+        numbers = torch.tensor([int(self._broken), int(leave)], dtype=torch.int32)
+        # As many names as there are signals under way at most.
+        name = f"critics.signals.{step % (batches_ahead(self.world.size) + 1)}"
+        self._signals.append(Signal(step, numbers, self.world.start_allreduce_(numbers, name=name)))
+        self._signal_bytes += numbers.nbytes if self.world.size > 1 else 0
+
+    def _hear(self, *, ahead: int) -> None:
+        """Take in what ranks have signalled, but for the last `ahead` steps; stop on all ranks where one must."""
+        while len(self._signals) > max(0, ahead):
+            step, numbers, handle = self._signals.popleft()
+            with self.clock.within("allreduce"):
+                self.world.wait(handle)
+            broken, leaving = numbers.tolist()
+            self._leaving = self._leaving or bool(leaving)
+            if broken:
+                self._stop(step, broken)
+
+    def _stop(self, step: int, broken: int) -> None:
+        """Raise NumericsError on all ranks, with no message left under way."""
+        self._finish_learning()
+        for signal in self._signals:
+            self.world.wait(signal.handle)
+        self._signals.clear()
+        raise NumericsError(
+            f"step {step}: a loss or gradient is not finite on {broken} of {self.world.size} ranks, which have made no "
+            "update since; lower --lr, or add --lr-warmup or --clip-grad, and go on from the last checkpoint"
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"groups": [list(group) for group in self.exits.groups], "cut": self.cut}
+
+    def _bytes_sent(self) -> dict[str, int]:
+        counts = self.training.wire.counts
+        return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in LANES}

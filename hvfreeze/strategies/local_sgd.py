@@ -1,0 +1,272 @@
+"""Local SGD: every rank trains its own copy of the model alone for some steps, then all take the mean of their copies.
+
+    round:  step -> step -> ... -> step (nothing travels) -> mean of parameters over ranks, and the next round begins
+
+A round may last over the end of an epoch. Where the model is looked at in the middle of one, for an evaluation, a
+checkpoint or the end, ranks take the mean for that and then go on from their own copies, so that looking changes
+nothing. Source: Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv 1805.09767).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.ordered_mean import average_
+from hvfreeze.comm.point_to_point import Wire, open_wire
+from hvfreeze.comm.replica_sync import average_running_statistics, check_replicas, running_statistics
+from hvfreeze.comm.world import LoneRank, World
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Batch
+from hvfreeze.errors import UsageError
+from hvfreeze.strategies.base import Answers, BuildContext, State, StepResult, WholeModel
+from hvfreeze.strategies.data_parallel import DataParallel, open_replicas, pooled
+from hvfreeze.strategies.rounds import Rounds
+
+LANES = ("parts", "means")
+LOOKING = "evaluation."
+"""Put before the names of the lanes on which a mean travels that is only looked at."""
+
+
+def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
+    """Return the strategy for a run. Collective.
+
+    Raises:
+        UsageError: settings do not go with local SGD, the model or the world; on all ranks.
+    """
+    world = context.world
+    raise_on_all_ranks(world, lambda: check_settings(config), name="local.settings")
+    replica = open_replicas(context, config, exchanging=LoneRank(world))
+    steps = config.strategy.steps_alone
+    context.say(f"local SGD: ranks train alone for {steps} steps, then take the mean of their models")
+    wire = open_wire(world, [prefix + lane for prefix in ("", LOOKING) for lane in LANES])
+    return LocalSgd(replica, world, wire, Rounds(world, steps))
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that need ranks to meet in every step."""
+    for flag, value, fits, why in (
+        ("freeze", config.freeze.freeze, not config.freeze.votes, "votes need equal models; choose none or static"),
+        ("shadow", config.freeze.shadow, config.freeze.shadow == "none", "votes need equal models"),
+        ("compression", config.optimizer.compression, config.optimizer.compression == "none", "no gradient travels"),
+    ):
+        if not fits:
+            raise UsageError(f"--{flag} ({value}) must be left out with --strategy local-sgd: {why}")
+
+
+@dataclass(eq=False)
+class LocalSgd:
+    """Trains a replica on each rank, and averages them at the end of every round; see `Strategy`."""
+
+    replica: DataParallel
+    """This rank's, alone in its own world."""
+    world: World
+    """All ranks."""
+    wire: Wire
+    rounds: Rounds
+    _payload_bytes: int = 0
+    """Of parameters that this rank handed over at the ends of rounds."""
+    _statistics_bytes: int = 0
+    _counts: Counter[str] = field(default_factory=Counter)
+    """Bytes that this rank sent before it was resumed, by lane."""
+    _kept: list[Tensor] = field(default_factory=list)
+    """While the mean is looked at, what this rank goes on from, in the order of `_moving`."""
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self.replica.cut
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The one model."""
+        return self.replica.models
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches. Collective."""
+        if not training:
+            self._look()
+        self.replica.begin_epoch(batches, training=training)
+
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Make a step of this rank alone; at the end of a round all ranks meet.
+
+        Collective at the end of a round, where it is known too that a rank was asked to leave, or met numbers that are
+        not finite.
+        """
+        self._go_on()
+        result = self.rounds.step_alone(lambda: self.replica.step(batches, rate=rate, leave=False))
+        if not self.rounds.ends:
+            return result
+        with self.replica.clock.within("allreduce"):
+            leaves = self.rounds.meet(leave=leave)
+            self._payload_bytes += self._average(LANES)
+        self.rounds.end()
+        return StepResult(result.losses, result.answers, leave=leaves)
+
+    def settle(self) -> None:
+        """Do nothing: whoever looks at the model sees the mean."""
+
+    def predict(self, batch: Batch) -> Mapping[str, Answers]:
+        """Return the logits of an evaluation batch, of this rank's own model before `begin_epoch`. Not a collective."""
+        return self.replica.predict(batch)
+
+    def check(self, *, step: int) -> str:
+        """Return the digest of the mean; raise where it is not equal on all ranks. Collective."""
+        self._look()
+        return check_replicas(self.replica.chain.model, self.world, step=step)
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the mean. Collective."""
+        self._look()
+        yield from self.replica.whole_models()
+
+    def state_dict(self) -> State:
+        """Return this rank's model and optimizer, and the place in the round; also while the mean is looked at."""
+        state = self.replica.state_dict()
+        moving = [tensor.detach().clone() for tensor in self._kept or self._moving()]
+        parameters = len(self._parameters())
+        own = {
+            **state.own,
+            "parameters": moving[:parameters],
+            "statistics": moving[parameters:],
+            "optimizer": state.shared["optimizer"],
+            "rounds": self.rounds.state_dict(),
+            "counts": dict(self._sent()),
+        }
+        shared = {key: value for key, value in state.shared.items() if key != "optimizer"}
+        return State({**shared, "exchanged": [self._payload_bytes, self._statistics_bytes]}, own)
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of the same rank."""
+        shared, own = state
+        statistics = [tensor for pair in running_statistics(self.replica.chain.modules()) for tensor in pair]
+        # Those of frozen blocks are in the model.
+        frozen = statistics[: len(statistics) - len(own["statistics"])]
+        inner = {**own, "statistics": [*(tensor.clone() for tensor in frozen), *own["statistics"]]}
+        self.replica.load_state_dict(State({**shared, "optimizer": own["optimizer"]}, inner))
+        self._kept = []
+        with torch.no_grad():
+            for tensor, saved in zip(self._parameters(), own["parameters"], strict=True):
+                tensor.copy_(saved)
+        self.rounds.load_state_dict(own["rounds"])
+        self._payload_bytes, self._statistics_bytes = shared["exchanged"]
+        self._counts = Counter(own["counts"])
+
+    def repartitioned(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield for each rank the mean of models and optimizers, with which a round begins. Not a collective."""
+        totals: list[Any] = []
+        counts: Counter[str] = Counter()
+        number = 0
+
+        def passed_on() -> Iterator[dict[str, Any]]:
+            nonlocal number
+            for own in owns:
+                mine = (own["parameters"], own["optimizer"])
+                totals[:] = [added(totals[0], mine)] if totals else [mine]
+                counts.update(own["counts"])
+                number += 1
+                yield own
+
+        base = pooled(passed_on(), restep=restep)
+        parameters, optimizer = divided(totals[0], number)
+        rounds = Rounds.begun_anew(base["rounds"])
+        state = {**base, "parameters": list(parameters), "optimizer": optimizer, "rounds": rounds}
+        yield {**state, "counts": dict(counts)}
+        yield from repeat({**state, "counts": {}}, size - 1)
+
+    def report(self) -> dict[str, Any]:
+        """Return what the replica reports, and how often and by how many bytes ranks met. Collective."""
+        sent = Counter[str]()
+        for theirs in self.world.allgather_object(dict(self._sent()), name="local.report"):
+            sent.update(theirs)
+        return {
+            **self.replica.report(),
+            "allreduce_bytes": self._payload_bytes,
+            "other_collective_bytes": self.rounds.signal_bytes + self._statistics_bytes,
+            "local_sgd": {
+                "local_steps": self.rounds.local_steps,
+                "rounds": self.rounds.ended,
+                "wire_bytes": {lane: sent[lane] for lane in LANES},
+                "evaluation_wire_bytes": sum(sent[LOOKING + lane] for lane in LANES),
+            },
+        }
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        self.replica.close()
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for _, parameter in self.replica.reducer.carried]
+
+    def _moving(self) -> list[Tensor]:
+        """Return what differs between ranks in a round: trained parameters, then running statistics behind the cut."""
+        pairs = running_statistics(self.replica.chain.modules(self.cut))
+        return [*self._parameters(), *(tensor for pair in pairs for tensor in pair)]
+
+    def _look(self) -> None:
+        """Show the mean of all ranks' models and statistics, until the next step. Collective."""
+        if self._kept:
+            return
+        self.rounds.meet()
+        self._kept = [tensor.detach().clone() for tensor in self._moving()]
+        if self.rounds.done:
+            parts, means = LANES
+            self._average((LOOKING + parts, LOOKING + means))
+        modules = self.replica.chain.modules(self.cut)
+        self._statistics_bytes += average_running_statistics(modules, self.world)
+
+    @torch.no_grad()
+    def _go_on(self) -> None:
+        """Take this rank's own model up again where the mean was looked at."""
+        for tensor, kept in zip(self._moving(), self._kept):
+            tensor.copy_(kept)
+        self._kept = []
+
+    @torch.no_grad()
+    def _average(self, lanes: tuple[str, str]) -> int:
+        """Make the parameters the mean over ranks; return their bytes, 0 for a rank alone. Collective."""
+        parameters = self._parameters()
+        for dtype in (torch.float32, torch.float64):
+            tensors = [tensor for tensor in parameters if tensor.dtype == dtype]
+            if not tensors:
+                continue
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            average_(flat, self.wire, rank=self.world.rank, size=self.world.size, lanes=lanes)
+            for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
+        return sum(tensor.nbytes for tensor in parameters) if self.world.size > 1 else 0
+
+    def _sent(self) -> Counter[str]:
+        return self._counts + Counter({lane: count.bytes_sent for lane, count in self.wire.counts.items()})
+
+
+def added(one: Any, other: Any) -> Any:
+    """Return two optimizers' states, or other trees of one shape, as one: tensors summed, all else as in the first."""
+    if isinstance(one, Tensor):
+        return one + other if one.is_floating_point() else one
+    if isinstance(one, dict):
+        return {key: added(value, other[key]) for key, value in one.items()}
+    if isinstance(one, (list, tuple)):
+        return type(one)(added(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    return one
+
+
+def divided(total: Any, number: int) -> Any:
+    """Return what `added` has made of `number` trees as their mean."""
+    if isinstance(total, Tensor):
+        return total / number if total.is_floating_point() else total
+    if isinstance(total, dict):
+        return {key: divided(value, number) for key, value in total.items()}
+    if isinstance(total, (list, tuple)):
+        return type(total)(divided(part, number) for part in total)
+    return total

@@ -1,1 +1,0 @@
-"""Plain data parallelism: what a step is (`door`), and what it is built from (`opening`)."""

@@ -1,0 +1,202 @@
+"""From a configuration to the strategy: which ranks get which part of the trunk, and which heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.point_to_point import Wire, open_wire
+from hvfreeze.config.sections import OptimizerConfig, StrategyConfig
+from hvfreeze.config.tree import Config
+from hvfreeze.model.segments import Boundary, RunBlocks, block_seconds, drop_tensors, dry_run
+from hvfreeze.prefix.cache_decision import open_budget, try_prefix
+from hvfreeze.prefix.features import Halves
+from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.base import BuildContext
+from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_images, open_segments
+from hvfreeze.strategies.shared_trunk.features import FeatureSource, TrunkFeatures
+from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
+from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, TrunkFacts, hold_still
+from hvfreeze.strategies.shared_trunk.tasks import (
+    Labels,
+    Task,
+    check_depths,
+    check_settings,
+    identity_of,
+    read_files,
+    read_labels,
+    tasks_of,
+)
+
+EVALUATION = "evaluation."
+"""Put before the names of the lanes on which evaluation batches travel."""
+
+
+def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
+    """Return the strategy for a run. Collective.
+
+    Raises:
+        UsageError: settings do not fit each other, the model or the world; on all ranks.
+        RefusedError: the task file cannot be read, or lacks labels; on all ranks.
+    """
+    world, chain, settings = context.world, context.chain, config.optimizer
+    check = partial(check_settings, config.freeze, settings, config.cache)
+    raise_on_all_ranks(world, check, name="trunk.settings")
+    raise_on_all_ranks(world, lambda: check_not_tied(context, strategy="shared-trunk"), name="trunk.tied")
+    tasks, labels = open_tasks(context, config.strategy, settings, seed=config.run.seed)
+    raise_on_all_ranks(world, lambda: check_depths(tasks, chain), name="trunk.depths")
+    blocks, whole = len(chain.blocks), config.strategy.trunk == "whole"
+    cut, depth = blocks - max(task.blocks for task in tasks), blocks - min(task.blocks for task in tasks)
+    rows, asked = settings.batch_size, f"--batch-size ({settings.batch_size})"
+    raise_on_all_ranks(world, lambda: check_rows(context, start=cut, rows=rows, asked=asked), name="trunk.rows")
+    mine = range(world.rank, len(tasks), world.size)
+    heads = raise_on_all_ranks(
+        world,
+        lambda: [Head(tasks[i], labels[i], settings, build=context.build) for i in mine],
+        name="trunk.heads",
+    )
+    hold_still(chain, (0, blocks))
+    halves = Halves(chain, settings.precision)
+    images = example_images(context, rows=settings.batch_size)
+    boundaries = dry_run(halves.prefix, images, depth=depth)
+    plan = open_plan(context, config.strategy, tasks, halves.prefix, images, depth=depth)
+    place = plan.place_of(0 if whole else world.rank)
+    segment = (0, 0) if place is None else plan.segments[place]
+    cached = config.cache.cache != "off" and config.data.cacheable()
+    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
+    facts = TrunkFacts(
+        names=tuple(task.name for task in tasks),
+        classes=tuple(each.classes for each in labels),
+        segments=plan.segments,
+        whole=whole,
+        labels=plan.labels,
+        cut=cut,
+        depth=depth,
+        identity={"tasks": identity_of(tasks, labels), "trunk": prefix_digest(chain, depth)},
+        cache=config.cache.cache if cached else "off",
+        exact=not cached or raise_on_all_ranks(world, lambda: is_exact(halves, context, depth), name="trunk.exact"),
+    )
+    training, evaluation = open_both_features(context, halves, facts, plan, boundaries, labels)
+    introduce(context.say, plan, boundaries, facts)
+    if config.model.weights == "none":
+        context.say("note: the trunk keeps its random initialisation; --weights gives it one that was trained")
+
+    def settle_in() -> None:
+        """Open what is stored, then let go of all blocks but this rank's segment. Collective."""
+        budget = open_budget(config.cache, context.cache_directory(config.cache), size=world.size)
+        for features in (training, evaluation):
+            if cached:
+                features.open_stores(context, config.cache, recipe, budget=budget, exact=facts.exact)
+        for features in (training, evaluation):
+            features.source.whole = False
+        drop_tensors(chain, 0, segment[0])
+        drop_tensors(chain, segment[1], blocks)
+
+    return SharedTrunk(
+        facts,
+        chain,
+        segment,
+        heads,
+        training,
+        evaluation,
+        world=world,
+        clock=context.clock,
+        settle_in=settle_in,
+    )
+
+
+def open_tasks(
+    context: BuildContext, settings: StrategyConfig, optimizer: OptimizerConfig, *, seed: int
+) -> tuple[list[Task], list[Labels]]:
+    """Return the tasks and their labels; only rank 0 reads the files. Collective."""
+    world, path = context.world, settings.tasks
+    found = raise_on_all_ranks(
+        world, lambda: read_files(Path(path)) if path is not None and world.rank == 0 else ("", ""), name="trunk.read"
+    )
+    files = world.broadcast_object(found, name="trunk.files")
+    tasks = raise_on_all_ranks(
+        world, lambda: tasks_of(settings, optimizer, seed=seed, ranks=world.size, files=files), name="trunk.tasks"
+    )
+    return tasks, raise_on_all_ranks(world, lambda: read_labels(tasks, files[1], context.corpus), name="trunk.labels")
+
+
+def open_plan(
+    context: BuildContext, settings: StrategyConfig, tasks: list[Task], run: RunBlocks, images: Tensor, *, depth: int
+) -> LinePlan:
+    """Return who computes what; with whole trunks each rank is a line of its own, with one place. Collective."""
+    world, blocks = context.world, len(context.chain.blocks)
+    shares = [range(rank, len(tasks), world.size) for rank in range(world.size)]
+    depths = tuple(tuple(sorted({blocks - tasks[i].blocks for i in share})) for share in shares)
+    if settings.trunk == "whole":
+        rank = world.rank
+        return LinePlan(((0, depth),), depths[rank : rank + 1], (tuple(shares[rank]),))
+    segments = open_segments(
+        context, settings, lambda: block_seconds(run, images, depth=depth), depth=depth, parts=world.size
+    )
+    return LinePlan(segments, depths, tuple(map(tuple, shares)), settings.labels or "replay")
+
+
+def is_exact(halves: Halves, context: BuildContext, depth: int) -> bool:
+    """Tell whether a row's bits do not depend on its place in a batch, tried with one batch."""
+    images = context.feed.images
+    ids = np.resize(context.corpus.plan.shards[context.replica], context.corpus.plan.batch_size)
+    batch = images.load(ids, np.zeros_like(ids))
+    return try_prefix(lambda x: halves.prefix(x, 0, depth), batch).exact
+
+
+def open_both_features(
+    context: BuildContext,
+    halves: Halves,
+    facts: TrunkFacts,
+    plan: LinePlan,
+    boundaries: list[Boundary],
+    labels: list[Labels],
+) -> tuple[TrunkFeatures, TrunkFeatures]:
+    """Return the features of training and of evaluation. Collective."""
+    world = context.world
+    lanes_of_both = [prefix + lane for prefix in ("", EVALUATION) for lane in LANES]
+    wire = Wire(lanes_of_both) if facts.whole else open_wire(world, lanes_of_both)
+    rank = 0 if facts.whole else world.rank
+
+    def features(split: Split, clock: PhaseClock, *, lanes: str, plan: LinePlan) -> TrunkFeatures:
+        line = Line(
+            plan=plan,
+            rank=rank,
+            wire=wire,
+            boundaries=boundaries,
+            run=halves.prefix,
+            load=lambda batch: split.images.load(batch.ids, batch.views),
+            labels_of=lambda batch: torch.stack([each.of(batch, training=True) for each in labels]),
+            clock=clock,
+            lanes=lanes,
+        )
+        return TrunkFeatures(line, FeatureSource(split, halves), world, reads_images=rank == 0)
+
+    silent = replace(plan, labels="replay")
+    # Seconds of an evaluation are counted as a whole, by the loop.
+    return (
+        features(context.trained(), context.clock, lanes="", plan=plan),
+        features(context.tested(), PhaseClock(), lanes=EVALUATION, plan=silent),
+    )
+
+
+def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[Boundary], facts: TrunkFacts) -> None:
+    """Tell the user each rank's part."""
+    names = ", ".join(facts.names)
+    if facts.whole:
+        say(f"shared trunk: every rank runs the whole trunk; {len(facts.names)} models: {names}")
+        return
+    cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in plan.segments)
+    sent = plan.bytes_per_batch(boundaries, rows=boundaries[0].shape[0])
+    say(
+        f"shared trunk: segments {cuts}; labels {plan.labels}; bytes a batch that the line runs for: "
+        f"{', '.join(f'{lane} {number}' for lane, number in sent.items())}; {len(facts.names)} models: {names}"
+    )

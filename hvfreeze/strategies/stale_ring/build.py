@@ -1,0 +1,180 @@
+"""From a configuration to the strategy: where the model is cut, and each rank's modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
+
+from torch import Tensor
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.point_to_point import open_wire
+from hvfreeze.config.tree import Config
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.segments import Boundary, Segment, cut_at, cut_evenly, drop_tensors, dry_run
+from hvfreeze.optim import Objective, Update, open_optimizer
+from hvfreeze.prefix.features import Halves
+from hvfreeze.strategies.base import BuildContext
+from hvfreeze.strategies.build_parts import check_rows, counted_costs, example_images
+from hvfreeze.strategies.schedules import ring_period
+from hvfreeze.strategies.stale_ring.module import RingModule
+from hvfreeze.strategies.stale_ring.strategy import EVALUATION, LANES, RingFacts, StaleRing
+
+MOST_CUTS = 200_000
+WARM_UP = 10
+"""Without --stale-after, 1/WARM_UP of an epoch's steps is made with new gradients."""
+
+
+def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
+    """Return the strategy for a run. Collective.
+
+    Raises:
+        UsageError: settings do not fit each other, the model or the world; on all ranks.
+    """
+    world, chain, settings = context.world, context.chain, config.optimizer
+    images = example_images(context, rows=settings.batch_size)
+    facts = raise_on_all_ranks(world, lambda: facts_of(context, config, images[:1]), name="ring.settings")
+    halves = Halves(chain, settings.precision)
+    with in_evaluation(chain.model):
+        boundaries = dry_run(halves.prefix, images, depth=len(chain.blocks))
+    last = facts.parts - 1
+    modules = {
+        part: RingModule(part, facts.segments[part], halves, facts.tied if part == last else ())
+        for part in facts.parts_of(world.rank)
+    }
+    introduce(context, facts, boundaries)
+    mine = [facts.segments[part] for part in modules]
+    # Each stays whole on one rank, hence also what both ends share.
+    for part, segment in enumerate(facts.segments):
+        if part not in modules:
+            drop_tensors(chain, *segment)
+    named = [pair for segment in mine for pair in chain.named_parameters(*segment)]
+    (head_lr,) = settings.head_rates() or [settings.lr]
+    head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
+    optimizer = open_optimizer(named, settings, head=head, head_lr=head_lr)
+    return StaleRing(
+        facts,
+        modules,
+        halves,
+        boundaries,
+        (context.feed.images, context.evaluated),
+        open_wire(world, [*LANES, EVALUATION]),
+        optimizer,
+        # The norm of --clip-grad is that of all modules together, which no rank has alone.
+        Update(optimizer, replace(settings, clip_grad=None)),
+        Objective(smoothing=settings.label_smoothing),
+        world,
+        context.clock,
+        settings.clip_grad,
+    )
+
+
+def facts_of(context: BuildContext, config: Config, images: Tensor) -> RingFacts:
+    """Return what all ranks know of the ring.
+
+    Raises:
+        UsageError: settings do not fit each other or the model.
+    """
+    check_settings(config)
+    rows = config.optimizer.batch_size
+    check_rows(context, start=0, rows=rows, asked=f"--batch-size ({rows})")
+    segments = segments_of(context, config, images)
+    given = config.strategy.stale_after
+    return RingFacts(
+        segments=segments,
+        stale_after=context.corpus.plan.batches_per_epoch // WARM_UP if given is None else given,
+        tied=context.chain.tied,
+        tied_gradient=config.strategy.tied_gradient or "sum",
+    )
+
+
+def segments_of(context: BuildContext, config: Config, images: Tensor) -> tuple[Segment, ...]:
+    """Return the blocks of each module. Raises UsageError where there are too few, or one has no parameters."""
+    settings, chain = config.strategy, context.chain
+    parts, depth = settings.ring_parts(context.world.size), len(chain.blocks)
+    if parts > depth:
+        raise UsageError(
+            f"--parts ({parts}) must be at most {depth}, the blocks of {config.model.model} with --blocks "
+            f"{config.model.blocks}; start fewer ranks, or use finer --blocks"
+        )
+    if settings.cut_by == "given":
+        segments = cut_at(settings.starts(), depth=depth, parts=parts)
+        if len(segments) < parts:
+            raise UsageError(f"--cut-at ({settings.cut_at}) must be {parts - 1} numbers with --parts {parts}")
+    else:
+        by = settings.cut_by or "compute"
+        costs = counted_costs(context, images, by)
+        segments = cut_for_ring(costs, parts=parts) if by == "compute" else cut_evenly(costs, parts=parts)
+    check_parameters(chain, segments)
+    return segments
+
+
+def cut_for_ring(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
+    """Return the modules with which a step takes least time: rank 0 has two, which are smaller than the others.
+
+    Of several ways the one whose largest module is smallest. Modules are alike where there are more than `MOST_CUTS`
+    ways.
+    """
+    depth = len(costs)
+    if math.comb(depth - 1, parts - 1) > MOST_CUTS:
+        return cut_evenly(costs, parts=parts)
+    until = [0.0, *accumulate(costs)]
+
+    def price(starts: tuple[int, ...]) -> tuple[float, float]:
+        modules = [until[stop] - until[start] for start, stop in pairwise((0, *starts, depth))]
+        return ring_period(modules), max(modules)
+
+    starts = min(combinations(range(1, depth), parts - 1), key=price)
+    return tuple(pairwise((0, *starts, depth)))
+
+
+def check_parameters(chain: Chain, segments: Sequence[Segment]) -> None:
+    """Refuse modules that have nothing to train."""
+    for start, stop in segments:
+        if not any(parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
+            names = ", ".join(block.name for block in chain.blocks[start:stop])
+            raise UsageError(
+                f"--parts ({len(segments)}): one module, {names}, has no parameters to train; cut it elsewhere "
+                "(--cut-at)"
+            )
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that do not go with gradients that are some steps old."""
+    optimizer, freeze = config.optimizer, config.freeze
+    for flag, value, fits, why in (
+        ("freeze", freeze.freeze, freeze.freeze == "none", "the first module trains to the end, with the last one"),
+        ("shadow", freeze.shadow, not freeze.shadow_names(), "no criterion is scored"),
+        ("cache", config.cache.cache, config.cache.cache != "on", "nothing is frozen whose output could be kept"),
+        ("mixup", optimizer.mixup, optimizer.mixup == 0, "samples come in as they are"),
+        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
+        ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch goes around the ring alone"),
+        ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
+    ):
+        if not fits:
+            raise UsageError(f"--{flag} ({value}) must be left out with --strategy stale-ring: {why}")
+
+
+def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[Boundary]) -> None:
+    """Tell the user each module's blocks and delay, and what ranks send for a batch."""
+    modules = ", ".join(
+        f"{start}..{stop - 1} on rank {facts.rank_of(part)}, {facts.delay(part)} steps old"
+        for part, (start, stop) in enumerate(facts.segments)
+    )
+    sent = sum(boundaries[start].num_bytes for start, _ in facts.segments[1:])
+    context.say(
+        f"stale ring: blocks {modules}; gradients are new in the first {facts.stale_after} steps; bytes a batch: "
+        f"activations {sent}, errors {sent}, labels 0"
+    )
+    if facts.tied:
+        way = "the sum" if facts.tied_gradient == "sum" else "half the sum"
+        context.say(f"stale ring: {', '.join(facts.tied)} is both ends'; its gradient is {way} of both uses'")
+    else:
+        context.say(
+            "note: the first and the last block share no parameters, so this is a plain stale line whose ends lie on "
+            "rank 0, where labels stay"
+        )

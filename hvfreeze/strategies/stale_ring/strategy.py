@@ -1,0 +1,435 @@
+"""One model in K modules on a ring of K - 1 ranks: backward passes of old batches while a new one goes forward.
+
+    rank 0      module 1 ->                        -> module K, loss, back     a batch goes once around the ring
+    rank 1               module 2 ->               |
+    rank K-2                      ... module K-1 ->
+
+In step t module k computes batch t forward and at once batch t-K+k backward, with the error that the next module found
+in the step before. So its gradient is exact, and K-k steps old; only the last one's is new. The first and the last
+module share a rank, and with it an embedding that both use; labels stay there.
+Source: Yang et al., "Ouroboros: On Accelerating Training of Transformer-Based Language Models", NeurIPS 2019, arXiv
+1909.06695.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.comm.agreement import gather_tensors
+from hvfreeze.comm.point_to_point import Wire
+from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
+from hvfreeze.comm.world import World
+from hvfreeze.data.batches import Batch, announce
+from hvfreeze.data.decoding import Inputs
+from hvfreeze.errors import NumericsError, RefusedError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.segments import Boundary, Segment, tensors_of
+from hvfreeze.optim import Mixture, Objective, Update
+from hvfreeze.prefix.features import NOTHING_KEPT, Halves
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.reading import Move
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.schedules import stale_batch
+from hvfreeze.strategies.stale_ring.module import RingModule
+
+LANES = ("activations", "errors")
+EVALUATION = "evaluation.activations"
+"""The lane on which evaluation batches travel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingFacts:
+    """The run as all ranks know it."""
+
+    segments: tuple[Segment, ...]
+    """The blocks of each module."""
+    stale_after: int
+    """Steps at the start whose gradients are all new."""
+    tied: tuple[str, ...]
+    """Parameters that the first and the last module share."""
+    tied_gradient: str
+    """`sum` of both uses' gradients, or `half` of it."""
+
+    @property
+    def parts(self) -> int:
+        """Modules, K."""
+        return len(self.segments)
+
+    def delay(self, part: int) -> int:
+        """Return how many steps the gradients of module `part`, from 0, are old."""
+        return self.parts - 1 - part
+
+    def rank_of(self, part: int) -> int:
+        """Return which rank has a module: the last one is with the first."""
+        return part % (self.parts - 1)
+
+    def parts_of(self, rank: int) -> list[int]:
+        """Return the modules of a rank."""
+        return [part for part in range(self.parts) if self.rank_of(part) == rank]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must have been made with."""
+        return {
+            "segments": [list(segment) for segment in self.segments],
+            "stale_after": self.stale_after,
+            "tied_gradient": self.tied_gradient,
+        }
+
+
+@dataclass(eq=False)
+class StaleRing:
+    """Trains this rank's modules; see `Strategy` for what its methods promise."""
+
+    facts: RingFacts
+    modules: Mapping[int, RingModule]
+    """This rank's, by number."""
+    halves: Halves
+    boundaries: Sequence[Boundary]
+    """Of a batch, by depth."""
+    images: tuple[Inputs, Inputs]
+    """In training and in evaluation; read on the first rank alone."""
+    wire: Wire
+    optimizer: torch.optim.Optimizer
+    update: Update
+    objective: Objective
+    world: World
+    clock: PhaseClock
+    clip_grad: float | None
+    """The largest norm of all modules' gradients."""
+    steps: int = 0
+    """Made so far; the number of the batch to come."""
+    _since: int = 0
+    """The first step of the pipeline that is under way: where another number of ranks has gone on, it starts empty."""
+    _errors: dict[int, Tensor] = field(default_factory=dict)
+    """By module, what has come for the batch that it is to go back with next."""
+    _expected: set[int] = field(default_factory=set)
+    """Modules for which an error is on its way."""
+    _signal_bytes: int = 0
+    _before: dict[str, int] = field(default_factory=dict)
+    """Bytes sent by lane before the run was resumed."""
+
+    def __post_init__(self) -> None:
+        end_set_up()
+
+    @property
+    def chain(self) -> Chain:
+        """The whole model's; this rank has only its own modules' tensors."""
+        return self.halves.chain
+
+    @property
+    def cut(self) -> int:
+        """No block is frozen."""
+        return 0
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The one model."""
+        return (MODEL,)
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches; those of the epoch before stay under way."""
+        if 0 in self.modules:
+            announce(self.images[0 if training else 1], batches)
+
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Send a batch around the ring, go back with the batches that are due, and update. Collective."""
+        (batch,), clock, now = batches, self.clock, self.steps
+        clock.enter("forward")
+        self.halves.be_in_mode(training=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        stale, loss, logits = now >= self._first_stale(), 0.0, torch.empty(0)
+        for part in sorted(self.modules):
+            clock.enter("forward")
+            y = self._forward(part, batch, waits=stale and part < self.facts.parts - 1)
+            if part == self.facts.parts - 1:
+                logits = y.float()
+                found = self.objective.loss(logits, Mixture(logits, batch.labels))
+                self.modules[part].replace_output(now, found)
+                loss = found.item()
+            if stale:
+                self._backward(part)
+        if not stale:
+            for part in sorted(self.modules, reverse=True):
+                self._backward(part)
+        self._weigh_tied()
+        clock.enter("allreduce")
+        loss, any_leaves, norm = self._agree(loss, leave=leave)
+        clock.enter("optimizer")
+        self._clip(norm)
+        self.update.make(rate)
+        self.steps += 1
+        self._expect()
+        clock.enter("data")
+        answers = {MODEL: Answers(logits.detach(), batch.labels)} if 0 in self.modules else {}
+        return StepResult(losses={MODEL: loss}, answers=answers, leave=any_leaves)
+
+    def settle(self) -> None:
+        """Do nothing: every block has one rank. Batches under way stay so."""
+
+    def predict(self, batch: Batch) -> Mapping[str, Answers]:
+        """Return the answers on the first rank. Collective."""
+        self.halves.be_in_mode(training=False)
+        logits = torch.empty(0)
+        for part in sorted(self.modules):
+            (start, stop), last = self.modules[part].segment, self.facts.parts - 1
+            x = self.images[1].load(batch.ids, batch.views) if part == 0 else self._get(start, part - 1, EVALUATION, 0)
+            logits = self.halves.prefix(x, start, stop)
+            if part < last:
+                self.wire.drain()
+                self._put(stop, logits, part + 1, EVALUATION, 0)
+        return {MODEL: Answers(logits.float(), batch.labels)} if 0 in self.modules else {}
+
+    def check(self, *, step: int) -> str:
+        """Return a digest over all blocks, equal wherever they lie. Collective."""
+        mine = {
+            block: digest_tensors(tensors_of(self.chain, (block, block + 1)))
+            for module in self.modules.values()
+            for block in range(*module.segment)
+        }
+        found: dict[int, str] = {}
+        for theirs in self.world.allgather_object(mine, name="ring.digest"):
+            found |= theirs
+        return hashlib.sha256("\n".join(found[block] for block in sorted(found)).encode()).hexdigest()
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the model, put together on rank 0. Collective."""
+        found = gather_tensors(self.world, self._tensors(), name="ring.model")
+        order = self.chain.model.state_dict() if self.world.rank == 0 else {}
+        yield WholeModel(MODEL, {name: found[name] for name in order})
+
+    def state_dict(self) -> State:
+        """Return this rank's modules, their optimizer state, and the batches that are under way."""
+        self._collect()
+        own = {
+            "ring": self.facts.identity(),
+            "tensors": {name: tensor.detach() for name, tensor in self._tensors()},
+            "optimizer": {
+                name: dict(self.optimizer.state[p]) for name, p in self._named() if p in self.optimizer.state
+            },
+            "steps": [self.steps, self._since],
+            "passes": {part: module.state_dict() for part, module in self.modules.items()},
+            "errors": dict(self._errors),
+            "counts": {"signals": self._signal_bytes, **self._bytes_sent()},
+        }
+        return State({}, own)
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of the same modules.
+
+        Raises:
+            RefusedError: it is of other modules.
+        """
+        own = state.own
+        if own["ring"] != self.facts.identity():
+            raise RefusedError(
+                f"the checkpoint is of a ring of {own['ring']}, and this is one of {self.facts.identity()}"
+            )
+        for name, tensor in self._tensors():
+            tensor.data = own["tensors"][name].detach().clone()
+        for name, parameter in self._named():
+            if name in own["optimizer"]:
+                kept = own["optimizer"][name].items()
+                self.optimizer.state[parameter] = {
+                    key: value.clone() if isinstance(value, Tensor) else value for key, value in kept
+                }
+        self.steps, self._since = own["steps"]
+        for part, module in self.modules.items():
+            module.load_state_dict(own["passes"].get(part, {}))
+        self._errors, self._expected = dict(own["errors"]), set()
+        sent = dict(own["counts"])
+        self._signal_bytes = sent.pop("signals")
+        self._before = {lane: sent[lane] - self.wire.counts[lane].bytes_sent for lane in sent}
+
+    def repartitioned(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield for each rank of this ring the modules that it has; batches under way are dropped. Not a collective."""
+        tensors: dict[str, Tensor] = {}
+        optimizer: dict[str, Any] = {}
+        counts: Counter[str] = Counter()
+        step = 0
+        for own in owns:
+            tensors |= own["tensors"]
+            optimizer |= own["optimizer"]
+            counts.update(own["counts"])
+            step = restep(own["steps"][0])
+        for rank in range(size):
+            segments = [self.facts.segments[part] for part in self.facts.parts_of(rank)]
+            mine = [name for segment in segments for name, _ in tensors_of(self.chain, segment)]
+            yield {
+                "ring": self.facts.identity(),
+                "tensors": {name: tensors[name] for name in mine},
+                "optimizer": {name: optimizer[name] for name in mine if name in optimizer},
+                "steps": [step, step],
+                "passes": {},
+                "errors": {},
+                "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0),
+            }
+
+    def report(self) -> dict[str, Any]:
+        """Return what was exchanged, and what each rank had and did. Collective."""
+        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        by_rank = {
+            "parameter_bytes": sum(tensor.nbytes for _, tensor in self._tensors()),
+            "optimizer_bytes": sum(value.nbytes for value in values if isinstance(value, Tensor)),
+            "stash_bytes": sum(module.stash_bytes() for module in self.modules.values()),
+            "waiting": sum(module.waiting for module in self.modules.values()),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "cpu_seconds": self.clock.processor_seconds(),
+            "wait_seconds": sum(self.wire.counts[lane].wait_seconds for lane in LANES),
+        }
+        mine = (by_rank, self._signal_bytes, self._bytes_sent())
+        ranks, others, every_sent = zip(*self.world.allgather_object(mine, name="ring.report"), strict=True)
+        total = {lane: sum(each[lane] for each in every_sent) for lane in (*LANES, EVALUATION)}
+        return {
+            "cut_history": [Move(0, 0, 0)],
+            "allreduce_bytes": 0,
+            "other_collective_bytes": max(others),
+            "cache": dict(NOTHING_KEPT),
+            "ring": {
+                "parts": self.facts.parts,
+                **self.facts.identity(),
+                "tied": list(self.facts.tied),
+                "delays": [self.facts.delay(part) for part in range(self.facts.parts)],
+                "wire_bytes": {lane: total[lane] for lane in LANES},
+                "evaluation_wire_bytes": total[EVALUATION],
+                **{key: [each[key] for each in ranks] for key in by_rank},
+            },
+        }
+
+    def close(self) -> None:
+        """Do nothing: there are no files."""
+
+    def _first_stale(self) -> int:
+        return max(self.facts.stale_after, self._since)
+
+    def _forward(self, part: int, batch: Batch, *, waits: bool) -> Tensor:
+        """Compute a module for the step's batch, and send its output on."""
+        module, number = self.modules[part], self.steps
+        start, stop = module.segment
+        if part == 0:
+            with self.clock.within("data"):
+                x = self.images[0].load(batch.ids, batch.views)
+        else:
+            x = self._get(start, part - 1, "activations", number)
+        y = module.forward(x, number, waits=waits)
+        if part < self.facts.parts - 1:
+            self._put(stop, y, part + 1, "activations", number)
+        return y
+
+    def _backward(self, part: int) -> None:
+        """Go back with the batch that is due for a module, and send the error of its input to the one before."""
+        module, facts = self.modules[part], self.facts
+        due = stale_batch(self.steps, delay=facts.delay(part), since=self._first_stale())
+        if due is None:
+            return
+        self.clock.enter("backward")
+        error = None if part == facts.parts - 1 else self._error(part, due)
+        found = module.backward(due, error)
+        if part > 0:
+            assert found is not None, "every block uses its input"
+            self._put(module.segment[0], found, part - 1, "errors", due)
+
+    def _error(self, part: int, batch: int) -> Tensor:
+        """Return the error of a module's output for a batch."""
+        self._expected.discard(part)
+        kept = self._errors.pop(part, None)
+        return self._get(self.modules[part].segment[1], part + 1, "errors", batch) if kept is None else kept
+
+    def _expect(self) -> None:
+        """Let the errors that the next step needs, and that this one has sent, arrive meanwhile."""
+        for part, module in self.modules.items():
+            due = self._due(part)
+            if due is not None:
+                boundary, source = self.boundaries[module.segment[1]], self.facts.rank_of(part + 1)
+                self.wire.expect((boundary.num_elements,), dtype=boundary.dtype, source=source, lane="errors", seq=due)
+                self._expected.add(part)
+
+    def _collect(self) -> None:
+        """Take in the errors that are on their way, which a checkpoint must hold."""
+        for part in sorted(self._expected):
+            due = self._due(part)
+            assert due is not None
+            self._errors[part] = self._error(part, due)
+        self._expected.clear()
+
+    def _due(self, part: int) -> int | None:
+        """Return the batch with which a module goes back in the step to come, where its error comes before that."""
+        if part == self.facts.parts - 1 or self.steps < self._first_stale():
+            return None
+        return stale_batch(self.steps, delay=self.facts.delay(part), since=self._first_stale())
+
+    def _agree(self, loss: float, *, leave: bool) -> tuple[float, bool, float]:
+        """Return the loss, whether some rank is to leave, and the norm of all gradients, before the update.
+
+        Equal on all ranks; the norm is 0 where it is not used. Collective.
+
+        Raises:
+            NumericsError: the loss or a gradient is not finite; on all ranks.
+        """
+        gradients = [parameter.grad for _, parameter in self._named() if parameter.grad is not None]
+        sound, squares = all(bool(torch.isfinite(gradient).all()) for gradient in gradients), 0.0
+        if sound and self.clip_grad is not None and gradients:
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+            squares = float((torch.stack(norms) ** 2).sum())
+        finite = math.isfinite(loss)
+        # The first three are whole numbers, whose sums are exact, and all but one rank adds 0 to the loss.
+        numbers = [not finite, not sound, leave, loss if finite else 0.0, squares]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        losses, broken, leaving, total, squares = self.world.allreduce_sum(mine, name="ring.signals").tolist()
+        self._signal_bytes += mine.nbytes if self.world.size > 1 else 0
+        if losses or broken:
+            what = "the loss is not finite"
+            if not losses:
+                what = f"the gradients are not finite on {int(broken)} of {self.world.size} ranks"
+            raise NumericsError(
+                f"step {self.steps}: {what}; no update was made; lower --lr, raise --stale-after, or add --lr-warmup "
+                "or --clip-grad, and go on from the last checkpoint"
+            )
+        return total, bool(leaving), math.sqrt(squares)
+
+    def _weigh_tied(self) -> None:
+        """Halve the gradients of parameters that both ends use, where that is asked for."""
+        if self.facts.tied_gradient == "half":
+            for name, parameter in self._named():
+                if name in self.facts.tied and parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    def _clip(self, norm: float) -> None:
+        if self.clip_grad is not None and norm > self.clip_grad:
+            for _, parameter in self._named():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.clip_grad / norm)
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return what this rank holds."""
+        return [pair for module in self.modules.values() for pair in tensors_of(self.chain, module.segment)]
+
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        segments = [module.segment for module in self.modules.values()]
+        return [pair for segment in segments for pair in self.chain.named_parameters(*segment)]
+
+    def _put(self, depth: int, tensor: Tensor, part: int, lane: str, seq: int) -> None:
+        """Send a tensor to the rank of module `part`."""
+        flat = self.boundaries[depth].flat(tensor.detach())
+        self.wire.put(flat, to=self.facts.rank_of(part), lane=lane, seq=seq)
+
+    def _get(self, depth: int, part: int, lane: str, seq: int) -> Tensor:
+        """Return what the rank of module `part` has sent."""
+        boundary, source = self.boundaries[depth], self.facts.rank_of(part)
+        with self.clock.within("allreduce"):
+            memory = self.wire.get((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq)
+        return boundary.formed(memory)
+
+    def _bytes_sent(self) -> dict[str, int]:
+        counts = self.wire.counts
+        return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in counts}

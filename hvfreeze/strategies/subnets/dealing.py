@@ -1,0 +1,185 @@
+"""Who owns which neurons of an MLP, to whom they are dealt in a round, and which entries of each matrix that makes.
+
+Every rank owns a range of each hidden layer's neurons, with what belongs to them: the rows of their own layer's matrix,
+their BatchNorm's scale and shift, and for the last hidden layer the columns of the head's matrix. In a round the
+neurons of each layer are dealt to all ranks without replacement; rank r trains the network of its neurons alone, which
+of a matrix between two hidden layers has one of n^2 equal blocks. All ranks draw alike, so no list of neurons travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.model.mlp import Mlp
+
+DEALING = 0x646561
+"""Keeps these draws apart from those of other uses of the same seed: "dea" in ASCII."""
+Range = tuple[int, int]
+
+
+def range_of(width: int, *, rank: int, size: int) -> Range:
+    """Return the neurons lo..hi-1 of a layer that a rank owns; of a rest, the first ranks have one each."""
+    least, more = divmod(width, size)
+    start = rank * least + min(rank, more)
+    return start, start + least + (rank < more)
+
+
+class Deal(NamedTuple):
+    """A round's neurons: `hands[layer][rank]` are the rank's, (k,) int64 ascending; all ranks' are a permutation."""
+
+    hands: tuple[tuple[Tensor, ...], ...]
+
+
+def deal(widths: Sequence[int], *, size: int, seed: int, number: int) -> Deal:
+    """Return the deal of round `number` of hidden layers with these widths to `size` ranks.
+
+    Each owner shuffles its neurons, and they are dealt out in turn, owner after owner. So how many neurons of which
+    owner a rank gets is the same in every round, and equal but for one.
+    """
+    hands = []
+    for layer, width in enumerate(widths):
+        generator = np.random.default_rng([DEALING, seed, number, layer])
+        ranges = [range_of(width, rank=owner, size=size) for owner in range(size)]
+        shuffled = np.concatenate([generator.permutation(np.arange(*own)) for own in ranges])
+        hands.append(tuple(torch.from_numpy(np.sort(shuffled[rank::size])) for rank in range(size)))
+    return Deal(tuple(hands))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Which neurons the dimensions of a parameter stand for."""
+
+    name: str
+    """In the Mlp."""
+    shape: tuple[int, ...]
+    layers: tuple[int | None, ...]
+    """For each dimension the hidden layer, from 0, of which it has an entry a neuron; None is kept whole."""
+    owned: int
+    """The dimension by which the parameter is shared out to its owners."""
+
+    @property
+    def layer(self) -> int:
+        """The hidden layer whose neurons' owners have this parameter."""
+        layer = self.layers[self.owned]
+        assert layer is not None
+        return layer
+
+
+def parameters_of(mlp: Mlp) -> list[Parameter]:
+    """Return the parameters of an Mlp in its own order."""
+    found = []
+    for name, tensor in mlp.named_parameters():
+        place = name.split(".")[0]
+        if place == "head":
+            layers: tuple[int | None, ...] = (None, len(mlp.widths) - 1)
+            found.append(Parameter(name, tuple(tensor.shape), layers, owned=1))
+            continue
+        layer = int(place.removeprefix("hidden")) - 1
+        layers = (layer, layer - 1 if layer else None)[: tensor.dim()]
+        found.append(Parameter(name, tuple(tensor.shape), layers, owned=0))
+    return found
+
+
+@dataclass(frozen=True)
+class Table:
+    """Who holds what of the parameters of an Mlp, before the deal and in a round.
+
+    A piece is what a rank trains; `piece` and `owners_part` take its whole dimensions and its neurons in ascending
+    order, so that the parts of rank 0, 1, ... of one piece follow each other along the owned dimension.
+    """
+
+    widths: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+    size: int
+
+    @classmethod
+    def of(cls, mlp: Mlp, *, size: int) -> Table:
+        """Return the table of an Mlp on `size` ranks."""
+        return cls(mlp.widths, tuple(parameters_of(mlp)), size)
+
+    def hand_sizes(self, rank: int) -> tuple[int, ...]:
+        """Return how many neurons of each hidden layer a rank is dealt in every round."""
+        return tuple(len(range(rank, width, self.size)) for width in self.widths)
+
+    def own_range(self, parameter: Parameter, owner: int) -> Range:
+        """Return the entries of the owned dimension that `owner` has."""
+        return range_of(self.widths[parameter.layer], rank=owner, size=self.size)
+
+    def own_shape(self, parameter: Parameter, owner: int) -> tuple[int, ...]:
+        """Return the shape of what `owner` has of a parameter."""
+        start, stop = self.own_range(parameter, owner)
+        return replaced(parameter.shape, parameter.owned, stop - start)
+
+    def indices(self, parameter: Parameter, dealt: Deal, *, owner: int, rank: int) -> tuple[Tensor, ...]:
+        """Return for each dimension which entries of what `owner` has are rank's in this deal, in ascending order."""
+        found = []
+        for dimension, layer in enumerate(parameter.layers):
+            if layer is None:
+                found.append(torch.arange(parameter.shape[dimension]))
+                continue
+            hand = dealt.hands[layer][rank]
+            if dimension == parameter.owned:
+                start, stop = self.own_range(parameter, owner)
+                hand = hand[(hand >= start) & (hand < stop)] - start
+            found.append(hand)
+        return tuple(found)
+
+    def part_shape(self, parameter: Parameter, *, owner: int, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part of rank's piece that `owner` has, the same in every round."""
+        shape = list(parameter.shape)
+        for dimension, layer in enumerate(parameter.layers):
+            if layer is not None:
+                owners = range(self.size) if dimension != parameter.owned else [owner]
+                shape[dimension] = sum(self._shared(layer, owner=each, rank=rank) for each in owners)
+        return tuple(shape)
+
+    def message_bytes(self, *, owner: int, rank: int) -> int:
+        """Return the bytes that `owner` deals to `rank` in a round, and gets back at its end."""
+        return 4 * sum(math.prod(self.part_shape(p, owner=owner, rank=rank)) for p in self.parameters)
+
+    def wire_bytes(self) -> int:
+        """Return the bytes that all ranks together send to deal a round; as many come back."""
+        pairs = [(owner, rank) for owner in range(self.size) for rank in range(self.size) if owner != rank]
+        return sum(self.message_bytes(owner=owner, rank=rank) for owner, rank in pairs)
+
+    def touched(self) -> dict[str, float]:
+        """Return for each parameter the share of its entries that are trained in a round."""
+        held = {
+            p.name: sum(
+                math.prod(self.part_shape(p, owner=owner, rank=rank))
+                for owner in range(self.size)
+                for rank in range(self.size)
+            )
+            for p in self.parameters
+        }
+        return {p.name: held[p.name] / math.prod(p.shape) for p in self.parameters}
+
+    def _shared(self, layer: int, *, owner: int, rank: int) -> int:
+        """Return how many of the owner's neurons of a layer the rank is dealt."""
+        start, stop = range_of(self.widths[layer], rank=owner, size=self.size)
+        # Places start..stop-1 of the shuffled neurons; those that leave `rank` when divided by `size` are the rank's.
+        return len(range(start + (rank - start) % self.size, stop, self.size))
+
+
+def replaced(shape: Sequence[int], dimension: int, length: int) -> tuple[int, ...]:
+    """Return a shape with another length of one dimension."""
+    return (*shape[:dimension], length, *shape[dimension + 1 :])
+
+
+def take(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """Return the entries in the product of `indices`, one for each dimension; a copy."""
+    for dimension, chosen in enumerate(indices):
+        tensor = tensor.index_select(dimension, chosen)
+    return tensor
+
+
+def put(tensor: Tensor, indices: Sequence[Tensor], entries: Tensor) -> None:
+    """Write the entries that `take` would return."""
+    tensor[np.ix_(*[chosen.numpy() for chosen in indices])] = entries

@@ -1,0 +1,351 @@
+"""The hidden neurons of an MLP are dealt to the ranks in every round; each trains the network of its neurons alone.
+
+    round:  deal -> step -> ... -> step (nothing travels) -> pieces go back to their owners, and the next round begins
+
+No rank holds the whole MLP but while it is looked at. Pieces have no entry in common, so that nothing is averaged.
+Source: Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training" (VLDB
+2022, arXiv 1910.02120). In training BatchNorm is their program's: it normalises each rank's own batch. For evaluation
+they normalise by the batch that is evaluated; here the whole network's statistics are taken from the batches of the
+last step, so that what an image is given does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.replica_sync import average_running_statistics, check_replicas, running_statistics
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.data.batches import Batch
+from hvfreeze.errors import NumericsError
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.model.mlp import Mlp
+from hvfreeze.model.segments import tensors_of
+from hvfreeze.model.steps import Call
+from hvfreeze.optim import Update, open_optimizer
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.data_parallel import DataParallel, joined
+from hvfreeze.strategies.rounds import Rounds
+from hvfreeze.strategies.subnets.dealing import Deal, deal, put
+from hvfreeze.strategies.subnets.exchange import DEALT, LANES, RETURNED, SEEN, WHOLE, Exchange
+
+
+@dataclass(eq=False)
+class Piece:
+    """The network of this rank's neurons, and how it is trained; its optimizer begins anew with every deal."""
+
+    mlp: Mlp
+    settings: OptimizerConfig
+    head: Collection[str]
+    """Names of the parameters that have the head's learning rate."""
+    head_lr: float
+    update: Update = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what the optimizer remembers of other neurons."""
+        named = self.mlp.named_parameters()
+        optimizer = open_optimizer(named, self.settings, head=self.head, head_lr=self.head_lr)
+        self.update = Update(optimizer, self.settings)
+
+    def gradients_are_finite(self) -> bool:
+        """Tell whether no gradient holds NaN or infinity."""
+        sums = [parameter.grad.sum() for parameter in self.mlp.parameters() if parameter.grad is not None]
+        return bool(torch.stack(sums).sum().isfinite())
+
+
+@dataclass(eq=False)
+class Subnets:
+    """Trains pieces of an MLP on a frozen trunk, or on images; see `Strategy`."""
+
+    replica: DataParallel
+    """The whole model: the trunk's output, read or computed, and evaluation."""
+    whole: Mlp
+    """The last part of the replica's model; its parameters are there only while it is looked at."""
+    before: Sequence[Call]
+    """What stands between the trunk's output and the MLP; without parameters."""
+    piece: Piece
+    exchange: Exchange
+    rounds: Rounds
+    world: World
+    seed: int
+    """Of the deals."""
+    _batches: list[Batch]
+    """Of the last step, or of the first that will be: the whole network's statistics are those of them."""
+    _dealt: Deal | None = None
+    """The round's; None before its first step."""
+    _statistics: list[Tensor] | None = None
+    """Of the whole network, when it was looked at since the last step."""
+    _shown: bool = False
+    _collective_bytes: int = 0
+    _counts: Counter[str] = field(default_factory=Counter)
+    """Bytes that this rank sent before it was resumed, by lane."""
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks: all that stand before the MLP."""
+        return self.replica.cut
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The one model."""
+        return self.replica.models
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches. Collective."""
+        if not training:
+            self._look()
+        self.replica.begin_epoch(batches, training=training)
+
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Make a step of this rank's piece alone; where a round begins and ends, all ranks meet.
+
+        Collective there; at its end it is known too that a rank was asked to leave, or met numbers that are not finite.
+        """
+        if self._shown:
+            self.exchange.give_up_whole()
+            self._shown, self._statistics = False, None
+        clock = self.replica.clock
+        if self._dealt is None:
+            with clock.within("allreduce"):
+                self._dealt = self._deal()
+                self.exchange.deal(self._dealt)
+            self.piece.begin()
+        result = self.rounds.step_alone(lambda: self._step_alone(batches, rate=rate))
+        self._batches, self._statistics = list(batches), None
+        self.replica.freezer.after_step(result.loss)
+        if not self.rounds.ends:
+            return result
+        with clock.within("allreduce"):
+            leaves = self.rounds.meet(leave=leave)
+            self.exchange.give_back(self._dealt, lane=RETURNED)
+        self._dealt = None
+        self.rounds.end()
+        return StepResult(result.losses, result.answers, leave=leaves)
+
+    def settle(self) -> None:
+        """Do nothing: whoever looks at the model sees it whole, with the pieces as they are."""
+
+    def predict(self, batch: Batch) -> Mapping[str, Answers]:
+        """Return the logits of an evaluation batch. Collective, unless the model is looked at already."""
+        self._look()
+        return self.replica.predict(batch)
+
+    def check(self, *, step: int) -> str:
+        """Return the digest of the whole model; raise where it is not equal on all ranks. Collective."""
+        self._look()
+        return check_replicas(self.replica.chain.model, self.world, step=step)
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the whole model. Collective."""
+        self._look()
+        yield from self.replica.whole_models()
+
+    def state_dict(self) -> State:
+        """Return what this rank owns and trains, and the place in the round; also while the whole is looked at."""
+        piece = {}
+        if self._dealt is not None:
+            weights = {name: parameter.detach() for name, parameter in self.piece.mlp.named_parameters()}
+            piece = {"weights": weights, "optimizer": self.piece.update.optimizer.state_dict()}
+        own = {
+            "owned": dict(self.exchange.owned),
+            "piece": piece,
+            "rounds": self.rounds.state_dict(),
+            "freezer": self.replica.freezer.state_dict(),
+            "batches": [[torch.from_numpy(b.ids), torch.from_numpy(b.views), b.labels] for b in self._batches],
+            "statistics": self._statistics,
+            "counts": dict(self._sent()),
+        }
+        frozen = {name: tensor.detach() for name, tensor in tensors_of(self.replica.chain, (0, self.cut))}
+        return State({"frozen": frozen, "other_bytes": self._collective_bytes}, own)
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of the same rank."""
+        shared, own = state
+        self.replica.freezer.load_state_dict(own["freezer"])
+        with torch.no_grad():
+            for name, tensor in tensors_of(self.replica.chain, (0, self.cut)):
+                tensor.copy_(shared["frozen"][name])
+            for name, tensor in self.exchange.owned.items():
+                tensor.copy_(own["owned"][name])
+        self.replica.freezer.prefix.seal()
+        self.rounds.load_state_dict(own["rounds"])
+        self._dealt = None
+        if own["piece"]:
+            self._dealt = self._deal()
+            self.piece.begin()
+            self.piece.update.optimizer.load_state_dict(own["piece"]["optimizer"])
+            with torch.no_grad():
+                for name, parameter in self.piece.mlp.named_parameters():
+                    parameter.copy_(own["piece"]["weights"][name])
+        if own["batches"]:
+            self._batches = [Batch(i.numpy(), v.numpy(), labels, len(i)) for i, v, labels in own["batches"]]
+        self._statistics, self._shown = own["statistics"], False
+        self._collective_bytes, self._counts = shared["other_bytes"], Counter(own["counts"])
+
+    def repartitioned(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield for each rank what it owns of the model with the pieces put back; a round begins. Not a collective.
+
+        The optimizer begins anew, as with every deal.
+        """
+        before = list(owns)
+        counts: Counter[str] = Counter()
+        for own in before:
+            counts.update(own["counts"])
+        first = before[0]
+        whole = self._whole_of(before)
+        table = replace(self.exchange.table, size=size)
+        for rank in range(size):
+            mine = {}
+            for p in table.parameters:
+                start, stop = table.own_range(p, rank)
+                mine[p.name] = whole[p.name].narrow(p.owned, start, stop - start).clone()
+            yield {
+                "owned": mine,
+                "piece": {},
+                "rounds": Rounds.begun_anew(first["rounds"]),
+                "freezer": Freezer.redealt(first["freezer"], restep=restep),
+                # Of a rank that may have other samples: its own first ones, where nobody has looked at the model.
+                "batches": [],
+                "statistics": first["statistics"],
+                "counts": dict(counts) if rank == 0 else {},
+            }
+
+    def report(self) -> dict[str, Any]:
+        """Return what the replica reports, and how often, by how many bytes and for how much ranks met. Collective."""
+        table, sent = self.exchange.table, Counter[str]()
+        for theirs in self.world.allgather_object(dict(self._sent()), name="subnets.report"):
+            sent.update(theirs)
+        ranks = range(table.size)
+        own = [4 * sum(math.prod(table.own_shape(p, rank)) for p in table.parameters) for rank in ranks]
+        pieces = [sum(table.message_bytes(owner=owner, rank=rank) for owner in ranks) for rank in ranks]
+        return {
+            **self.replica.report(),
+            "allreduce_bytes": 0,
+            "other_collective_bytes": self.rounds.signal_bytes + self._collective_bytes,
+            "subnets": {
+                "local_steps": self.rounds.local_steps,
+                "rounds": self.rounds.ended,
+                "wire_bytes": {lane: sent[lane] for lane in (DEALT, RETURNED)},
+                "evaluation_wire_bytes": sent[SEEN] + sent[WHOLE],
+                "touched": table.touched(),
+                "owned_bytes": own,
+                "piece_bytes": pieces,
+            },
+        }
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        self.replica.close()
+
+    def _deal(self) -> Deal:
+        return deal(self.whole.widths, size=self.world.size, seed=self.seed, number=self.rounds.ended)
+
+    def _inputs(self, features: Tensor) -> Tensor:
+        """Return what the MLP is given for the trunk's output."""
+        with torch.no_grad(), self.replica.halves.autocast():
+            for call in self.before:
+                features = call(features)
+        return features
+
+    def _step_alone(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
+        """Make an optimizer step of this rank's piece. Raises NumericsError, before the update, on this rank alone."""
+        clock, count, logits_of, value = self.replica.clock, len(batches), [], 0.0
+        objective, step = self.replica.objective, self.replica.freezer.step
+        self.piece.update.optimizer.zero_grad()
+        for number, batch in enumerate(batches, 1):
+            clock.enter("forward")
+            seen = objective.mix(self.replica.training.of(batch), batch.labels, step=step, number=number)
+            inputs = self._inputs(seen.features)
+            with self.replica.halves.autocast():
+                logits = self.piece.mlp(inputs).float()
+            loss = objective.loss(logits, seen) / count
+            value += loss.item()
+            logits_of.append(logits.detach())
+            clock.enter("backward")
+            loss.backward()
+        if not math.isfinite(value) or not self.piece.gradients_are_finite():
+            what = "the gradients are" if math.isfinite(value) else "the loss is"
+            raise NumericsError(
+                f"step {step}: {what} not finite; no update was made; {self.replica.advice}, and go on from the last "
+                "checkpoint"
+            )
+        clock.enter("optimizer")
+        self.piece.update.make(rate)
+        clock.enter("data")
+        answers = {MODEL: Answers(joined(logits_of), joined([batch.labels for batch in batches]))}
+        return StepResult(losses={MODEL: value}, answers=answers, leave=False)
+
+    def _look(self) -> None:
+        """Show the whole model as it is, until the next step. Collective."""
+        if self._shown:
+            return
+        self.replica.take_place()
+        self.rounds.meet()
+        if self._dealt is not None:
+            self.exchange.give_back(self._dealt, lane=SEEN)
+        self.exchange.show_whole()
+        self._shown = True
+        statistics = [tensor for pair in running_statistics(self.whole.modules()) for tensor in pair]
+        if self._statistics is None:
+            self._collective_bytes += self._take_statistics()
+            self._statistics = [tensor.clone() for tensor in statistics]
+            return
+        for tensor, kept in zip(statistics, self._statistics, strict=True):
+            tensor.copy_(kept)
+
+    @torch.no_grad()
+    def _take_statistics(self) -> int:
+        """Let BatchNorm know the last step's batches of all ranks; return the bytes that were sent. Collective."""
+        norms = [module for module in self.whole.modules() if isinstance(module, torch.nn.BatchNorm1d)]
+        momentum = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            # The mean over the batches.
+            norm.momentum = None
+            norm.train()
+        for batch in self._batches:
+            inputs = self._inputs(self.replica.training.of(batch))
+            with self.replica.halves.autocast():
+                self.whole(inputs)
+        for norm, before in zip(norms, momentum, strict=True):
+            norm.momentum = before
+            norm.train(self.whole.training)
+            assert norm.num_batches_tracked is not None
+            # How often the model was looked at is no part of it.
+            norm.num_batches_tracked.zero_()
+        return average_running_statistics(self.whole.modules(), self.world)
+
+    @torch.no_grad()
+    def _whole_of(self, owns: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the MLP's parameters from the own states of all ranks, with their pieces put back."""
+        table = replace(self.exchange.table, size=len(owns))
+        whole = {p.name: torch.empty(p.shape) for p in table.parameters}
+        for owner, own in enumerate(owns):
+            for p in table.parameters:
+                start, stop = table.own_range(p, owner)
+                whole[p.name].narrow(p.owned, start, stop - start).copy_(own["owned"][p.name])
+        dealt = deal(table.widths, size=len(owns), seed=self.seed, number=owns[0]["rounds"]["ended"])
+        for rank, own in enumerate(owns):
+            for p in table.parameters if own["piece"] else ():
+                indices = [
+                    torch.arange(p.shape[dimension]) if layer is None else dealt.hands[layer][rank]
+                    for dimension, layer in enumerate(p.layers)
+                ]
+                put(whole[p.name], indices, own["piece"]["weights"][p.name])
+        return whole
+
+    def _sent(self) -> Counter[str]:
+        counts = self.exchange.wire.counts
+        return self._counts + Counter({lane: counts[lane].bytes_sent for lane in LANES})

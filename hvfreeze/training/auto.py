@@ -1,0 +1,385 @@
+"""--freeze auto: solve the head; try whether tuning pays; tune and solve again, longer each time, while it does.
+
+A program over the parts of every run: each of its stages has a configuration of its own and is opened and trained like
+any other. `Guard` keeps what is best on held-out samples, `TimeBudget` chooses steps. Stages that turn out to gain
+nothing lose their steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import HeadConfig
+from hvfreeze.config.tree import SOLVED, Config
+from hvfreeze.data.batches import announce
+from hvfreeze.errors import UsageError
+from hvfreeze.heads.features import before_last_layer
+from hvfreeze.heads.kernel import MOST_ROWS
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.segments import work_of
+from hvfreeze.strategies.base import MODEL
+from hvfreeze.training.evaluation import Score, Totals, mean, reduce
+from hvfreeze.training.guard import HeldOut, Verdict
+from hvfreeze.training.job import Job
+from hvfreeze.training.stage_build import StageFactory
+from hvfreeze.training.stages import Stage
+from hvfreeze.training.trial import TUNED
+
+TRY = "try"
+"""The stage that tells whether tuning pays."""
+JUDGING = 3.0
+"""What judging a trial takes, in forward passes of the samples that it tunes on."""
+WARMUP = 0.1
+"""Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
+SOLVING = 0.15
+"""What solving takes beside the features' forward pass, as a part of it."""
+WORTH_IT = 0.005
+"""Part of the held-out samples: half a point, less than which may be left to gain."""
+LEAST_GAIN = 0.03
+"""Part by which the loss on held-out samples falls where longer tuning is worth a try."""
+BACKWARD = 3.0
+"""What the backward pass and the update take, in forward passes of the same blocks, as measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs in forward passes of a sample through the whole network; no clock is asked."""
+
+    views: int
+    """Of each sample, that a solution is fitted to."""
+    frozen: float
+    """Part of the forward pass in front of the cut at which tuning begins."""
+
+    @property
+    def full_step(self) -> float:
+        """Of a step of full fine-tuning, for each of its samples."""
+        return 1 + BACKWARD
+
+    @property
+    def tuning_step(self) -> float:
+        """Of a step behind the cut, whose frozen blocks are computed."""
+        return 1 + BACKWARD * (1 - self.frozen)
+
+    @property
+    def solution(self) -> float:
+        """Of a solution, for each sample of an epoch."""
+        return self.views * (1 + SOLVING)
+
+
+def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
+    """Return the stages with the steps that --epochs gives them, or as yet one epoch's under a time budget.
+
+    Raises:
+        UsageError: --cut is deeper than the model, or there are too few samples to solve a head.
+    """
+    config, solved, context = factory.config, affordable(factory), factory.context
+    factory.check_held_out()
+    chain, feed = context.chain, context.feed
+    deepest, cut = len(chain.blocks) - 1, config.freeze.cut or 0
+    if cut > deepest:
+        raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
+    work = work_of(chain, torch.zeros(1, *factory.blueprint.image_shape))
+    costs = Costs(views=max(1, factory.augment(solved).num_views), frozen=sum(work[:cut]) / sum(work))
+    return stages_of(
+        config,
+        solved=solved,
+        batches_per_epoch=feed.plan.batches_per_epoch,
+        guarded_batches=factory.guarded_batches() if ends_in_linear(chain) else 0,
+        cut=cut,
+        deepest=deepest,
+        costs=None if config.run.budget_seconds() is not None else costs,
+        replicas=len(feed.plan.shards),
+    )
+
+
+def ends_in_linear(chain: Chain) -> bool:
+    """Tell whether the model's own last layer can be solved, under which tuning begins."""
+    try:
+        before_last_layer(chain)
+    except UsageError:
+        return False
+    return True
+
+
+def affordable(factory: StageFactory) -> Config:
+    """Return the run's settings; a head that cannot compare so many rows takes fewer, or does not compare them.
+
+    Mirror images go first, unless --mirror on asks for them: with them a linear head is behind one that compares rows
+    without them.
+    """
+    config = factory.config
+    if config.head.head_fit != "kernel" or factory.rows(config) <= MOST_ROWS:
+        return config
+    alone = replace(config, data=replace(config.data, mirror="off"))
+    if config.data.mirror == "auto" and factory.rows(alone) <= MOST_ROWS:
+        return alone
+    return replace(config, head=replace(config.head, head_fit="exact"))
+
+
+def stages_of(
+    config: Config,
+    *,
+    solved: Config | None = None,
+    batches_per_epoch: int,
+    guarded_batches: int,
+    cut: int,
+    deepest: int,
+    costs: Costs | None,
+    replicas: int = 1,
+) -> tuple[Stage, ...]:
+    """Return the stages, in order.
+
+    Args:
+        config: the run's, resolved.
+        solved: the same as far as a head is solved, where that is different; see `affordable`.
+        batches_per_epoch: of all samples.
+        guarded_batches: of an epoch without the samples that are held out; 0 where nothing can be tuned.
+        cut: at which tuning begins.
+        deepest: the cut of a network that is frozen but for its head.
+        costs: what --epochs is counted in; None where a time budget chooses the steps, all stages are then there.
+        replicas: that train on an epoch's batches each.
+    """
+    settings, freeze = config.optimizer, config.freeze
+    solve = Stage(
+        name="solve",
+        config=solving(solved or config),
+        steps=batches_per_epoch,
+        batches_per_epoch=batches_per_epoch,
+        shown_cut=deepest,
+    )
+    # Without a last solution the guard judges the tuned model itself.
+    last_solve, guarded = freeze.has("last-solve"), freeze.has("guard")
+    batches = guarded_batches if guarded else batches_per_epoch
+    several = last_solve and guarded and config.model.weights != "none"
+    if batches == 0:
+        return (solve,)
+    per_epoch = settings.steps_per_epoch(batches)
+    stages, steps = [solve], [per_epoch]
+    if costs is not None:
+        room, each = settings.epochs * costs.full_step - costs.solution, costs.solution if last_solve else 0.0
+        small = replace(config, optimizer=replace(settings, batch_size=max(2, settings.batch_size // 2), accumulate=1))
+        samples_per_step = small.optimizer.batch_size * replicas
+        many = batches * settings.batch_size // small.optimizer.batch_size
+        tried = min(math.ceil(TUNED / samples_per_step), many) if several else 0
+        room -= tried / many * (costs.tuning_step + JUDGING)
+        rounds = epochs_of_rounds(room / costs.tuning_step, each / costs.tuning_step, several=several)
+        steps = [int(per_epoch * epochs) for epochs in rounds]
+        if tried and steps:
+            stages.append(tune_stage(small, cut, steps=tried, batches=many, name=TRY))
+    for count in steps:
+        tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=last_solve)
+        stages += [tuned, solve] if last_solve else [tuned]
+    # The model of the best solution, where what came after it is no better.
+    goes_back = guarded and steps and (stages[1].name == TRY or not last_solve)
+    return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
+
+
+def epochs_of_rounds(room: float, solution: float, *, several: bool) -> list[float]:
+    """Return how many epochs each tuning lasts: 1, 2, 4 and so on, then what is left, where `several` are wanted.
+
+    `room` is what there is for all, and `solution` what comes after each, in epochs. Less than one is not tuned.
+    """
+    rounds: list[float] = []
+    while room - solution >= 1:
+        length = room - solution
+        longer = 2.0 ** len(rounds)
+        # Too little is left for a longer one after it.
+        if several and length - longer - solution >= 2 * longer:
+            length = longer
+        rounds.append(length)
+        room -= length + solution
+    return rounds
+
+
+def tune_stage(
+    config: Config,
+    cut: int,
+    *,
+    steps: int,
+    batches: int,
+    guarded: bool = True,
+    is_followed: bool = True,
+    name: str = "tune",
+) -> Stage:
+    """Return a stage that trains so many steps behind `cut`."""
+    settings = config.optimizer
+    warmup = settings.lr_warmup or max(1, int(WARMUP * steps))
+    return Stage(
+        name=name,
+        config=tuning(
+            replace(config, optimizer=replace(settings, lr_warmup=warmup)),
+            cut,
+            epochs=-(-steps // settings.steps_per_epoch(batches)),
+        ),
+        steps=steps,
+        batches_per_epoch=batches,
+        guarded=guarded,
+        is_followed=is_followed,
+    )
+
+
+def solving(config: Config) -> Config:
+    """Return the settings with which stages solve the head: fixed views for fresh draws, no pairs, no groups."""
+    criterion, cut = SOLVED
+    data = config.data if config.data.cacheable() else replace(config.data, augment="none", recipe="crop")
+    return replace(
+        config,
+        data=data,
+        optimizer=replace(config.optimizer, epochs=1, mixup=0.0, accumulate=1),
+        freeze=replace(config.freeze, freeze=criterion, cut=cut, auto_without="none"),
+    )
+
+
+def tuning(config: Config, cut: int, *, epochs: int) -> Config:
+    """Return the settings with which the model is tuned behind `cut`, under its own last layer."""
+    freeze = "coherence" if config.freeze.has("votes") else "static" if cut else "none"
+    pretrained = config.model.weights != "none"
+    return replace(
+        config,
+        head=HeadConfig(),
+        optimizer=replace(config.optimizer, epochs=epochs),
+        freeze=replace(
+            config.freeze,
+            freeze=freeze,
+            cut=cut or None,
+            auto_without="none",
+            # Statistics of this task's batches would spoil features whose weights were trained with others.
+            statistics="kept" if pretrained and config.freeze.statistics == "auto" else config.freeze.statistics,
+        ),
+        cache=config.cache if config.data.cacheable() else replace(config.cache, cache="off"),
+    )
+
+
+def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
+    """Return notes on a head that is other than was asked, and on one that is solved on random weights."""
+    notes, taken = [], stages[0].config
+    if (taken.head, taken.data.mirror) != (config.head, config.data.mirror):
+        instead = "no mirror images" if taken.head == config.head else "head-fit exact, not kernel"
+        notes.append(
+            f"{instead}: there are more than {MOST_ROWS} views of samples, every pair of which kernel would compare"
+        )
+    if config.model.weights == "none" and len(stages) == 1:
+        notes.append("the head is solved on a network with random weights; --freeze auto is for trained --weights")
+    return notes
+
+
+def begin_stage(job: Job) -> None:
+    """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective."""
+    runner = job.stage_runner
+    first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number])
+    if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
+        return
+    chain, judge = runner.opened.chain, job.judge
+    assert judge is not None
+    with job.clock.within("optimizer"):
+        loss = judge.begin(chain)
+    if job.guard is not None and job.stage.name == TRY:
+        job.guard.trial.before = loss
+
+
+def end_trial(job: Job) -> None:
+    """Judge whether tuning pays, after the stage that tries it, and go back to the solution if not. Collective."""
+    guard, runner, judge = job.guard, job.stage_runner, job.judge
+    if guard is None or judge is None or runner.stage.name != TRY:
+        return
+    with job.clock.within("optimizer"):
+        guard.trial.after = judge.loss(runner.opened.chain)
+    job.logger.info(guard.trial.line(runner.stage.steps))
+    if not guard.trial.pays:
+        runner.drop_rest()
+        go_back(job)
+
+
+def go_back(job: Job) -> None:
+    """Open the stage without steps that the run ends with, and give it the best state. Collective."""
+    guard, runner = job.guard, job.stage_runner
+    assert guard is not None and guard.best is not None
+    runner.turn_back()
+    with torch.no_grad():
+        runner.opened.chain.model.load_state_dict(guard.best.state)
+    job.last_scores, job.last_accuracy = guard.best.scores, mean(guard.best.scores).accuracy
+
+
+def judge(job: Job) -> None:
+    """Make the job's state the best so far, where a stage has solved a head and there is a guard. Not a collective."""
+    fit, job.solved = job.solved, None
+    if job.guard is None or fit is None:
+        return
+    before = job.guard.best.verdict if job.guard.best else None
+    runner = job.stage_runner
+    verdict = job.guard.judge(fit, runner.opened.chain.model, job.last_scores, stage=runner.number)
+    job.logger.info(f"{verdict.line(before)}; by heads that were fitted to all other samples")
+    best = job.guard.best
+    if before is None or best is None:
+        if not is_worth_it(verdict) and job.budget is None:
+            runner.drop_rest()
+        return
+    job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
+    if not runner.is_last and job.budget is None and not goes_on(before, verdict):
+        job.logger.info("longer tuning is not expected to gain: stopped")
+        runner.drop_rest()
+
+
+def goes_on(before: Verdict, now: Verdict) -> bool:
+    """Tell whether more tuning may gain: the last one did, and there is something left."""
+    better = now.kept and now.held_out_loss < (1 - LEAST_GAIN) * before.held_out_loss
+    return better and is_worth_it(now)
+
+
+def is_worth_it(found: Verdict) -> bool:
+    """Tell whether enough held-out samples are wrong for tuning to gain anything."""
+    return 1 - found.held_out_accuracy >= WORTH_IT
+
+
+def judge_tuned(job: Job) -> None:
+    """Go back to the best solution where a guard finds a tuned model, which ends the run, no better. Collective.
+
+    The model that the run keeps is then that of the stage without steps that is opened for it.
+    """
+    guard, runner = job.guard, job.stage_runner
+    if guard is None or guard.best is None or guard.held_out is None or runner.stage.solves or not runner.is_last:
+        return
+    mirrored, precision = runner.mirror != "off", job.config.optimizer.precision
+    score = score_of(runner.opened.chain, guard.held_out, mirrored=mirrored, precision=precision, world=job.world)
+    verdict = guard.judge_tuned(score, stage=runner.number)
+    job.logger.info(verdict.line(guard.best.verdict))
+    if not verdict.kept:
+        go_back(job)
+
+
+def score_of(chain: Chain, held_out: HeldOut, *, precision: str, world: World, mirrored: bool = True) -> Score:
+    """Return the means over the views of held-out samples of all ranks, without mirror images unless `mirrored`.
+
+    Collective.
+    """
+    totals = Totals()
+    announce(held_out.images, held_out.batches)
+    with in_evaluation(chain.model), torch.no_grad():
+        for batch in held_out.batches:
+            images = held_out.images.load(batch.ids, batch.views)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+                logits = chain.run(images, 0, len(chain.blocks)).float()
+            counted = torch.arange(len(batch.ids)) < batch.counted
+            if not mirrored:
+                counted &= ~torch.from_numpy(held_out.images.mirrored(batch.ids, batch.views))
+            if counted.any():
+                said, labels = logits[counted], batch.labels[counted]
+                totals.add(said, labels, float(functional.cross_entropy(said.double(), labels)))
+    return reduce({MODEL: totals}, [MODEL], world, name="held-out")[MODEL]
+
+
+def report_of_stages(job: Job) -> dict[str, Any]:
+    """Return what summary.json says of each stage, and of the head that was kept."""
+    guard, stages = job.guard, [{"stage": stage.name, "steps": stage.steps} for stage in job.stage_runner.stages]
+    for verdict in guard.verdicts if guard else ():
+        stages[verdict.stage] |= verdict.describe()
+    tried = {"trial": guard.trial.describe()} if guard and guard.trial.after is not None else {}
+    return {"stages": stages, **tried, **({"head": guard.best.head} if guard and guard.best else {})}

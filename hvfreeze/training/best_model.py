@@ -1,0 +1,103 @@
+"""The best model so far, by held-out samples: when training ends early for want of a better one, and its file.
+
+RUN/best/NAME.pt                              each model when it was best
+RUN/checkpoints/best-step-00000120.NAME.pt    the same file, by another name, as it was when that checkpoint was written
+
+So a run that goes on from a checkpoint has the model that was best then. Names go with their checkpoints, one later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.errors import RefusedError
+from hvfreeze.runs.files import publish, publishing, reason_of
+from hvfreeze.strategies.base import WholeModel
+from hvfreeze.training.checkpoint_file import path_of
+from hvfreeze.training.evaluation import Best
+from hvfreeze.training.job import Job
+
+
+def best_path(job: Job, name: str) -> Path:
+    """Return where a model's best state is kept."""
+    return job.directory / "best" / f"{name}.pt"
+
+
+def follow_best(job: Job, epoch: int) -> None:
+    """Note which models the evaluation after `epoch` found better than ever, and keep them where --keep says so.
+
+    Collective: every rank of the world must call this, after settling and evaluating.
+    """
+    improved = [name for name, score in job.last_scores.items() if name not in job.best or job.best[name].below(score)]
+    job.evaluations_in_vain = 0 if improved else job.evaluations_in_vain + 1
+    keeps = job.config.run.keep == "best" and bool(improved)
+    digest = job.strategy.check(step=job.step) if keeps else ""
+    for name in improved:
+        score = job.last_scores[name]
+        job.best[name] = Best(epoch, job.step, score.accuracy, score.loss, digest)
+    if keeps:
+        for model in job.strategy.whole_models():
+            raise_on_all_ranks(job.world, partial(write, job, model, improved), name="best.write")
+
+
+def write(job: Job, model: WholeModel, improved: Sequence[str]) -> None:
+    """Publish a model's state on rank 0, where it has improved."""
+    if job.world.rank == 0 and model.name in improved:
+        with publishing(best_path(job, model.name)) as file:
+            torch.save(model.state, file)
+
+
+def out_of_patience(job: Job) -> bool:
+    """Tell whether --early-stop ends the run here; equal on all ranks."""
+    most = job.config.run.early_stop
+    return most is not None and job.evaluations_in_vain >= most
+
+
+def linked_path(checkpoint: Path, name: str) -> Path:
+    """Return the name that a model's best state has for a checkpoint."""
+    return checkpoint.with_name(f"best-{checkpoint.stem}.{name}.pt")
+
+
+def link_best(job: Job, folder: Path) -> None:
+    """Give the best models so far a name for the checkpoint of this step, on rank 0; drop those of checkpoints gone."""
+    if job.config.run.keep != "best" or not job.best:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for link in folder.glob("best-step-*.pt"):
+            if not (folder / f"{link.name.split('.')[0].removeprefix('best-')}.pt").exists():
+                link.unlink()
+        for name in job.best:
+            replace_by(linked_path(path_of(folder, job.step), name), best_path(job, name))
+    except OSError as error:
+        raise RefusedError(f"{folder} cannot be kept in order: {reason_of(error)}") from error
+
+
+def bring_back_best(job: Job, checkpoint: Path) -> None:
+    """Make the models that were best when a checkpoint was written the best again, on rank 0."""
+    if job.config.run.keep != "best" or job.world.rank > 0:
+        return
+    for name in job.best:
+        link = linked_path(checkpoint, name)
+        if not link.exists():
+            raise RefusedError(f"{link}, the best model so far, is missing; put it back, or remove {checkpoint.name}")
+        try:
+            best_path(job, name).parent.mkdir(parents=True, exist_ok=True)
+            replace_by(best_path(job, name), link)
+        except OSError as error:
+            raise RefusedError(f"{best_path(job, name)} cannot be written: {reason_of(error)}") from error
+
+
+def replace_by(target: Path, source: Path) -> None:
+    """Make `target` another name of the file `source`, or a copy where the file system has no second names."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        publish(target, [source.read_bytes()])

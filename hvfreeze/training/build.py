@@ -1,0 +1,432 @@
+"""A run made ready: what every rank must agree on, the samples, the model, and the parts put together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
+from hvfreeze.comm.horovod_world import HorovodWorld
+from hvfreeze.comm.mpi_environment import CYCLE_TIME
+from hvfreeze.comm.replica_sync import broadcast_model
+from hvfreeze.comm.resources import (
+    bound_apart,
+    count_in,
+    crowding,
+    memory_budget,
+    sharing_ranks,
+    threads_per_rank,
+)
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import DataConfig
+from hvfreeze.config.tree import Config, differing, to_dict
+from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
+from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
+from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
+from hvfreeze.data.folders import Folders
+from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, count_odd
+from hvfreeze.freezing.cadence import Length
+from hvfreeze.freezing.frozen_prefix import trainable_of
+from hvfreeze.inference.card import describe
+from hvfreeze.model.blocks import Chain
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
+from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
+from hvfreeze.runs.record import NullRecord
+from hvfreeze.strategies.base import BuildContext
+from hvfreeze.torch_imports import load_compiler
+from hvfreeze.training.auto import auto_stages, notes_on_stages
+from hvfreeze.training.guard import Guard
+from hvfreeze.training.job import Job
+from hvfreeze.training.progress import RunLogger, check_curves
+from hvfreeze.training.readers import Plan, without_effect
+from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, reads_images, statistics_of
+from hvfreeze.training.stages import Stage, StageRunner
+from hvfreeze.training.time_budget import open_budget
+from hvfreeze.user_code import code_sha256, is_named_code
+
+LONG_CYCLE_MS = 5
+"""Instead of Horovod's 1: on two nodes whose cores are full, a step takes 3/4 of the time where nothing is sent."""
+JOBS_CORES = "HVFREEZE_CORES"
+"""Cores of a node that the job may use, where its launcher has said so."""
+
+
+def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
+    """Let Horovod rest longer between two looks for work where threads fill the cores of a node of several. Collective.
+
+    In every cycle all ranks wait for each other, and occupy a core meanwhile. Where a thread that waits has to take its
+    core from one that computes, a cycle soon lasts longer than its time: there is then no rest at all, every rank's
+    thread waits for one that has no core, and this goes on by itself. On one node, through shared memory, it does not
+    come to this. What the user has set stays.
+
+    Nothing else may be on its way, and nobody may ask for sets of ranks later: Horovod cannot be started anew again.
+    Returns notes for the user, the same on every rank.
+    """
+    if not isinstance(world, HorovodWorld) or len(set(world.hosts)) == 1:
+        return []
+    _, cores, ranks = sharing_ranks(world)[world.rank]
+    full = ranks * threads >= min(cores, count_in(JOBS_CORES) or cores)
+    told = world.allgather_object((full, CYCLE_TIME in os.environ), name="cycle")
+    if not any(filled for filled, _ in told) or any(given for _, given in told):
+        return []
+    world.start_anew(CYCLE_TIME, str(LONG_CYCLE_MS))
+    return [f"computing threads fill the nodes' cores: Horovod looks for work every {LONG_CYCLE_MS} ms (${CYCLE_TIME})"]
+
+
+def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
+    """Return notes on blocks that stay untrained, and on the stages of auto."""
+    settings, notes = config.freeze, list[str]()
+    if settings.auto:
+        return notes_on_stages(config, stages)
+    if settings.cut and config.model.weights == "none":
+        notes.append(
+            f"the first {settings.cut} blocks keep their random initialisation; freezing is for trained --weights"
+        )
+    return notes
+
+
+def notes_on_mirror_images(asked: str, image_set: ImageSet, stages: Sequence[Stage]) -> list[str]:
+    """Return a note on which views are mirror images; `asked` is --mirror."""
+    shown = [stage.config for stage in stages if stage.config.data.mirrors(image_set.flips)]
+    where = []
+    if any(config.head.solved for config in shown):
+        decided = " and kept where held-out samples are better for it" if asked == "auto" else ""
+        where.append(f"each sample's is fitted by the head too{decided}")
+    if any(not config.head.solved and config.data.augment != "none" for config in shown):
+        where.append("half of the views that blocks are trained on are such")
+    if where:
+        return [f"mirror images: {', '.join(where)}; pass --mirror off where left and right differ"]
+    return []
+
+
+def open_corpus(
+    data: DataConfig, world: World, *, seed: int, batch_size: int, replicas: int, whole_batches: bool
+) -> Corpus:
+    """Find the data and deal it out; nothing is decoded yet. Collective."""
+    raise_on_all_ranks(
+        world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download"
+    )
+    root = root_of(data.data_dir).resolve()
+
+    def look() -> tuple[Folders | None, str, dict[str, str]]:
+        found = list_data(data.data, data.data_dir)
+        return (found.to_send(), found.digest(), found.local) if found else (None, "", {})
+
+    folders, local = look_once(world, look, place=str(root), what="data")
+    listed = folders and folders.here(root, local)
+    splits = raise_on_all_ranks(
+        world,
+        lambda: open_data(
+            data.data,
+            data.data_dir,
+            image_size=data.stored_size,
+            listed=listed,
+            skip_bad=data.skip_bad,
+            context=data.window,
+        ),
+        name="data",
+    )
+    splits = with_odd_counted(splits, world)
+    if data.skip_bad:
+        splits = without_broken(splits, world)
+    return raise_on_all_ranks(
+        world,
+        lambda: deal(splits, data, seed=seed, batch_size=batch_size, replicas=replicas, whole_batches=whole_batches),
+        name="shards",
+    )
+
+
+def with_odd_counted(splits: DataSplits, world: World) -> DataSplits:
+    """Return the splits with a count, and notes, of files that are read in a special way. Collective."""
+    counted, notes = {}, list[str]()
+    for part, image_set in (("train", splits.train), ("test", splits.test)):
+        source = image_set.source
+        if isinstance(source, FileSource):
+            mine = count_odd(source, share=world.rank, shares=world.size, workers=torch.get_num_threads())
+            everyone = world.allgather_object(mine, name=f"odd.{part}")
+            odd = {what: sum(theirs[what] for theirs in everyone) for what in mine}
+            notes += [f"{count} of {len(image_set)} {part} {what}" for what, count in odd.items() if count]
+            image_set = replace(image_set, source=replace(source, odd=odd))
+        counted[part] = image_set
+    return replace(splits, train=counted["train"], test=counted["test"], notes=[*splits.notes, *notes])
+
+
+def without_broken(splits: DataSplits, world: World) -> DataSplits:
+    """Return the splits without images that cannot be decoded, which all ranks look for together. Collective."""
+    found = {}
+    for part, image_set in (("train", splits.train), ("test", splits.test)):
+        look = partial(find_broken, image_set, share=world.rank, shares=world.size, workers=torch.get_num_threads())
+        everyone = world.allgather_object(
+            raise_on_all_ranks(world, look, name=f"broken.{part}"), name=f"broken.{part}.all"
+        )
+        found[part] = replace(image_set, broken={row: why for theirs in everyone for row, why in theirs.items()})
+    return replace(splits, train=found["train"], test=found["test"])
+
+
+def assemble(
+    config: Config,
+    world: World,
+    directory: Path,
+    blueprint: Blueprint,
+    chain: Chain,
+    corpus: Corpus,
+    *,
+    started: float = 0.0,
+) -> Job:
+    """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
+    replica, replicas = place_of(world, config.strategy)
+    feed, evaluated = load_share(config, world, corpus, replica=replica, replicas=replicas)
+    content = content_of(world, corpus, feed, evaluated, replicas=replicas)
+    card = raise_on_all_ranks(
+        world,
+        lambda: describe(
+            config.model,
+            config.head,
+            config.data,
+            corpus,
+            feed.images.transform,
+            precision=config.optimizer.precision,
+            batch_size=config.optimizer.batch_size,
+            hashed=world.rank == 0,
+        ),
+        name="card",
+    )
+    clock, logger = PhaseClock(), RunLogger(rank=world.rank, quiet=config.run.quiet)
+    context = BuildContext(
+        world=world,
+        replica=replica,
+        replicas=replicas,
+        chain=chain,
+        build=lambda num_classes: blueprint.build(num_classes)[0],
+        corpus=corpus,
+        feed=feed,
+        evaluated=evaluated,
+        directory=directory,
+        clock=clock,
+        say=logger.info,
+        length=Length(config.optimizer.epochs),
+    )
+    factory = StageFactory(context, config, blueprint, trainable_of(chain.model))
+    share = corpus.share(replica=replica, replicas=replicas)
+    evaluation_batches = padded_batches(share, evaluated.labels_of, config.optimizer.batch_size)
+    auto = config.freeze.auto
+    stages = raise_on_all_ranks(world, lambda: auto_stages(factory) if auto else factory.stages(), name="stages")
+    if not all(stage.solves for stage in stages):
+        # Here, and not in a step whose time is measured.
+        load_compiler()
+    guard = open_guard(factory, stages) if auto else None
+    judged = len(guard.held_out.batches) if guard and guard.held_out else 0
+    budget = open_budget(factory, stages, evaluated=len(evaluation_batches), judged=judged, started=started)
+    stage_runner = StageRunner(stages if budget is None else budget.plan(stages), factory.open)
+    shown = chain if auto else stage_runner.opened.chain
+    return Job(
+        data_identities=content,
+        config=config,
+        world=world,
+        directory=directory,
+        block_names=tuple(block.name for block in shown.blocks),
+        stage_runner=stage_runner,
+        budget=budget,
+        guard=guard,
+        card=card,
+        evaluation_batches=evaluation_batches,
+        replicas=replicas,
+        clock=clock,
+        logger=logger,
+        called=corpus.train.called,
+        judge=factory.judge(stages) if auto and len(stages) > 1 else None,
+    )
+
+
+def open_guard(factory: StageFactory, stages: Sequence[Stage]) -> Guard | None:
+    """Return what keeps the best state of --freeze auto, None where that is left out. Not a collective."""
+    if not factory.config.freeze.has("guard"):
+        return None
+    ends_tuned = not (stages[-1].solves and stages[-1].steps)
+    return Guard(factory.held_out(stages[0]) if ends_tuned else None)
+
+
+def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs, *, replicas: int) -> dict[str, str]:
+    """Return digests of the pixels of all ranks' samples, by split, of those splits that are in memory. Collective.
+
+    Paths and sizes of files do not tell of an image that was replaced by another of its size.
+    """
+    replica, place = divmod(world.rank, world.size // replicas)
+    owned = corpus.owned(replica=replica, replicas=replicas), corpus.share(replica=replica, replicas=replicas)
+    mine: dict[str, int | None] = {}
+    for split, images, ids in zip(("train", "test"), (feed.images, evaluated), owned):
+        pixels = images.pixels if isinstance(images, Images) else None
+        # One rank of those that work on the same samples.
+        mine[split] = 0 if place else pixels.content(ids) if isinstance(pixels, MemoryPixels) else None
+    everyone = world.allgather_object(mine, name="content")
+    found = {}
+    for split in mine:
+        known = [part for theirs in everyone if (part := theirs[split]) is not None]
+        if len(known) == world.size:
+            found[f"{split} pixels"] = f"{sum(known) % 2**64:016x}"
+    return found
+
+
+def load_share(
+    config: Config, world: World, corpus: Corpus, *, replica: int, replicas: int
+) -> tuple[TrainFeed, Inputs]:
+    """Load the pixels of this rank's replica, to train on and to evaluate. Collective.
+
+    Raises:
+        BrokenImagesError: one message names the broken images of all ranks; on all ranks.
+    """
+    broken: list[str] = []
+
+    def load() -> tuple[TrainFeed, Inputs] | None:
+        try:
+            return open_feeds(
+                corpus,
+                config.data,
+                seed=config.data_seed,
+                replica=replica,
+                replicas=replicas,
+                budget_bytes=memory_budget(world.local_size) if reads_images(world, config.strategy) else 0,
+                statistics=statistics_of(config.model),
+                solved=config.head.solved,
+            )
+        except BrokenImagesError as error:
+            broken.extend(error.reasons)
+            return None
+
+    feeds = raise_on_all_ranks(world, load, name="pixels")
+    everyone = world.allgather_object(broken, name="pixels.broken")
+    if any(everyone):
+        refusal = BrokenImagesError(sorted({reason for theirs in everyone for reason in theirs}))
+        refusal.everywhere = True
+        raise refusal
+    assert feeds is not None
+    return feeds
+
+
+def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:
+    """Build a run from its configuration. For `started` and `given` see `run`. Collective.
+
+    Raises:
+        HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
+    """
+    asked, given = config, given | differing(config)
+    started, config = time.monotonic() if started is None else started, config.resolved()
+    check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
+    # Collective, hence called also where its result is not needed: environments may differ between hosts.
+    share = threads_per_rank(world)
+    torch.set_num_threads(config.run.threads or count_in("OMP_NUM_THREADS") or share)
+    rests = []
+    if config.strategy.strategy == "replicas":
+        rests = rest_longer_where_cores_are_full(world, torch.get_num_threads())
+    environment = environment_of(config, world)
+    directory = usable_directory(config, world, environment)
+    raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
+    corpus, identities = agreed_corpus(config, world)
+    blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
+    chain, notes = equal_model(config, world, blueprint)
+    job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
+    job.data_identities |= identities
+    # Last, so that a run that could not start leaves its directory as it was.
+    job.record = raise_on_all_ranks(
+        world,
+        lambda: open_record(directory, to_dict(config), environment=environment) if world.rank == 0 else NullRecord(),
+        name="record",
+    )
+    job.logger.log_to(job.record.log)
+    job.notes = [
+        *corpus.notes,
+        *notes,
+        *notes_on_freezing(config, job.stage_runner.stages),
+        *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages),
+        *without_effect(plan_of(job, corpus, asked=asked), given),
+        *crowding(world),
+        *bound_apart(world),
+        *rests,
+        *job.record.notes,
+    ]
+    return job
+
+
+def plan_of(job: Job, corpus: Corpus, *, asked: Config) -> Plan:
+    """Return what a run is going to do, as far as settings may have an effect on it; `asked` are the user's."""
+    return Plan(
+        config=job.config,
+        asked=asked,
+        stages=job.stage_runner.stages,
+        ranks=job.world.size,
+        replicas=job.replicas,
+        flips=corpus.train.flips,
+        side=min(corpus.train.image_shape[1:], default=0),
+        decodes=not isinstance(corpus.train.source, ArraySource),
+    )
+
+
+def environment_of(config: Config, world: World) -> dict[str, Any]:
+    """Return what is recorded of the machines and the code, once all ranks are known to run the same. Collective."""
+    versions = {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")}
+    check_equal(world, "versions", {**versions, "source": source_digest()})
+    named = {"model": config.model.model, "data": config.data.data}
+    code = raise_on_all_ranks(
+        world,
+        lambda: {flag: code_sha256(flag, text) for flag, text in named.items() if is_named_code(text)},
+        name="code",
+    )
+    check_equal(world, "code", code)
+    environment = describe_environment(world.allgather_object(facts_of_this_rank(), name="environment"))
+    return environment | ({"code": code} if code else {})
+
+
+def usable_directory(config: Config, world: World, environment: dict[str, Any]) -> Path:
+    """Return the run directory, the same on every rank: the user's, or what rank 0 names it in `runs`. Collective.
+
+    Raises:
+        HvfreezeError: it holds another run, or cannot be used; on all ranks.
+    """
+    named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
+    given = config.run.run_dir or str(Path("runs") / named)
+    directory = Path(world.broadcast_object(given, name="run.directory")).resolve()
+    raise_on_all_ranks(
+        world,
+        lambda: check_directory(directory, to_dict(config), environment) if world.rank == 0 else None,
+        name="directory",
+    )
+    return directory
+
+
+def agreed_corpus(config: Config, world: World) -> tuple[Corpus, dict[str, str]]:
+    """Return the samples, and digests of them that are equal on all ranks. Collective."""
+    _, replicas = raise_on_all_ranks(world, lambda: place_of(world, config.strategy), name="replicas")
+    corpus = open_corpus(
+        config.data,
+        world,
+        seed=config.data_seed,
+        batch_size=config.optimizer.batch_size,
+        replicas=replicas,
+        whole_batches=not config.head.solved,
+    )
+    identities = raise_on_all_ranks(world, corpus.identities, name="identities")
+    check_equal(world, "data", identities)
+    sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
+    check_equal(world, "pixels", sampled)
+    return corpus, identities | {f"{split} sampled": digest for split, digest in sampled.items()}
+
+
+def equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:
+    """Return the model, the same on every rank, and what the user should know; seeds torch's generator. Collective."""
+    if config.model.weights == "DEFAULT":
+        # One rank per node downloads; the others find the file.
+        raise_on_all_ranks(world, lambda: blueprint.build_from(0) if world.local_rank == 0 else None, name="weights")
+    chain, notes = raise_on_all_ranks(world, lambda: blueprint.build_from(config.run.seed), name="model")
+    broadcast_model(chain.model, world)
+    # Dropout and the like differ between ranks; rank 0 goes on from where building has left the generator, so that a
+    # run of one rank is plain PyTorch's.
+    if world.rank > 0:
+        torch.manual_seed(config.run.seed + world.rank)
+    return chain, notes

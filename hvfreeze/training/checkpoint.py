@@ -1,0 +1,388 @@
+"""Checkpoints of a run: what they hold, when they are due, and how a run goes on from one, on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config, leaves, to_dict
+from hvfreeze.errors import RefusedError
+from hvfreeze.runs.clock import PHASES, train_seconds
+from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS
+from hvfreeze.strategies.base import State
+from hvfreeze.training.best_model import bring_back_best, link_best, out_of_patience
+from hvfreeze.training.checkpoint_file import Checkpoint, Saving, newest, open_checkpoint, packed, unpacked
+from hvfreeze.training.evaluation import Best, Score, Totals
+from hvfreeze.training.job import Job
+
+GATHERED_AT_ONCE = 2**26
+"""Larger states of all ranks together come to rank 0 one by one, so that it never holds all of them."""
+MAY_CHANGE = (*HARMLESS, *COMPARED_OTHERWISE)
+"""Settings in which a run may differ from its checkpoint; the run directory judges those that matter."""
+
+
+def directory_of(job: Job) -> Path:
+    """Return where the run keeps its checkpoints."""
+    return job.directory / "checkpoints"
+
+
+def save(job: Job, *, settled: bool, alone: bool = False) -> None:
+    """Begin to write a checkpoint of all ranks, which goes on beside the next steps; see `finish_saving`. Collective.
+
+    Replicas are compared first. With `settled` the state is that after the strategy has settled. Without it, as when a
+    run is asked to leave between two such points, it is every rank's own from before, so that the resumed run settles
+    exactly when the uninterrupted one does. With `alone` all other checkpoints are removed afterwards.
+
+    Raises:
+        DivergedError: replicas are not equal; nothing was written.
+        RefusedError: the checkpoint before could not be written.
+    """
+    finish_saving(job)
+    if settled:
+        compare_settled(job)
+    strategy = job.strategy.state_dict()
+    # Copies: what comes next may change the tensors.
+    shared = packed({**shared_state(job), **strategy.shared}) if job.world.rank == 0 else torch.empty(0)
+    own = packed({**rank_state(job), **strategy.own})
+    if not settled:
+        compare_settled(job)
+    raise_on_all_ranks(
+        job.world, lambda: link_best(job, directory_of(job)) if job.world.rank == 0 else None, name="best.link"
+    )
+    lengths = job.world.allgather_object(len(own), name="checkpoint.lengths")
+    saving = None
+    if job.world.rank == 0:
+        sections = [len(shared), *lengths]
+        saving = Saving(directory_of(job), step=job.step, size=job.world.size, lengths=sections, alone=alone)
+        saving.put(shared)
+    for section in sections_of_ranks(own, lengths, job.world):
+        if saving is not None:
+            saving.put(section)
+    if saving is not None:
+        saving.finish()
+    job.saving = saving
+
+
+def compare_settled(job: Job) -> None:
+    """Settle, and raise DivergedError on all ranks unless their models are equal. Collective."""
+    job.strategy.settle()
+    job.strategy.check(step=job.step)
+
+
+def sections_of_ranks(own: Tensor, lengths: list[int], world: World) -> Iterator[Tensor]:
+    """Yield on rank 0 every rank's bytes, in rank order; on the others nothing. Collective."""
+    if sum(lengths) <= GATHERED_AT_ONCE:
+        yield from world.gather_bytes(own, name="checkpoint.own")
+        return
+    for rank in range(world.size):
+        given = own if rank == world.rank else own[:0]
+        yield from world.gather_bytes(given, name=f"checkpoint.own.{rank}")[rank : rank + 1]
+
+
+def finish_saving(job: Job) -> None:
+    """Return when the checkpoint that is being written is safe on the disk. Collective.
+
+    Raises:
+        RefusedError: it could not be written, as on a full disk; older checkpoints are untouched.
+    """
+
+    def wait() -> None:
+        saving, job.saving = job.saving, None
+        if saving is not None:
+            saving.result()
+
+    raise_on_all_ranks(job.world, wait, name="checkpoint.written")
+
+
+def shared_state(job: Job) -> dict[str, Any]:
+    """Return what is equal on all ranks, or known to rank 0 alone; the strategy adds its own."""
+    return {
+        "run": identity(job.config),
+        "course": job.stage_runner.state_dict(),
+        "budget": {} if job.budget is None else job.budget.state_dict(),
+        "guard": None if job.guard is None else job.guard.state_dict(),
+        "step": job.step,
+        "steps_per_epoch": job.steps_per_epoch,
+        "data": job.data_identities,
+        "position": job.record.position(),
+        "epochs_done": job.epochs_done,
+        "seconds": job.clock.read(),
+        "epoch_seconds": dict(job.epoch_seconds),
+        "best_accuracy": job.best_accuracy,
+        "last_accuracy": job.last_accuracy,
+        "last_scores": {model: list(score) for model, score in job.last_scores.items()},
+        "best": {name: list(best) for name, best in job.best.items()},
+        "evaluations_in_vain": job.evaluations_in_vain,
+    }
+
+
+def rank_state(job: Job) -> dict[str, Any]:
+    """Return what differs between ranks: random state and sums over samples; the strategy adds its own."""
+    return {
+        "random": torch.get_rng_state(),
+        "totals": {name: dataclasses.asdict(sums) for name, sums in job.totals.items()},
+    }
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Return the settings that a run shares with its checkpoint, by flag."""
+    sections = to_dict(config).values()
+    return {leaf: value for section in sections for leaf, value in section.items() if leaf not in MAY_CHANGE}
+
+
+LARGEST_SHARE = 0.03
+"""The part of the training time that checkpoints may take with --checkpoint-every auto."""
+
+
+def save_when_due(job: Job) -> None:
+    """Write a checkpoint when the step calls for one. Collective."""
+    if is_due(job):
+        before = job.clock.read()["checkpoint"]
+        with job.clock.within("checkpoint"):
+            save(job, settled=True)
+        job.checkpoint_seconds = job.clock.read()["checkpoint"] - before
+
+
+def is_due(job: Job) -> bool:
+    """Tell whether the step calls for a checkpoint; the last one does unless there are none at all. Collective."""
+    cadence = job.config.run.checkpoint_cadence()
+    last = job.step == job.total_steps or out_of_patience(job)
+    if cadence is None:
+        return last or (job.at_epoch_end and is_cheap(job))
+    every, unit = cadence
+    if not every or last:
+        return bool(every)
+    if unit == "epochs":
+        # The run's: stages have epochs of their own lengths.
+        return job.at_epoch_end and job.epochs_done % every == 0
+    before = job.stage_runner.first_step if job.stage.solves else job.step - 1
+    return job.step // every > before // every
+
+
+def is_cheap(job: Job) -> bool:
+    """Tell whether checkpoints, one more with them, take at most `LARGEST_SHARE` of training. Collective.
+
+    Only at the end of an epoch, where the strategy settles anyhow: a clock must not change one bit of the training.
+    """
+    seconds = job.clock.read()
+    spent, trained = seconds["checkpoint"], train_seconds(seconds)
+    cheap = spent + job.checkpoint_seconds <= LARGEST_SHARE * trained
+    return job.world.broadcast_object(cheap, name="checkpoint.cheap")
+
+
+class Redealing:
+    """Deals a checkpoint's state out to the ranks of a job of another size.
+
+    Args:
+        job: the one that goes on.
+        shared: the checkpoint's shared section.
+        checkpoint: on rank 0.
+
+    Raises:
+        RefusedError: the checkpoint does not say how many steps an epoch had.
+    """
+
+    def __init__(self, job: Job, shared: dict[str, Any], checkpoint: Checkpoint | None) -> None:
+        self._job, self._shared, self._checkpoint = job, shared, checkpoint
+        if type(shared.get("steps_per_epoch")) is not int or shared["steps_per_epoch"] < 1:
+            raise RefusedError(
+                "the checkpoint does not say how many steps an epoch had; resume on as many ranks as before"
+            )
+        self._before: int = shared["steps_per_epoch"]
+        self._totals: dict[str, Totals] = {}
+        self._random: list[Tensor] = []
+        self._states: Iterator[dict[str, Any]] | None = None
+
+    def restep(self, step: int) -> int:
+        """Return the step of this job that is at the same part of an epoch, or is the last one before it."""
+        epoch, within = divmod(step, self._before)
+        now = self._job.steps_per_epoch
+        return epoch * now + within * now // self._before
+
+    def describe(self) -> str:
+        """Return one clause about where training goes on."""
+        step = self._shared["step"]
+        return f"step {step} of {self._before} an epoch became {self.restep(step)} of {self._job.steps_per_epoch}"
+
+    def shared(self) -> dict[str, Any]:
+        """Return what all ranks are to share."""
+        changed: dict[str, Any] = {"step": self.restep(self._shared["step"])}
+        if "exchange" in self._shared:
+            # Of other ranks, on other links.
+            changed["exchange"] = {}
+        return {**self._shared, **changed}
+
+    def state_of(self, rank: int) -> Tensor | None:
+        """Return on rank 0 what `rank` is to have of its own, packed; ranks must be asked for in order."""
+        if self._checkpoint is None:
+            return None
+        if self._states is None:
+            there, size = self._there(self._checkpoint), self._job.world.size
+            self._states = self._job.strategy.repartitioned(there, size=size, restep=self.restep)
+        try:
+            state = next(self._states)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RefusedError(f"the checkpoint {self._checkpoint.path} is another model's: {error}") from error
+        # Sums over samples are only ever added up over ranks.
+        totals = {name: dataclasses.asdict(sums) for name, sums in self._totals.items()} if rank == 0 else {}
+        new = torch.Generator().manual_seed(self._job.config.run.seed + rank).get_state()
+        random = self._random[rank] if rank < len(self._random) else new
+        return packed({**state, "random": random, "totals": totals})
+
+    def _there(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+        """Yield each old rank's own state, and keep what is not the strategy's."""
+        for rank in range(checkpoint.size):
+            own = unpacked(checkpoint.section(1 + rank), name=str(checkpoint.path))
+            self._random.append(own["random"])
+            for name, sums in own["totals"].items():
+                before = self._totals.get(name, Totals())
+                added = {field: value + getattr(before, field) for field, value in sums.items()}
+                self._totals[name] = Totals(**added)
+            yield own
+
+
+def restore(job: Job) -> int | None:
+    """Put the newest checkpoint's state into the job, and drop what was logged after it. Collective.
+
+    Only rank 0 reads the file; every rank receives what is shared, and its own part alone.
+
+    Returns:
+        How many ranks wrote the checkpoint, None where there is none.
+
+    Raises:
+        RefusedError: the checkpoint is damaged, is another run's or model's, or is of another number of ranks and
+            --resume-inexact was not given.
+    """
+    world = job.world
+    size = None if job.config.run.resume_inexact else world.size
+
+    def find() -> Checkpoint | None:
+        path = newest(directory_of(job)) if world.rank == 0 else None
+        return None if path is None else open_checkpoint(path, size=size)
+
+    found = raise_on_all_ranks(world, find, name="checkpoint.read")
+    described = world.broadcast_object((str(found.path), found.size) if found else None, name="checkpoint.described")
+    if described is None:
+        job.record.cut_back({})
+        return None
+    name, wrote = described
+    data = read_by_all(world, lambda: found.section(0) if found else None)
+    shared = raise_on_all_ranks(
+        world, lambda: own_run(job, unpacked(data, name=name), name=name), name="checkpoint.run"
+    )
+    timed = job.config.run.budget_seconds() is not None
+    job.stage_runner.load_state_dict(shared["course"], keeps_plan=timed)
+    if wrote == world.size:
+        own = dealt(world, lambda rank: found.section(1 + rank) if found else None)
+    else:
+        if job.config.freeze.auto or timed:
+            raise other_size(wrote, world.size)
+        redealing = raise_on_all_ranks(world, lambda: Redealing(job, shared, found), name="checkpoint.redealing")
+        own = dealt(world, redealing.state_of)
+        shared = redealing.shared()
+        change = f"ranks: {wrote} there, {world.size} here; {redealing.describe()}"
+        job.record.change(change)
+        job.notes.append(f"not as before: {change}")
+    raise_on_all_ranks(world, lambda: put_back(job, shared, own, name=name), name="checkpoint.restore")
+    raise_on_all_ranks(world, lambda: bring_back_best(job, Path(name)), name="best.back")
+    return wrote
+
+
+def read_by_all(world: World, read: Callable[[], Tensor | None]) -> Tensor:
+    """Return on every rank what rank 0 reads, uint8 [length]. Collective."""
+    found = raise_on_all_ranks(world, read, name="checkpoint.section")
+    length: int = world.broadcast_object(0 if found is None else len(found), name="checkpoint.length")
+    data = torch.empty(length, dtype=torch.uint8) if found is None else found
+    world.broadcast_(data, name="checkpoint.shared")
+    return data
+
+
+def dealt(world: World, read: Callable[[int], Tensor | None]) -> Tensor:
+    """Return to each rank what rank 0 reads for it, uint8 [length]; rank 0 holds one rank's at a time. Collective."""
+    mine = nothing = torch.empty(0, dtype=torch.uint8)
+    for rank in range(world.size):
+        section = raise_on_all_ranks(world, lambda rank=rank: read(rank), name="checkpoint.section")  # type: ignore[misc]
+        parts = [section if to == rank and section is not None else nothing for to in range(world.size)]
+        arrived = world.scatter_bytes(parts, name=f"checkpoint.own.{rank}")
+        mine = arrived if rank == world.rank else mine
+    return mine
+
+
+def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
+    """Return what ranks share, where it is this run's."""
+    data = shared.get("data") or {}
+    # Of pixels that are streamed, and in checkpoints of before of all, fewer digests are known.
+    known = [what for what in job.data_identities if what in data or what in ("train", "test")]
+    other = [what for what in known if data.get(what) != job.data_identities[what]]
+    if other:
+        splits = " and ".join(dict.fromkeys(what.partition(" ")[0] for what in other))
+        raise RefusedError(f"the checkpoint {name} was trained on other data ({splits}); restore that, or start anew")
+    mine, theirs = identity(job.config), shared.get("run")
+    if not isinstance(theirs, dict):
+        raise RefusedError(f"the checkpoint {name} does not say of which run it is; start anew in another --run-dir")
+    # A setting that there was not yet when it was written has its default.
+    theirs = {**{leaf: leaves()[leaf][1].default for leaf in mine}, **theirs}
+    differing = [leaf for leaf in mine if theirs[leaf] != mine[leaf]]
+    if differing:
+        listed = "; ".join(f"{leaf}: {theirs[leaf]!r} there, {mine[leaf]!r} here" for leaf in differing)
+        raise RefusedError(f"the checkpoint {name} is another run's ({listed}); put its own checkpoints back")
+    if not job.stage_runner.knows(shared.get("course")):
+        raise RefusedError(f"the checkpoint {name} does not say in which stage its run is; start anew")
+    before, now = shared["course"].get("asked", shared["course"]["steps"]), list(job.stage_runner.asked)
+    if shared["course"]["number"] > 0 and before != now and job.config.run.budget_seconds() is None:
+        raise RefusedError(
+            f"the checkpoint {name} is of stages of {before} steps, and --epochs ({job.config.optimizer.epochs}) makes "
+            f"them {now}; give the --epochs that it began with, or start anew in another --run-dir"
+        )
+    return shared
+
+
+def other_size(wrote: int, size: int) -> RefusedError:
+    """Return the refusal of stages that were planned for another number of ranks."""
+    error = RefusedError(
+        f"the checkpoint was written by {wrote} ranks, for which --freeze auto or --time-budget planned other steps "
+        f"than for {size}; resume on {wrote}, or start anew in another --run-dir"
+    )
+    error.everywhere = True
+    return error
+
+
+def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> None:
+    """Put a loaded state into the job, on this rank."""
+    try:
+        fill(job, shared, unpacked(own, name=name))
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise RefusedError(f"the checkpoint {name} is another model's: {first_line(error)}") from error
+
+
+def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Set every part of the job from what all ranks share and from what is this rank's."""
+    # First, for a strategy reads off it how long steps take.
+    job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
+    job.strategy.load_state_dict(State(shared, mine))
+    if job.budget is not None:
+        job.budget.load_state_dict(shared["budget"])
+    if job.guard is not None:
+        job.guard.load_state_dict(shared["guard"])
+    job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}
+    job.step = shared["step"]
+    job.record.cut_back(shared["position"])
+    job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
+    job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
+    job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
+    job.best = {name: Best(*best) for name, best in shared["best"].items()}
+    job.evaluations_in_vain = shared["evaluations_in_vain"]
+    torch.set_rng_state(mine["random"])
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,225 @@
+"""Checkpoints: one file each, published atomically, verified by a digest, loaded without running anything.
+
+A file is a line of JSON (`step`, `size`, `sections`), then as many sections as `sections` has lengths, then the SHA-256
+of all that as 64 hexadecimal digits. The first section is what ranks share, the others are theirs in rank order; each
+is a `torch.save` archive of plain values and tensors. Rank 0 writes and reads, one rank's section in memory at a time,
+so that only rank 0 needs the directory and never more than one section's memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import queue
+import stat
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.plain_load import load_plain
+from hvfreeze.runs.files import publishing
+
+KEPT = 2
+DIGEST_CHARACTERS = 64
+LONGEST_HEADER = 2**20
+BLOCK = 2**24
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Return the file of the checkpoint after `step` steps."""
+    return directory / f"step-{step:08d}.pt"
+
+
+def newest(directory: Path) -> Path | None:
+    """Return the checkpoint with the most steps, None where there is none."""
+    return max(directory.glob("step-*.pt"), default=None)
+
+
+def packed(state: dict[str, Any]) -> Tensor:
+    """Return plain values and tensors as the bytes of a `torch.save` archive, uint8 [length]: a copy."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor, *, name: str) -> dict[str, Any]:
+    """Undo `packed`."""
+    try:
+        state = load_plain(io.BytesIO(data.numpy().tobytes()))
+    except RefusedError:
+        raise
+    except Exception as error:  # what is no archive of plain values makes the unpickler raise anything
+        raise RefusedError(f"checkpoint {name} holds more than plain values and is refused") from error
+    if not isinstance(state, dict):
+        raise RefusedError(f"checkpoint {name} holds no run's state and is refused")
+    return state
+
+
+class Saving:
+    """A checkpoint on its way to the disk, in a thread of its own; a crash at any moment leaves the older ones whole.
+
+    Call `put` with each section in turn, which waits while two are still to be written, and `finish` when they have
+    all been put. What goes wrong waits for `result`. When it is safe on the disk, older ones are removed: all but the
+    last, or all with `alone`, as where they count steps otherwise.
+    """
+
+    def __init__(self, directory: Path, *, step: int, size: int, lengths: Sequence[int], alone: bool = False) -> None:
+        header = {"step": step, "size": size, "sections": list(lengths)}
+        self.path, self._alone = path_of(directory, step), alone
+        self._failure: HvfreezeError | None = None
+        self._finished = self._broken = False
+        self._parts: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
+        self._thread = threading.Thread(target=self._write, name="checkpoint")
+        self._thread.start()
+        self._parts.put(memoryview(json.dumps(header).encode() + b"\n"))
+
+    def put(self, section: Tensor) -> None:
+        """Hand over a section, uint8 [length], that nobody changes any more."""
+        self._parts.put(memoryview(section.numpy()))
+
+    def finish(self) -> None:
+        """Say that all sections have been put; returns at once."""
+        self._finished = True
+        self._parts.put(None)
+
+    def result(self) -> None:
+        """Return when the file is safe on the disk.
+
+        Raises:
+            RefusedError: it could not be written, as on a full disk; older checkpoints are untouched.
+        """
+        self._thread.join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def let_go(self) -> None:
+        """Return when nothing is written any more; a checkpoint that was put whole is kept, a part of one is not."""
+        if self._thread.is_alive() and not self._finished:
+            self._broken = True
+            self._parts.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        ended = False
+        digest = hashlib.sha256()
+        try:
+            with publishing(self.path) as file:
+                for left in self.path.parent.glob(".step-*.tmp"):
+                    if left != self.path.with_name(f".{self.path.name}.tmp"):
+                        left.unlink()
+                for part in iter(self._parts.get, None):
+                    file.write(part)
+                    digest.update(part)
+                ended = True
+                if self._broken:
+                    raise RefusedError(f"{self.path} was not finished")
+                file.write(digest.hexdigest().encode())
+            others = [path for path in sorted(self.path.parent.glob("step-*.pt")) if path != self.path]
+            for old in others if self._alone else others[: 1 - KEPT]:
+                old.unlink()
+        except HvfreezeError as error:
+            self._failure = error
+        except OSError as error:
+            self._failure = RefusedError(f"{self.path.parent} cannot be kept in order: {error.strerror}")
+        # Whoever puts must not wait for a thread that has given up.
+        while not ended and self._parts.get() is not None:
+            pass
+
+
+def save(directory: Path, sections: Sequence[Tensor], *, step: int) -> Path:
+    """Write a whole checkpoint: what ranks share, and a section, uint8 [length], for each rank; return its path."""
+    saving = Saving(directory, step=step, size=len(sections) - 1, lengths=[len(section) for section in sections])
+    for section in sections:
+        saving.put(section)
+    saving.finish()
+    saving.result()
+    return saving.path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified file; its sections are read when they are asked for."""
+
+    path: Path
+    step: int
+    size: int
+    """How many ranks wrote it."""
+    offsets: tuple[int, ...]
+    """Where each section begins; the last entry is where the last one ends."""
+
+    def section(self, number: int) -> Tensor:
+        """Return a section as uint8 [length]: 0 is what ranks share, 1 + r is rank r's."""
+        first, last = self.offsets[number : number + 2]
+        with open_plain(self.path) as file:
+            file.seek(first)
+            data = np.fromfile(file, dtype=np.uint8, count=last - first)
+        if len(data) != last - first:
+            raise damaged(self.path)
+        return torch.from_numpy(data)
+
+
+def open_checkpoint(path: Path, *, size: int | None) -> Checkpoint:
+    """Return the checkpoint in `path`, every byte of which has been verified.
+
+    Raises:
+        RefusedError: the file is damaged, of another world size than `size` where one is given, or no plain file.
+    """
+    with open_plain(path) as file:
+        line = file.readline(LONGEST_HEADER)
+        header = header_in(line)
+        if header is None:
+            raise damaged(path)
+        saved_size, step, lengths = header
+        digest, left = hashlib.sha256(line), sum(lengths)
+        while left and (block := file.read(min(left, BLOCK))):
+            digest.update(block)
+            left -= len(block)
+        if left or file.read(DIGEST_CHARACTERS + 1) != digest.hexdigest().encode():
+            raise damaged(path)
+    if saved_size != size and size is not None:
+        raise RefusedError(
+            f"checkpoint {path} was written by {saved_size} ranks and cannot resume on {size} bit for bit; "
+            f"start {saved_size}, or add --resume-inexact to deal its state out anew, which is recorded"
+        )
+    offsets = np.cumsum([len(line), *lengths]).tolist()
+    return Checkpoint(path, step, saved_size, tuple(offsets))
+
+
+def header_in(line: bytes) -> tuple[int, int, list[int]] | None:
+    """Return (size, step, lengths of the sections) from a file's first line, None where it is no such line."""
+    try:
+        header = json.loads(line)
+        size, step, lengths = header["size"], header["step"], header["sections"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    numbers = [size, step, *lengths] if isinstance(lengths, list) else [None]
+    # Not isinstance: true and false are whole numbers to it.
+    plain = all(type(number) is int and 0 <= number < 2**62 for number in numbers)
+    return (size, step, lengths) if plain and line.endswith(b"\n") and len(lengths) == size + 1 else None
+
+
+def open_plain(path: Path) -> Any:
+    """Open a file for reading; what is no plain file, and might never answer, is refused."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise RefusedError(f"checkpoint {path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RefusedError(f"checkpoint {path} is no plain file and is refused")
+    return open(descriptor, "rb")
+
+
+def damaged(path: Path) -> RefusedError:
+    """Return the refusal of a file whose bytes are not those that were written."""
+    return RefusedError(f"checkpoint {path} is damaged; remove it to resume from the one before it")

@@ -1,0 +1,400 @@
+"""What must be there in a run for a setting to have an effect: each setting names it, and who gave one in vain is told.
+
+A setting says in `read_by`, where it is declared, what reads it. `READERS` knows for each of these names how to find
+in a run's plan whether it is there, and what to say where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
+from hvfreeze.config.flags import flag_of
+from hvfreeze.config.tree import Config, flat, leaves, to_dict
+from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.freezing.criteria import CRITERIA
+from hvfreeze.training.stages import Stage
+
+OWN_PARTS = ("local-critics", "stale-ring")
+"""Strategies that cut a model into other numbers of parts than there are ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run is going to do, as far as settings may have an effect on it."""
+
+    config: Config
+    """The run's, resolved."""
+    asked: Config
+    """As the user gave it."""
+    stages: Sequence[Stage]
+    """As they are planned at the start."""
+    ranks: int
+    replicas: int
+    """Which share the samples."""
+    flips: bool
+    """Whether a mirrored image of the data set still shows its class."""
+    side: int
+    """The shorter side of the images in pixels, as they are read."""
+    decodes: bool
+    """Whether the data set's images are decoded from files, or made by code."""
+
+    @property
+    def trained(self) -> list[Stage]:
+        """The stages that make optimizer steps."""
+        return [stage for stage in self.stages if stage.steps and not stage.solves]
+
+    @property
+    def solved(self) -> list[Stage]:
+        """The stages that solve the head."""
+        return [stage for stage in self.stages if stage.steps and stage.solves]
+
+    @property
+    def solves_alone(self) -> str:
+        """Why nothing is trained."""
+        config = self.config
+        if not config.freeze.auto:
+            return "the head is solved, and no step of training is made"
+        timed = config.run.budget_seconds() is not None
+        limit = "--time-budget has time" if timed else f"--epochs ({config.optimizer.epochs}) has room"
+        return f"{limit} for solving the head alone"
+
+    @property
+    def evaluations(self) -> int:
+        """How many there are, where one stage is all."""
+        (stage,) = self.stages
+        epochs = stage.epochs
+        return sum(epoch == epochs - 1 or self.config.run.evaluates(epoch) for epoch in range(epochs))
+
+
+class InPart(str):
+    """Why a setting has not the whole of its effect."""
+
+
+Found = str | None
+"""None where a plan has what reads a setting, else why the setting has no effect."""
+Reader = Callable[[Plan, Any], Found]
+"""(plan, the setting's value) -> whether it is read."""
+
+
+def unless(there: bool, why: str) -> Found:
+    """Return `why` where something is not there."""
+    return None if there else why
+
+
+def steps(plan: Plan, value: Any) -> Found:
+    """Look for optimizer steps."""
+    return unless(bool(plan.trained), plan.solves_alone)
+
+
+def epochs(plan: Plan, value: int) -> Found:
+    """Look for something that is repeated as often as --epochs says."""
+    if plan.config.run.budget_seconds() is not None:
+        return "--time-budget chooses the steps"
+    if plan.config.freeze.auto:
+        return unless(bool(plan.trained) or value == 1, plan.solves_alone)
+    return steps(plan, value)
+
+
+def ranks(plan: Plan, value: Any) -> Found:
+    """Look for more than one rank."""
+    return unless(plan.ranks > 1, "there is one rank")
+
+
+def shards(plan: Plan, value: Any) -> Found:
+    """Look for several shards of the training samples."""
+    return ranks(plan, value) or unless(plan.replicas > 1, "all ranks work on the same samples")
+
+
+def order(plan: Plan, value: Any) -> Found:
+    """Look for an order in which samples are met."""
+    return None if plan.trained else shards(plan, value) and plan.solves_alone
+
+
+def files(plan: Plan, value: Any) -> Found:
+    """Look for a folder in which the data lies."""
+    return unless(plan.config.data.data != "digits", "the digits come with scikit-learn")
+
+
+def decoding(plan: Plan, value: Any) -> Found:
+    """Look for images that may be broken."""
+    return unless(plan.decodes, f"no image of {plan.config.data.data} is decoded from a file of its own")
+
+
+def views(plan: Plan, value: str) -> Found:
+    """Look for training, or for fixed views: --freeze auto solves a head on each sample as it is without them."""
+    read = bool(plan.trained) or not plan.config.freeze.auto or value.startswith("views")
+    return unless(read, "a head is solved on each sample as it is, or on fixed views, as with --augment views:K")
+
+
+def drawn_views(plan: Plan, value: str) -> Found:
+    """Look for views that are drawn by --recipe."""
+    drawn = (stage.config.data for stage in plan.stages if stage.steps)
+    is_drawn = any(data.augment != "none" and data.recipe == value for data in drawn)
+    return unless(is_drawn, "no view is drawn: every sample is shown as it is")
+
+
+def trained_weights(plan: Plan, value: Any) -> Found:
+    """Look for weights, which may have a head."""
+    return unless(plan.config.model.weights != "none", "without --weights the head starts afresh anyway")
+
+
+def cuts(plan: Plan, value: Any) -> Found:
+    """Look for a place at which the model is cut into blocks."""
+    config = plan.config
+    frozen = any(stage.config.freeze.freeze != "none" or stage.config.freeze.shadow_names() for stage in plan.trained)
+    read = any(stage.config.head.head == "multi-level" for stage in plan.solved)
+    return unless(frozen or read or config.strategy.strategy != "replicas", "the model is used as a whole")
+
+
+def multi_level(plan: Plan, value: Any) -> Found:
+    """Look for a head that reads every block."""
+    read = any(stage.config.head.head == "multi-level" for stage in plan.solved)
+    return unless(read, "no head reads every block's map, as --head multi-level does")
+
+
+def mirror_images(plan: Plan, value: Any) -> Found:
+    """Look for mirror images: among views that are drawn, or beside every sample that a head is solved on."""
+    if not plan.flips:
+        return f"the mirror image of a sample of {plan.config.data.data} need not show its class"
+    drawn = any(stage.config.data.augment != "none" for stage in plan.trained)
+    return unless(drawn or bool(plan.solved), "no view is drawn: every sample is shown as it is")
+
+
+def larger_images(plan: Plan, value: int) -> Found:
+    """Look for images large enough to be cropped."""
+    return unless(value <= plan.side, InPart(f"images of {plan.side} pixels are not enlarged before they are cropped"))
+
+
+def decay(plan: Plan, value: Any) -> Found:
+    """Look for weight decay."""
+    return unless(plan.config.optimizer.weight_decay > 0, "--weight-decay is 0")
+
+
+def warmup(plan: Plan, value: int) -> Found:
+    """Look for steps enough for a warm-up to end."""
+    made = max(stage.steps for stage in plan.trained)
+    return unless(value <= made, InPart(f"training has {made} steps, and ends at {made / max(value, 1):.2g} of --lr"))
+
+
+def exchange(plan: Plan, value: str) -> Found:
+    """Look for gradients that travel, and so many that they are compressed."""
+    made = max(stage.steps for stage in plan.trained)
+    begins = value.startswith(("powersgd", "auto"))
+    enough = unless(
+        not begins or made > UNCOMPRESSED_STEPS, f"it begins after {UNCOMPRESSED_STEPS} steps, and training has {made}"
+    )
+    return shards(plan, value) or enough
+
+
+def scored(plan: Plan, *, shadows: bool) -> Found:
+    """Return why no criterion of training is asked, those without effect among them where `shadows` says so."""
+    config = plan.config
+    if not plan.trained:
+        return plan.solves_alone
+    if config.strategy.strategy == "shared-trunk":
+        return "the trunk of --strategy shared-trunk is frozen from the start"
+    stages = [stage for stage in plan.trained if stage.config.freeze.votes]
+    stages += [stage for stage in plan.trained if shadows and stage.config.freeze.shadow_names()]
+    if not stages:
+        return "nothing is voted on: " + (
+            "--auto-without leaves votes out" if config.freeze.auto else f"--freeze is {config.freeze.freeze}"
+        )
+    found = [(first_vote(stage), stage.steps) for stage in stages]
+    first, made = found[0]
+    late = f"no vote is held: the first would be after step {first}, and training has {made}; "
+    late += "lower --freeze-warmup or --interval, or raise --epochs"
+    return unless(any(first < made for first, made in found), late)
+
+
+def first_vote(stage: Stage) -> int:
+    """Return the step after which a stage's first vote is due."""
+    cadence = Cadence.of(
+        stage.config.freeze, steps_per_epoch=stage.steps_per_epoch, num_epochs=stage.config.optimizer.epochs
+    )
+    return cadence.first_vote
+
+
+def cadence(plan: Plan, value: int) -> Found:
+    """Look for votes, which may be too late to be held."""
+    why = scored(plan, shadows=True)
+    asked = any(stage.config.freeze.votes or stage.config.freeze.shadow_names() for stage in plan.trained)
+    return InPart(why) if why and asked else why
+
+
+def criteria(plan: Plan, value: Any) -> Found:
+    """Look for votes, or criteria that are scored without effect."""
+    return scored(plan, shadows=True)
+
+
+def freezing(plan: Plan, value: str) -> Found:
+    """Look for votes, where --freeze names a criterion."""
+    return scored(plan, shadows=False) if value in CRITERIA else None
+
+
+def gradients(plan: Plan, value: Any) -> Found:
+    """Look for a criterion that looks at the norms of gradients."""
+    settings = [stage.config.freeze for stage in plan.trained]
+    asked = {name for each in settings for name in (each.freeze, *each.shadow_names())}
+    watched = any(name in CRITERIA and CRITERIA[name].watches == "norms" for name in asked)
+    return criteria(plan, value) or unless(watched, "no criterion of the run looks at the norms of gradients")
+
+
+def gains(plan: Plan, value: Any) -> Found:
+    """Look for a criterion that compares what blocks gain."""
+    asked = {name for stage in plan.trained for name in stage.config.freeze.criteria()}
+    return criteria(plan, value) or unless("coherence" in asked, "no criterion of the run looks at what blocks gain")
+
+
+def observed(plan: Plan, value: Any) -> Found:
+    """Look for gradients of a rank that are summed for a vote, and that differ from their average or are clipped."""
+    if plan.replicas == 1 and plan.config.optimizer.clip_grad is None:
+        return "one rank's gradients are their own average"
+    weighs = plan.config.freeze.vote_weight == "snr"
+    return criteria(plan, value) if weighs else gradients(plan, value)
+
+
+def voters(plan: Plan, value: Any) -> Found:
+    """Look for votes of more than one rank."""
+    return unless(plan.replicas > 1, "there is one voter")
+
+
+def cut(plan: Plan, value: Any) -> Found:
+    """Look for blocks that are frozen from the start; with --freeze auto, while others are tuned."""
+    return tuning(plan, value) if plan.config.freeze.auto else None
+
+
+def tuning(plan: Plan, value: Any) -> Found:
+    """Look for the stage of --freeze auto in which blocks are tuned."""
+    return unless(bool(plan.trained) or value == "none", plan.solves_alone)
+
+
+def cache(plan: Plan, value: Any) -> Found:
+    """Look for a cache."""
+    return unless(plan.config.cache.cache != "off", "--cache is off")
+
+
+def cached_rows(plan: Plan, value: Any) -> Found:
+    """Look for rows that are worth keeping: output of frozen blocks, of views that come again."""
+    if value == "off":
+        return None
+    config, why = plan.config, "no block is ever frozen whose output could be kept"
+    if config.data.shuffle == "global" and not config.cache.cache_shared and plan.replicas > 1:
+        return "with --shuffle global ranks meet each other's samples, and rows are not shared: pass --cache-shared"
+    for stage in (stage for stage in plan.stages if stage.steps):
+        freeze = stage.config.freeze
+        if not stage.config.data.cacheable():
+            why = "with --augment fresh no view comes again"
+        else:
+            frozen = freeze.cut or (freeze.votes and first_vote(stage) < stage.steps)
+            if stage.solves or config.strategy.strategy == "shared-trunk" or frozen:
+                return None
+    return why
+
+
+def sharing(plan: Plan, value: Any) -> Found:
+    """Look for others whose rows may be read."""
+    return unless(plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is one rank")
+
+
+def line(plan: Plan, value: Any) -> Found:
+    """Look for several ranks that pass a batch on to each other."""
+    settings = plan.config.strategy
+    if settings.trunk == "whole":
+        return "every rank runs the whole trunk"
+    if settings.strategy in OWN_PARTS:
+        return unless(settings.parts != 1, "--parts is 1")
+    count = settings.grid_parts(plan.ranks) if settings.strategy == "grid" else plan.ranks
+    return ranks(plan, value) or unless(count > 1, "--parts is 1")
+
+
+def parts(plan: Plan, value: int) -> Found:
+    """Look for parts of the model that there may be several of."""
+    return None if plan.config.strategy.strategy in OWN_PARTS else ranks(plan, value)
+
+
+def rounds(plan: Plan, value: int) -> Found:
+    """Look for rounds after which ranks meet, or are dealt other neurons."""
+    return None if plan.config.strategy.strategy == "subnets" else ranks(plan, value)
+
+
+def redealing(plan: Plan, value: str) -> Found:
+    """Look for ranks that run out of work, because their blocks freeze."""
+    frozen = plan.config.freeze.cut or scored(plan, shadows=False) is None
+    return unless(value == "off" or bool(frozen), "no block is ever frozen")
+
+
+def optional_evaluations(plan: Plan, value: Any) -> Found:
+    """Look for epochs after which an evaluation may be left out."""
+    always = sum(not stage.is_followed for stage in plan.trained)
+    return unless(sum(stage.epochs for stage in plan.trained) > always, "every epoch is evaluated that there is")
+
+
+def evaluations(plan: Plan, value: Any) -> Found:
+    """Look for evaluations between which there is a choice."""
+    return unless(value == "last" or plan.evaluations > 1, "there is one evaluation")
+
+
+def patience(plan: Plan, value: int) -> Found:
+    """Look for evaluations enough to find nothing better so many times in a row."""
+    most = plan.evaluations - 1
+    return unless(value < most, f"there are {most + 1} evaluations, of which the first is always the best so far")
+
+
+READERS: dict[str, Reader] = {
+    "run": lambda plan, value: None,
+    "rounds": rounds,
+    "cache": cache,
+    "cached-rows": cached_rows,
+    "cadence": cadence,
+    "criteria": criteria,
+    "cut": cut,
+    "cuts": cuts,
+    "decay": decay,
+    "decoding": decoding,
+    "drawn-views": drawn_views,
+    "epochs": epochs,
+    "evaluations": evaluations,
+    "exchange": exchange,
+    "files": files,
+    "freezing": freezing,
+    "gains": gains,
+    "gradients": gradients,
+    "larger-images": larger_images,
+    "line": line,
+    "mirror-images": mirror_images,
+    "multi-level": multi_level,
+    "observed": observed,
+    "optional-evaluations": optional_evaluations,
+    "order": order,
+    "parts": parts,
+    "patience": patience,
+    "ranks": ranks,
+    "redealing": redealing,
+    "shards": shards,
+    "sharing": sharing,
+    "steps": steps,
+    "trained-weights": trained_weights,
+    "tuning": tuning,
+    "views": views,
+    "voters": voters,
+    "warmup": warmup,
+}
+"""By the names that settings give in `read_by`."""
+
+
+def without_effect(plan: Plan, given: Collection[str]) -> list[str]:
+    """Return a line for each reason for which some of the settings `given`, by flag with underscores, do nothing."""
+    values = flat(to_dict(plan.asked), source="configuration")
+    told: dict[str, list[str]] = {}
+    for name, (_, leaf, _) in leaves().items():
+        if name in given and values[name] is not None:
+            found = (READERS[reader](plan, values[name]) for reader in leaf.metadata["read_by"].split())
+            why = next(filter(None, found), None)
+            if why is not None:
+                shown = "" if isinstance(values[name], bool) else f" ({values[name]})"
+                how = f"{'not the whole' if isinstance(why, InPart) else 'no'} effect of {{flags}}, because {why}"
+                told.setdefault(how, []).append(flag_of(name) + shown)
+    return [how.replace("{flags}", ", ".join(flags)) for how, flags in told.items()]

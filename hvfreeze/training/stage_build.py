@@ -1,0 +1,283 @@
+"""A stage made ready: its model, the samples that it sees, and its strategy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import ModelConfig, StrategyConfig
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Corpus, TrainFeed, augment_of
+from hvfreeze.data.decoding import Images
+from hvfreeze.data.views import Augment, Statistics, seen_shape
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.freezing.cadence import Length
+from hvfreeze.freezing.frozen_prefix import release_model
+from hvfreeze.heads.kernel import check_count
+from hvfreeze.heads.multilevel import solvable_chain
+from hvfreeze.inference.card import read_card, sha256_of
+from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.model_sources import build_model, set_memory_formats, timm_statistics
+from hvfreeze.model.weights import pretrained_statistics
+from hvfreeze.strategies.base import BuildContext, Strategy
+from hvfreeze.training.guard import HeldOut
+from hvfreeze.training.stages import Opened, Stage, single_stage
+from hvfreeze.training.trial import Judge
+from hvfreeze.user_code import TIMM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """What a model is built from, beside the number of its classes."""
+
+    model: ModelConfig
+    image_shape: tuple[int, ...]
+    """(C, H, W) of the images that the model sees, or (T,) of a text's windows."""
+    classes: int
+    """Of the data set; a strategy may want the same model for others."""
+    head: str = "last"
+    """--head."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, corpus: Corpus, *, image_size: int | None, head: str = "last") -> Blueprint:
+        """Return the blueprint of a model for the images of `corpus`, resized to `image_size` where that is given."""
+        shape = seen_shape(corpus.train.image_shape, image_size)
+        return cls(model=model, image_shape=shape, classes=len(corpus.train.classes), head=head)
+
+    def build(self, classes: int) -> tuple[Chain, list[str]]:
+        """Return the model in blocks, for channels_last images, and what the user should know.
+
+        What starts at random comes from torch's generator, whose state the caller decides.
+
+        Raises:
+            UsageError: the settings do not fit the model.
+            RefusedError: the weights cannot be read, or are another model's.
+        """
+        settings = self.model
+        built = build_model(
+            settings.model,
+            num_classes=classes,
+            weights=settings.weights,
+            reset_head=settings.reset_head,
+            image_size=max(self.image_shape[1:] or self.image_shape),
+            head=self.head,
+        )
+        set_memory_formats(built.model, self.image_shape)
+        # What torchvision does is known; any other model is compared with its own forward pass.
+        other = ":" in settings.model
+        example = self.example() if other else None
+        chain = built.chain or cut_into_blocks(built.model, scheme=settings.blocks, example=example)
+        if built.chain is not None and example is not None:
+            built.chain.verify(example)
+        return chain, built.notes
+
+    def example(self) -> Tensor:
+        """Return two samples as the model sees them, at random but always the same."""
+        shape, generator = (2, *self.image_shape), torch.Generator().manual_seed(0)
+        if len(self.image_shape) == 1:
+            return torch.randint(self.classes, shape, generator=generator)
+        return torch.rand(shape, generator=generator)
+
+    def build_from(self, seed: int) -> tuple[Chain, list[str]]:
+        """Return what `build` does for the data set's classes; torch's generator starts at `seed` and has moved on."""
+        torch.manual_seed(seed)
+        return self.build(self.classes)
+
+
+def statistics_of(settings: ModelConfig) -> Statistics | None:
+    """Return the mean and standard deviation that images had when the weights were trained, None where nobody says.
+
+    Torchvision says it of its own weights, and the model card that a run leaves beside its model of that.
+    """
+    if settings.weights == "none":
+        return None
+    if settings.weights == "DEFAULT":
+        timm = settings.model.startswith(TIMM)
+        return timm_statistics(settings.model) if timm else pretrained_statistics(settings.model)
+    path = Path(settings.weights).expanduser()
+    with suppress(RefusedError):
+        card = read_card(path.with_suffix(".yaml"))
+        if card.image is not None and card.sha256 == sha256_of(path):
+            return card.image.mean, card.image.std
+    return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What must be known of a strategy before it is opened."""
+
+    opener: str
+    """module:function, imported when it is asked for: (context, configuration) -> strategy. A collective."""
+    ranks_per_replica: Callable[[StrategyConfig, World], int]
+    """How many neighbouring ranks work on one batch together, as one replica."""
+    reads_images: Callable[[StrategyConfig, int], bool] = lambda settings, place: True
+    """Whether the rank at this place in its replica is the one, or one of those, that keep pixels in memory."""
+
+
+CHOICES = {
+    "replicas": Choice("hvfreeze.strategies.data_parallel:open_data_parallel", lambda settings, world: 1),
+    "shared-trunk": Choice(
+        "hvfreeze.strategies.shared_trunk.build:open_shared_trunk",
+        lambda settings, world: world.size,
+        lambda settings, place: place == 0 or settings.trunk == "whole",
+    ),
+    "grid": Choice(
+        "hvfreeze.strategies.grid.build:open_grid",
+        lambda settings, world: settings.grid_parts(world.size),
+        lambda settings, place: place == 0 or settings.redeals,
+    ),
+    "local-sgd": Choice("hvfreeze.strategies.local_sgd:open_local_sgd", lambda settings, world: 1),
+    "stale-ring": Choice(
+        "hvfreeze.strategies.stale_ring.build:open_stale_ring",
+        lambda settings, world: settings.ring_parts(world.size) - 1,
+        lambda settings, place: place == 0,
+    ),
+    "local-critics": Choice(
+        "hvfreeze.strategies.local_critics.build:open_local_critics",
+        lambda settings, world: world.size,
+        lambda settings, place: place == 0,
+    ),
+    "subnets": Choice("hvfreeze.strategies.subnets.build:open_subnets", lambda settings, world: 1),
+}
+
+
+def place_of(world: World, settings: StrategyConfig) -> tuple[int, int]:
+    """Return which replica this rank belongs to, and how many there are: each has its own share of the samples."""
+    name = settings.strategy
+    ranks = CHOICES[name].ranks_per_replica(settings, world)
+    if world.size % ranks:
+        raise UsageError(
+            f"--strategy ({name}): {world.size} ranks do not form replicas of {ranks} each; start a multiple of {ranks}"
+        )
+    return world.rank // ranks, world.size // ranks
+
+
+def reads_images(world: World, settings: StrategyConfig) -> bool:
+    """Tell whether this rank reads images in every epoch, and should keep their pixels where there is room."""
+    choice = CHOICES[settings.strategy]
+    return choice.reads_images(settings, world.rank % choice.ranks_per_replica(settings, world))
+
+
+HELD_OUT = 0.1
+"""Part of the training samples that choose a solution's penalty, and that the guard judges by, before they are
+fitted too."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageFactory:
+    """Opens stages of one run, one at a time.
+
+    Attributes:
+        context: of the run; the chain is the model's own, the feed that of all samples.
+        config: the run's.
+        blueprint: what the chain was built from.
+        trainable: the parameters that no one had frozen when the run began; the others stay as they are in all stages.
+    """
+
+    context: BuildContext
+    config: Config
+    blueprint: Blueprint
+    trainable: frozenset[nn.Parameter]
+
+    def open(self, stage: Stage) -> Opened:
+        """Open a stage; what another stage has frozen trains again. Collective.
+
+        Raises:
+            UsageError: the stage's settings do not fit the model or the world; on all ranks.
+        """
+        given = self.context
+        release_model(given.chain.model, self.trainable)
+        chain, feed = raise_on_all_ranks(given.world, lambda: (self.chain(stage), self.feed(stage)), name="stage")
+        corpus = replace(given.corpus, plan=feed.plan)
+        length = Length(stage.config.optimizer.epochs)
+        context = replace(given, chain=chain, feed=feed, corpus=corpus, length=length)
+        module, _, function = CHOICES[stage.config.strategy.strategy].opener.partition(":")
+        strategy: Strategy = getattr(importlib.import_module(module), function)(context, stage.config)
+        return Opened(strategy, feed, chain, length)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the one stage of a run, with the steps that --epochs gives it, or one epoch's under a time budget."""
+        config, solved = self.config, self.config.head.solved
+        if config.head.head_fit == "kernel":
+            # Before hours of features, not after them.
+            check_count(self.rows(config))
+        if solved:
+            self.check_held_out()
+        timed = config.run.budget_seconds() is not None
+        batches = self.context.feed.plan.batches_per_epoch
+        epochs = 1 if timed and not solved else config.optimizer.epochs
+        return (single_stage(config, batches_per_epoch=batches, epochs=epochs),)
+
+    def rows(self, config: Config) -> int:
+        """Return how many views of samples a head is fitted to, on all ranks."""
+        return self.context.feed.plan.samples * max(1, self.augment(config).num_views)
+
+    def chain(self, stage: Stage) -> Chain:
+        """Return the chain that a stage works on."""
+        chain, head = self.context.chain, stage.config.head
+        if not head.solved:
+            return chain
+        blueprint = self.blueprint
+        return solvable_chain(chain, head, classes=blueprint.classes, example=torch.zeros(2, *blueprint.image_shape))
+
+    def feed(self, stage: Stage) -> TrainFeed:
+        """Return the samples that a stage sees."""
+        feed = self.context.feed
+        without = feed.held_out(HELD_OUT) if stage.guarded else None
+        feed = feed.shown(self.augment(stage.config), mirrors=self.mirrors(stage.config), without=without)
+        return replace(feed, plan=feed.plan.in_batches(stage.config.optimizer.batch_size))
+
+    def augment(self, config: Config) -> Augment:
+        """Return the views that the settings ask for."""
+        return augment_of(config.data, solved=config.head.solved, mirrors=self.mirrors(config))
+
+    def mirrors(self, config: Config) -> bool:
+        """Tell whether the settings ask for mirror images of these samples."""
+        return config.data.mirrors(self.context.corpus.train.flips)
+
+    def check_held_out(self) -> None:
+        """Raise UsageError where there are too few samples to choose a penalty by."""
+        feed = self.context.feed
+        try:
+            feed.held_out(HELD_OUT)
+        except UsageError as error:
+            count = feed.plan.samples
+            raise UsageError(
+                f"head-fit (exact, as with --freeze auto) needs more than {count} training samples: a tenth of them, "
+                "but never a class's only one, is held out to choose the penalty by, and here that is none; give two "
+                "or more of each class, or pass --head-fit sgd and another --freeze"
+            ) from error
+
+    def held_out(self, stage: Stage) -> HeldOut:
+        """Return this replica's samples that guarded stages leave out, in the views of `stage`, which solves."""
+        feed = self.feed(stage)
+        return HeldOut(feed.images, feed.every_view(of=feed.held_out(HELD_OUT)))
+
+    def judge(self, stages: Sequence[Stage]) -> Judge:
+        """Return what judges a trial of tuning, the second of `stages`."""
+        held_out, config = self.held_out(stages[0]), self.config
+        assert isinstance(held_out.images, Images), "a text has no head to solve"
+        return Judge(
+            feed=self.feed(stages[1]),
+            images=held_out.images,
+            held_out=held_out.batches,
+            pool=config.head.pool,
+            precision=config.optimizer.precision,
+            world=self.context.world,
+        )
+
+    def guarded_batches(self) -> int:
+        """Return the batches of an epoch without the samples that are held out, 0 where they fill none."""
+        feed = self.context.feed
+        try:
+            return feed.plan.without(feed.held_out(HELD_OUT)).batches_per_epoch
+        except UsageError:
+            return 0

@@ -1,0 +1,272 @@
+"""The stages of a run: which there are, their learning rates, and what runs them one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import TrainFeed
+from hvfreeze.freezing.cadence import Length
+from hvfreeze.freezing.vote import Decision
+from hvfreeze.model.blocks import Chain
+from hvfreeze.runs.reading import Move
+from hvfreeze.strategies.base import Strategy
+
+
+def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: int) -> float:
+    """Return the learning rate of the update that follows `step` updates.
+
+    Args:
+        step: updates made so far.
+        base: the rate that `constant` keeps.
+        schedule: `constant`; `step`, a tenth from 50 % and a hundredth from 75 % of training on; or `cosine`, to 0.
+        warmup: updates over which the rate rises linearly.
+        total: updates of the whole run.
+    """
+    if step < warmup:
+        return base * (step + 1) / warmup
+    if schedule == "cosine":
+        return base * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+    if schedule == "step":
+        return base * (0.01 if step >= 0.75 * total else 0.1 if step >= 0.5 * total else 1.0)
+    return base
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a run, for which one chain of the model is opened, and whose epochs are all made alike."""
+
+    name: str
+    config: Config
+    """What its strategy is opened with."""
+    steps: int
+    """Optimizer steps, or those that a solution stands for; the last epoch may be cut short."""
+    batches_per_epoch: int
+    """Of every replica."""
+    guarded: bool = False
+    """Whether samples are held out of it, by which the guard judges; a solution holds them out by itself."""
+    is_followed: bool = False
+    """Whether another stage judges what comes of it, so that it ends without an evaluation of its own."""
+    shown_cut: int | None = None
+    """How the run calls the cut of a stage that freezes all blocks but the head; None where it is the stage's own."""
+
+    @property
+    def title(self) -> str:
+        """What the user is told when it begins."""
+        work = "the head is solved" if self.solves else f"{self.steps} steps, freeze {self.config.freeze.freeze}"
+        return f"stage {self.name}: {work}"
+
+    @property
+    def solves(self) -> bool:
+        """Whether an epoch is a solution of the head."""
+        return self.config.head.solved
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        return self.config.optimizer.steps_per_epoch(self.batches_per_epoch)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs, the last perhaps cut short."""
+        return -(-self.steps // self.steps_per_epoch)
+
+    def batches(self, steps: int) -> int:
+        """Return how many batches of every replica the first `steps` steps are made of."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.batches_per_epoch + min(self.batches_per_epoch, rest * self.config.optimizer.accumulate)
+
+
+def single_stage(config: Config, *, batches_per_epoch: int, epochs: int) -> Stage:
+    """Return the one stage of a run that is not --freeze auto."""
+    steps = config.optimizer.steps_per_epoch(batches_per_epoch) * epochs
+    return Stage(name="train", config=config, steps=steps, batches_per_epoch=batches_per_epoch)
+
+
+def with_steps(stages: Sequence[Stage], steps: Sequence[int]) -> tuple[Stage, ...]:
+    """Return the stages with other numbers of steps, one for each; 0 leaves a stage out."""
+    return tuple(lasting(stage, count) for stage, count in zip(stages, steps, strict=True))
+
+
+def lasting(stage: Stage, steps: int) -> Stage:
+    """Return the stage with another number of steps; its settings tell the epochs that these take."""
+    changed = replace(stage, steps=steps)
+    if stage.solves:
+        return changed
+    optimizer = replace(stage.config.optimizer, epochs=max(1, changed.epochs))
+    return replace(changed, config=replace(stage.config, optimizer=optimizer))
+
+
+def with_mirror(stage: Stage, found: str | None) -> Stage:
+    """Return the stage with what was found out about mirror images, where its settings leave that open."""
+    data = stage.config.data
+    if found is None or data.mirror != "auto":
+        return stage
+    return replace(stage, config=replace(stage.config, data=replace(data, mirror=found)))
+
+
+Report = dict[str, Any]
+
+
+class Opened(NamedTuple):
+    """What is open for a stage."""
+
+    strategy: Strategy
+    feed: TrainFeed
+    chain: Chain
+    """What the strategy trains; what a stage keeps of its model comes from here, and goes back here."""
+    length: Length
+    """What the strategy knows of how long the stage lasts."""
+
+
+class StageRunner:
+    """The stages of a run, of which one is open.
+
+    Args:
+        stages: in order, at least one.
+        open_stage: opens a stage; a collective.
+    """
+
+    def __init__(self, stages: Sequence[Stage], open_stage: Callable[[Stage], Opened]) -> None:
+        self.stages: tuple[Stage, ...] = tuple(stages)
+        self.asked = tuple(stage.steps for stage in stages)
+        """Steps of each stage before any was found to gain nothing."""
+        self.number = 0
+        self.mirror: str | None = None
+        """What a solution has found out about mirror images, on or off, for the stages that follow it."""
+        self._open_stage = open_stage
+        self._earlier: Report = {}
+        self.opened = open_stage(self.stages[0])
+
+    @property
+    def stage(self) -> Stage:
+        """The stage under way."""
+        return self.stages[self.number]
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were made when it began."""
+        return sum(stage.steps for stage in self.stages[: self.number])
+
+    @property
+    def first_epoch(self) -> int:
+        """Epochs that were made when it began."""
+        return sum(stage.epochs for stage in self.stages[: self.number])
+
+    @property
+    def total_steps(self) -> int:
+        """Of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    def batches(self, step: int) -> int:
+        """Return how many batches of every replica the run's first `step` steps are made of."""
+        before = sum(stage.batches(stage.steps) for stage in self.stages[: self.number])
+        return before + self.stage.batches(step - self.first_step)
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks of the model."""
+        shown = self.stage.shown_cut
+        return self.opened.strategy.cut if shown is None else shown
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no stage that has steps comes after this one."""
+        return not any(stage.steps for stage in self.stages[self.number + 1 :])
+
+    def plan(self, steps: Sequence[int]) -> None:
+        """Let the stages last so many steps each; the strategy that is open learns of it. Equal on all ranks."""
+        self.stages = with_steps(self.stages, steps)
+        self.opened.length.epochs = self.stage.config.optimizer.epochs
+
+    def turn(self) -> None:
+        """Go on to the next stage that has steps. Collective."""
+        after = range(self.number + 1, len(self.stages))
+        report = self.report()
+        self._enter(next(number for number in after if self.stages[number].steps), earlier=report)
+
+    def drop_rest(self) -> None:
+        """Take their steps from the stages to come: the run ends with the one under way. Equal on all ranks."""
+        self.plan([stage.steps if number <= self.number else 0 for number, stage in enumerate(self.stages)])
+
+    def turn_back(self) -> None:
+        """Open the last stage, which has no steps: with it the run ends, its model is the caller's to fill. Collective.
+
+        All steps are made, and stay those of the stages before it.
+        """
+        assert self.stages[-1].steps == 0, "a stage whose steps are not made"
+        self._enter(len(self.stages) - 1, earlier=self.report())
+
+    def report(self) -> Report:
+        """Return the report of all stages so far; see `Strategy.report`. Collective."""
+        mine = self.opened.strategy.report()
+        return joined(self._earlier, {**mine, "cut_history": [self._placed(move) for move in mine["cut_history"]]})
+
+    def placed(self, decision: Decision) -> Decision:
+        """Return a vote of this stage with its step and epoch in the run."""
+        return replace(decision, step=self.first_step + decision.step, epoch=self.first_epoch + decision.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold beside the open strategy's state."""
+        earlier = {**self._earlier, "cut_history": [list(move) for move in self._earlier.get("cut_history", ())]}
+        steps = [stage.steps for stage in self.stages]
+        asked = list(self.asked)
+        return {"number": self.number, "steps": steps, "asked": asked, "earlier": earlier, "mirror": self.mirror}
+
+    def knows(self, state: Any) -> bool:
+        """Tell whether `state` is what `state_dict` of a run with as many stages, or of one with fewer, returned."""
+        if not isinstance(state, Mapping) or not isinstance(state.get("earlier"), Mapping):
+            return False
+        number, steps = state.get("number"), state.get("steps")
+        if type(number) is not int or not isinstance(steps, list) or any(type(count) is not int for count in steps):
+            return False
+        known = state.get("mirror") in (None, "on", "off")
+        return known and 0 <= number < len(steps) <= len(self.stages) and min(steps) >= 0
+
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_plan: bool) -> None:
+        """Open the stage of a checkpoint; its strategy's state is the caller's to put back. Collective.
+
+        Args:
+            state: what `state_dict` returned.
+            keeps_plan: whether stages last as long as was planned there, and not as the configuration says.
+        """
+        if keeps_plan:
+            self.stages = self.stages[: len(state["steps"])]
+        if keeps_plan or list(self.asked) == state.get("asked"):
+            self.plan(state["steps"])
+        moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
+        earlier = {**state["earlier"], "cut_history": moves} if moves else {}
+        self.mirror = state.get("mirror")
+        if state["number"] == self.number:
+            self._earlier = earlier
+        else:
+            self._enter(state["number"], earlier=earlier)
+
+    def _enter(self, number: int, *, earlier: Report) -> None:
+        self.opened.strategy.close()
+        self.number, self._earlier = number, earlier
+        self.opened = self._open_stage(with_mirror(self.stage, self.mirror))
+
+    def _placed(self, move: Move) -> Move:
+        shown = self.stage.shown_cut
+        cut = move.cut if shown is None else shown
+        return Move(self.first_epoch + move.epoch, self.first_step + move.step, cut)
+
+
+def joined(earlier: Report, later: Report) -> Report:
+    """Return one report of two parts of a run: bytes, rows and seconds add up, and so does the cut's history."""
+    if not earlier:
+        return later
+    before, after = earlier["cache"], later["cache"]
+    summed = {key: value + after[key] for key, value in before.items() if key not in ("mode", "exact")}
+    return {
+        **earlier,
+        **later,
+        "allreduce_bytes": earlier["allreduce_bytes"] + later["allreduce_bytes"],
+        "other_collective_bytes": earlier["other_collective_bytes"] + later["other_collective_bytes"],
+        "cut_history": [*earlier["cut_history"], *later["cut_history"]],
+        "cache": {"mode": before["mode"], "exact": before["exact"] and after["exact"], **summed},
+    }

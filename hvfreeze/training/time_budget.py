@@ -1,0 +1,368 @@
+"""How long a run may take: its stages get the steps that there is time for, chosen anew as clocks tell more.
+
+Rank 0 decides, by its clock, and all ranks hear it at the same step. Two runs of one budget may therefore differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvfreeze.comm.world import World
+from hvfreeze.data.batches import Batch, TrainFeed
+from hvfreeze.errors import UsageError
+from hvfreeze.heads.gram import gaussian
+from hvfreeze.heads.kernel import MOST_DIRECTIONS, PENALTIES, KernelHead
+from hvfreeze.heads.multilevel import head_of
+from hvfreeze.heads.rows import CHUNK_ROWS
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import state_kept
+from hvfreeze.training.stage_build import StageFactory
+from hvfreeze.training.stages import Stage, StageRunner, with_steps
+
+TIMES = 2
+"""Tries of everything, the first of which brings libraries and memory up to speed."""
+USUAL_PASSES = 40
+"""Over all rows, until a head is solved."""
+APPROXIMATION = 12
+"""What the approximation of the second derivative takes, in passes."""
+PROJECTIONS = 3
+"""Products of the features with as many vectors as there are directions: two find the directions, one projects."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a batch of this run's size, on the slowest rank; images are loaded in all of them."""
+
+    forward: float
+    """Through all blocks, without gradient."""
+    step: float
+    """Of a training step behind a cut, but for the exchange of gradients and the update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Seconds that the parts of a run are expected to take."""
+
+    solve: float
+    step: float
+    evaluation: float
+    judging: float = 0.0
+    """Of a tuned model that no solution follows."""
+    source: str
+    """What the numbers were read from."""
+
+
+def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world: World) -> Timing:
+    """Return what a batch costs; the model and torch's generator are left as they were. Collective."""
+    batch, blocks = feed.epoch(0)[0], len(chain.blocks)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
+
+    def forward() -> None:
+        chain.model.eval()
+        with torch.no_grad(), autocast():
+            chain.run(images_of(feed, batch), 0, blocks)
+
+    def step() -> None:
+        # BatchNorm cannot train on one value: where there is but one, the strategy will say so.
+        chain.model.train(len(batch.labels) > 1)
+        with autocast():
+            with torch.no_grad():
+                prefix = chain.run(images_of(feed, batch), 0, cut)
+            logits = chain.run(prefix, cut, blocks)
+        functional.cross_entropy(logits.float(), batch.labels).backward()
+
+    with untouched(chain.model):
+        mine = (least_seconds(forward), least_seconds(step))
+    forwards, steps = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
+    return Timing(max(forwards), max(steps))
+
+
+def time_solving(*, rows: int, width: int, classes: int, size: int) -> float:
+    """Return the seconds that solving a linear head takes on `rows` rows of this rank, but for the exchange."""
+    count = max(1, min(rows, CHUNK_ROWS))
+    features, weight = torch.ones(count, width), torch.ones(classes, width)
+
+    def products() -> None:
+        logits = weight @ features.t()
+        _ = logits.exp_() @ features
+
+    return (USUAL_PASSES + APPROXIMATION) * least_seconds(products) * rows / count
+
+
+def time_comparing(*, rows: int, width: int, classes: int, size: int) -> float:
+    """Return the seconds that a `KernelHead` takes on `rows` rows of each of `size` ranks, but for the exchange."""
+    count, directions = max(1, min(rows, CHUNK_ROWS)), min(width, MOST_DIRECTIONS)
+    features, matrix = torch.ones(count, width), torch.ones(width, directions)
+    centres, vectors = torch.ones(rows * size, directions), torch.ones(rows * size, len(PENALTIES) * classes)
+    lines = torch.ones(count, rows * size)
+    projected = least_seconds(partial(torch.matmul, features, matrix))
+    compared = least_seconds(partial(gaussian, centres[:count], centres))
+    multiplied = least_seconds(partial(torch.matmul, lines, vectors))
+    return (PROJECTIONS * projected + compared + USUAL_PASSES * multiplied) * rows / count
+
+
+def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
+    """Return a batch's images, (B, C, H, W)."""
+    return feed.images.load(batch.ids, batch.views)
+
+
+def least_seconds(work: Callable[[], object]) -> float:
+    """Return the least time that `work` took."""
+    taken = []
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Give a model its modes, buffers and gradients back, and torch's generator its state, whatever happens inside."""
+    try:
+        with state_kept(model):
+            yield
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+SECONDS_BETWEEN_PLANS = 2.0
+RESERVED, RESERVED_SECONDS = 0.005, 0.5
+"""Part of the budget, and seconds, for what comes after the last stage: the model is digested and written."""
+
+
+@dataclass(kw_only=True)
+class TimeBudget:
+    """Chooses the steps of a run that is to end after so many seconds.
+
+    Attributes:
+        seconds: that the run may take, set-up and all.
+        world: the ranks.
+        started: `time.monotonic()` when this process began to work on the run.
+        expected: what parts take; measured anew as the run goes on.
+        evaluate_every: epochs between evaluations.
+    """
+
+    seconds: float
+    world: World
+    started: float
+    expected: Expected
+    evaluate_every: int
+    _before: float = 0.0
+    """Seconds that were spent by the job that this one goes on for."""
+    _planned: list[dict[str, Any]] = field(default_factory=list)
+    _spent: list[float] = field(default_factory=list)
+    _mark: float = 0.0
+    """Seconds at which the last stage ended, or set-up."""
+    _evaluating: float = 0.0
+    """Seconds of evaluations since the last measurement."""
+    _measured: tuple[float, int] | None = None
+    """Seconds and steps of the stage under way when its step was last measured."""
+    _plan_at: int = 0
+
+    def elapsed(self) -> float:
+        """Return the seconds that the run has taken so far, on this rank's clock."""
+        return self._before + time.monotonic() - self.started
+
+    def plan(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        """Return the stages with the steps that there is time for."""
+        self._mark = self.elapsed()
+        needed = self._mark + self._reserve() + self.expected.evaluation
+        needed += self.expected.solve if stages[0].solves else self.expected.step
+        steps = self._chosen(stages, 0)
+        needed, steps = self.world.broadcast_object((needed, steps), name="budget.plan")
+        if needed > self.seconds:
+            what = "solving the head" if stages[0].solves else "a step"
+            error = UsageError(
+                f"--time-budget ({self.seconds:.0f}s) must be at least about {1.1 * needed:.0f}s here, for set-up, "
+                f"{what} and an evaluation, by {self.expected.source}"
+            )
+            error.everywhere = True
+            raise error
+        if not stages[0].solves:
+            # There is time for one step, though not for its share of evaluations between epochs.
+            steps[0] = max(1, steps[0])
+        planned = with_steps(stages, steps)
+        self._planned = [
+            {"stage": stage.name, "steps": stage.steps, "seconds": self._takes(planned, number)}
+            for number, stage in enumerate(planned)
+            # Nothing is ever done in one that had no steps before.
+            if stages[number].steps
+        ]
+        return planned
+
+    def describe(self) -> list[str]:
+        """Return the plan in lines for the user."""
+        rows = [("set-up", self._mark, "")]
+        for plan in self._planned:
+            steps = "" if plan["stage"] == "solve" else f"  {plan['steps']} steps"
+            rows += [(plan["stage"], plan["seconds"], steps)] if plan["steps"] else [(plan["stage"], 0.0, "  no time")]
+        rows.append(("finish", self._reserve(), ""))
+        lines = [f"  {name:8s} {seconds:8.1f} s{what}" for name, seconds, what in rows]
+        together = sum(seconds for _, seconds, _ in rows)
+        return [
+            f"plan for {self.seconds:.0f} s, from {self.expected.source}:",
+            *lines,
+            f"  together {together:8.1f} s; steps are chosen anew as they are made",
+        ]
+
+    def after_step(self, stage_runner: StageRunner, done: int) -> None:
+        """Choose the steps of the stage under way anew, when it is time to, of which `done` are made.
+
+        Collective: every rank of the world must call this after every step.
+        """
+        now, stage = self.elapsed(), stage_runner.stage
+        if self._measured is None or self._measured[1] >= done:
+            # The first step also brings libraries and memory up to speed.
+            self._measured, self._plan_at, self._evaluating = (now, done), done + 1, 0.0
+        if done < min(self._plan_at, stage.steps):
+            return
+        then, made = self._measured
+        if done > made:
+            self.expected = replace(self.expected, step=(now - then - self._evaluating) / (done - made))
+        steps = max(done, self._room(stage_runner.stages, stage_runner.number, done=done, elapsed=now))
+        wait = max(1, min((steps - done) // 2, round(SECONDS_BETWEEN_PLANS / max(self.expected.step, 1e-6))))
+        steps, self._plan_at = self.world.broadcast_object((steps, done + wait), name="budget.steps")
+        self._measured, self._evaluating = (now, done), 0.0
+        stage_runner.plan(
+            [steps if n == stage_runner.number else other.steps for n, other in enumerate(stage_runner.stages)]
+        )
+
+    def after_evaluation(self, seconds: float) -> None:
+        """Take note of what an evaluation took."""
+        self._evaluating += seconds
+        self.expected = replace(self.expected, evaluation=seconds)
+
+    def after_stage(self, stage_runner: StageRunner) -> list[str]:
+        """Plan the stages to come by what the one that has ended took; return what the user is told. Collective."""
+        now = self.elapsed()
+        if stage_runner.stage.solves:
+            self.expected = replace(self.expected, solve=now - self._mark - self._evaluating)
+        self._spent.append(now - self._mark)
+        self._mark, self._measured, self._evaluating = now, None, 0.0
+        if stage_runner.is_last:
+            return []
+        steps = self.world.broadcast_object(
+            self._chosen(stage_runner.stages, stage_runner.number + 1), name="budget.stages"
+        )
+        stage_runner.plan(steps)
+        if stage_runner.is_last:
+            return [f"{self.seconds - now:.0f} s are left, too few to tune for an epoch and to solve again"]
+        return [f"{self.seconds - now:.0f} s are left, for {sum(steps[stage_runner.number + 1 :])} steps"]
+
+    def note(self) -> str:
+        """Return a few words about the plan for the line that shows progress."""
+        return f", {self.elapsed():.0f} of {self.seconds:.0f} s"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold."""
+        return {"elapsed": self.elapsed(), "planned": self._planned, "spent": list(self._spent), "mark": self._mark}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the plan of a checkpoint: what was spent until then counts."""
+        self._before, self._mark = state["elapsed"], state["mark"]
+        self._planned, self._spent = list(state["planned"]), list(state["spent"])
+
+    def report(self) -> dict[str, Any]:
+        """Return what was planned, and what was spent of it."""
+        return {
+            "time_budget": {
+                "seconds": self.seconds,
+                "spent": self.elapsed(),
+                "planned": self._planned,
+                "spent_by_stage": self._spent,
+                "read_from": self.expected.source,
+            }
+        }
+
+    def _chosen(self, stages: Sequence[Stage], first: int) -> list[int]:
+        """Return every stage's steps, those from `first` on as there is time; a solution that nothing precedes goes."""
+        steps = [stage.steps for stage in stages]
+        for number in range(first, len(stages)):
+            stage = stages[number]
+            if not stage.solves:
+                before = sum(self._takes(stages, earlier) for earlier in range(first, number))
+                steps[number] = self._room(stages, number, done=0, elapsed=self.elapsed() + before)
+                if stage.is_followed and steps[number] < stage.steps_per_epoch:
+                    return [*steps[:number], *(0 for _ in steps[number:])]
+        return steps
+
+    def _room(self, stages: Sequence[Stage], number: int, *, done: int, elapsed: float) -> int:
+        """Return how many steps stage `number`, of which `done` are made, has time for in all."""
+        stage = stages[number]
+        after = sum(self._takes(stages, later) for later in range(number + 1, len(stages)))
+        room = self.seconds - elapsed - after - self._reserve() - self._ends(stage)
+        return done + max(0, int(room / self._with_evaluations(stage)))
+
+    def _takes(self, stages: Sequence[Stage], number: int) -> float:
+        """Return the seconds that a stage is expected to take, with its evaluations."""
+        stage = stages[number]
+        if stage.steps == 0:
+            return 0.0
+        if stage.solves:
+            return self.expected.solve + self.expected.evaluation
+        return stage.steps * self._with_evaluations(stage) + self._ends(stage)
+
+    def _ends(self, stage: Stage) -> float:
+        """Return the seconds that a stage of training ends with: nothing where another judges what came of it."""
+        return 0.0 if stage.is_followed else self.expected.evaluation + self.expected.judging
+
+    def _with_evaluations(self, stage: Stage) -> float:
+        return max(1e-6, self.expected.step + self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch))
+
+    def _reserve(self) -> float:
+        return RESERVED_SECONDS + RESERVED * self.seconds
+
+
+def open_budget(
+    factory: StageFactory, stages: Sequence[Stage], *, evaluated: int, judged: int, started: float
+) -> TimeBudget | None:
+    """Return what chooses the steps of the stages, None without --time-budget. Collective.
+
+    Args:
+        factory: opens the stages.
+        stages: with the steps of an epoch.
+        evaluated: batches of this replica in an evaluation.
+        judged: and of those by which a tuned model is judged.
+        started: see `TimeBudget`.
+    """
+    config, context = factory.config, factory.context
+    seconds, world = config.run.budget_seconds(), context.world
+    if seconds is None:
+        return None
+    trained = next((stage for stage in stages if not stage.solves), stages[0])
+    cut = 0 if trained.solves else trained.config.freeze.cut or 0
+    precision = config.optimizer.precision
+    timing = time_batch(context.chain, factory.feed(trained), cut=cut, precision=precision, world=world)
+    solve = expected_solution(factory, stages[0], timing.forward) if stages[0].solves else 0.0
+    expected = Expected(
+        solve=max(world.allgather_object(solve, name="budget.solve")),
+        step=timing.step * config.optimizer.accumulate,
+        evaluation=timing.forward * evaluated,
+        judging=timing.forward * judged,
+        source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
+    )
+    return TimeBudget(
+        seconds=seconds, world=world, started=started, expected=expected, evaluate_every=config.run.evaluate_every
+    )
+
+
+def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> float:
+    """Return the seconds that a solution takes on this rank, `forward` of them for each batch's features."""
+    batches, head = factory.feed(stage).every_view(), head_of(factory.chain(stage))
+    rows, classes = sum(batch.counted for batch in batches), factory.blueprint.classes
+    time_head = time_comparing if isinstance(head, KernelHead) else time_solving
+    size = factory.context.world.size
+    return forward * len(batches) + time_head(rows=rows, width=head.in_features, classes=classes, size=size)

@@ -1,0 +1,133 @@
+"""Whether tuning pays: a short one is tried, and a head solved on a part of the samples before and after it.
+
+Tuning begins under a last layer that is solved for the features as they are: under a random one the first gradients are
+noise, and would spoil the blocks below. Both solutions are judged by the samples that are held out. What the network
+itself says of them does not tell: its loss rises in the middle of any tuning, and falls when the rate does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.resources import memory_budget
+from hvfreeze.comm.world import World
+from hvfreeze.data.batches import Batch, TrainFeed
+from hvfreeze.data.decoding import Images
+from hvfreeze.heads.features import before_last_layer, pooled
+from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.linear import fit_softmax
+from hvfreeze.heads.multilevel import take
+from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation
+
+FITTED, HELD_OUT, TUNED = 1024, 512, 1280
+"""Samples of all ranks, about, so that a trial on many samples costs no more than on few: those that heads are solved
+for, those that judge them, and those that the trial tunes on."""
+PENALTY = 0.01
+"""Of the last layer under which tuning begins."""
+LEAST_GAIN = 0.04
+"""Part by which the loss of held-out samples falls where tuning pays."""
+
+
+@dataclass
+class Trial:
+    """Losses on held-out samples of the head that was solved before tuning was tried, and of the one after it."""
+
+    before: float | None = None
+    after: float | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether tuning pays; only where both are known."""
+        return self.before is not None and self.after is not None and self.after < (1 - LEAST_GAIN) * self.before
+
+    def line(self, steps: int) -> str:
+        """Return it in words."""
+        found = f"tried: {steps} steps of tuning change the loss of held-out samples from {self.before:.3f} to"
+        end = "blocks still gain, tuning goes on" if self.pays else "no block gains, the solved head is kept"
+        return f"{found} {self.after:.3f}: {end}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as summary.json and a checkpoint have it."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """What solves heads on some samples, before and after a trial; the same samples both times."""
+
+    feed: TrainFeed
+    """Without the samples that are held out."""
+    images: Images
+    """Of those, with `held_out`."""
+    held_out: Sequence[Batch]
+    pool: int
+    precision: str
+    world: World
+
+    def begin(self, chain: Chain) -> float:
+        """Make the model's own last layer the solution for some training samples; return `loss`. Collective."""
+        seen = self._see(chain)
+        rows = RowsInMemory(seen.last[~seen.held], seen.labels[~seen.held], torch.zeros(int((~seen.held).sum())).bool())
+        _, layer = before_last_layer(chain)
+        fit = fit_softmax(rows, classes=layer.out_features, world=self.world, penalties=(PENALTY,))
+        assert fit is not None, "nobody stops it"
+        take(layer, fit)
+        return self._solved(chain, seen)
+
+    def loss(self, chain: Chain) -> float:
+        """Return the loss on held-out samples of a head that compares samples, on every block's features. Collective.
+
+        Raises:
+            NumericsError: a feature is not finite; on all ranks.
+        """
+        return self._solved(chain, self._see(chain))
+
+    def _solved(self, chain: Chain, seen: Seen) -> float:
+        rows, (_, layer) = RowsInMemory(seen.every_block, seen.labels, seen.held), before_last_layer(chain)
+        memory = memory_budget(self.world.local_size)
+        fit = fit_kernel(rows, classes=layer.out_features, world=self.world, memory_bytes=memory)
+        assert fit is not None and fit.chosen is not None, "nobody stops it"
+        return fit.chosen.held_out_loss
+
+    @torch.no_grad()
+    def _see(self, chain: Chain) -> Seen:
+        """Return the features of some samples that heads are solved for, and of some held-out ones."""
+        plan = self.feed.plan
+        counts = [max(1, samples // (plan.batch_size * len(plan.shards))) for samples in (FITTED, HELD_OUT)]
+        fitted = [(self.feed.images, batch) for batch in self.feed.epoch(0)[: counts[0]]]
+        held = [(self.images, batch) for batch in self.held_out[: counts[1]]]
+        steps, _ = before_last_layer(chain)
+        every_block, last, labels, is_held = [], [], [], []
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+        with in_evaluation(chain.model), autocast:
+            for number, (images, batch) in enumerate([*fitted, *held]):
+                x, parts = images.load(batch.ids, batch.views), list[Tensor]()
+                for block in chain.blocks[:-1]:
+                    x = block(x)
+                    parts.append(pooled(x, self.pool))
+                for step in steps:
+                    x = step(x)
+                every_block.append(torch.cat(parts, 1)[: batch.counted])
+                last.append(x[: batch.counted].float())
+                labels.append(batch.labels[: batch.counted])
+                is_held.append(torch.full((batch.counted,), number >= len(fitted)))
+        return Seen(torch.cat(every_block), torch.cat(last), torch.cat(labels), torch.cat(is_held))
+
+
+class Seen(NamedTuple):
+    """Some samples of a rank."""
+
+    every_block: Tensor
+    """(N, D): every block's features."""
+    last: Tensor
+    """(N, K): what the model's last layer takes."""
+    labels: Tensor
+    held: Tensor
+    """(N,) bool: whether it is held out."""

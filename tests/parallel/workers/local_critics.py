@@ -1,0 +1,233 @@
+"""Every rank has layer groups of one model; the model and its critics must be the twin's, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.data.batches import open_feeds
+from hvfreeze.errors import NumericsError
+from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.early_exits import add_exits
+from hvfreeze.strategies.local_critics import strategy
+from hvfreeze.training.build import open_corpus
+from hvfreeze.training.run import run
+from tests.parallel.twins.local_critics import LocalCritics
+from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers.runs import interrupted, lines
+
+BATCH, STEPS, EPOCHS, LR, CRITIC_LR, DECAY = 8, 6, 2, 0.03, 1e-3, 1e-2
+PIXELS = 16
+BOUNDARIES = {1: 16 * 16 * 16, 2: 16 * 16 * 16, 3: 32 * 8 * 8, 4: 64 * 4 * 4}
+"""Numbers of a sample behind the stem and the three residual blocks."""
+SMOOTHING = 0.1
+
+laid_out = as_runs_lay_out(small_resnet)
+
+
+def with_dropout(classes: int) -> nn.Module:
+    """A network in which every group but the first draws random numbers."""
+    model = small_resnet(classes)
+    for name in ("layer2", "layer3"):
+        setattr(model, name, nn.Sequential(getattr(model, name), nn.Dropout(0.3)))
+    model.fc = nn.Sequential(nn.Dropout(0.3), model.fc)
+    return model
+
+
+class Trial:
+    """Runs with equal settings but for what is said, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path) -> None:
+        self.world, self.root = world, root
+        self.alone = world.among([0])
+        let_runs_build(small_resnet)
+
+    def config(self, name: str, **changes: Any) -> Config:
+        base = {
+            "strategy": "local-critics",
+            "cut_by": "count",
+            "critic_lr": CRITIC_LR,
+            "train_samples": STEPS * BATCH * 5 // 4 + 2,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "image_size": PIXELS,
+            "epochs": EPOCHS,
+            "lr": LR,
+            "weight_decay": DECAY,
+            "label_smoothing": SMOOTHING,
+            "threads": 1,
+            "run_dir": str(self.root / name),
+        }
+        return from_dict({**base, **changes})
+
+    def model(self, name: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
+        return found
+
+    def twin(self, groups: Sequence[Sequence[int]], *, critic_every: int) -> dict[str, Tensor]:
+        """The same training in this process."""
+        config = self.config("data")
+        corpus = open_corpus(
+            config.data, SoloWorld(), whole_batches=True, seed=config.data_seed, batch_size=BATCH, replicas=1
+        )
+        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, replicas=1, budget_bytes=2**30)
+        torch.manual_seed(0)
+        model: Any = laid_out(10)
+        torch.manual_seed(1)
+        starts = [start for start, _ in groups[1:]]
+        exits = add_exits(
+            cut_into_blocks(model, scheme="residual"), starts, example=torch.zeros(2, 3, PIXELS, PIXELS), classes=10
+        )
+        head = nn.Sequential(model.avgpool, nn.Flatten(), model.fc)
+        stem = nn.Sequential(model.conv1, model.bn1, model.relu)
+        blocks = [stem, model.layer1, model.layer2, model.layer3, head]
+        twin = LocalCritics(
+            [nn.Sequential(*blocks[start:stop]) for start, stop in groups],
+            exits.critics,
+            critic_every=critic_every,
+            critic_lr=CRITIC_LR,
+            smoothing=SMOOTHING,
+            lr=LR,
+            momentum=0.9,
+            weight_decay=DECAY,
+        )
+        for epoch in range(EPOCHS):
+            for batch in feed.epoch(epoch):
+                twin.step(feed.images.load(batch.ids, batch.views), batch.labels)
+        state: dict[str, Tensor] = model.state_dict()
+        return state
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert list(found) == list(expected)
+    return [key for key in expected if not torch.equal(found[key], expected[key])]
+
+
+def check_model_and_critics_are_the_twin(trial: Trial) -> None:
+    size = trial.world.size
+    for parts, critic_every in ((max(2, size), 1), (4, 5)):
+        name = f"{parts}-{critic_every}"
+        summary = run(trial.config(name, parts=parts, critic_every=critic_every), trial.world)
+        critics = summary["critics"]
+        assert len(critics["groups"]) == parts
+        inner = [critics["groups"][start][0] for start, _ in critics["groups_by_rank"][1:]]
+        assert len(inner) == size - 1, "a rank has no group"
+        batches = STEPS * EPOCHS
+        learnt = len(range(0, batches, critic_every))
+        assert critics["wire_bytes"] == {
+            "activations": sum(4 * BATCH * batches * BOUNDARIES[depth] for depth in inner),
+            "losses": 4 * BATCH * learnt * len(inner),
+        }
+        if trial.world.rank == 0:
+            twin = trial.twin(critics["groups"], critic_every=critic_every)
+            assert differing(trial.model(name), twin) == [], f"{name}: not the twin"
+        trial.world.barrier(name="test.twin")
+
+
+def check_ranks_in_front_do_not_wait_for_later_ones(trial: Trial) -> None:
+    """Each rank is told, when it begins a step, how far the last one is: but for the first it must be behind."""
+    size = trial.world.size
+    if size == 1:
+        return
+    heard: list[int] = []
+    hear = strategy.LocalCritics._hear
+
+    def look(self: Any, *, ahead: int) -> None:
+        hear(self, ahead=ahead)
+        heard.append(len(self._signals))
+
+    with patch.object(strategy.LocalCritics, "_hear", look):
+        run(trial.config("ahead"), trial.world)
+    assert max(heard) == size, heard
+
+
+def check_a_stopped_run_goes_on_bit_for_bit(trial: Trial) -> None:
+    """On as many ranks, and on one: in the middle of an epoch, with messages under way when it is asked to leave."""
+    let_runs_build(with_dropout)
+    given = {"epochs": 3, "critic_every": 2, "schedule": "cosine", "optimizer": "adamw", "lr": 1e-3, "clip_grad": 1.0}
+    straight = run(trial.config("straight", **given), trial.world)
+    # Ranks leave some steps after they were asked to, on no size at an epoch's end.
+    interrupted(trial.config("stop", **given), trial.world, after=STEPS + 3 - trial.world.size)
+    where = None
+    if trial.world.rank == 0:
+        paths = (trial.root / "stop" / "checkpoints").glob("step-*.pt")
+        where = max(int(path.stem.partition("-")[2]) for path in paths)
+        copy_tree(trial.root / "stop", trial.root / "alone")
+    where = trial.world.broadcast_object(where, name="test.where")
+    assert where % STEPS, "stopped at an epoch's end"
+    resumed = run(trial.config("stop", resume=True, **given), trial.world)
+    assert resumed["parameter_digest"] == straight["parameter_digest"]
+    for key in ("wire_bytes", "exit_accuracy"):
+        assert resumed["critics"][key] == straight["critics"][key], key
+    if trial.alone is not None:
+        changed = {} if trial.world.size == 1 else {"resume_inexact": True}
+        alone = run(trial.config("alone", resume=True, **given, **changed), trial.alone)
+        assert alone["parameter_digest"] == straight["parameter_digest"], "one process goes on otherwise"
+        whole = run(trial.config("whole", **given), trial.alone)
+        assert whole["parameter_digest"] == straight["parameter_digest"], "one process trains otherwise"
+        mine, theirs = (untimed(trial.root / name) for name in ("stop", "straight"))
+        assert mine == theirs
+    let_runs_build(small_resnet)
+    trial.world.barrier(name="test.stopped")
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    for path in [path for path in source.rglob("*") if path.is_file() and path.name != "lock"]:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+
+
+def untimed(directory: Path) -> list[str]:
+    measured = ("cpu_seconds", "wait_seconds", "peak_memory_bytes", "evaluation_wire_bytes")
+    found = []
+    for line in lines(directory, "metrics"):
+        line["critics"] = {key: value for key, value in line["critics"].items() if key not in measured}
+        line.pop("other_collective_bytes", None)
+        found.append(json.dumps(line))
+    return found
+
+
+def check_a_frozen_front_is_read_from_the_cache(trial: Trial) -> None:
+    given = {"freeze": "static", "cut": 1, "augment": "views:2", "epochs": 3, "parts": max(2, trial.world.size)}
+    plain = run(trial.config("plain", **given), trial.world)
+    cached = run(trial.config("cached", cache="on", **given), trial.world)
+    assert plain["final_cut"] == cached["final_cut"] == 1
+    assert cached["cache"]["rows_read"] > 0 == plain["cache"]["rows_read"]
+    assert cached["parameter_digest"] == plain["parameter_digest"]
+    if trial.world.rank == 0:
+        before = trial.config("data")
+        assert replace(before.freeze, freeze="static", cut=1) == trial.config("cached", **given).freeze
+        torch.manual_seed(0)
+        start = laid_out(10).state_dict()
+        found = trial.model("cached")
+        assert torch.equal(found["conv1.weight"], start["conv1.weight"]), "a frozen block was trained"
+        assert torch.equal(found["bn1.running_mean"], start["bn1.running_mean"])
+        assert not torch.equal(found["layer1.0.conv1.weight"], start["layer1.0.conv1.weight"])
+
+
+def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
+    try:
+        run(trial.config("broken", lr=1e30, weight_decay=0.0, label_smoothing=0.0), trial.world)
+    except NumericsError as error:
+        assert "not finite" in str(error) and error.everywhere
+        if trial.world.rank == 0:
+            assert not list((trial.root / "broken").glob("checkpoints/step-*.pt")), (
+                "numbers that are not finite are kept"
+            )
+    else:
+        raise AssertionError("nobody noticed")
+
+
+if __name__ == "__main__":
+    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))

@@ -1,0 +1,182 @@
+"""Every rank trains alone and meets the others after every round; the model must be the twin's, and bytes are known."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.data.batches import Batch, open_feeds
+from hvfreeze.errors import NumericsError, Preempted
+from hvfreeze.strategies.data_parallel import DataParallel
+from hvfreeze.training import loop
+from hvfreeze.training.build import open_corpus
+from hvfreeze.training.job import Job
+from hvfreeze.training.run import run
+from tests.parallel.twins.local_sgd import Copies
+from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers.runs import interrupted, lines
+
+BATCH, STEPS, EPOCHS, LR = 8, 4, 3, 0.03
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=1e-2),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=LR, betas=(0.9, 0.999), weight_decay=1e-2),
+}
+
+laid_out = as_runs_lay_out(small_resnet)
+
+
+class Trial:
+    """Runs with equal settings but for what is said, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path) -> None:
+        self.world, self.root = world, root
+        let_runs_build(small_resnet)
+
+    def config(self, name: str, **changes: Any) -> Config:
+        base = {
+            "strategy": "local-sgd",
+            "train_samples": STEPS * BATCH * self.world.size * 5 // 4 + 2,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "epochs": EPOCHS,
+            "lr": LR,
+            "weight_decay": 1e-2,
+            "threads": 1,
+            "checkpoint_every": "0",
+            "run_dir": str(self.root / name),
+        }
+        return from_dict({**base, **changes})
+
+    def model(self, name: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
+        return found
+
+    def steps(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return for each step of a run the batches of all ranks."""
+        config = self.config("data")
+        shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": self.world.size}
+        corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
+        given = {"seed": config.data_seed, "replicas": self.world.size, "budget_bytes": 2**30}
+        feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(self.world.size)]
+        epochs = [zip(*[feed.epoch(epoch) for feed in feeds], strict=True) for epoch in range(EPOCHS)]
+        return [
+            [(feed.images.load(b.ids, b.views), b.labels) for feed, b in zip(feeds, step)]
+            for epoch in epochs
+            for step in epoch
+        ]
+
+
+def killed(config: Config, world: World, *, after: int) -> None:
+    """Make a run that ends without a word after some steps."""
+    make_step = loop.train_step
+
+    def step(job: Job, batches: Sequence[Batch]) -> float:
+        if job.step == after:
+            raise Preempted("ended")
+        return make_step(job, batches)
+
+    with patch.object(loop, "train_step", step):
+        try:
+            run(config, world)
+        except Preempted:
+            return
+    raise AssertionError("the run was not ended")
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert list(found) == list(expected)
+    return [key for key in expected if not torch.equal(found[key], expected[key])]
+
+
+def check_every_round_is_the_twin(trial: Trial) -> None:
+    size = trial.world.size
+    for optimizer, local_steps in (("sgd", 1), ("sgd", 10), ("adamw", 5)):
+        name = f"{optimizer}-{local_steps}"
+        summary = run(trial.config(name, optimizer=optimizer, local_steps=local_steps), trial.world)
+        found = summary["local_sgd"]
+        assert found["rounds"] == STEPS * EPOCHS // local_steps
+        torch.manual_seed(0)
+        twin = Copies(laid_out(10), number=size, local_steps=local_steps, optimizer=OPTIMIZERS[optimizer])
+        payload = sum(parameter.nbytes for parameter in twin.models[0].parameters())
+        assert found["wire_bytes"] == dict.fromkeys(("parts", "means"), (size - 1) * payload * found["rounds"]), found
+        looks = sum(1 for epoch in range(1, EPOCHS + 1) if epoch * STEPS % local_steps)
+        assert found["evaluation_wire_bytes"] == 2 * (size - 1) * payload * looks
+        assert summary["allreduce_bytes"] == (payload * found["rounds"] if size > 1 else 0)
+        if trial.world.rank == 0:
+            for step in trial.steps():
+                twin.step(step)
+            assert differing(trial.model(name), twin.seen().state_dict()) == [], f"{name}: not the twin"
+        trial.world.barrier(name="test.twin")
+
+
+def check_alone_it_is_plain_training(trial: Trial) -> None:
+    if trial.world.size > 1:
+        return
+    plain = run(trial.config("plain", strategy="replicas"), trial.world)
+    for local_steps in (1, 10):
+        alone = run(trial.config(f"alone-{local_steps}", local_steps=local_steps), trial.world)
+        assert alone["parameter_digest"] == plain["parameter_digest"]
+
+
+def check_looking_changes_nothing_and_a_run_goes_on_in_the_middle_of_a_round(trial: Trial) -> None:
+    given = {"local_steps": 5, "schedule": "cosine", "freeze": "static", "cut": 1, "augment": "views:2", "cache": "on"}
+    unseen = run(trial.config("unseen", **given), trial.world)
+    given["checkpoint_every"] = "3s"
+    straight = run(trial.config("straight", **given), trial.world)
+    assert straight["parameter_digest"] == unseen["parameter_digest"], "a checkpoint changed the training"
+    # After steps 3 and 6; rounds end at 5 and 10.
+    for after in (4, 8):
+        config = trial.config(f"killed-{after}", **given)
+        killed(config, trial.world, after=after)
+        see_that_it_goes_on(trial, f"killed-{after}", straight, given)
+    interrupted(trial.config("asked", **given), trial.world, after=6)
+    if trial.world.rank == 0:
+        assert (trial.root / "asked" / "checkpoints" / "step-00000010.pt").exists(), "it left before the round's end"
+    see_that_it_goes_on(trial, "asked", straight, given)
+
+
+def see_that_it_goes_on(trial: Trial, name: str, straight: dict[str, Any], given: dict[str, Any]) -> None:
+    resumed = run(trial.config(name, resume=True, **given), trial.world)
+    assert resumed["parameter_digest"] == straight["parameter_digest"], name
+    assert resumed["local_sgd"]["wire_bytes"] == straight["local_sgd"]["wire_bytes"], name
+    if trial.world.rank == 0:
+        # Checkpoints, where models are looked at, come at other steps where a run was asked to leave.
+        looked = ("local_sgd", "other_collective_bytes")
+        seen, expected = (
+            [{k: v for k, v in line.items() if k not in looked} for line in lines(trial.root / each, "metrics")]
+            for each in (name, "straight")
+        )
+        assert seen == expected, name
+
+
+def check_all_ranks_learn_of_numbers_that_are_not_finite(trial: Trial) -> None:
+    make_step, last = DataParallel.step, trial.world.size - 1
+    calls = [0]
+
+    def step(self: DataParallel, batches: Sequence[Batch], *, rate: float, leave: bool) -> Any:
+        calls[0] += 1
+        if trial.world.rank == last and calls[0] == 2:
+            raise NumericsError("step 1: the loss is not finite")
+        return make_step(self, batches, rate=rate, leave=leave)
+
+    with patch.object(DataParallel, "step", step):
+        try:
+            run(trial.config("broken", local_steps=3), trial.world)
+        except NumericsError as error:
+            assert error.everywhere and str(error) == f"rank {last}: step 1: the loss is not finite"
+            # The broken one makes no more steps, the others end the round.
+            assert calls[0] == (2 if trial.world.rank == last else 3)
+        else:
+            raise AssertionError("nobody noticed")
+
+
+if __name__ == "__main__":
+    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))

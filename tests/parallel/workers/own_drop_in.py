@@ -1,0 +1,338 @@
+"""Every rank wraps optimizers with `model=` alone, where Horovod's would do: what it finds out, and what it follows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvfreeze.comm.replica_sync import check_replicas
+from hvfreeze.comm.world import World
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import ArgumentError, UsageError
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.model.tiny_lm import TinyLM
+from tests.parallel.workers.checking import run_checks
+from tests.parallel.workers.own_optimizer import Text, average_by_hand, open_as_scripts_do, parameters, raises
+
+LINES: list[str] = []
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def wrap(model: nn.Module, world: World, **options: Any) -> DistributedOptimizer:
+    """As a script does: the model, and nothing else."""
+    return DistributedOptimizer(sgd(model), model=model, world=world, **options)
+
+
+def said() -> list[str]:
+    """Return the lines since the last call, and forget them."""
+    lines = list(LINES)
+    LINES.clear()
+    return lines
+
+
+def assert_close(one: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def check_ranks_that_begin_apart_go_on_from_rank_0s_parameters(world: World) -> None:
+    said()
+    torch.manual_seed(world.rank)
+    model, scale = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), nn.Parameter(torch.randn(()))
+    first = world.broadcast_object([*parameters(model), scale.detach().clone()], name="test.first")
+    inner = torch.optim.SGD([*model.parameters(), scale], lr=0.0)
+    optimizer = DistributedOptimizer(inner, model=model, world=world)
+    (model(torch.randn(5, 3)) * scale).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(first, [*model.parameters(), scale], strict=True))
+    optimizer.freezer.average_statistics()
+    check_replicas(model, world, step=1)
+    assert [("differed from rank 0's" in line) for line in said()] == ([True] if world.rank == 0 else [])
+    for _ in range(2):
+        (model(torch.randn(5, 3)) * scale).sum().backward()
+        optimizer.step()
+    assert said() == [], "it is said once"
+
+
+def check_a_model_of_one_block_trains_and_a_line_says_that_nothing_freezes(world: World) -> None:
+    said()
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    for model in (ours, theirs):
+        nn.init.constant_(model.weight, 0.3), nn.init.zeros_(model.bias)
+    plain, wrapped = sgd(theirs), wrap(ours, world, settings=FreezeConfig(freeze="gradient-norm", interval=1))
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(4):
+        x = torch.randn(5, 3, generator=generator)
+        for model, optimizer in ((theirs, plain), (ours, wrapped)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+        average_by_hand(theirs, world)
+        wrapped.synchronize()
+        for model in (ours, theirs):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        plain.step()
+        with wrapped.skip_synchronize():
+            wrapped.step()
+    assert_close(ours, theirs)
+    lines = said()
+    assert [line.startswith("nothing will be frozen: Linear is a single block") for line in lines] == (
+        [True] if world.rank == 0 else []
+    ), lines
+
+
+class Shared(nn.Module):
+    """Its head uses the embedding's weight too: no two blocks can be told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+def check_a_model_that_cannot_be_divided_trains_and_a_line_says_why(world: World) -> None:
+    said()
+    torch.manual_seed(0)
+    model = Shared()
+    before, optimizer = parameters(model), wrap(model, world)
+    functional.cross_entropy(model(torch.arange(6)), torch.arange(6).flip(0)).backward()
+    optimizer.step()
+    assert not torch.equal(before[0], model.head.weight) and optimizer.freezer.cut == 0
+    assert ["used by block embedding and by block head" in line for line in said()] == [True] * (world.rank == 0)
+    check_replicas(model, world, step=1)
+    wrap(TinyLM(20, context=8), world)
+    assert ["which trains to the end" in line for line in said()] == [True] * (world.rank == 0)
+
+
+def check_named_parameters_are_looked_at_as_horovods(world: World) -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    inner = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    cases: list[tuple[list[Any], str]] = [
+        ([*one.named_parameters(), *other.named_parameters()], "bias, weight"),
+        ([*one.named_parameters()], "lacks 2 of the optimizer's"),
+        ([*one.parameters(), *other.parameters()], "(name, parameter) tuples"),
+    ]
+    for named, words in cases:
+        raises(ArgumentError, words, lambda named=named: DistributedOptimizer(inner, named, model=one, world=world))  # type: ignore[misc]
+        raises(ValueError, words, lambda named=named: DistributedOptimizer(inner, named, model=one, world=world))  # type: ignore[misc]
+    wrapped = DistributedOptimizer(inner, model=one, world=world)
+    names = world.allgather_object(sorted(wrapped._parameter_names.values()), name="test.names")
+    assert len(set(names[0])) == 4 and names == names[:1] * world.size
+
+
+def adversaries(world: World, wrapped: bool) -> tuple[nn.Module, nn.Module, Callable[[], None]]:
+    """Return two networks and what trains them in turn, each while the other one's `requires_grad` is off."""
+    torch.manual_seed(0)
+    maker, judge = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)),
+    )
+    optimizers: list[Any] = [wrap(one, world) if wrapped else sgd(one) for one in (maker, judge)]
+    generator = torch.Generator().manual_seed(world.rank)
+
+    def turn() -> None:
+        for number, trained in enumerate((maker, judge)):
+            for net in (maker, judge):
+                net.requires_grad_(net is trained)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            judge(maker(torch.randn(4, 3, generator=generator))).square().mean().backward()
+            other = judge if trained is maker else maker
+            assert all(parameter.grad is None for parameter in other.parameters())
+            if not wrapped:
+                average_by_hand(trained, world)
+            optimizers[number].step()
+
+    return maker, judge, turn
+
+
+def check_networks_that_train_in_turn_are_followed(world: World) -> None:
+    maker, judge, turn = adversaries(world, wrapped=True)
+    plain_maker, plain_judge, plain_turn = adversaries(world, wrapped=False)
+    for _ in range(3):
+        turn()
+        plain_turn()
+    assert_close(maker, plain_maker)
+    assert_close(judge, plain_judge)
+
+
+def check_what_is_switched_off_rests_and_what_is_switched_on_travels(world: World) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    model[1].requires_grad_(False)  # before wrapping: Horovod would never average it
+    optimizer = wrap(model, world)
+    generator = torch.Generator().manual_seed(world.rank)
+    moved = []
+    for on in ([0, 2], [2], [1, 2], [0, 1, 2]):
+        before = parameters(model)[::2]
+        for place, layer in enumerate(model):
+            layer.requires_grad_(place in on)
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+        moved.append([place for place in range(3) if not torch.equal(before[place], model[place].weight)])  # type: ignore[arg-type]
+        check_replicas(model, world, step=len(moved))
+    # With momentum and decay an optimizer moves whatever it is given a gradient of, were it zero.
+    assert moved == [[0, 2], [2], [1, 2], [0, 1, 2]], moved
+    assert len(optimizer.state) == 6, "what rests keeps its state"
+    assert len(optimizer.param_groups[0]["params"]) == 6
+
+
+def check_ranks_that_switch_apart_find_out(world: World) -> None:
+    from hvfreeze.errors import DivergedError
+
+    if world.size == 1:
+        return
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = wrap(model, world)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    model[0].requires_grad_(world.rank > 0)
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    raises(DivergedError, "which parameters are frozen", optimizer.step)
+    for handle in list(getattr(world, "_line", [])):
+        world._line.remove(handle)  # type: ignore[attr-defined]
+
+
+def check_frozen_blocks_stay_frozen_when_a_script_switches_all_on(world: World) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = wrap(model, world)
+    optimizer.freezer.freeze(1)
+    before = parameters(model)[0]
+    for _ in range(2):
+        model.requires_grad_(True)
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.synchronize()
+        assert model[0].weight.grad is None, "its gradient would be clipped with the others"
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert torch.equal(before, model[0].weight)
+    model[1].requires_grad_(False)
+    optimizer.freezer.thaw(0)
+    assert model[0].weight.requires_grad and not model[1].weight.requires_grad
+
+
+def check_two_optimizers_are_under_way_at_once(world: World) -> None:
+    ours, theirs = (nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+    theirs.load_state_dict(world.broadcast_object(ours.state_dict(), name="test.equal"))
+    ours.load_state_dict(theirs.state_dict())
+    wrapped, plain = [wrap(one, world) for one in ours], [sgd(one) for one in theirs]
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(3):
+        x = torch.randn(4, 4, generator=generator)
+        for layers, optimizers in ((ours, wrapped), (theirs, plain)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            sum(layer(x).square().mean() for layer in layers).backward()  # type: ignore[union-attr]
+            if layers is theirs:
+                average_by_hand(theirs, world)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_close(ours, theirs)
+
+
+def text_training(world: World, seed: int) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
+    torch.manual_seed(seed)
+    model = Text()
+    settings = FreezeConfig(freeze="gradient-norm", interval=2, freeze_warmup=4, eta_max=float("inf"))
+    optimizer = DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), model=model, settings=settings, world=world
+    )
+    generator = torch.Generator()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            generator.manual_seed(100 * optimizer.freezer.step + world.rank)
+            torch.manual_seed(optimizer.freezer.step)
+            tokens = torch.randint(0, 20, (8, 6), generator=generator)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(tokens, (tokens > 0).float()), tokens.sum(1) % 3).backward()
+            optimizer.step()
+
+    return model, optimizer, train
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
+
+
+def check_blocks_are_found_in_the_first_pass_of_training(world: World) -> None:
+    said()
+    model, optimizer, train = text_training(world, seed=0)
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6))  # looks before it trains
+    model.train()
+    assert len(optimizer.freezer.chain.blocks) == 1
+    train(1)
+    names = [block.name for block in optimizer.freezer.chain.blocks]
+    assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
+    assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
+    assert hooks_on(model) == 0, "hooks stay on the model"
+    train(40)
+    assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
+    assert any("frozen: embedding" in line for line in said()) == (world.rank == 0)
+    check_replicas(model, world, step=41)
+
+
+def check_a_later_run_has_the_blocks_before_its_first_pass(world: World) -> None:
+    model, optimizer, train = text_training(world, seed=0)
+    train(19)
+    assert optimizer.freezer.cut > 0
+    saved = copy.deepcopy(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "freezer": optimizer.freezer_state_dict()}
+    )
+    train(6)
+    again, resumed, advance = text_training(world, seed=1)
+    again.load_state_dict(copy.deepcopy(saved["model"]))
+    resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    resumed.load_freezer_state_dict(copy.deepcopy(saved["freezer"]))
+    assert resumed.freezer.cut == saved["freezer"]["freezer"]["cut"] and hooks_on(again) == 0
+    advance(6)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    raises(
+        UsageError,
+        "other parameters than this Shared",
+        lambda: wrap(Shared(), world).load_freezer_state_dict(saved["freezer"]),
+    )
+
+
+def check_what_cannot_be_found_out_is_asked_for_by_name(world: World) -> None:
+    model = Text()
+    for settings, words in (
+        (
+            FreezeConfig(freeze="linear"),
+            "freeze (linear) follows a schedule, which needs steps_per_epoch= and num_epochs=",
+        ),
+        (FreezeConfig(freeze="gradient-norm", shadow="geometric"), "freeze (geometric) follows a schedule"),
+        (FreezeConfig(freeze="auto"), "hvfreeze train --freeze auto"),
+        (FreezeConfig(freeze="static", cut=2), "give example=, a batch of its inputs, or blocks="),
+    ):
+        raises(UsageError, words, lambda settings=settings: wrap(model, world, settings=settings))  # type: ignore[misc]
+    listed = wrap(model, world, blocks=["head", "embedding", "layers.1"])
+    assert [block.name for block in listed.freezer.chain.blocks] == ["head", "embedding", "layers.1"]
+    raises(UsageError, "must be a string, or a list of names", lambda: wrap(model, world, blocks=[1, 2]))
+
+
+if __name__ == "__main__":
+    handler = logging.Handler()
+    handler.emit = lambda record: LINES.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hvfreeze").addHandler(handler)
+    logging.getLogger("hvfreeze").setLevel(logging.INFO)
+    run_checks(globals(), on=lambda world: world, world=open_as_scripts_do(sys.argv[2]))

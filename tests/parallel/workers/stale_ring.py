@@ -1,0 +1,311 @@
+"""Every rank has modules of one model on a ring; the model must be the twin's, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.data.batches import open_feeds
+from hvfreeze.errors import NumericsError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.model_sources import BuiltModel
+from hvfreeze.model.tiny_lm import EMBEDDING, WIDTH, TinyLM
+from hvfreeze.strategies.stale_ring.module import RingModule
+from hvfreeze.training import stage_build
+from hvfreeze.training.build import open_corpus
+from hvfreeze.training.run import run
+from tests.parallel.twins.stale_ring import StaleRing
+from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers.runs import interrupted, lines
+
+BATCH, CONTEXT, STEPS, EPOCHS, LAYERS = 4, 8, 7, 2, 4
+STALE_AFTER = 3
+WEIGHT_DECAY = 1e-2
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
+    "sgd": (
+        {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=WEIGHT_DECAY),
+    ),
+    "adam": (
+        {"optimizer": "adamw", "lr": 3e-3},
+        lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=WEIGHT_DECAY),
+    ),
+}
+RESNET = as_runs_lay_out(small_resnet)
+PIXELS = 16
+
+
+class WithDropout(TinyLM):
+    """A language model in which every module but the first draws random numbers."""
+
+    def __init__(self, characters: int, *, context: int) -> None:
+        super().__init__(characters, context=context, layers=LAYERS)
+        self.layers = nn.Sequential(*[nn.Sequential(layer, nn.Dropout(0.2)) for layer in self.layers])
+
+
+def let_runs_build_lm(make: Callable[..., TinyLM]) -> None:
+    """Let every run of this process train a language model of few layers."""
+
+    def build(*args: Any, num_classes: int, image_size: int, **kwargs: Any) -> BuiltModel:
+        model = make(num_classes, context=image_size)
+        parts = [("stem", model.embedding), *model.layers.named_children(), ("head", [model.norm, model.output])]
+        return BuiltModel(model, [], Chain.from_modules(model, parts, tied=[EMBEDDING]))
+
+    stage_build.build_model = build  # type: ignore[assignment]
+
+
+def small_lm(characters: int, *, context: int) -> TinyLM:
+    return TinyLM(characters, context=context, layers=LAYERS)
+
+
+class Trial:
+    """Runs with equal settings but for what is said, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path) -> None:
+        self.world, self.root = world, root
+        self.alone = world.among([0])
+        self.text = root / "text.txt"
+        if world.rank == 0:
+            self.text.write_text("".join(f"def f{n % 10}(x):\n    return x + {n * n % 97}\n\n" for n in range(120)))
+        world.barrier(name="test.text")
+        let_runs_build_lm(small_lm)
+
+    def config(self, name: str, **changes: Any) -> Config:
+        base = {
+            "strategy": "stale-ring",
+            "data_dir": str(self.text),
+            "context": CONTEXT,
+            "augment": "none",
+            "train_samples": STEPS * BATCH * 5 // 4 + 2,
+            "validation_fraction": 0.2,
+            "batch_size": BATCH,
+            "epochs": EPOCHS,
+            "weight_decay": WEIGHT_DECAY,
+            "stale_after": STALE_AFTER,
+            "threads": 1,
+            "run_dir": str(self.root / name),
+        }
+        return from_dict({**base, **changes})
+
+    def model(self, name: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
+        return found
+
+    def follow(self, twin: StaleRing, config: Config) -> dict[str, Tensor]:
+        """Train a twin on a run's batches."""
+        shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": 1}
+        corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
+        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, replicas=1, budget_bytes=2**30)
+        for epoch in range(EPOCHS):
+            for batch in feed.epoch(epoch):
+                twin.step(feed.images.load(batch.ids, batch.views), batch.labels)
+        return twin.model.state_dict()
+
+
+def delays_of(model: nn.Module, blocks: list[tuple[str, ...]], segments: list[list[int]]) -> dict[str, int]:
+    """K-k of every parameter, by the blocks that modules have; `blocks` are names that parameters begin with."""
+    delays = {}
+    for part, (start, stop) in enumerate(segments):
+        owned = [prefix for block in blocks[start:stop] for prefix in block]
+        for name, _ in model.named_parameters():
+            if any(name.startswith(prefix) for prefix in owned):
+                delays[name] = len(segments) - 1 - part
+    assert len(delays) == len(list(model.parameters()))
+    return delays
+
+
+def untied_logits(model: Any, last: Tensor, codes: Tensor) -> Tensor:
+    """The language model's answer with its output matrix given."""
+    return nn.functional.linear(model.norm(model.layers(model.embedding(codes))), last).transpose(1, 2)
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert list(found) == list(expected)
+    return [key for key in expected if not torch.equal(found[key], expected[key])]
+
+
+def lm_blocks() -> list[tuple[str, ...]]:
+    return [("embedding.",), *[(f"layers.{layer}.",) for layer in range(LAYERS)], ("norm.",)]
+
+
+def check_the_ring_is_the_twin(trial: Trial) -> None:
+    """K = 2 on a rank, 3 on two, 4 on three, 5 on four; both optimizers, both weights of what is shared."""
+    for (kind, (flags, open_optimizer)), half in zip(OPTIMIZERS.items(), (False, True)):
+        name = f"{kind}-half" if half else kind
+        config = trial.config(name, tied_gradient="half" if half else "sum", **flags)
+        summary = run(config, trial.world)
+        ring, parts = summary["ring"], trial.world.size + 1
+        assert ring["parts"] == parts and ring["delays"] == list(range(parts - 1, -1, -1))
+        see_what_travelled(summary)
+        if trial.world.rank == 0:
+            torch.manual_seed(0)
+            model = small_lm(trial.model(name)[EMBEDDING].shape[0], context=CONTEXT)
+            twin = StaleRing(
+                model,
+                untied_logits,
+                delays=delays_of(model, lm_blocks(), ring["segments"]),
+                shared=EMBEDDING,
+                half=half,
+                stale_after=STALE_AFTER,
+                open_optimizer=open_optimizer,
+            )
+            assert differing(trial.model(name), trial.follow(twin, config)) == [], f"{name}: not the twin"
+        trial.world.barrier(name="test.twin")
+
+
+def see_what_travelled(summary: dict[str, Any]) -> None:
+    """Activations and errors of the ring's boundaries, and no byte more: no labels, no parameters."""
+    ring, steps = summary["ring"], STEPS * EPOCHS
+    boundary = 4 * BATCH * CONTEXT * WIDTH
+    parts = ring["parts"]
+    # A batch whose error is found in the last step is not used any more, but it has been sent.
+    errors = sum(sum(1 for step in range(steps) if due(step, delay) is not None) for delay in range(parts - 1))
+    expected = {"activations": steps * (parts - 1) * boundary, "errors": errors * boundary}
+    # What a rank puts for itself does not travel.
+    assert ring["wire_bytes"] == (expected if parts > 2 else dict.fromkeys(expected, 0))
+    assert summary["allreduce_bytes"] == 0
+    # Three flags, the loss and a norm.
+    assert summary["other_collective_bytes"] == (steps * 5 * 8 if parts > 2 else 0)
+
+
+def due(step: int, delay: int) -> int | None:
+    """The batch with which a module that is so many steps late goes back, written once more."""
+    if step < STALE_AFTER:
+        return step
+    return step - delay if step - delay >= STALE_AFTER else None
+
+
+def check_a_model_whose_ends_share_nothing_is_the_twin(trial: Trial) -> None:
+    """With BatchNorm, whose statistics follow forward passes."""
+    if trial.world.size != 2:
+        return
+    let_runs_build(small_resnet)
+    flags, open_optimizer = OPTIMIZERS["sgd"]
+    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual", "context": None}
+    config = trial.config("untied", **given, **flags)
+    summary = run(config, trial.world)
+    if trial.world.rank == 0:
+        torch.manual_seed(0)
+        model = RESNET(10)
+        blocks = [("conv1.", "bn1."), ("layer1.",), ("layer2.",), ("layer3.",), ("fc.",)]
+        twin = StaleRing(
+            model,
+            lambda copy, _, images: copy(images),
+            delays=delays_of(model, blocks, summary["ring"]["segments"]),
+            shared=None,
+            half=False,
+            stale_after=STALE_AFTER,
+            open_optimizer=open_optimizer,
+        )
+        found, expected = trial.model("untied"), trial.follow(twin, config)
+        assert differing(found, expected) == [], "not the twin"
+        said = (trial.root / "untied" / "log.txt").read_text()
+        assert "plain stale line" in said
+    let_runs_build_lm(small_lm)
+    trial.world.barrier(name="test.untied")
+
+
+def check_without_staleness_it_is_plain_backpropagation(trial: Trial) -> None:
+    flags, _ = OPTIMIZERS["adam"]
+    given = {**flags, "stale_after": 10**6}
+    summary = run(trial.config("new", **given), trial.world)
+    ring = summary["ring"]
+    assert ring["waiting"] == ring["stash_bytes"] == [0] * trial.world.size
+    if trial.alone is not None:
+        changed = {"strategy": "replicas", "model": "tiny-lm", "data": "text", "stale_after": None}
+        run(trial.config("plain", **{**given, **changed}), trial.alone)
+        assert differing(trial.model("new"), trial.model("plain")) == []
+        for mine, theirs in zip(
+            lines(trial.root / "new", "metrics"), lines(trial.root / "plain", "metrics"), strict=True
+        ):
+            for key in ("train_loss", "test_loss", "test_bits_per_character"):
+                assert mine[key] == theirs[key], key
+    trial.world.barrier(name="test.new")
+
+
+def check_gradients_are_so_old_and_no_older(trial: Trial) -> None:
+    """Looks at every backward pass: which batch, in which step, and how many wait."""
+    seen: list[tuple[int, int]] = []
+    waiting: dict[int, int] = {}
+    forward, backward = RingModule.forward, RingModule.backward
+    step = {"now": -1}
+
+    def go(self: RingModule, x: Tensor, batch: int, **options: Any) -> Tensor:
+        step["now"] = batch
+        y = forward(self, x, batch, **options)
+        waiting[self.number] = max(waiting.get(self.number, 0), self.waiting)
+        return y
+
+    def back(self: RingModule, batch: int, error: Tensor | None) -> Tensor | None:
+        seen.append((self.number, step["now"] - batch))
+        return backward(self, batch, error)
+
+    with patch.object(RingModule, "forward", go), patch.object(RingModule, "backward", back):
+        run(trial.config("delays"), trial.world)
+    parts = trial.world.size + 1
+    for number, most in waiting.items():
+        ages = [age for part, age in seen if part == number]
+        late = parts - 1 - number
+        assert ages == [0] * STALE_AFTER + [late] * (STEPS * EPOCHS - STALE_AFTER - late)
+        assert most == late + 1, "more or fewer batches wait"
+
+
+def check_a_stopped_run_goes_on_bit_for_bit(trial: Trial) -> None:
+    """In the warm-up, where the first modules have no gradient as yet, and in the middle of a full pipeline."""
+    let_runs_build_lm(WithDropout)
+    given = {"epochs": 3, "schedule": "cosine", "clip_grad": 1.0, "lr": 3e-3, "tied_gradient": "half"}
+    straight = run(trial.config("straight", **given), trial.world)
+    for stop in (1, STALE_AFTER, STALE_AFTER + 1, STEPS + 3):
+        interrupted(trial.config(f"stop-{stop}", **given), trial.world, after=stop)
+        resumed = run(trial.config(f"stop-{stop}", resume=True, **given), trial.world)
+        assert resumed["parameter_digest"] == straight["parameter_digest"], f"differs when stopped after {stop}"
+        assert resumed["ring"]["wire_bytes"] == straight["ring"]["wire_bytes"]
+        if trial.world.rank == 0:
+            assert untimed(trial.root / f"stop-{stop}") == untimed(trial.root / "straight")
+        trial.world.barrier(name="test.stopped")
+    let_runs_build_lm(small_lm)
+
+
+def untimed(directory: Path) -> list[str]:
+    measured = ("cpu_seconds", "wait_seconds", "peak_memory_bytes", "evaluation_wire_bytes")
+    found = []
+    for line in lines(directory, "metrics"):
+        line["ring"] = {key: value for key, value in line["ring"].items() if key not in measured}
+        found.append(json.dumps(line))
+    return found
+
+
+def check_running_statistics_are_seen_once(trial: Trial) -> None:
+    """Also when batches under way are computed anew."""
+    if trial.world.size != 2:
+        return
+    let_runs_build(small_resnet)
+    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual", "context": None}
+    given |= OPTIMIZERS["sgd"][0]
+    straight = run(trial.config("normed", **given), trial.world)
+    interrupted(trial.config("normed-stop", **given), trial.world, after=STEPS - 2)
+    resumed = run(trial.config("normed-stop", resume=True, **given), trial.world)
+    assert resumed["parameter_digest"] == straight["parameter_digest"]
+    let_runs_build_lm(small_lm)
+
+
+def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
+    try:
+        run(trial.config("broken", optimizer="sgd", lr=1e30, weight_decay=0.0), trial.world)
+    except NumericsError as error:
+        assert "not finite" in str(error) and error.everywhere
+    else:
+        raise AssertionError("nobody noticed")
+
+
+if __name__ == "__main__":
+    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))

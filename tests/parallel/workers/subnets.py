@@ -1,0 +1,206 @@
+"""Every rank trains its neurons of an MLP alone; the whole must be the twin's, and every byte and entry is known."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvfreeze.config.tree import Config
+from hvfreeze.model.mlp import Mlp
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.training.build import prepare
+from hvfreeze.training.run import run
+from tests.parallel.twins.subnets import Workers
+from tests.parallel.workers import local_sgd
+from tests.parallel.workers.checking import let_models_be_small, run_checks
+from tests.parallel.workers.local_sgd import BATCH, EPOCHS, LR, STEPS, differing, killed
+from tests.parallel.workers.runs import interrupted, lines
+
+DECAY = 1e-2
+
+
+class Trial(local_sgd.Trial):
+    """Runs with equal settings but for what is said, each in a directory of its own."""
+
+    def __init__(self, world: Any, root: Path) -> None:
+        self.world, self.root = world, root
+        let_models_be_small()
+
+    def config(self, name: str, **changes: Any) -> Config:
+        return super().config(name, **{"strategy": "subnets", "model": "mlp-13x10", **changes})
+
+    def twin(self, model: str, *, local_steps: int, momentum: float) -> Workers:
+        torch.manual_seed(0)
+        built: Any = build_model(model, num_classes=10, image_size=32).model
+        options = {"lr": LR, "weight_decay": DECAY, "momentum": momentum}
+        return Workers(built, number=self.world.size, local_steps=local_steps, seed=0, **options)
+
+
+def bytes_of_a_round(twin: Workers) -> int:
+    """What the owners send to others of the twin's pieces: 4 bytes an entry of neurons that are another worker's."""
+    owners = [torch.arange(width).tensor_split(twin.number) for width in twin.model.widths]
+    sent = 0
+    for worker in range(twin.number):
+        shares = [
+            [sum(1 for neuron in hands[worker] if neuron in own.tolist()) for own in owners[layer]]
+            for layer, hands in enumerate(twin.hands)
+        ]
+        before = [twin.model.inputs, *[len(hands[worker]) for hands in twin.hands[:-1]]]
+        for owner in range(twin.number):
+            if owner != worker:
+                # Rows of the layer's own matrix, a scale and a shift; and the head's columns.
+                sent += sum(share[owner] * (inputs + 2) for share, inputs in zip(shares, before))
+                sent += shares[-1][owner] * twin.model.classes
+    return 4 * sent
+
+
+def check_every_round_is_the_twin(trial: Trial) -> None:
+    size = trial.world.size
+    for model, local_steps, momentum in (("mlp-13x10", 1, 0.0), ("mlp-13x10", 10, 0.9), ("mlp-9", 5, 0.0)):
+        name = f"{model}-{local_steps}"
+        summary = run(trial.config(name, model=model, local_steps=local_steps, momentum=momentum), trial.world)
+        found, rounds = summary["subnets"], STEPS * EPOCHS // local_steps
+        twin = trial.twin(model, local_steps=local_steps, momentum=momentum)
+        for step in trial.steps():
+            twin.step([(images.flatten(1), labels) for images, labels in step])
+        each = bytes_of_a_round(twin)
+        begun = -(-STEPS * EPOCHS // local_steps)
+        assert found["rounds"] == rounds
+        assert found["wire_bytes"] == {"dealt": each * begun, "returned": each * rounds}, (found, each)
+        looked = EPOCHS * 4 * (size - 1) * sum(p.numel() for p in twin.model.parameters())
+        unfinished = sum(1 for epoch in range(1, EPOCHS + 1) if epoch * STEPS % local_steps)
+        assert found["evaluation_wire_bytes"] == looked + unfinished * each
+        if trial.world.rank == 0:
+            assert differing(trial.model(name), twin.seen().state_dict()) == [], f"{name}: not the twin"
+        trial.world.barrier(name="test.twin")
+
+
+def check_alone_it_is_plain_training(trial: Trial) -> None:
+    if trial.world.size > 1:
+        return
+    for given in ({"model": "mlp-13x10"}, {"model": "resnet20", "head": "mlp-12x8", "freeze": "static", "cut": 4}):
+        names = []
+        for strategy in ({"strategy": "replicas"}, {"strategy": "subnets", "local_steps": 10}):
+            names.append(f"alone-{given['model']}-{strategy['strategy']}")
+            run(trial.config(names[-1], momentum=0.0, head_lr="0.01", **{**given, **strategy}), trial.world)
+        plain, found = (trial.model(name) for name in names)
+        parameters = [name for name in plain if "running" not in name and "num_batches" not in name]
+        assert [name for name in parameters if not torch.equal(plain[name], found[name])] == []
+
+
+def check_a_round_changes_the_entries_that_were_dealt_and_no_others(trial: Trial) -> None:
+    size = trial.world.size
+    summary = run(trial.config("one", epochs=1, train_samples=BATCH * size * 5 // 4 + 2, local_steps=1), trial.world)
+    twin = trial.twin("mlp-13x10", local_steps=1, momentum=0.0)
+    before = {name: p.detach().clone() for name, p in twin.model.named_parameters()}
+    twin.hands = [twin.deal(layer, width) for layer, width in enumerate(twin.model.widths)]
+    for name, start in before.items():
+        dealt = torch.zeros_like(start, dtype=torch.bool)
+        for worker in range(size):
+            (chosen,) = [where for each, where in twin.entries(worker) if each == name]
+            mask = torch.ones_like(dealt)
+            for dimension, index in enumerate(chosen):
+                kept = torch.zeros(start.shape[dimension], dtype=torch.bool)
+                kept[index] = True
+                mask &= kept.view([-1 if d == dimension else 1 for d in range(start.dim())])
+            dealt |= mask
+        assert abs(summary["subnets"]["touched"][name] - dealt.double().mean().item()) < 1e-12
+        if trial.world.rank == 0:
+            changed = trial.model("one")[name] != start
+            assert torch.equal(changed, dealt), name
+    trial.world.barrier(name="test.one")
+
+
+def check_other_ranks_take_over_the_model_with_its_pieces(trial: Trial) -> None:
+    job = prepare(trial.config("handed-over", local_steps=3), trial.world)
+    strategy: Any = job.strategy
+    for batch in (job.feed.epoch(0) + job.feed.epoch(1))[:5]:
+        strategy.step([batch], rate=LR, leave=False)
+    own = strategy.state_dict().own
+    assert own["piece"] and own["rounds"]["done"] == 2
+    owns = trial.world.allgather_object(own, name="test.owns")
+    strategy.check(step=5)
+    whole = {name: parameter.detach() for name, parameter in strategy.whole.named_parameters()}
+    for size in (1, trial.world.size, trial.world.size + 1):
+        states = list(strategy.repartitioned(owns, size=size, restep=lambda step: step))
+        assert len(states) == size and all(not state["piece"] for state in states)
+        assert all(state["rounds"]["done"] == 0 and state["rounds"]["ended"] == 2 for state in states)
+        for name, parameter in whole.items():
+            dimension = 1 if name.startswith("head") else 0
+            joined = torch.cat([state["owned"][name] for state in states], dimension)
+            assert torch.equal(joined, parameter), f"{name} on {size} ranks"
+
+
+ON_A_TRUNK = {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2", "cache": "on"}
+
+
+def check_a_run_goes_on_in_the_middle_of_a_round(trial: Trial) -> None:
+    """With the trunk's features cached; looking, and the cache, change nothing."""
+    given = {"local_steps": 5, "momentum": 0.9, "schedule": "cosine", **ON_A_TRUNK}
+    unseen = run(trial.config("unseen", **{**given, "cache": "off"}), trial.world)
+    given["checkpoint_every"] = "3s"
+    straight = run(trial.config("straight", **given), trial.world)
+    assert straight["parameter_digest"] == unseen["parameter_digest"], (
+        "a checkpoint, or the cache, changed the training"
+    )
+    assert straight["cache"]["rows_read"] > 0 and straight["cut_history"] == [[0, 0, 4]]
+    # After steps 3 and 6; rounds end at 5 and 10.
+    for after in (4, 8):
+        name = f"killed-{after}"
+        killed(trial.config(name, **given), trial.world, after=after)
+        see_that_it_goes_on(trial, name, straight, given)
+    interrupted(trial.config("asked", **given), trial.world, after=6)
+    if trial.world.rank == 0:
+        assert (trial.root / "asked" / "checkpoints" / "step-00000010.pt").exists(), "it left before the round's end"
+    see_that_it_goes_on(trial, "asked", straight, given)
+
+
+def check_a_run_that_left_at_the_end_of_an_epoch_is_evaluated_as_if_it_had_not(trial: Trial) -> None:
+    """Nobody has looked at the model there yet: BatchNorm's statistics are those of the batches before."""
+    given = {"local_steps": STEPS, "checkpoint_every": "0", **ON_A_TRUNK}
+    straight = run(trial.config("undisturbed", **given), trial.world)
+    interrupted(trial.config("left", **given), trial.world, after=STEPS - 1)
+    see_that_it_goes_on(trial, "left", straight, given, to="undisturbed")
+
+
+def see_that_it_goes_on(
+    trial: Trial, name: str, straight: dict[str, Any], given: dict[str, Any], *, to: str = "straight"
+) -> None:
+    resumed = run(trial.config(name, resume=True, **given), trial.world)
+    assert resumed["parameter_digest"] == straight["parameter_digest"], name
+    assert resumed["subnets"]["wire_bytes"] == straight["subnets"]["wire_bytes"], name
+    if trial.world.rank == 0:
+        looked = ("subnets", "other_collective_bytes")
+        seen, expected = (
+            [{k: v for k, v in line.items() if k not in looked} for line in lines(trial.root / each, "metrics")]
+            for each in (name, to)
+        )
+        assert seen == expected, name
+
+
+def check_a_rank_holds_its_part_alone(trial: Trial) -> None:
+    """While rounds last, the whole MLP has no memory, and the pieces are those of the formula."""
+    job = prepare(trial.config("parts"), trial.world)
+    strategy: Any = job.strategy
+    size = trial.world.size
+    for batch in job.feed.epoch(0)[:2]:
+        strategy.step([batch], rate=LR, leave=False)
+        assert sum(parameter.numel() for parameter in strategy.whole.parameters()) == 0
+    report = strategy.report()["subnets"]
+    mine = sum(parameter.nbytes for parameter in strategy.piece.mlp.parameters())
+    assert report["piece_bytes"][trial.world.rank] == mine
+    owned = sum(tensor.nbytes for tensor in strategy.exchange.owned.values())
+    assert report["owned_bytes"][trial.world.rank] == owned
+    whole = sum(p.nbytes for p in Mlp(3 * 32 * 32, (13, 10), 10).parameters())
+    assert sum(report["owned_bytes"]) == whole and (size == 1 or max(report["piece_bytes"]) < whole)
+    strategy.check(step=2)
+    assert sum(parameter.nbytes for parameter in strategy.whole.parameters()) == whole
+    strategy.step([job.feed.epoch(0)[2]], rate=LR, leave=False)
+    assert sum(parameter.numel() for parameter in strategy.whole.parameters()) == 0
+
+
+if __name__ == "__main__":
+    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))

@@ -1,0 +1,97 @@
+"""Grounds that differ in what the weights know: their runs, their images of dots, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from analysis import dots, grounds
+from analysis.sweeps.experiment import made as made_how
+from analysis.sweeps.experiment import write_up
+from analysis.sweeps.kept import KeptRuns, write_rows
+from analysis.sweeps.launching import Site, command_of
+from analysis.sweeps.presets import REDUCED, Preset
+from analysis.sweeps.results import Results, open_results
+from hvfreeze.report.tables import percent
+from tests.single.analysis.runs_material import made_up
+
+SEEDS = (0, 1)
+
+
+def test_an_image_has_as_many_dots_as_its_label_says() -> None:
+    images, labels = dots.draw(60, seed=3)
+    bright = (images.min(axis=3) >= dots.BRIGHT[0]).sum(axis=(1, 2))
+    assert list(bright) == [dots.DOT**2 * label for label in labels]
+    assert set(labels) == set(range(1, dots.MOST + 1))
+
+
+def test_both_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:
+    planned = grounds.runs(REDUCED)
+    assert [run.name for run in planned[:3]] == ["photographs-auto-s0", "photographs-full-s0", "counting-auto-s0"]
+    site = Site(work=Path("work"), data_dir=Path("/data"), weights=Path("/kept/resnet18-cifar100-32px-fp16.pt"))
+    command = command_of(planned[0], site, Path("work/a"))
+    assert command[command.index("--data-dir") + 1] == "/data/photographs"
+    assert command[command.index("--weights") + 1] == "/kept/efficientnet-lite0-imagenet-fp16.pt"
+    plain = command_of(Preset().run("a", 0), site, Path("work/a"))
+    assert plain[plain.index("--data-dir") + 1] == "/data"
+
+
+def results_of(folder: Path, *, worse: float) -> Results:
+    """Two seeds of counting, made up; seed 0 goes on after the trial, whose first tuned epoch was slowed down."""
+    preset, root = Preset(seeds=SEEDS), folder / "results"
+    kept = KeptRuns(root / "grounds")
+    planned = [run for run in grounds.runs(preset) if run.label.startswith("counting")]
+    for run in planned:
+        run_dir = made_up(run, Site(work=folder / "work"))
+        path = run_dir / "summary.json"
+        summary = json.loads(path.read_text())
+        if run.label == "counting-auto":
+            tuned = {"stage": "tune", "steps": 0 if run.seed else 40}
+            summary["stages"] = [{"stage": "solve", "steps": 10}, {"stage": "try", "steps": 10}, tuned]
+            summary["trial"] = {"before": 1.0, "after": 1.0 - 0.1 * (not run.seed)}
+            summary["test_accuracy"] = 0.9 - worse - 0.01 * run.seed
+            slow(run_dir / "metrics.jsonl", epoch=1, times=20.0)
+        else:
+            summary["test_accuracy"] = 0.9
+        path.write_text(json.dumps(summary))
+        kept.keep(run_dir, run, source="abc")
+    write_rows(kept.directory, kept.rows([run.name for run in planned]))
+    return open_results(root, "grounds")
+
+
+def slow(path: Path, *, epoch: int, times: float) -> None:
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    line = lines[epoch]
+    line["seconds"] = {phase: times * value for phase, value in line["seconds"].items()}
+    line["train_seconds"] *= times
+    line["images_per_second"] /= times
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_an_answer_says_what_the_trial_found_and_is_negative_where_full_is_better(tmp_path: Path) -> None:
+    (answer,) = grounds.answers(results_of(tmp_path, worse=0.2))
+    assert "Tuning was tried and went on in 1 of 2 runs" in answer.text
+    assert answer.negative and not answer.undecided and answer.n == len(SEEDS)
+    _, each, started = grounds.tables(results_of(tmp_path / "good", worse=-0.05))
+    assert each.rows[0][2:] == ("1.000 to 0.900 (-10.0 %)", "40", percent(0.95))
+    assert each.rows[1][2:4] == ("1.000 to 1.000 (+0.0 %)", "0")
+    assert started.rows[0][1].endswith("--weights resnet18-cifar100-32px-fp16.pt --freeze auto`")
+    assert not grounds.answers(results_of(tmp_path / "better", worse=-0.05))[0].negative
+
+
+def test_an_epoch_that_was_slowed_down_counts_at_the_pace_of_the_others(tmp_path: Path) -> None:
+    results = results_of(tmp_path, worse=0.0)
+    run = results.runs["counting-auto-s0"]
+    usual = run.metrics[0]["train_seconds"]
+    assert run.metrics[1]["train_seconds"] == pytest.approx(20 * usual)
+    assert grounds.paced(run) == pytest.approx([usual] * len(run.metrics))
+    assert grounds.timed(results).rows[0]["train_seconds"] == pytest.approx(usual * len(run.metrics))
+
+
+@pytest.mark.usefixtures("no_files")
+def test_the_page_names_no_defaults_that_its_runs_do_not_have(tmp_path: Path) -> None:
+    results = results_of(tmp_path, worse=0.0)
+    write_up(grounds.EXPERIMENT, Preset(seeds=SEEDS), results, made=True)
+    assert "\n- 2 ranks\n" in made_how(grounds.EXPERIMENT, results)

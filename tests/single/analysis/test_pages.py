@@ -1,0 +1,209 @@
+"""The numbers of README.md, of docs/ and of the results' pages follow from the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from analysis import adaptive, communication, exact_head, figures, pixels64, static_sweep, summary, votes
+from analysis.experiments import EVERY
+from analysis.parts import cached_epochs, readme
+from analysis.sweeps import paper
+from analysis.sweeps.experiment import Answer, claim
+from analysis.sweeps.experiment import readme as page
+from analysis.sweeps.kept import RESULTS, read_rows
+from analysis.sweeps.presets import SMOKE
+from analysis.sweeps.results import open_results
+from analysis.sweeps.statistics import Interval, is_below
+from hvfreeze.errors import RefusedError
+from tests.single.analysis.runs_material import a_vote, carried_out
+from tests.single.analysis.test_results import recorded
+
+pytestmark = pytest.mark.usefixtures("no_training")
+SMALL = dataclasses.replace(SMOKE, seeds=(0, 1, 2))
+NAN = float("nan")
+
+
+def test_the_repositorys_pages_agree_with_the_recorded_results() -> None:
+    assert summary.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("experiment", EVERY, ids=lambda experiment: experiment.name)
+def test_every_experiments_page_is_what_its_results_say(experiment: figures.Experiment) -> None:
+    results = open_results(RESULTS, experiment.name, experiment.reference)
+    captions = {drawing.name: drawing.caption for drawing in experiment.drawings(results)}
+    assert page(experiment, results, captions) == (results.directory / "README.md").read_text(encoding="utf-8")
+    drawn = {path.name for path in (results.directory / "figures").iterdir()}
+    assert drawn == {f"{name}.svg" for name in captions}
+
+
+@pytest.fixture
+def pages(tmp_path: Path, no_files: None) -> Path:
+    path = tmp_path / "README.md"
+    path.write_text(
+        "\n".join(["# x", *(f"<!-- {part} -->\n<!-- /{part} -->" for part in ("results", *readme.PARTS)), "z"])
+    )
+    carried_out(exact_head.EXPERIMENT, SMALL, tmp_path)
+    return path
+
+
+def arguments(pages: Path, *more: str) -> list[str]:
+    return ["--readme", str(pages), "--results", str(pages.parent / "results"), *more]
+
+
+def test_the_summary_is_what_the_results_say_and_keeps_the_rest(
+    pages: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert summary.main(arguments(pages, "--check")) == 3
+    assert summary.main(arguments(pages)) == 0
+    assert summary.main(arguments(pages, "--check")) == 0
+    text = pages.read_text()
+    assert text.startswith("# x\n") and text.endswith("-->\nz") and "static_sweep" not in text
+    pages.write_text(text.replace("n = 3", "n = 4", 1))
+    assert summary.main(arguments(pages, "--check")) == 3
+    assert "run python -m analysis.summary" in capsys.readouterr().err
+    path = pages.parent / "results/exact_head/rows.csv"
+    accuracy = read_rows(path.parent)[0]["test_accuracy"]
+    path.write_text(path.read_text().replace(str(accuracy), "0.9999", 1))
+    assert summary.main(arguments(pages, "--check")) == 3
+    assert "rows.csv is not what runs.jsonl says" in capsys.readouterr().err
+
+
+def test_a_part_may_stand_in_a_page_of_docs_but_once_only(pages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = pages.read_text()
+    inner = pages.parent / "docs/inner/results.md"
+    inner.parent.mkdir(parents=True)
+    marks = "<!-- results -->\n<!-- /results -->"
+    inner.write_text(f"before\n{marks}\nafter")
+    assert summary.main(arguments(pages)) == 3
+    assert "<!-- results --> must stand once in README.md and the pages of docs/; found in" in capsys.readouterr().err
+    pages.write_text(text.replace(marks, ""))
+    assert summary.main(arguments(pages)) == 0
+    assert "](../../analysis/results/exact_head/README.md)" in inner.read_text()
+    assert "](analysis/results" not in inner.read_text() + pages.read_text()
+    inner.write_text("before")
+    assert summary.main(arguments(pages, "--check")) == 3
+    assert "found in: none" in capsys.readouterr().err
+    with pytest.raises(RefusedError, match="must be followed by <!-- /results -->"):
+        summary.with_part("<!-- /results --><!-- results -->", "results", "table")
+
+
+def test_figures_are_drawn_again_from_what_is_kept_and_elsewhere_leave_it_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "OUT", tmp_path / "page")
+    results = carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    drawn = results.directory / "figures/cuts.svg"
+    before = drawn.read_bytes()
+    drawn.unlink()
+    assert figures.main(["--results", str(tmp_path / "results")]) == 0
+    assert drawn.read_bytes() == before
+    assert "votes: no results yet" in capsys.readouterr().out
+    assert adaptive.EXPERIMENT.title in (tmp_path / "page/index.html").read_text()
+    (results.directory / "README.md").write_text("by hand")
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*")}
+    assert figures.main(["--results", str(tmp_path / "results"), "--out", str(tmp_path / "other")]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*")} == files
+    assert (tmp_path / "other/adaptive/figures/cuts.svg").read_bytes() == before
+
+
+def test_the_page_begins_with_all_answers_and_ends_with_those_that_are_negative(tmp_path: Path) -> None:
+    bench = tmp_path / "bench.json"
+    row = {"name": "slow", "what": "a", "ratio": 1.4, "low": 1.3, "high": 1.5, "n": 9, "bound": 1.2, "ok": False}
+    wide = {**row, "name": "wide", "low": 1.1}
+    bench.write_text(json.dumps([row, wide, {**row, "name": "good", "ok": True}]))
+    answers = [Answer(question="A?", text="Yes.", n=3), Answer(question="B?", text="No.", n=3, negative=True)]
+    assert figures.summary(answers).points == ("A? Yes.", "(negative) B? No.")
+    failed, slow, uncertain = figures.failures(answers, bench).points
+    assert failed == "B? No."
+    assert "Benchmark slow" in slow and "beyond its bound 1.2" in slow
+    assert "too uncertain for its bound 1.2" in uncertain
+    assert figures.failures(answers[:1], tmp_path / "absent").points == ("Nothing in these results.",)
+
+
+@pytest.mark.parametrize(
+    ("interval", "below"),
+    [
+        (Interval(0.99, 0.93, 1.05, 3), False),
+        (Interval(0.9, 0.85, 0.95, 3), True),
+        (Interval(0.5, NAN, NAN, 1), False),
+        (Interval(NAN, NAN, NAN, 0), False),
+    ],
+)
+def test_negative_is_what_the_whole_interval_says(interval: Interval, below: bool) -> None:
+    assert is_below(interval, 1) is below
+
+
+def test_an_undecided_answer_is_marked_as_such_and_a_negative_one_before_it() -> None:
+    answer = Answer(question="A?", text="b", n=3, undecided=True)
+    assert claim(answer) == "- **(no answer yet)** **A?** b"
+    assert dataclasses.replace(answer, negative=True).mark == "negative"
+    assert dataclasses.replace(answer, undecided=False).mark == ""
+
+
+def test_the_votes_answer_counts_distinct_trainings() -> None:
+    results = recorded("votes")
+    answer = votes.answers(results)[0]
+    assert votes.distinct(results, votes.alike(results)) == 13
+    assert answer.mark == "no answer yet"
+    assert "27 runs that differ in how they vote are 13 distinct trainings, of 7 votes each" in answer.text
+
+
+def test_a_weighted_median_reaches_half_of_the_weight_and_decides_with_the_runs_own_criterion() -> None:
+    assert votes.weighted_median([3.0, 1.0, 2.0], [1.0, 1.0, 1.0]) == 2.0
+    assert votes.weighted_median([3.0, 1.0, 2.0], [5.0, 1.0, 1.0]) == 3.0
+    assert votes.weighted_median([4.0, 1.0], [1.0, 1.0]) == 1.0
+    line = a_vote(3, 0)
+    assert votes.median_cut(line, eta_max=1.0) == 2
+    line["etas"][0][0] = line["etas"][1][0] = 0.9
+    assert votes.median_cut(line, eta_max=1.0) == 0
+    line["weights"] = [0.1, 0.1, 5.0]
+    assert votes.median_cut(line, eta_max=1.0) == 2
+    line["etas"] = [[None] * 6] * 3
+    assert votes.median_cut(line, eta_max=1.0) is None
+
+
+def test_the_network_is_held_against_one_node_by_images_a_second() -> None:
+    answer = communication.answers(recorded("communication"))[0]
+    assert not answer.negative
+    assert "253 images/s (245 to 261) in full, one node 267 images/s" in answer.text
+    steps = ("frozen-cached-powersgd 107 ms", "powersgd 267 ms", "frozen-cached 361 ms", "full 506 ms")
+    places = [answer.text.index(told) for told in steps]
+    assert places == sorted(places)
+
+
+def test_leads_over_the_front_stand_in_the_answers() -> None:
+    results = recorded("adaptive")
+    for label in adaptive.WITHOUT_SIGNAL:
+        assert f"{label} {results.lead_text(label)}" in adaptive.answers(results)[0].text
+    assert "trained for as many seconds" in pixels64.answers(recorded("pixels64"))[0].text
+
+
+def test_the_pages_tell_the_clocks_from_the_programs_own_account() -> None:
+    results, told = recorded("caching"), readme.cache(RESULTS)
+    assert "5.18 s (3.22 to 7.13, n = 3)" in told and "6.29 s" in told
+    assert cached_epochs.saved_by_clocks(results, "views4").n == 0
+    assert cached_epochs.saved_by_clocks(results, "float16").n == 3
+
+
+def test_the_front_in_the_pages_is_sorted_by_what_the_intervals_show() -> None:
+    lines = {line.split(":")[0]: line for line in readme.front(RESULTS).splitlines() if line.startswith("- ")}
+    for name, line in lines.items():
+        for part in line.split(": ", 1)[1].rstrip(".").split("; "):
+            low, high = (float(end) for end in part.rsplit("(", 1)[1].rstrip(")").split(" to "))
+            wanted = "ahead" if low > 0 else "behind" if high < 0 else "no difference shown"
+            assert name.endswith(wanted), part
+    assert len(lines) >= 5
+
+
+def test_the_studys_speed_ups_are_those_of_its_seconds() -> None:
+    for seconds, ratio in zip(paper.SECONDS_PER_EPOCH, paper.SPEED_UP):
+        assert paper.SECONDS_PER_EPOCH[0] / seconds == pytest.approx(ratio, abs=0.006)
+    assert paper.FULL.total / paper.ADAPTIVE.total == pytest.approx(paper.ADAPTIVE_SPEED_UP, abs=0.001)
+
+
+def test_a_cut_of_the_finer_split_on_a_boundary_of_the_coarser_is_run_once() -> None:
+    assert [static_sweep.fine(cut) for cut in (3, 7, 4)] == ["groups3", "groups5", "residual4"]

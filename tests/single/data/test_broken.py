@@ -1,0 +1,67 @@
+"""Broken images: all named in one message, or left out where that is asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hvfreeze
+from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.decoding import find_broken, load_pixels
+from hvfreeze.data.images import MOST_LISTED, BrokenImagesError, all_loaded
+from tests.program import call, save_photos
+
+BROKEN = ("train/a/03.png", "train/b/17.png", "test/b/01.png")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = save_photos(tmp_path / "photos")
+    for name in BROKEN:
+        intact = (folder / name).read_bytes()
+        (folder / name).write_bytes(b"no image" if "a" in name else intact[: len(intact) // 2])
+    return folder
+
+
+def test_one_message_names_the_broken_images_of_both_splits(photos: Path) -> None:
+    splits = open_data("imagefolder", photos)
+    loads = [
+        partial(load_pixels, part, np.arange(len(part)), budget_bytes=10**9, workers=2)
+        for part in (splits.train, splits.test)
+    ]
+    with pytest.raises(BrokenImagesError, match=r"^3 images cannot be used: .*; --skip-bad leaves out") as refusal:
+        all_loaded(*loads)
+    assert all(str(photos / name) in str(refusal.value) for name in BROKEN)
+    with pytest.raises(BrokenImagesError, match=r"01.png is not an intact image .*; restore or remove it; --skip-bad"):
+        all_loaded(loads[1])
+
+
+def test_of_many_broken_images_some_are_named() -> None:
+    error = BrokenImagesError([f"{row}.png is not intact (x); remove it" for row in range(MOST_LISTED + 5)])
+    assert "0.png is not intact (x); 1.png" in str(error) and "and 5 more;" in str(error)
+    again = BrokenImagesError(str(error))
+    assert str(again) == str(error), "as it comes from another rank"
+
+
+def test_every_broken_image_is_found_by_whoever_has_its_share(photos: Path) -> None:
+    train = open_data("imagefolder", photos).train
+    whole = find_broken(train, workers=2)
+    assert sorted(whole) == [3, 24 + 17]
+    parts = [find_broken(train, share=share, shares=3) for share in range(3)]
+    assert {row: why for part in parts for row, why in part.items()} == whole
+
+
+def test_a_run_leaves_broken_images_out_where_that_is_asked_for(photos: Path, tmp_path: Path) -> None:
+    flags = ("--model", "shufflenet_v2_x0_5", "--data", "imagefolder", "--data-dir", str(photos), "--batch-size", "8")
+    flags += ("--epochs", "1", "--threads", "1", "--run-dir", str(tmp_path / "run"))
+    refused = call("train", *flags)
+    assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
+    assert all(str(photos / name) in refused.stderr for name in BROKEN) and "--skip-bad" in refused.stderr
+    outcome = call("train", *flags, "--skip-bad")
+    assert outcome.returncode == 0 and "3 images cannot be decoded and are left out" in outcome.stdout, str(outcome)
+    said = call("evaluate", str(tmp_path / "run")).stdout
+    assert "on 7 test samples" in said and "as the run reported" in said
+    assert hvfreeze.load_model(tmp_path / "run").classes == ("a", "b")

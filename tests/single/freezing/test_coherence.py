@@ -1,0 +1,152 @@
+"""What blocks gain in a step, as products of gradients tell it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.freezing import coherence as module
+from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.freezing.coherence import Coherence, Estimate, gap, piece, rate_of, share_gained
+from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.model.traced import in_blocks
+
+
+def freezer_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, interval: int = 4) -> Freezer:
+    settings = FreezeConfig(freeze="coherence", interval=interval, freeze_warmup=0)
+    cadence = Cadence.of(settings, steps_per_epoch=10**6, num_epochs=1)
+    world = SoloWorld()
+    return Freezer(
+        in_blocks(model), optimizer=optimizer, reducer=Reducer(world), world=world, settings=settings, cadence=cadence
+    )
+
+
+def step(freezer: Freezer, inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Make a step without an update; return the gradients."""
+    freezer.reducer.begin()
+    freezer.chain.model(inputs).pow(2).mean().backward()
+    freezer.reducer.finish()
+    found = [parameter.grad.clone() for parameter in freezer.chain.model.parameters()]
+    freezer.after_step(0.0)
+    return found
+
+
+def test_one_rank_multiplies_its_gradients_of_two_steps_in_a_row() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.5), interval=100)
+    seen = freezer._coherence
+    assert seen is not None
+    seen.every = 3
+    grads = [step(freezer, torch.randn(5, 3)) for _ in range(6)]
+    products = [sum(float((a * b).sum()) for a, b in zip(grads[i], grads[i + 1])) for i in (0, 3)]
+    assert [sum(row) for row in seen.latest] == pytest.approx([0.5 * product for product in products], rel=1e-5)
+
+
+def test_samples_go_on_where_a_state_was_saved_between_two_steps_of_a_product() -> None:
+    def run(*, interrupted: bool) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        freezer = freezer_of(model, torch.optim.Adam(model.parameters(), lr=0.1), interval=6)
+        for number in range(9):
+            if interrupted and number == 7:
+                state = freezer.state_dict()
+                freezer.reducer.carry([])
+                freezer = freezer_of(model, torch.optim.Adam(model.parameters(), lr=0.1), interval=6)
+                freezer.load_state_dict(state)
+            step(freezer, torch.randn(5, 3))
+        seen = freezer._coherence
+        assert seen is not None
+        return [*seen.latest, *map(list, seen.complete[0]), seen.peaks]
+
+    assert run(interrupted=True) == run(interrupted=False)
+
+
+def test_pieces_are_equal_places_of_tensors_that_lie_differently_and_cover_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 8)
+    weight = torch.arange(36.0).reshape(3, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    other = weight.contiguous()
+    parts = [piece(weight, turn, like=weight) for turn in range(4)]
+    assert [times for _, times in parts] == [4.5] * 4
+    assert all(torch.equal(part, piece(other, turn, like=weight)[0]) for turn, (part, _) in enumerate(parts))
+    assert len({float(value) for part, _ in parts for value in part}) == 32, "one piece in each turn"
+
+
+def test_blocks_are_compared_by_the_steps_that_their_optimizer_makes() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    group: dict[str, Any] = {"lr": 0.5}
+    assert rate_of(torch.optim.SGD([weight], lr=1.0), group, elements=4, norm=9.0) == 0.5
+    assert rate_of(torch.optim.Adam([weight]), group, elements=4, norm=10.0) == pytest.approx(0.1)
+
+
+def test_estimates_and_gaps() -> None:
+    assert Estimate.of([1.0, 3.0]) == Estimate(2.0, 1.0) and Estimate.of([5.0]).error == math.inf
+    assert [gap(interval) for interval in (1, 20, 64, 10**4)] == [2, 2, 4, 16]
+    assert share_gained((), ()) == (-math.inf, math.inf)
+    low, high = share_gained(((1.0, 3.0), (1.0, 3.0)), (0,))
+    assert low == high == 0.25
+
+
+def test_evidence_is_of_some_intervals_and_forgotten_at_another_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "WINDOW", 7)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.1), interval=6)
+    seen = freezer._coherence
+    assert isinstance(seen, Coherence)
+    lengths = []
+    for number in range(30):
+        step(freezer, torch.randn(5, 3))
+        if number % 6 == 5:
+            lengths.append(len(seen.gains or ()))
+    assert lengths == [0, 6, 9, 9, 9], "three samples an interval; as many intervals as hold seven, at least two"
+    peaks = list(seen.peaks)
+    freezer.freeze(1)
+    assert seen.gains is None and seen.peaks == peaks
+    assert max(peaks) > 0
+
+
+def test_a_look_finds_what_frozen_blocks_would_gain_and_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.5), interval=6)
+    freezer.freeze(1)
+    seen = freezer._coherence
+    assert seen is not None
+    inputs = torch.randn(4, 5, 3)
+    every = [parameter.requires_grad_(True) for parameter in model.parameters()]
+    alone = [torch.autograd.grad(model(part).pow(2).mean(), every) for part in inputs]
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    freezer.look(model(part).pow(2).mean() for part in inputs)
+    (rows,) = seen.looks
+    pairs = [sum(float((a * b).sum()) for a, b in zip(alone[0][:2], other[:2])) for other in alone[1:]]
+    assert rows[0][0] == pytest.approx(0.5 * sum(pairs) / 3, rel=1e-4)
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+    assert all(p.grad is None for p in model[0].parameters())
+
+
+def test_looks_come_in_pairs_each_twice_as_late_as_the_one_before() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.0), interval=2)
+    freezer.freeze(1)
+    due = []
+    for number in range(40):
+        freezer.reducer.begin()
+        model(torch.randn(5, 3)).pow(2).mean().backward()
+        freezer.reducer.finish()
+        if freezer.looks:
+            due.append(number // 2 + 1)
+            freezer.look(model(torch.zeros(2, 3)).pow(2).mean() for _ in range(4))
+        freezer.after_step(0.0)
+        if freezer.cut == 0:
+            freezer.freeze(1)
+    assert due[:6] == [2, 3, 6, 7, 14, 15]

@@ -1,0 +1,170 @@
+"""`hvfreeze evaluate`: the run's own accuracy and loss again, every class, and the table of confusions."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import hvfreeze
+from hvfreeze.inference.evaluate import Samples, describe, judge, measure, own_samples, plot_confusion, samples_in
+from tests.program import call
+from tests.single.inference.conftest import CLASSES, Finished, train
+from tests.single.inference.test_predicting import refused
+
+
+def test_the_runs_own_samples_give_what_the_run_reported(finished: Finished, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = call("evaluate", str(finished.run), "--out", str(out))
+    accuracy, line = finished.summary["test_accuracy"], finished.last_epoch
+    assert outcome.returncode == 0, str(outcome)
+    first, second, *table = outcome.stdout.splitlines()
+    told = f"top-1 {100 * accuracy:.2f} % ({round(21 * accuracy)} of 21), loss {line['test_loss']:.4f}"
+    assert first == f"shufflenet_v2_x0_5 on 21 test samples of the run's data: {told}"
+    assert second == "as the run reported" and [row.split()[0] for row in table[1:4]] == list(CLASSES)
+    found = json.loads((out / "evaluation.json").read_text())
+    assert found["accuracy"] == accuracy and found["loss"] == pytest.approx(line["test_loss"], rel=1e-12)
+    assert found["samples"] == 21 and found["top5_accuracy"] == 1.0
+    with (out / "confusion.csv").open() as file:
+        counts = {row.pop("true class"): {name: int(n) for name, n in row.items()} for row in csv.DictReader(file)}
+    assert list(counts) == list(CLASSES) and all(sum(row.values()) == 7 for row in counts.values())
+    assert sum(counts[name][name] for name in CLASSES) == found["correct"]
+    with (out / "classes.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert float(row["recall"]) == counts[row["class"]][row["class"]] / 7
+    assert outcome.stdout.splitlines()[-2].startswith("mean confidence") and found["expected_calibration_error"] < 1
+    with (out / "reliability.csv").open() as file:
+        bins = list(csv.DictReader(file))
+    assert len(bins) == 15 and sum(int(row["samples"]) for row in bins) == 21
+    right = sum(int(row["samples"]) * float(row["accuracy"] or 0) for row in bins)
+    assert right == pytest.approx(found["correct"])
+    assert (out / "reliability.png").stat().st_size > 5000 and "<svg" in (out / "reliability.svg").read_text()
+    assert (out / "confusion.png").stat().st_size > 5000 and "<svg" in (out / "confusion.svg").read_text()
+
+
+def test_images_of_a_folder_are_evaluated_wherever_their_classes_lie(finished: Finished, tmp_path: Path) -> None:
+    applied = hvfreeze.load_model(finished.run)
+    own = measure(applied, own_samples(applied, finished.run))
+    for folder in (finished.images, finished.images / "test"):
+        again = measure(applied, samples_in(applied, folder))
+        assert again.rows == own.rows and again.loss == own.loss and np.array_equal(again.confusion, own.confusion)
+    shutil.copytree(finished.images / "test" / "red", tmp_path / "val" / "red")
+    outcome = call("evaluate", str(finished.run), "--data-dir", str(tmp_path))
+    assert outcome.returncode == 0 and f"on 7 images of {tmp_path / 'val'}: top-1" in outcome.stdout, str(outcome)
+    assert "run reported" not in outcome.stdout and "blue" not in outcome.stdout
+
+
+def test_bad_images_are_all_named_and_can_be_left_out(finished: Finished, tmp_path: Path) -> None:
+    folder, classes = tmp_path / "test", tmp_path / "tables"
+    shutil.copytree(finished.images / "test", folder)
+    bad = [folder / part for part in ("blue/00.png", "blue/06.png", "red/03.png")]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:80])
+    refused = call("evaluate", str(finished.run), "--data-dir", str(folder))
+    assert refused.returncode == 3 and len(refused.messages) == 1 and "top-1" not in refused.stdout, str(refused)
+    assert all(str(path) in refused.messages[0] for path in bad), str(refused)
+    outcome = call("evaluate", str(finished.run), "--data-dir", str(folder), "--skip-bad", "--out", str(classes))
+    assert outcome.returncode == 0 and "3 images left out that cannot be used" in outcome.stdout, str(outcome)
+    found = json.loads((classes / "evaluation.json").read_text())
+    for path in bad:
+        path.unlink()
+    again = call("evaluate", str(finished.run), "--data-dir", str(folder), "--out", str(tmp_path / "again"))
+    assert again.returncode == 0
+    whole = json.loads((tmp_path / "again" / "evaluation.json").read_text())
+    assert (found["samples"], found["left_out"], whole["left_out"]) == (18, 3, 0)
+    assert found["accuracy"] == whole["accuracy"] and found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_held_out_samples_are_evaluated_where_the_run_was(tmp_path: Path) -> None:
+    flags = "--model shufflenet_v2_x0_5 --train-samples 60 --validation-fraction 0.4 --quiet --batch-size 16 --epochs 1"
+    run = tmp_path / "run"
+    frozen = "--threads 1 --lr 0.01 --freeze static --cut 2"
+    assert call("train", *flags.split(), *frozen.split(), "--run-dir", str(run)).returncode == 0
+    outcome = call("evaluate", str(run))
+    assert "held-out samples of the run's data: top-1" in outcome.stdout and "top-5" in outcome.stdout, str(outcome)
+    assert "as the run reported" in outcome.stdout
+    line = json.loads((run / "metrics.jsonl").read_text())
+    applied = hvfreeze.load_model(run)
+    assert measure(applied, own_samples(applied, run)).loss == pytest.approx(line["test_loss"], rel=1e-12)
+
+
+def test_counts_are_by_true_class_and_answer(finished: Finished) -> None:
+    labels, answered = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 0, 1, 1, 1, 1])
+    applied = hvfreeze.load_model(finished.run)
+    result = judge(labels, answered, applied.classes, among_best=6, loss=0.5)
+    assert result.confusion.tolist() == [[2, 1, 0], [0, 3, 0], [0, 0, 0]]
+    assert [(row["samples"], row["answered"], row["correct"]) for row in result.rows] == [
+        (3, 2, 2),
+        (3, 4, 3),
+        (0, 0, 0),
+    ]
+    assert [row["recall"] for row in result.rows] == [2 / 3, 1.0, None]
+    assert [row["precision"] for row in result.rows] == [1.0, 0.75, None]
+    assert (result.count, result.correct, result.accuracy) == (6, 5, 5 / 6)
+    told = describe(applied, Samples(lambda row: None, labels, "samples", own=True), result)  # type: ignore[arg-type,return-value]
+    assert "the run reported" in told and len(told.splitlines()) == 5
+
+
+def test_a_figure_of_many_classes_names_none_and_of_few_tells_counts() -> None:
+    few = plot_confusion(np.array([[3, 1], [0, 4]]), ["a" * 40, "$b$"]).axes[0]
+    assert [text.get_text() for text in few.texts] == ["3", "1", "", "4"]
+    assert [label.get_text() for label in few.get_yticklabels()] == ["a" * 21 + "...", "$b$"]
+    many = plot_confusion(np.eye(100, dtype=np.int64), [f"class{i}" for i in range(100)]).axes[0]
+    assert not many.texts and "class1" not in [label.get_text() for label in many.get_yticklabels()]
+
+
+def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished, copy: Path, tmp_path: Path) -> None:
+    unknown = tmp_path / "unknown"
+    shutil.copytree(finished.images / "test", unknown)
+    (unknown / "red").rename(unknown / "white")
+    refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is none of the")
+    refused(call("evaluate", str(finished.run), "--data-dir", str(tmp_path / "no")), 3, "no does not exist")
+    refused(call("evaluate", str(finished.run), "--batch-size", "-1"), 2, "--batch-size (-1)")
+    (tmp_path / "file").write_text("")
+    outcome = call("evaluate", str(finished.run), "--out", str(tmp_path / "file"))
+    assert outcome.returncode == 3 and "choose another --out" in outcome.messages[0], str(outcome)
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    for section, entry, message in (
+        ("data", {"data_dir": str(tmp_path / "moved")}, "moved does not exist"),
+        ("data", {"image_size": 24}, "has changed: it has 3 classes of images of 24x24 pixels"),
+        ("data", {"image_size": "many"}, "is damaged or of another version"),
+    ):
+        changed = {**config, section: {**config[section], **entry}}
+        (copy / "config.yaml").write_text(yaml.safe_dump(changed))
+        refused(call("evaluate", str(copy)), 3, message)
+
+
+def test_a_model_with_an_mlp_for_a_head_is_applied(finished: Finished, tmp_path: Path) -> None:
+    run, image = tmp_path / "mlp", str(finished.images / "test" / "red" / "00.png")
+    summary = train(finished.images, run, "--image-size 48 --epochs 1 --head mlp-12 --freeze static --cut 2")
+    outcome = call("evaluate", str(run))
+    assert f"top-1 {100 * summary['test_accuracy']:.2f} %" in outcome.stdout, str(outcome)
+    assert "as the run reported" in outcome.stdout
+    assert yaml.safe_load((run / "model.yaml").read_text())["head"] == "mlp-12"
+    assert call("predict", str(run), image).stdout.startswith("path,class,probability")
+
+
+def test_each_of_several_models_is_applied_by_its_name(finished: Finished, tmp_path: Path) -> None:
+    run, image = tmp_path / "several", str(finished.images / "test" / "red" / "00.png")
+    summary = train(finished.images, run, "--image-size 48 --epochs 1 --strategy shared-trunk --heads 2")
+    answers = set()
+    for name in ("model-head0", "model-head1"):
+        outcome = call("evaluate", str(run), "--model-name", name)
+        accuracy = summary["models"][name]["test_accuracy"]
+        assert f"top-1 {100 * accuracy:.2f} %" in outcome.stdout and "as the run reported" in outcome.stdout
+        answers.add(call("predict", str(run), image, "--model-name", name).stdout)
+    assert len(answers) == 2 and all(text.startswith("path,class,probability") for text in answers)
+    for command in (["evaluate", str(run)], ["predict", str(run), image, "--model-name", "model-none"]):
+        outcome = call(*command)
+        assert outcome.returncode == 3 and "--model-name model-head0" in outcome.stderr, str(outcome)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["strategy"] |= {"heads": None, "tasks": "labels.csv"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    outcome = call("evaluate", str(run), "--model-name", "model-head0")
+    assert outcome.returncode == 3 and "labels from a table (labels.csv)" in outcome.stderr, str(outcome)

@@ -1,0 +1,177 @@
+"""A run's model as a library's user gets it: the pixels and the logits of the run's own evaluation, or a refusal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import hvfreeze
+from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.views import parse_augment, transform_for
+from hvfreeze.errors import RefusedError, UsageError
+from tests.program import call
+from tests.single.inference.conftest import CLASSES, Finished, train
+
+
+def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a card's entries."""
+    path = run / "model.yaml"
+    tree = yaml.safe_load(path.read_text())
+    change(tree)
+    path.write_text(yaml.safe_dump(tree))
+
+
+def test_the_card_says_what_the_run_was(finished: Finished) -> None:
+    card = hvfreeze.load_model(finished.run).card
+    assert card.classes == tuple(CLASSES) and card.model == "shufflenet_v2_x0_5" and card.blocks == "stage"
+    assert (card.image.height, card.image.width, card.image.enlarged_to) == (36, 36, 48)
+    assert card.accuracy == finished.summary["test_accuracy"] and card.accuracy_on == "test"
+    assert card.parameter_digest == finished.summary["parameter_digest"]
+    assert (card.epochs, card.steps, card.batch_size, card.weights_sha256) == (6, 36, 8, None)
+    assert card.versions["hvfreeze"] == hvfreeze.__version__ and card.versions["torch"] == torch.__version__
+    assert (finished.run / "model.yaml").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_card_names_the_weights_that_training_started_from(finished: Finished, tmp_path: Path) -> None:
+    weights = finished.run / "model.pt"
+    flags = "--image-size 36 --batch-size 16 --epochs 1 --lr 0.001 --validation-fraction 0.2 --precision bfloat16"
+    train(finished.images, tmp_path / "run", f"{flags} --weights {weights}")
+    applied = hvfreeze.load_model(tmp_path / "run")
+    assert applied.card.weights == str(weights) and applied.card.precision == "bfloat16"
+    assert applied.card.weights_sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert applied.card.accuracy_on == "held-out" and applied.card.image.enlarged_to is None
+
+
+def test_the_transform_gives_the_pixels_of_the_evaluation(finished: Finished) -> None:
+    applied = hvfreeze.load_model(finished.run)
+    test = open_data("imagefolder", finished.images, image_size=48).test
+    theirs = transform_for(test, augment=parse_augment("none"), data_seed=0, image_size=48)
+    for row in (0, 1, 20):
+        expected = theirs.clean(torch.from_numpy(test.decode(row))[None])[0]
+        with Image.open(test.source.root / test.source.paths[row]) as image:  # type: ignore[union-attr]
+            assert torch.equal(applied.transform(image), expected)
+    decoded = torch.from_numpy(test.decode(0))
+    assert torch.equal(applied.transform(decoded), applied.transform(torch.stack([decoded] * 2))[1])
+    grey = torch.arange(36 * 36, dtype=torch.int64).remainder(256).to(torch.uint8).view(36, 36)
+    assert torch.equal(applied.transform(grey), applied.transform(grey.expand(3, 36, 36)))
+
+
+def test_what_is_no_image_is_refused(finished: Finished) -> None:
+    transform = hvfreeze.load_model(finished.run).transform
+    for odd in (torch.zeros(3, 4, 4), torch.zeros(5, 4, 4, dtype=torch.uint8), Image.new("F", (4, 4))):
+        with pytest.raises(UsageError, match=r"the image cannot be used"):
+            transform(odd)
+
+
+def test_a_loaded_model_is_ready_and_leaves_random_state_alone(finished: Finished, copy: Path) -> None:
+    for name in ("config.yaml", "summary.json", "metrics.jsonl"):
+        (copy / name).unlink()  # the two files of the model are enough
+    before = torch.get_rng_state()
+    applied, again = hvfreeze.load_model(copy), hvfreeze.load_model(str(finished.run))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(module.training for module in applied.model.modules())
+    images = torch.stack([applied.transform(Image.new("RGB", (50, 30), colour)) for colour in CLASSES.values()])
+    assert torch.equal(applied.logits(images), again.logits(images)) and images.shape == (3, 3, 48, 48)
+    assert applied.logits(images).shape == (3, 3) and not applied.logits(images).requires_grad
+    convolution = next(p for p in applied.model.parameters() if p.ndim == 4 and p.shape[2] > 1 and p.shape[1] > 1)
+    assert convolution.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_one_of_several_models_is_loaded_by_its_name(finished: Finished, copy: Path) -> None:
+    for suffix in ("pt", "yaml"):
+        (copy / f"model.{suffix}").rename(copy / f"model-a.{suffix}")
+    images = torch.zeros(1, 3, 48, 48)
+    expected = hvfreeze.load_model(finished.run).logits(images)
+    assert torch.equal(hvfreeze.load_model(copy, name="model-a").logits(images), expected)
+    with pytest.raises(RefusedError, match=r"several models and no model.pt; name one of model-a"):
+        hvfreeze.load_model(copy)
+
+
+CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "an unknown head": (lambda card: card.update(head="many"), r"head \(many\) is not known"),
+    "another format": (lambda card: card.update(card=2), "format 2, and this version reads 1"),
+    "another head": (lambda card: card.update(head="multi-level:2"), r"does not fit model.pt: body.conv1.0.weight"),
+    "no classes": (lambda card: card.pop("classes"), "it lacks classes"),
+    "a class twice": (lambda card: card.update(classes=["red", "red"]), r"classes .* must be a list of different"),
+    "a class more": (lambda card: card["classes"].append("white"), "does not fit model.pt: fc.weight"),
+    "another model": (lambda card: card.update(model="resnet18"), "does not fit model.pt: conv1.weight"),
+    "no such model": (lambda card: card.update(model="os.system"), "os.system"),
+    "no size": (lambda card: card["image"].update(height="36"), r"image.height \(36\) must be a whole number"),
+    "a huge size": (lambda card: card["image"].update(enlarged_to=10**6), r"image.enlarged_to \(1000000\)"),
+    "a crop that is larger": (lambda card: card["image"].update(cropped_to=37), r"image.cropped_to \(37\) must fit"),
+    "a zero deviation": (lambda card: card["image"].update(std=[0, 1, 1]), "image.std .* must be three positive"),
+    "no number": (lambda card: card["image"].update(mean=[0, 1, float("nan")]), "image.mean .* three numbers"),
+    "no image": (lambda card: card.update(image=3), r"image \(3\) must be"),
+    "another file": (lambda card: card.update(sha256="0" * 64), "is not the file that model.yaml tells of"),
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_a_card_that_does_not_fit_is_refused_by_name(copy: Path, case: str) -> None:
+    change, message = CARDS[case]
+    rewritten(copy, change)
+    with pytest.raises(RefusedError, match=message) as refused:
+        hvfreeze.load_model(copy)
+    assert str(copy / "model.yaml") in str(refused.value) or "model.yaml tells of" in str(refused.value)
+
+
+def test_a_card_that_is_none_is_refused_and_runs_no_code(copy: Path) -> None:
+    probe = copy / "probe"
+    for text in ("card: [", "- 1", f"card: !!python/object/apply:os.mkdir [{probe}]", "a: &a 1\ncard: *a", "[" * 9999):
+        (copy / "model.yaml").write_text(text)
+        with pytest.raises(RefusedError, match=r"model.yaml is damaged"):
+            hvfreeze.load_model(copy)
+    assert not probe.exists()
+
+
+def test_a_directory_without_a_finished_model_is_refused(copy: Path, tmp_path: Path) -> None:
+    def refused(place: Path, message: str) -> None:
+        with pytest.raises(RefusedError, match=message):
+            hvfreeze.load_model(place)
+
+    refused(tmp_path / "nowhere", "nowhere does not exist")
+    refused(tmp_path, "holds no finished model.*name the directory of a run that has ended")
+    whole = (copy / "model.pt").read_bytes()
+    (copy / "model.pt").write_bytes(whole[:-100])
+    refused(copy, "model.pt is not the file that model.yaml tells of")
+    (copy / "model.pt").unlink()
+    refused(copy, "there is no model.pt; go on with: hvfreeze train --config .* --resume")
+    (copy / "model.pt").write_bytes(whole)
+    (copy / "model.yaml").unlink()
+    refused(copy, "model.yaml is missing")
+
+
+def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(copy: Path) -> None:
+    whole = torch.load(copy / "model.pt", weights_only=True)
+    for changed, message in (
+        ({k: v for k, v in whole.items() if k != "fc.bias"}, "does not fit model.pt: fc.bias"),
+        ({**whole, "extra": torch.zeros(1)}, "does not fit model.pt: extra"),
+        ({**whole, "fc.bias": torch.full_like(whole["fc.bias"], float("nan"))}, "NaN or infinite numbers in fc.bias"),
+    ):
+        torch.save(changed, copy / "model.pt")
+        sha256 = hashlib.sha256((copy / "model.pt").read_bytes()).hexdigest()
+        rewritten(copy, lambda card, sha256=sha256: card.update(sha256=sha256))  # type: ignore[misc]
+        with pytest.raises(RefusedError, match=message):
+            hvfreeze.load_model(copy)
+
+
+@pytest.mark.parametrize("head", ["last", "multi-level"])
+def test_a_run_whose_head_was_solved_is_applied_like_any_other(finished: Finished, tmp_path: Path, head: str) -> None:
+    run, weights = tmp_path / "run", finished.run / "model.pt"
+    flags = f"--image-size 36 --augment none --head {head} --head-fit exact --pool 2 --weights {weights}"
+    train(finished.images, run, flags)
+    applied = hvfreeze.load_model(run)
+    assert applied.card.head == ("last" if head == "last" else "multi-level:2")
+    told = call("evaluate", str(run), "--out", str(tmp_path / "out"))
+    assert told.returncode == 0 and "as the run reported" in told.stdout, str(told)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert found["loss"] == pytest.approx(last["test_loss"], rel=1e-12)

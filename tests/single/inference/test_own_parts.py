@@ -1,0 +1,118 @@
+"""Own model and own data from the command line: trained, cached, applied; their code is run where it is trusted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hvfreeze
+from hvfreeze.errors import RefusedError
+from tests.program import call
+
+CODE = """
+import numpy as np
+import torch
+from torch import nn
+from hvfreeze.torchvision_shim import torchvision
+
+class Spots(torch.utils.data.Dataset):
+    classes = ("few", "many")
+    def __init__(self, count, seed):
+        self.count, self.seed = count, seed
+    def __len__(self):
+        return self.count
+    def __getitem__(self, row):
+        noise, label = np.random.default_rng([self.seed, row]), row % 2
+        pixels = np.zeros((3, 16, 16), np.uint8)
+        pixels[:, noise.integers(0, 16, 5 + 60 * label), noise.integers(0, 16, 5 + 60 * label)] = 255
+        return torch.from_numpy(pixels), label
+
+def spots(split):
+    return Spots(40 if split == "train" else 12, split == "train")
+
+def transformer(num_classes, image_size):
+    return torchvision.models.VisionTransformer(image_size=image_size, patch_size=4, num_layers=4, num_heads=2,
+                                                hidden_dim=16, mlp_dim=32, num_classes=num_classes)
+"""
+FLAGS = ("--model", "spotted:transformer", "--data", "spotted:spots", "--batch-size", "8", "--threads", "1", "--quiet")
+FROZEN = ("--freeze", "linear", "--freeze-warmup", "0", "--interval", "5", "--epochs", "4", "--augment", "none")
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module `spotted` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "spotted", raising=False)
+    (tmp_path / "spotted.py").write_text(CODE)
+    return tmp_path / "spotted.py"
+
+
+def test_a_transformer_of_ones_own_on_data_of_ones_own_is_frozen_cached_and_applied(code: Path, tmp_path: Path) -> None:
+    adamw = ("--optimizer", "adamw", "--lr", "0.003", "--no-decay-norms", "--clip-grad", "1", "--head-lr", "0.01")
+    found = {}
+    for cache in ("off", "on"):
+        run = tmp_path / cache
+        outcome = call("train", *FLAGS, *FROZEN, *adamw, "--cache", cache, "--run-dir", str(run))
+        assert outcome.returncode == 0, str(outcome)
+        found[cache] = json.loads((run / "summary.json").read_text())
+    assert found["on"]["parameter_digest"] == found["off"]["parameter_digest"]
+    assert found["on"]["final_cut"] > 0 and found["on"]["cache"]["rows_read"] > 0
+    outcome = call("evaluate", str(run), "--trust-code")
+    assert "as the run reported" in outcome.stdout, str(outcome)
+    card = hvfreeze.load_model(run, trust_code=True).card
+    assert card.model == "spotted:transformer" and card.code_sha256 and card.classes == ("few", "many")
+    (tmp_path / "spotted.py").write_text(CODE + "\n")
+    with pytest.warns(UserWarning, match="is not the one that the model was trained with"):
+        hvfreeze.load_model(run, trust_code=True)
+
+
+def test_broken_samples_of_ones_own_are_left_out_where_that_is_asked_for(code: Path, tmp_path: Path) -> None:
+    code.write_text(
+        CODE.replace("noise, label =", "if row in (0, 5): raise OSError('gone')\n        noise, label =", 1)
+    )
+    flags = (*(flag for flag in FLAGS if flag != "--quiet"), "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    refused = call("train", *flags)
+    assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
+    assert all(f"sample {row} cannot be read" in refused.stderr for row in (0, 5)) and "--skip-bad" in refused.stderr
+    outcome = call("train", *flags, "--skip-bad")
+    assert outcome.returncode == 0 and "4 images cannot be decoded and are left out" in outcome.stdout, str(outcome)
+    said = call("evaluate", str(tmp_path / "run"), "--trust-code").stdout
+    assert "on 10 test samples" in said and "as the run reported" in said
+
+
+def test_no_code_is_run_that_a_card_or_a_configuration_names_unless_it_is_trusted(code: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert call("train", *FLAGS, "--epochs", "1", "--run-dir", str(run)).returncode == 0
+    sys.modules.pop("spotted")
+    for command in (("evaluate", str(run)), ("predict", str(run), str(code))):
+        outcome = call(*command)
+        assert outcome.returncode == 3 and "spotted:transformer, which is code of its own" in outcome.stderr
+    card = yaml.safe_load((run / "model.yaml").read_text())
+    (run / "model.yaml").write_text(yaml.safe_dump({**card, "model": "resnet18", "code_sha256": None}))
+    with pytest.raises(RefusedError, match="does not fit"):
+        hvfreeze.load_model(run)
+    assert "spotted" not in sys.modules
+
+
+def test_a_run_whose_code_has_changed_does_not_go_on_as_if_it_were_the_same(code: Path, tmp_path: Path) -> None:
+    digits = ("--data", "digits", "--image-size", "32", "--train-samples", "40")
+    flags = (*FLAGS, *digits, "--run-dir", str(tmp_path / "run"))
+    assert call("train", *flags, "--epochs", "1").returncode == 0
+    code.write_text(CODE + "# another file\n")
+    refused = call("train", *flags, "--epochs", "2", "--resume")
+    assert refused.returncode == 3 and "the code of --model: " in refused.stderr, str(refused)
+    assert call("train", *flags, "--epochs", "2", "--resume", "--resume-inexact").returncode == 0
+
+
+def test_blocks_shows_each_cut_of_a_model_without_a_run(code: Path, tmp_path: Path) -> None:
+    outcome = call("blocks", "spotted:transformer", "--image-size", "8", "--classes", "3", "--batch-size", "2")
+    assert outcome.returncode == 0, str(outcome)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in outcome.stdout.splitlines() if line[0] == "|"]
+    assert [row[0] for row in rows[2:]] == ["0", "1", "2", "3", "4", "5"] and rows[3][1] == "stem"
+    assert int(rows[7][2].replace(",", "")) < 10**5 and rows[2][4] == "0.8 kB"
+    assert call("blocks", "resnet99").returncode == 2 and call("blocks", "resnet18", "--classes", "0").returncode == 2

@@ -1,0 +1,174 @@
+"""A cached loader gives a script the bits that its own loop computes; an image and a text model, one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import hvfreeze
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from tests.single.integration.counted_images import EPOCHS, LOADED, ROWS, SAMPLES, Counting, image_model, images
+from tests.single.model.own_models import Text
+
+
+class Glued(nn.Module):
+    """An image model with glue in its forward pass: its suffix needs no images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.second, self.head = nn.Conv2d(6, 6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu_(self.norm(self.first(x)))
+        logits: Tensor = self.head(functional.dropout(self.second(x).relu().mean((2, 3)), 0.2, self.training))
+        return logits
+
+
+def text_model() -> Text:
+    torch.manual_seed(0)
+    return Text()
+
+
+def sentences() -> Counting:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 20, (SAMPLES, 6), generator=generator)
+    return Counting(TensorDataset(ids, ids.cumsum(1) > 60, ids.sum(1) % 3))
+
+
+class Drawing(Counting):
+    """Draws a number that comes to nothing; a plain loop draws it from the loop's own random state."""
+
+    def __getitem__(self, index: int) -> Any:
+        torch.rand(())
+        return super().__getitem__(index)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Counting]]] = {
+    "a chain of images": (image_model, images),
+    "images through glue": (Glued, images),
+    "text with a mask": (text_model, sentences),
+}
+
+
+def batch_of(data: Dataset[Any], rows: int = 2) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(column) for column in zip(*(data[i] for i in range(rows))))[:-1]
+
+
+def train(
+    case: str,
+    how: str,
+    directory: Path,
+    *,
+    moves: dict[int, int],
+    epochs: int = EPOCHS,
+    rows: int = ROWS,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """Train with cuts that move after the given steps; `how` is plain, computed or cached."""
+    torch.manual_seed(0)
+    make_model, make_data = CASES[case]
+    model, data = make_model(), make_data()
+    loader = DataLoader(data, batch_size=rows, shuffle=True)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = DistributedOptimizer(
+        adamw,
+        model=model,
+        example=batch_of(data) if case != "a chain of images" else None,
+        steps_per_epoch=len(loader),
+        num_epochs=epochs,
+        settings=FreezeConfig(freeze="static", cut=0),
+        world=SoloWorld(),
+    )
+    cached: Any = None
+    if how != "plain":
+        cached = hvfreeze.CachedLoader(loader, optimizer, directory=directory, store=how == "cached", **options)
+    model.train()
+    LOADED.clear()
+    torch.manual_seed(5)
+    for _ in range(epochs):
+        for batch in cached or loader:
+            logits = cached.suffix(batch[0]) if cached else model(*batch[:-1])
+            optimizer.zero_grad()
+            functional.cross_entropy(logits, batch[-1]).backward()
+            optimizer.step()
+            if optimizer.freezer.step in moves:
+                optimizer.freezer.freeze(moves[optimizer.freezer.step])
+    if cached:
+        cached.close()
+    return model, cached
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(s, t) for (a, s), (b, t) in pairs)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("moves", [{4: 1}, {3: 1, 10: 2}, {4: 2, 12: 0, 14: 1}], ids=["once", "twice", "thawed"])
+def test_cached_computed_and_plain_training_have_the_same_bits(
+    case: str, moves: dict[int, int], tmp_path: Path
+) -> None:
+    plain, _ = train(case, "plain", tmp_path, moves=moves)
+    computed, without = train(case, "computed", tmp_path, moves=moves)
+    cached, loader = train(case, "cached", tmp_path, moves=moves)
+    assert equal(plain, computed) and equal(plain, cached)
+    assert loader.rows_read > 0 and loader.exact and without.rows_read == 0
+
+
+def test_what_the_data_set_draws_does_not_reach_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "drawing", (image_model, lambda: Drawing(images().inner)))
+    computed, _ = train("drawing", "computed", tmp_path, moves={4: 1})
+    cached, loader = train("drawing", "cached", tmp_path, moves={4: 1})
+    assert equal(computed, cached) and loader.rows_read > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_that_are_cached_are_not_read_again(case: str, tmp_path: Path) -> None:
+    _, loader = train(case, "cached", tmp_path, moves={4: 1})
+    assert len(LOADED) <= 2 * SAMPLES + 3 * ROWS, "one epoch, one sweep, and a look"
+    assert loader.rows_read == 4 * SAMPLES
+
+
+def test_a_later_run_computes_no_row(tmp_path: Path) -> None:
+    _, first = train("a chain of images", "cached", tmp_path, moves={4: 1})
+    _, again = train("a chain of images", "cached", tmp_path, moves={4: 1})
+    counted = [loader._activations.counters for loader in (first, again)]
+    assert [one.rows_written for one in counted] == [SAMPLES, 0]
+    assert counted[1].rows_read == 4 * SAMPLES
+    assert len(list(tmp_path.glob("*.h5"))) == 1
+
+
+def test_a_last_batch_that_is_smaller_is_filled_up(tmp_path: Path) -> None:
+    computed, _ = train("text with a mask", "computed", tmp_path, moves={4: 2}, rows=5)
+    cached, loader = train("text with a mask", "cached", tmp_path, moves={4: 2}, rows=5)
+    assert equal(computed, cached) and loader.rows_read > 0
+
+
+def test_workers_read_what_is_missing(tmp_path: Path) -> None:
+    model = image_model()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        steps_per_epoch=4,
+        num_epochs=3,
+        settings=FreezeConfig(freeze="static", cut=1),
+        world=SoloWorld(),
+    )
+    loader = DataLoader(images(), batch_size=ROWS, num_workers=1, multiprocessing_context="fork")
+    cached = hvfreeze.CachedLoader(loader, optimizer, directory=tmp_path)
+    LOADED.clear()
+    for _ in range(2):
+        labels = [label for _, batch in cached for label in batch.tolist()]
+        assert labels == [i % 3 for i in range(SAMPLES)]
+    assert len(LOADED) == ROWS, "this process read more than the batch that the cut is tried with"
+    cached.close()

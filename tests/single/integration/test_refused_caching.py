@@ -1,0 +1,205 @@
+"""What must not be cached, or not under the same name: draws, other prefixes, and what reaches around the cut."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import hvfreeze
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.freezer import freeze_by_vote
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from tests.single.integration.counted_images import ROWS, SAMPLES, image_model, images
+
+
+class Noisy(Dataset[Any]):
+    """Random draws of three libraries; views make them fixed."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(3, 8, 8) + float(np.random.rand()) + index, index % 3
+
+
+def test_random_draws_are_refused_without_views_and_fixed_with_them(tmp_path: Path) -> None:
+    model = image_model()
+
+    def open_cached(**options: Any) -> hvfreeze.CachedLoader:
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            model=model,
+            steps_per_epoch=4,
+            num_epochs=6,
+            settings=FreezeConfig(freeze="static", cut=1),
+            world=SoloWorld(),
+        )
+        return hvfreeze.CachedLoader(DataLoader(Noisy(), batch_size=ROWS), optimizer, directory=tmp_path, **options)
+
+    with pytest.raises(UsageError, match=r"gives another sample.*give views=K"):
+        open_cached()
+    seen: list[list[Tensor]] = []
+    cached = open_cached(views=2)
+    for _ in range(4):
+        seen.append([batch.tensor for batch, _ in cached if batch.tensor is not None])
+        for _ in range(4):
+            cached._freezer.after_step(0.0)
+    assert len(list(tmp_path.glob("*.h5"))) == 1 and cached.rows_read == 4 * SAMPLES
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[3], strict=True))
+    assert not torch.equal(seen[0][0], seen[1][0])
+    cached.close()
+
+
+def marks(tmp_path: Path, **changes: Any) -> str:
+    """Return the name of the file that a loader makes."""
+    model = changes.get("model", image_model)()
+    data = changes.get("data", images)()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        steps_per_epoch=4,
+        num_epochs=3,
+        settings=FreezeConfig(freeze="static", cut=changes.get("cut", 1)),
+        world=SoloWorld(),
+    )
+    loader = DataLoader(data, batch_size=ROWS)
+    before = set(tmp_path.glob("*.h5"))
+    cached = hvfreeze.CachedLoader(loader, optimizer, directory=tmp_path, autocast_dtype=changes.get("autocast"))
+    for _ in cached:
+        pass
+    cached.close()
+    made = set(tmp_path.glob("*.h5")) - before
+    return made.pop().name if made else "none"
+
+
+def test_rows_of_another_prefix_data_set_or_precision_lie_in_another_file(tmp_path: Path) -> None:
+    def with_other_weights() -> nn.Module:
+        model = image_model()
+        with torch.no_grad():
+            model[0][0].weight[0, 0, 0, 0] += 1
+        return model
+
+    def with_another_operation() -> nn.Module:
+        model = image_model()
+        model[0][2] = nn.LeakyReLU(0.3)
+        return model
+
+    def with_another_head() -> nn.Module:
+        model = image_model()
+        model[5] = nn.Linear(16, 3)
+        return model
+
+    def with_another_pixel() -> Dataset[Any]:
+        data = images()
+        data.inner.tensors[0][7, 0, 0, 0] += 1
+        return data
+
+    assert marks(tmp_path) != "none"
+    assert marks(tmp_path) == "none" and marks(tmp_path, model=with_another_head) == "none"
+    changes: list[dict[str, Any]] = [
+        {"model": with_other_weights},
+        {"model": with_another_operation},
+        {"data": with_another_pixel},
+        {"data": lambda: Subset(images(), range(8))},
+        {"cut": 2},
+        {"autocast": torch.bfloat16},
+    ]
+    assert all(marks(tmp_path, **change) != "none" for change in changes)
+
+
+class Skipping(nn.Module):
+    """The input reaches around the first layer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.how, self.dropout = how, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.how == "input":
+            return self.head(self.second(y) + x)
+        if self.how == "random":
+            return self.head(self.second(self.dropout(self.dropout(y))))
+        z = self.second(y)
+        if self.how == "a look":
+            return self.head(z) if bool(y.max() < 100) else self.head(-z)
+        return self.head(z + y)
+
+
+@pytest.mark.parametrize(
+    ("how", "cut", "runs"),
+    [("input", 1, True), ("input", 2, True), ("around", 1, True), ("around", 2, False), ("a look", 2, False)],
+)
+def test_what_reaches_around_the_cut_is_noticed(
+    how: str, cut: int, runs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, data = Skipping(how), TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+    reference = copy.deepcopy(model)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        example=data.tensors[0][:2],
+        steps_per_epoch=2,
+        num_epochs=3,
+        settings=FreezeConfig(freeze="static", cut=cut),
+        world=SoloWorld(),
+    )
+    cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=4), optimizer, directory=tmp_path)
+    for _ in range(2):
+        for number, (batch, _) in enumerate(cached):
+            assert torch.equal(cached.suffix(batch), reference(data.tensors[0][4 * number : 4 * number + 4]))
+    assert (cached.rows_read > 0) == runs == ("nothing is cached at this cut" not in caplog.text)
+    cached.close()
+
+
+def test_random_numbers_before_the_cut_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # The dropout is called twice, so that it belongs to no block and goes on to be active.
+    model, data = Skipping("random"), TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        example=data.tensors[0][:2],
+        steps_per_epoch=2,
+        num_epochs=3,
+        settings=FreezeConfig(freeze="static", cut=2),
+        world=SoloWorld(),
+    )
+    cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=4), optimizer, directory=tmp_path)
+    assert [batch.cut for _ in range(2) for batch, _ in cached] == [0] * 4
+    assert "random numbers are drawn before it" in caplog.text
+    cached.close()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "words"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=2), {}, "a cached loader needs numbered samples"),
+        (lambda: DataLoader(images(), batch_size=None), {}, "a cached loader needs numbered samples"),
+        (lambda: DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2), {}, "give split="),
+    ],
+)
+def test_a_loader_that_cannot_be_cached_is_refused(loader: Any, options: Any, words: str, tmp_path: Path) -> None:
+    model = image_model()
+    freezer = freeze_by_vote(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), SoloWorld(), steps_per_epoch=2, num_epochs=2
+    )
+    with pytest.raises(UsageError, match=re.escape(words)):
+        hvfreeze.CachedLoader(loader(), freezer, directory=tmp_path, **options)

@@ -1,0 +1,73 @@
+"""What a script's user is told, with and without logging of the script's own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.integration.telling import tell
+
+
+def silent(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """Return the logger as in a script that has configured no logging, without the handlers that pytest has set up."""
+    logger = logging.getLogger("hvfreeze")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [])
+    return logger
+
+
+def train() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    settings = FreezeConfig(freeze="gradient-norm", interval=2, freeze_warmup=4, eta_max=float("inf"))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model=model, settings=settings, world=SoloWorld())
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+
+
+def test_without_logging_each_decision_is_a_line_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = silent(monkeypatch)
+    train()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[:2] for line in lines] == [["hvfreeze", " step 4"], ["hvfreeze", " step 6"]], lines
+    assert all("frozen:" in line and "quorum 0.5" in line for line in lines)
+    assert logger.handlers == [] and logger.level == logging.NOTSET, "the script's logging is its own"
+
+
+def test_the_scripts_own_logging_decides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = silent(monkeypatch)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    train()
+    assert records == [], "a warning is the least that is shown by default"
+    logger.setLevel(logging.INFO)
+    try:
+        train()
+    finally:
+        logger.setLevel(logging.NOTSET)
+    assert [record.levelno for record in records] == [logging.INFO] * 2
+    assert capsys.readouterr().err == ""
+
+
+def test_only_rank_0_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    silent(monkeypatch)
+
+    class Second(SoloWorld):
+        rank = 1
+
+    tell(Second(), "never")
+    tell(SoloWorld(), "%d of %s", 1, "two")
+    assert capsys.readouterr().err == "hvfreeze: 1 of two\n"

@@ -1,0 +1,145 @@
+"""Models by package:function and of timm, for which a library of the same face stands here."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.model_sources import build_model, timm_statistics
+from hvfreeze.user_code import code_sha256
+
+CODE = """
+import torch
+from torch import nn
+from hvfreeze.model.blocks import Chain
+
+def plain(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Linear(8, num_classes))
+
+def sized(num_classes, image_size, **rest):
+    assert image_size == 4 and not rest
+    return nn.Linear(image_size, num_classes)
+
+def written(num_classes):
+    net = plain(num_classes)
+    return Chain.from_modules(net, [("a", [net[0], net[1]]), ("b", net[2])])
+
+def fails(num_classes):
+    raise KeyError("nothing here")
+
+def odd(num_classes):
+    return 3
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module `parts_of_mine` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "parts_of_mine", raising=False)
+    (tmp_path / "parts_of_mine.py").write_text(CODE)
+    return tmp_path / "parts_of_mine.py"
+
+
+def made(name: str, **settings: Any) -> Any:
+    return build_model(name, num_classes=5, image_size=4, **settings)
+
+
+def test_a_function_makes_the_model_from_what_it_asks_for(code: Path, tmp_path: Path) -> None:
+    assert made("parts_of_mine:plain").model[2].out_features == 5
+    assert made("parts_of_mine:sized").model.in_features == 4
+    built = made("parts_of_mine:written")
+    assert isinstance(built.chain, Chain) and built.chain.model is built.model and len(built.chain.blocks) == 2
+    torch.save({"1.weight": torch.ones(8, 48), "1.bias": torch.ones(8)}, tmp_path / "w.pt")
+    loaded = made("parts_of_mine:plain", weights=str(tmp_path / "w.pt"))
+    assert loaded.model[1].weight.eq(1).all() and "there is no head 2" in loaded.notes[0]
+
+
+def test_code_is_told_apart_by_its_file(code: Path) -> None:
+    first = code_sha256("model", "parts_of_mine:plain")
+    assert first == code_sha256("model", "parts_of_mine:odd")
+    code.write_text(CODE + "\n")
+    assert first != code_sha256("model", "parts_of_mine:plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("parts_of_mine:fails", r"failed: KeyError: 'nothing here' \(parts_of_mine.py, line 18\)"),
+        ("parts_of_mine:odd", "must return an nn.Module or a hvfreeze.model.blocks.Chain, not int"),
+        ("parts_of_mine:none", "parts_of_mine has no function none"),
+        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
+        ("a b:c", "must be package:function"),
+        ("timm:resnet18", "needs the timm library"),
+    ],
+)
+def test_what_makes_no_model_is_refused_in_one_line(
+    code: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UsageError, match=message) as refusal:
+        made(name)
+    assert "\n" not in str(refusal.value)
+
+
+def test_settings_are_checked_before_anything_is_imported() -> None:
+    with pytest.raises(UsageError, match=r"--model \(a-b:c\) must be package:function"):
+        from_dict({"model": "a-b:c"})
+    with pytest.raises(UsageError, match=r"--data \(x:\) must be package:function"):
+        from_dict({"data": "x:"})
+    with pytest.raises(UsageError, match=r"--weights \(DEFAULT\) must be none or a file"):
+        from_dict({"model": "a.b:c", "weights": "DEFAULT"})
+    assert from_dict({"model": "timm:vit_tiny", "weights": "DEFAULT", "data": "a.b:c"}).model.model == "timm:vit_tiny"
+
+
+class Sized(nn.Sequential):
+    """Takes an image size, like a transformer."""
+
+
+def fake_timm() -> Any:
+    def create_model(name: str, *, num_classes: int = 7, pretrained: bool = False, **more: int) -> nn.Module:
+        if name == "broken":
+            raise RuntimeError("no network")
+        if name == "plain" and more:
+            raise TypeError("img_size")
+        model = Sized(nn.Flatten(), nn.Linear(48, 6), nn.Linear(6, num_classes))
+        if pretrained:
+            nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
+        return model
+
+    config = types.SimpleNamespace(mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.3))
+    return types.SimpleNamespace(
+        __version__="0",
+        create_model=create_model,
+        is_model=lambda name: name in ("plain", "sized", "broken"),
+        get_pretrained_cfg=lambda name: config if name == "plain" else None,
+    )
+
+
+def test_timms_models_weights_and_statistics_come_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", fake_timm())
+    for name in ("timm:plain", "timm:sized"):
+        built = made(name, weights="DEFAULT")
+        weight: Tensor = built.model[1].weight
+        assert weight.eq(1).all() and built.model[2].out_features == 5 and "re-initialised" in built.notes[0]
+    assert timm_statistics("timm:plain") == ((0.5, 0.4, 0.3), (0.1, 0.2, 0.3)) and timm_statistics("timm:sized") is None
+    with pytest.raises(UsageError, match="is no model of timm 0"):
+        made("timm:other")
+    with pytest.raises(UsageError, match="must be timm:NAME"):
+        made("timm:hf-hub:some/where")
+    with pytest.raises(UsageError, match="no network"):
+        made("timm:broken")
+    with pytest.raises(RefusedError, match=r"weights \(DEFAULT\) of timm:broken cannot be had|cannot be made"):
+        from hvfreeze.model.model_sources import timm_weights
+
+        timm_weights("timm:broken", image_size=4)

@@ -1,0 +1,39 @@
+"""Memory formats change how weights lie in memory, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hvfreeze.model.model_sources import build_model, set_memory_formats
+
+
+def resnet() -> nn.Module:
+    return build_model("resnet18", num_classes=10, weights="none", image_size=32).model.train()
+
+
+def contiguous(model: nn.Module) -> set[str]:
+    """Names of the layers whose weights are larger than a pixel and contiguous."""
+    return {
+        name.removesuffix(".weight")
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 4 and parameter.shape[2] > 1 and parameter.is_contiguous()
+    }
+
+
+def test_only_convolutions_to_a_single_pixel_stay_contiguous() -> None:
+    small, large = resnet(), resnet()
+    set_memory_formats(small, (3, 32, 32))
+    set_memory_formats(large, (3, 64, 64))
+    assert contiguous(small) == {f"layer4.{block}.conv{number}" for block in (0, 1) for number in (1, 2)}
+    assert contiguous(large) == set()
+
+
+def test_no_value_statistic_mode_or_random_state_changes() -> None:
+    model = resnet()
+    random = torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    set_memory_formats(model, (3, 32, 32))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random)

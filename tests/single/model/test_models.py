@@ -1,0 +1,231 @@
+"""Models by name: their initialisation, their default weights, and the images that they take."""
+
+from __future__ import annotations
+
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.model_sources import ANY_IMAGE, build_model, smallest_image_size
+from hvfreeze.model.weights import pretrained_weights
+from hvfreeze.torchvision_shim import torchvision
+from tests.single.model.states import assert_equal_states, squeezenet, state_of
+
+SHARED_WEIGHTS = Path(__file__).resolve().parents[3] / "../shared/data/resnet18-cifar100-64px-fp16.pt"
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet20", "googlenet", "inception_v3", "maxvit_t"])
+def test_initialisation_depends_on_torchs_seed_alone(name: str) -> None:
+    torch.manual_seed(5)
+    first = build_model(name, num_classes=10, image_size=96)
+    random_state = torch.get_rng_state()
+    torch.manual_seed(5)
+    second = build_model(name, num_classes=10, image_size=96)
+    assert_equal_states(state_of(first.model), state_of(second.model))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert first.notes == []
+    assert {tensor.dtype for tensor in first.model.parameters()} == {torch.float32}
+    assert all(module.training for module in first.model.modules())
+    assert first.model(torch.rand(2, 3, 96, 96)).shape == (2, 10)
+
+
+def test_a_built_model_and_the_random_state_after_it_are_plain_torchvisions() -> None:
+    torch.manual_seed(5)
+    plain = torchvision.models.mobilenet_v3_small(num_classes=10)
+    random_state = torch.get_rng_state()
+    torch.manual_seed(5)
+    built = build_model("mobilenet_v3_small", num_classes=10, image_size=32)
+    assert_equal_states(state_of(built.model), state_of(plain))
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_maxvit_is_torchvisions_own_at_224_pixels() -> None:
+    built = build_model("maxvit_t", num_classes=1000, image_size=224).model
+    shapes = [(name, tensor.shape) for name, tensor in torchvision.models.maxvit_t().state_dict().items()]
+    assert [(name, tensor.shape) for name, tensor in built.state_dict().items()] == shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet19", r"model \(resnet19\) is no .*; did you mean resnet18"),
+        ("ResNet50", r"did you mean resnet50"),
+        ("qqqqqq", r"known are alexnet, convnext_base"),
+        ("deeplabv3_resnet50", r"is no torchvision classifier"),
+    ],
+)
+def test_an_unknown_model_is_refused_with_names_to_choose_from(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build_model(name, num_classes=10, image_size=32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["alexnet", "densenet121", "googlenet", "inception_v3", "squeezenet1_0", "squeezenet1_1", "vgg11", "resnet18"],
+)
+def test_the_smallest_image_is_the_one_that_torchvision_states(name: str) -> None:
+    stated = torchvision.models.get_model_weights(name).DEFAULT.meta["min_size"]
+    assert smallest_image_size(build_model(name, num_classes=10, image_size=96).model) == stated[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest"), [("squeezenet1_1", 17), ("alexnet", 63), ("convnext_tiny", 32), ("swin_t", 4)]
+)
+def test_an_image_too_small_for_the_model_is_refused_with_the_smallest_size(name: str, smallest: int) -> None:
+    with pytest.raises(UsageError, match=rf"image size \({smallest - 1}\) is too small for {name}: .* is {smallest};"):
+        build_model(name, num_classes=10, image_size=smallest - 1)
+    model = build_model(name, num_classes=10, image_size=smallest).model
+    assert model(torch.rand(2, 3, smallest, smallest)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "near", "multiple"),
+    [("vit_b_16", 30, 32, 16), ("vit_b_32", 7, 32, 32), ("vit_h_14", 32, 28, 14), ("maxvit_t", 100, 96, 32)],
+)
+def test_a_vision_transformer_wants_a_multiple_of_its_patches(name: str, size: int, near: int, multiple: int) -> None:
+    with pytest.raises(
+        UsageError, match=rf"\({size}\) must be a multiple of {multiple} for {name}.*--image-size {near}"
+    ):
+        build_model(name, num_classes=10, image_size=size)
+
+
+def test_transformers_of_one_size_say_which() -> None:
+    assert smallest_image_size(torchvision.models.VisionTransformer(64, 16, 1, 2, 8, 8)) == 64
+    assert smallest_image_size(build_model("maxvit_t", num_classes=10, image_size=96).model) == 96
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What torchvision downloads, by the start of the file's name; anything else is a network failure."""
+    offered: dict[str, Any] = {}
+
+    def load(url: str, **_: Any) -> Any:
+        for start, state in offered.items():
+            if url.rpartition("/")[2].startswith(start):
+                return state
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", load)
+    return offered
+
+
+def test_default_weights_are_torchvisions(downloads: dict[str, Any]) -> None:
+    downloads["squeezenet1_1-"] = donor = state_of(squeezenet(1000, seed=1))
+    fresh = state_of(squeezenet(10, seed=2))
+    random_state = torch.get_rng_state()
+    torch.manual_seed(2)
+    built = build_model("squeezenet1_1", num_classes=10, weights="DEFAULT", image_size=32)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    head = {name: fresh[name] for name in ("classifier.1.weight", "classifier.1.bias")}
+    assert_equal_states(state_of(built.model), {**donor, **head})
+    assert built.notes == [
+        "weights (DEFAULT): head classifier.1 has 1000 classes there and 10 here; it is re-initialised"
+    ]
+
+
+@pytest.mark.usefixtures("downloads")
+def test_default_weights_without_a_network_are_refused_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    message = (
+        r"DEFAULT\) of resnet18 cannot be downloaded from https://\S+pth: .*no route.*put that file into .*checkpoints"
+    )
+    with pytest.raises(RefusedError, match=message):
+        build_model("resnet18", num_classes=10, weights="DEFAULT", image_size=32)
+
+
+@pytest.mark.parametrize(("name", "border"), [("googlenet", 2), ("inception_v3", 0)])
+def test_default_weights_with_auxiliary_heads_lose_them_and_keep_what_they_compute(
+    name: str, border: int, downloads: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    classes = {"googlenet": torchvision.models.GoogLeNet, "inception_v3": torchvision.models.Inception3}
+    donor = classes[name](init_weights=False, transform_input=True).eval()
+    for _, statistic in donor.named_buffers():
+        if statistic.is_floating_point():
+            statistic.add_(torch.rand_like(statistic))
+    downloads[name] = donor.state_dict()
+    model = build_model(name, num_classes=1000, weights="DEFAULT", image_size=96).model.eval()
+    images = torch.rand(2, 3, 96, 96)
+    assert not model.transform_input
+    assert not any("aux" in key.lower() for key in model.state_dict())
+    with torch.no_grad():
+        expected = next(donor.children())(donor._transform_input(images))
+        actual = next(model.children())(images)
+        inside = slice(border, expected.shape[-1] - border)
+        torch.testing.assert_close(actual[..., inside, inside], expected[..., inside, inside])
+
+
+def test_the_position_embedding_of_default_weights_fits_the_image_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    donor = torchvision.models.VisionTransformer(64, 32, 1, 2, 8, 8)
+    monkeypatch.setattr(torchvision.models, "get_model", lambda *_, **__: donor)
+    state = pretrained_weights("vit_b_32", image_size=96)
+    assert state["encoder.pos_embedding"].shape == (1, 10, 8)
+    assert_equal_states(pretrained_weights("vit_b_32", image_size=64), state_of(donor))
+
+
+def test_default_weights_of_maxvit_are_for_multiples_of_224_pixels() -> None:
+    with pytest.raises(UsageError, match="multiple of 224, not 96"):
+        build_model("maxvit_t", num_classes=10, weights="DEFAULT", image_size=96)
+
+
+@pytest.mark.skipif(not SHARED_WEIGHTS.exists(), reason="needs ../shared/data/resnet18-cifar100-64px-fp16.pt")
+def test_the_pretrained_resnet18_loads_in_float32_with_or_without_its_head() -> None:
+    saved = torch.load(SHARED_WEIGHTS, weights_only=True)
+    assert saved["conv1.weight"].dtype == torch.float16
+    whole = build_model("resnet18", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)
+    assert len(whole.notes) == 1
+    assert_equal_states(
+        {name: tensor.double() for name, tensor in state_of(whole.model).items()},
+        {name: saved[name].double() for name in whole.model.state_dict()},
+    )
+    assert {parameter.dtype for parameter in whole.model.parameters()} == {torch.float32}
+    part = build_model("resnet18", num_classes=10, weights=str(SHARED_WEIGHTS), image_size=64)
+    (note,) = part.notes
+    assert note.endswith("head fc has 100 classes there and 10 here; it is re-initialised")
+    assert torch.equal(part.model.get_parameter("conv1.weight"), whole.model.get_parameter("conv1.weight"))
+    with pytest.raises(RefusedError, match=r"do not fit ResNet: missing: layer1\.2"):
+        build_model("resnet34", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)
+
+
+@pytest.mark.parametrize(("name", "layers", "parameters"), [("resnet20", 20, 269_722), ("resnet110", 110, 1_727_962)])
+def test_the_narrow_resnets_have_the_papers_layers_and_parameters(name: str, layers: int, parameters: int) -> None:
+    """He et al. 2016, table 6: 0.27 and 1.7 million; skips have none."""
+    model = build_model(name, num_classes=10, image_size=32).model
+    counted = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert len(counted) == layers
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert len(cut_into_blocks(model, scheme="residual").blocks) == 2 + (layers - 2) // 2
+    with pytest.raises(UsageError, match="torchvision has none"):
+        build_model(name, num_classes=10, image_size=32, weights="DEFAULT")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "efficientnet_b0",
+        "efficientnet_v2_s",
+        "mnasnet0_5",
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "regnet_x_400mf",
+        "regnet_y_400mf",
+        "resnet18",
+        "resnet20",
+        "resnet50",
+        "shufflenet_v2_x0_5",
+    ],
+)
+def test_models_that_are_not_tried_run_with_any_image_and_without_random_numbers(name: str) -> None:
+    model = build_model(name, num_classes=2, image_size=1).model
+    assert type(model).__name__ in ANY_IMAGE
+    state = torch.random.get_rng_state()
+    assert smallest_image_size(model) == 1
+    assert torch.equal(torch.random.get_rng_state(), state)

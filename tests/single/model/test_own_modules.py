@@ -1,0 +1,171 @@
+"""A module of one's own as a chain: cut at its children, or written out, and compared with its forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.torchvision_shim import torchvision
+
+
+def sequential() -> nn.Sequential:
+    convolutions = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    stage = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1))
+    return nn.Sequential(*convolutions, stage, nn.Flatten(), nn.Dropout(), nn.Linear(36, 5))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names", "sizes"),
+    [
+        ("stage", ["0", "4", "7"], [4, 2, 2]),
+        ("residual", ["0", "4.0", "4.1", "7"], [4, 1, 2, 2]),
+        ("4.1,7", ["0", "4.1", "7"], [5, 3, 1]),
+    ],
+)
+def test_an_nn_sequential_is_cut_at_its_children(scheme: str, names: list[str], sizes: list[int]) -> None:
+    chain = cut_into_blocks(sequential(), scheme=scheme, example=torch.randn(2, 3, 8, 8))
+    assert [block.name for block in chain.blocks] == names
+    assert [len(block.steps) for block in chain.blocks] == sizes
+    assert [len(block.steps) for block in cut_into_blocks(chain.model, scheme=scheme).blocks] == sizes
+
+
+class Net(nn.Module):
+    """Two children, run in the order in which they were defined unless `how` says otherwise."""
+
+    def __init__(self, how: str = "in order") -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "swapped":
+            return self.first(self.second(x))
+        y = self.second(self.first(x))
+        return (y, y) if self.how == "pair" else y.relu() if self.how == "more" else y
+
+
+@pytest.mark.parametrize("scheme", ["stage", "second", "first,second"])
+def test_a_module_of_ones_own_is_cut_at_its_children(scheme: str) -> None:
+    model, inputs = Net(), torch.randn(3, 4)
+    chain = cut_into_blocks(model, scheme=scheme, example=inputs)
+    assert [block.name for block in chain.blocks] == ["first", "second"]
+    assert torch.equal(chain.suffix(1)(chain.prefix(1)(inputs)), model(inputs))
+
+
+@pytest.mark.parametrize("how", ["swapped", "pair", "more"])
+def test_a_module_whose_children_are_not_its_forward_pass_is_refused(how: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UsageError, match=r"forward pass of Net.*Chain\.from_modules"):
+        cut_into_blocks(Net(how), scheme="second", example=torch.randn(3, 4))
+
+
+def test_a_dropout_that_stands_elsewhere_than_it_was_defined_is_noticed() -> None:
+    class Dropping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(self.dropout(self.first(x)))
+            return y
+
+    model, random = Dropping(), torch.get_rng_state()
+    with pytest.raises(UsageError, match="order in which they were defined"):
+        cut_into_blocks(model, example=torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    assert model.training and torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_module_of_ones_own_needs_an_example() -> None:
+    with pytest.raises(UsageError, match="pass example="):
+        cut_into_blocks(Net(), scheme="second")
+
+
+def test_a_subclass_of_a_torchvision_model_is_a_module_of_ones_own() -> None:
+    class Doubled(torchvision.models.ResNet):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            doubled: Tensor = 2 * super().forward(x)
+            return doubled
+
+    model = Doubled(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1])
+    with pytest.raises(UsageError, match="pass example="):
+        cut_into_blocks(model)
+    with pytest.raises(UsageError, match=r"block fc cannot run"):
+        cut_into_blocks(model, scheme="layer2,fc", example=torch.randn(2, 3, 32, 32))
+
+
+def test_the_comparison_leaves_modes_and_statistics_alone() -> None:
+    model = sequential().train()
+    model[1].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    cut_into_blocks(model, example=torch.ones(2, 3, 8, 8))
+    assert [module.training for module in model] == [True, False, *[True] * 6]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_chain_can_be_written_out_with_functions_and_loose_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(12, 3)
+            self.conv = nn.Conv2d(3, 3, 1)
+            self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(torch.flatten(self.conv(x) * self.scale, 1))
+            return y
+
+    model, inputs = Scaled(), torch.randn(2, 3, 2, 2)
+    parts: Any = [("a", [model.conv, lambda x: x * model.scale]), ("b", [lambda x: torch.flatten(x, 1), model.fc])]
+    chain = Chain.from_modules(model, parts, owns={"a": ["scale"]}, example=inputs)
+    assert [n for n, _ in chain.named_parameters()] == ["scale", "conv.weight", "conv.bias", "fc.weight", "fc.bias"]
+    assert chain.modules(0, 1) == [model.conv]
+    assert torch.equal(chain(inputs), model(inputs))
+    with pytest.raises(UsageError, match=r"scale belongs to none of them.*owns="):
+        Chain.from_modules(model, parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([("a", "first")], r"second\.weight belongs to none"),
+        ([("a", "first"), ("b", "second"), ("c", "first")], "is used by a and c; join"),
+        ([("a", "first"), ("a", "second")], "no name twice"),
+        ([], "at least one"),
+    ],
+)
+def test_blocks_that_do_not_share_out_the_model_are_refused(parts: list[tuple[str, str]], message: str) -> None:
+    model = Net()
+    with pytest.raises(UsageError, match=message):
+        Chain.from_modules(model, [(name, model.get_submodule(child)) for name, child in parts])
+
+
+def test_a_module_of_another_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="block b: one of its modules is not a submodule of Net"):
+        Chain.from_modules(Net(), [("b", nn.Linear(4, 4))])
+
+
+def test_a_parameter_shared_by_two_blocks_is_refused() -> None:
+    model = Net()
+    model.second.weight = model.first.weight
+    with pytest.raises(UsageError, match=r"second\.weight is used by first and second"):
+        cut_into_blocks(model, scheme="second", example=torch.randn(3, 4))
+    assert len(cut_into_blocks(model, scheme="first", example=torch.randn(3, 4)).named_parameters()) == 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda x: x.relu_(), "block b changes its input in place"),
+        (lambda x: (x, x), "block b gives a tuple; the boundary of a block is one tensor"),
+        (lambda x: x @ x, r"block b cannot run on a tensor of shape \(3, 4\)"),
+    ],
+)
+def test_a_block_that_breaks_the_rules_is_refused_by_name(operation: Any, message: str) -> None:
+    model = Net()
+    with pytest.raises(UsageError, match=message):
+        Chain.from_modules(model, [("a", [model.first, model.second]), ("b", operation)], example=torch.randn(3, 4))

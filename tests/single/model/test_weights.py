@@ -1,0 +1,180 @@
+"""The weights that a model starts with: read without running code, fitted, or refused by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvfreeze.errors import RefusedError
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.model.weights import read_weights
+from hvfreeze.torchvision_shim import torchvision
+from tests.single.model.states import assert_equal_states, squeezenet, state_of
+
+
+def plain(state: dict[str, Tensor]) -> Any:
+    return state
+
+
+SAVED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "plain": plain,
+    "half precision": lambda state: {name: t.half() if t.is_floating_point() else t for name, t in state.items()},
+    "wrapped": lambda state: {"epoch": 3, "state_dict": state},
+    "parallel": lambda state: {"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
+    "inside a module": lambda state: {f"model.{name}": tensor for name, tensor in state.items()},
+    "compiled": lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
+    "before BatchNorm counted": lambda state: {n: t for n, t in state.items() if not n.endswith("num_batches_tracked")},
+}
+
+
+@pytest.mark.parametrize("how", SAVED)
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "mnasnet0_5"])
+def test_a_state_dict_loads_however_it_was_saved(name: str, how: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = state_of(build_model(name, num_classes=10, image_size=32).model)
+    if how == "half precision":
+        expected = {n: t.half().float() if t.is_floating_point() else t for n, t in expected.items()}
+    file = tmp_path / "weights.pt"
+    torch.save(SAVED[how](expected), file)
+    torch.manual_seed(2)
+    built = build_model(name, num_classes=10, weights=str(file), image_size=32)
+    assert_equal_states(state_of(built.model), expected)
+    (note,) = built.notes
+    assert "has 10 classes there too and is kept" in note
+
+
+def test_a_head_of_another_size_is_initialised_afresh_and_one_line_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    donor = state_of(squeezenet(4, seed=1))
+    torch.save(donor, file)
+    fresh = state_of(squeezenet(10, seed=2))
+    torch.manual_seed(2)
+    built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
+    head = {name: fresh[name] for name in ("classifier.1.weight", "classifier.1.bias")}
+    assert_equal_states(state_of(built.model), {**donor, **head})
+    (note,) = built.notes
+    assert note == f"weights ({file}): head classifier.1 has 4 classes there and 10 here; it is re-initialised"
+
+
+@pytest.mark.parametrize(("kept", "reset"), [(0, False), (2, True)], ids=["backbone alone", "reset"])
+def test_a_head_starts_afresh_where_there_is_none_or_none_is_wanted(kept: int, reset: bool, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    donor = state_of(squeezenet(10, seed=1))
+    heads = ("classifier.1.weight", "classifier.1.bias")
+    torch.save({name: tensor for name, tensor in donor.items() if name not in heads[kept:]}, file)
+    fresh = state_of(squeezenet(10, seed=2))
+    torch.manual_seed(2)
+    built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32, reset_head=reset)
+    assert_equal_states(state_of(built.model), {**donor, **{name: fresh[name] for name in heads}})
+    (note,) = built.notes
+    assert "initialised" in note
+
+
+def test_half_a_head_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save(without(state_of(squeezenet(10, seed=1)), "classifier.1.bias"), file)
+    with pytest.raises(RefusedError, match=r"missing: classifier\.1\.bias"):
+        build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_before_training(value: float, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    state = state_of(squeezenet(10))
+    state["features.3.squeeze.bias"][1] = value
+    torch.save(state, file)
+    with pytest.raises(RefusedError, match=r"hold NaN or infinite numbers in features\.3\.squeeze\.bias"):
+        build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
+
+
+def damaged(change: Callable[[dict[str, Any]], Any]) -> Any:
+    return change(state_of(squeezenet()))
+
+
+def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: tensor for name, tensor in state.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: without(s, "features.0.bias"), r"do not fit SqueezeNet: missing: features\.0\.bias\. Are they"),
+        (lambda s: without(s, *list(s)[4:10]), r"missing: features\.3\.\S+, \S+, \S+ and 3 more"),
+        (lambda s: {**s, "extra.weight": torch.zeros(1)}, r"not part of the model: extra\.weight"),
+        (
+            lambda s: {**s, "features.0.bias": torch.zeros(3)},
+            r"of another shape: features\.0\.bias \(3,\) instead of \(64,\)",
+        ),
+        (lambda s: {**s, "classifier.1.weight": torch.zeros(9, 3, 1, 1)}, r"another shape: classifier\.1\.weight"),
+        (
+            lambda s: torchvision.models.shufflenet_v2_x0_5().state_dict(),
+            r"missing: features.*not part of the model: conv1",
+        ),
+        (lambda s: {}, "are no state_dict"),
+        (lambda s: [1, 2], "are no state_dict"),
+        (lambda s: torch.zeros(3), "are no state_dict"),
+        (lambda s: {"features.0.bias": 3}, "are no state_dict"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save(damaged(change), file)
+    with pytest.raises(RefusedError, match=message) as refusal:
+        build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
+    assert str(file) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+class WantsToRun:
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_that_wants_to_run_code_is_refused_and_not_run(protocol: int, tmp_path: Path) -> None:
+    file, trace = tmp_path / "weights.pt", tmp_path / "trace"
+    file.write_bytes(pickle.dumps({"fc.weight": WantsToRun(trace)}, protocol=protocol))
+    with pytest.raises(
+        RefusedError, match=r"weights\.pt\) are refused: .*code.*none was run; save them with"
+    ) as refusal:
+        read_weights(str(file))
+    assert "\n" not in str(refusal.value)
+    assert not trace.exists()
+    torch.save({"fc.weight": WantsToRun(trace)}, file)
+    with pytest.raises(
+        RefusedError, match=r"weights\.pt\) are refused: .*code must run \(posix\.mkdir\), and none was"
+    ):
+        read_weights(str(file))
+    assert not trace.exists()
+
+
+def test_a_file_that_is_missing_damaged_or_no_weights_is_refused_by_name(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.pt"
+    torch.save({"fc.weight": torch.zeros(1000)}, whole)
+    contents = {
+        "cut.pt": whole.read_bytes()[:1500],
+        "empty.pt": b"",
+        "text.pt": b"hello world\n",
+        "noise.pt": bytes(range(256)),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(
+            RefusedError, match=rf"weights \(.*{name}\) (cannot be read|are refused): .*torch\.save"
+        ) as refusal:
+            read_weights(str(tmp_path / name))
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(RefusedError, match=r"absent\.pt\) cannot be read: No such file"):
+        read_weights(str(tmp_path / "absent.pt"))
+    with pytest.raises(RefusedError, match="cannot be read: Is a directory"):
+        read_weights(str(tmp_path))

@@ -1,0 +1,72 @@
+"""Neurons that are dealt out: all of them, each once, and as many bytes as the formula says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hvfreeze.model.mlp import Mlp
+from hvfreeze.strategies.subnets.dealing import Table, deal, put, range_of, take
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_deal_is_a_permutation_and_sizes_are_those_of_the_table(size: int) -> None:
+    widths = (13, 8)
+    table = Table.of(Mlp(5, widths, 3), size=size)
+    deals = [deal(widths, size=size, seed=1, number=number) for number in range(3)]
+    for dealt in deals:
+        for layer, width in enumerate(widths):
+            hands = dealt.hands[layer]
+            assert sorted(torch.cat(hands).tolist()) == list(range(width))
+            assert all(hand.tolist() == sorted(hand.tolist()) for hand in hands)
+            assert max(map(len, hands)) - min(map(len, hands)) <= 1
+        for p in table.parameters:
+            for owner in range(size):
+                for rank in range(size):
+                    found = tuple(map(len, table.indices(p, dealt, owner=owner, rank=rank)))
+                    assert found == table.part_shape(p, owner=owner, rank=rank), (p.name, owner, rank)
+        assert [len(dealt.hands[layer][size - 1]) for layer in (0, 1)] == list(table.hand_sizes(size - 1))
+    same = deal(widths, size=size, seed=1, number=0)
+    assert all(torch.equal(a, b) for mine, theirs in zip(deals[0].hands, same.hands) for a, b in zip(mine, theirs))
+    if size > 1:
+        assert deals[0].hands[0][0].tolist() != deals[1].hands[0][0].tolist(), "rounds are dealt alike"
+        other = deal(widths, size=size, seed=2, number=0)
+        assert deals[0].hands[0][0].tolist() != other.hands[0][0].tolist(), "the seed does not count"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_owners_share_all_neurons(size: int) -> None:
+    ranges = [range_of(7, rank=rank, size=size) for rank in range(size)]
+    assert [neuron for own in ranges for neuron in range(*own)] == list(range(7))
+    assert max(stop - start for start, stop in ranges) - min(stop - start for start, stop in ranges) <= 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_and_touched_shares_are_the_papers(size: int) -> None:
+    """A rank gets 1/n of the first and the last matrix and of the norms, and 1/n^2 of the one between hidden layers."""
+    inputs, hidden, classes = 48, 16 * size, 10
+    table = Table.of(Mlp(inputs, (hidden, hidden), classes), size=size)
+    a_rank = 4 * (inputs * hidden + hidden**2 / size + hidden * classes + 4 * hidden) / size
+    for rank in range(size):
+        assert sum(table.message_bytes(owner=owner, rank=rank) for owner in range(size)) == a_rank
+    # What a rank owns itself does not travel.
+    assert table.wire_bytes() == size * a_rank * (size - 1) / size
+    touched = table.touched()
+    assert touched.pop("hidden2.linear.weight") == 1 / size
+    assert set(touched.values()) == {1.0}
+    owned = [sum(math.prod(table.own_shape(p, rank)) for p in table.parameters) for rank in range(size)]
+    assert sum(owned) == sum(math.prod(p.shape) for p in table.parameters) and len(set(owned)) == 1
+
+
+def test_what_is_put_is_what_was_taken() -> None:
+    values = torch.arange(20.0).view(4, 5)
+    rows, columns = torch.tensor([0, 3]), torch.tensor([1, 2, 4])
+    assert take(values, (rows, columns)).tolist() == [[1.0, 2.0, 4.0], [16.0, 17.0, 19.0]]
+    expected = values.clone()
+    for row in (0, 3):
+        for column in (1, 2, 4):
+            expected[row, column] = -1.0
+    put(values, (rows, columns), torch.full((2, 3), -1.0))
+    assert torch.equal(values, expected)

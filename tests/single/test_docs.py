@@ -1,0 +1,98 @@
+"""What is written for readers: links lead somewhere, the site lists every page, and public names are documented."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvfreeze
+from tests.program import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "launch" / "README.md", *sorted(DOCS.rglob("*.md"))]
+OUTSIDE = {"index.md", "architecture.md", "changelog.md"}
+"""Pages of the site that are made of files outside of docs/."""
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ +(.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_between_files_leads_somewhere(page: Path) -> None:
+    text = CODE.sub(lambda code: "`code`" if not code[0].startswith("```") else "", page.read_text())
+    lost = []
+    for target in LINK.findall(text):
+        path, _, anchor = target.partition("#")
+        if ":" in path:
+            continue
+        found = (page.parent / path).resolve() if path else page
+        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in anchors(found)):
+            lost.append(target)
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = re.findall(r"`((?:hvfreeze|cache|analysis|launch|tests|docs)/[\w./-]*)`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_site_lists_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- .+: (\S+\.md)$", text.partition("\nnav:\n")[2], re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | OUTSIDE
+
+
+def test_every_figure_is_shown_on_a_page() -> None:
+    shown = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in LINK.findall(page.read_text())
+        if ":" not in target
+    }
+    assert [figure.name for figure in sorted((DOCS / "figures").iterdir()) if figure not in shown] == []
+
+
+def test_the_readme_names_the_first_command_and_the_tests() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "make test" in readme and "make demo" in readme
+
+
+def members(name: str) -> Iterator[tuple[str, Any]]:
+    """A public name and, of a class, its public methods and properties that are written here."""
+    value = getattr(hvfreeze, name)
+    yield name, value
+    for own in vars(value) if inspect.isclass(value) else ():
+        member = inspect.getattr_static(value, own)
+        member = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+        if not own.startswith("_") and inspect.isfunction(member):
+            yield f"{name}.{own}", member
+
+
+@pytest.mark.parametrize("name", hvfreeze.__all__)
+def test_every_public_name_and_method_has_a_docstring_of_its_own(name: str) -> None:
+    # A dataclass without one is given its signature.
+    silent = [path for path, value in members(name) if re.match(rf"({name}\(.*\))?$", value.__doc__ or "", re.DOTALL)]
+    assert silent == []
+
+
+def test_the_guide_tells_what_a_script_needs_first() -> None:
+    guide = (DOCS / "own-loop.md").read_text()
+    first = {"DistributedOptimizer", "CachedLoader", "FreezeConfig", "freeze_by_vote", "load", "Chain", "Freezer"}
+    assert [name for name in sorted(first) if name not in guide] == []

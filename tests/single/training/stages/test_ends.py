@@ -1,0 +1,77 @@
+"""Runs of stages end with a model that can be applied, and with the better one, whichever stages come last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvfreeze.training import auto, loop
+from hvfreeze.training.evaluation import Score
+from hvfreeze.training.time_budget import TimeBudget
+from tests.program import call
+
+SMALL = "--model shufflenet_v2_x0_5 --train-samples 60 --batch-size 16 --threads 1 --pool 1 --freeze auto".split()
+SMALL += ["--validation-fraction", "0.3", "--auto-without"]
+
+
+def train(folder: Path, *flags: str) -> dict[str, Any]:
+    """Train, and check that the model can be applied and is as right as the summary says."""
+    outcome = call("train", *SMALL, *flags, "--run-dir", str(folder), "--quiet")
+    assert outcome.returncode == 0, str(outcome)
+    applied = call("evaluate", str(folder))
+    assert applied.returncode == 0 and "as the run reported" in applied.stdout, str(applied)
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+@pytest.mark.parametrize("without", ["last-solve", "last-solve,guard"])
+def test_a_stage_that_there_was_no_time_for_leaves_the_model_of_the_one_before(
+    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TimeBudget, "_room", lambda *_, **__: 0)
+    summary = train(tmp_path / "run", without, "--time-budget", "1h")
+    assert {stage["stage"]: stage["steps"] for stage in summary["stages"]}["tune"] == 0
+    assert "head: kernel:1" in (tmp_path / "run/model.yaml").read_text()
+
+
+@pytest.mark.parametrize("head_fit", ["kernel", "exact"])
+def test_a_tuned_model_that_no_solution_follows_is_taken_back_unless_it_is_better(
+    head_fit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved = train(tmp_path / "solved", "votes", "--epochs", "1", "--head-fit", head_fit)
+    assert [stage["stage"] for stage in solved["stages"]] == ["solve"]
+    flags = ["last-solve", "--epochs", "2", "--head-fit", head_fit]
+    for name, loss in (("better", 1e-9), ("worse", 9.0)):
+        monkeypatch.setattr(auto, "score_of", lambda *_, loss=loss, **__: Score(loss, 0.5))
+        summary = train(tmp_path / name, *flags)
+        tuned = {stage["stage"]: stage for stage in summary["stages"]}["tune"]
+        assert tuned["steps"] > 0 and tuned["kept"] is (name == "better")
+        taken_back = summary["parameter_digest"] == solved["parameter_digest"]
+        assert taken_back is (name == "worse"), "the model is not that of the stage that was kept"
+    again = call("train", *SMALL, *flags, "--run-dir", str(tmp_path / "worse"), "--resume")
+    assert "is complete" in again.stdout, str(again)
+    (tmp_path / "worse" / "summary.json").unlink()
+    assert train(tmp_path / "worse", *flags, "--resume")["parameter_digest"] == solved["parameter_digest"]
+
+
+def test_held_out_samples_score_a_tuned_model_as_they_do_a_solution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge of a tuned model, asked about the solution itself, finds what chose its penalty."""
+    jobs, before = [], auto.judge
+
+    def judge(job: Any) -> None:
+        if job.stage.solves:
+            jobs.append(job)
+            held_out, chosen = job.guard.held_out, job.solved.chosen
+            score = auto.score_of(job.stage_runner.opened.chain, held_out, precision="float32", world=job.world)
+            # The last fit has seen these samples too.
+            assert score.accuracy >= chosen.held_out_accuracy and score.loss < chosen.held_out_loss
+            assert sum(batch.counted for batch in held_out.batches) == 4, "a tenth of 42 digits, which are not mirrored"
+        before(job)
+
+    monkeypatch.setattr(loop, "judge", judge)
+    train(tmp_path / "run", "last-solve", "--epochs", "2")
+    assert len(jobs) == 1

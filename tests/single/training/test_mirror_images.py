@@ -1,0 +1,147 @@
+"""Mirror images: one switch for all training, told at the start, and left out where left and right differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hvfreeze.errors import Preempted
+from hvfreeze.training import auto, loop
+from hvfreeze.training.job import Job
+from hvfreeze.training.stage_build import StageFactory
+from hvfreeze.training.stages import Opened, Stage
+from tests.program import Outcome, call
+
+SMALL = ["--model", "tests.kept.small_model:small", "--batch-size", "8", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images with a bright bar on the left, or on the right, which alone tells their classes apart."""
+    root, random = tmp_path_factory.mktemp("sides"), np.random.default_rng(0)
+    for part, count in (("train", 20), ("test", 15)):
+        for name, first in (("left", 1), ("right", 18)):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 60, (32, 32, 3)).astype(np.uint8)
+                start = first + random.integers(0, 9)
+                pixels[:, start : start + 4] = 220
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+def train(sides: Path, run: Path, *flags: str) -> Outcome:
+    data = ["--data", "imagefolder", "--data-dir", str(sides), "--run-dir", str(run)]
+    return call("train", *SMALL, *data, *flags)
+
+
+def summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
+    """Of each stage that is opened its name, whether its views are flipped, and how many of a sample there are."""
+    seen, open_stage = [], StageFactory.open
+
+    def watched(self: StageFactory, stage: Stage) -> Opened:
+        found = open_stage(self, stage)
+        transform = found.feed.images.transform
+        seen.append((stage.name, transform.flips, transform.augment.num_views))
+        return found
+
+    monkeypatch.setattr(StageFactory, "open", watched)
+    return seen
+
+
+@pytest.mark.parametrize("head_fit", ["kernel", "exact"])
+def test_a_solved_head_leaves_them_out_where_left_and_right_differ_and_says_so(
+    sides: Path, tmp_path: Path, head_fit: str
+) -> None:
+    told = train(sides, tmp_path / "auto", "--freeze", "auto", "--head-fit", head_fit)
+    assert told.returncode == 0, str(told)
+    assert "note: mirror images: each sample's is fitted by the head too and kept where" in told.stdout
+    assert "mirror images are left out: with heads that were not fitted" in told.stdout
+    found = summary(tmp_path / "auto")
+    assert found["test_accuracy"] > 0.9
+    assert found["head"]["rows"] == 40 and found["head"]["mirror"]["taken"] is False
+    assert found["head"]["mirror"]["accuracy_without"] > found["head"]["mirror"]["accuracy_with"] + 0.2
+    asked = train(sides, tmp_path / "on", "--freeze", "auto", "--head-fit", head_fit, "--mirror", "on")
+    assert asked.returncode == 0 and "mirror images are" not in asked.stdout, str(asked)
+    assert summary(tmp_path / "on")["head"]["rows"] == 80
+    assert summary(tmp_path / "on")["test_accuracy"] < 0.8
+
+
+def test_what_was_found_out_holds_for_the_stages_that_follow_also_when_the_run_is_resumed(
+    sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tuned also where nothing is wrong.
+    monkeypatch.setattr(auto, "WORTH_IT", -1.0)
+    flags = ["--freeze", "auto", "--epochs", "4"]
+    straight = train(sides, tmp_path / "straight", *flags)
+    assert straight.returncode == 0, str(straight)
+    assert opened[:3] == [("solve", True, 2), ("tune", False, 0), ("solve", False, 1)]
+    assert straight.stdout.count("mirror images are left out") == 1, "it is found out once"
+    make_step = loop.train_step
+
+    def step(job: Job, batches: Any) -> float:
+        job.asked_to_leave = True
+        return make_step(job, batches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "train_step", step)
+        assert train(sides, tmp_path / "stopped", *flags).returncode == Preempted.exit_code
+    opened.clear()
+    resumed = train(sides, tmp_path / "stopped", *flags, "--resume")
+    assert resumed.returncode == 0, str(resumed)
+    assert opened[1:3] == [("tune", False, 0), ("solve", False, 1)]
+    digests = [summary(tmp_path / name)["parameter_digest"] for name in ("straight", "stopped")]
+    assert digests[0] == digests[1]
+
+
+def test_a_tuned_model_that_no_solution_follows_is_judged_as_the_solution_was(
+    sides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, reduce = [], auto.reduce
+
+    def watched(totals: Any, *args: Any, **options: Any) -> Any:
+        counted.extend(each.count for each in totals.values())
+        return reduce(totals, *args, **options)
+
+    monkeypatch.setattr(auto, "reduce", watched)
+    monkeypatch.setattr(auto, "WORTH_IT", -1.0)
+    flags = ["--freeze", "auto", "--epochs", "4", "--auto-without", "last-solve"]
+    for mirror, views in (("auto", 1), ("on", 2)):
+        outcome = train(sides, tmp_path / mirror, *flags, "--mirror", mirror)
+        assert outcome.returncode == 0, str(outcome)
+        assert counted.pop() == 4 * views and not counted, "a tenth of 40 samples"
+
+
+def test_one_switch_is_for_training_by_steps_too(
+    sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]]
+) -> None:
+    told = train(sides, tmp_path / "auto", "--epochs", "1")
+    assert (
+        "note: mirror images: half of the views that blocks are trained on are such; pass --mirror off" in told.stdout
+    )
+    without = train(sides, tmp_path / "off", "--epochs", "1", "--mirror", "off")
+    assert without.returncode == 0 and "mirror" not in without.stdout, str(without)
+    assert opened == [("train", True, 0), ("train", False, 0)]
+    assert summary(tmp_path / "auto")["parameter_digest"] != summary(tmp_path / "off")["parameter_digest"]
+
+
+def test_a_switch_that_changes_nothing_is_told(sides: Path, tmp_path: Path) -> None:
+    plain = train(sides, tmp_path / "plain", "--epochs", "1", "--mirror", "on", "--augment", "none")
+    assert "no effect of --mirror (on), because no view is drawn" in plain.stdout, str(plain)
+    digits = call(
+        "train", *SMALL, "--train-samples", "40", "--epochs", "1", "--mirror", "on", "--run-dir", str(tmp_path / "d")
+    )
+    assert "no effect of --mirror (on), because the mirror image of a sample of digits need not" in digits.stdout, str(
+        digits
+    )

@@ -1,0 +1,78 @@
+"""Which settings have an effect where there are several ranks; tests/single/test_any_flags.py has those of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvfreeze.config.tree import differing, from_dict
+from hvfreeze.training.readers import Plan, without_effect
+from hvfreeze.training.stages import single_stage
+
+
+def told(*, ranks: int = 2, replicas: int | None = None, batches: int = 20, **settings: Any) -> str:
+    """Return what is said of settings in a run of one stage."""
+    config = from_dict(settings)
+    stage = single_stage(config, batches_per_epoch=batches, epochs=config.optimizer.epochs)
+    plan = Plan(
+        config=config,
+        asked=config,
+        stages=(stage,),
+        ranks=ranks,
+        replicas=ranks if replicas is None else replicas,
+        flips=True,
+        side=32,
+        decodes=False,
+    )
+    return "\n".join(without_effect(plan, frozenset(settings)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"compression": "fp16"}, {}),
+        ({"partition": "dirichlet:1"}, {}),
+        ({"shard_sizes": "3,1"}, {}),
+        ({"freeze": "gradient-norm", "quorum": 1.0, "vote_weight": "samples", "signal": "averaged"}, {}),
+        ({"strategy": "grid", "parts": 2, "pipeline": "fill-drain", "cut_by": "count"}, {"replicas": 1}),
+        ({"strategy": "shared-trunk", "labels": "ride", "cut_by": "count"}, {"replicas": 1}),
+        ({"freeze": "linear", "augment": "none", "cache": "on", "cache_shared": True}, {}),
+        ({"strategy": "local-sgd", "local_steps": 3}, {}),
+    ],
+)
+def test_what_ranks_share_has_an_effect_where_there_are_several(
+    settings: dict[str, Any], where: dict[str, int]
+) -> None:
+    assert told(**settings, **where) == ""
+    alone = {**settings, **({"parts": 1} if "parts" in settings else {})}
+    assert "there is one " in told(**alone, ranks=1) or "one rank's gradients" in told(**alone, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "words"),
+    [
+        ({"compression": "fp16", "strategy": "grid"}, {"replicas": 1}, "all ranks work on the same samples"),
+        ({"compression": "powersgd:4", "epochs": 1}, {"batches": 10}, "it begins after 10 steps, and training has 10"),
+        ({"strategy": "grid", "redeal": "on"}, {"replicas": 1}, "no block is ever frozen"),
+        ({"strategy": "shared-trunk", "trunk": "whole", "labels": "ride"}, {}, "every rank runs the whole trunk"),
+        ({"strategy": "shared-trunk", "interval": 3}, {}, "trunk of --strategy shared-trunk is frozen from the start"),
+        ({"freeze": "linear", "cache": "auto"}, {}, "with --augment fresh no view comes again"),
+        ({"augment": "none", "shuffle": "global", "cache": "auto", "freeze": "linear"}, {}, "pass --cache-shared"),
+        ({"freeze": "linear", "eta_max": 0.1}, {}, "no criterion of the run looks at"),
+    ],
+)
+def test_what_no_rank_reads_is_told_with_the_reason(
+    settings: dict[str, Any], where: dict[str, int], words: str
+) -> None:
+    said = told(**settings, **where)
+    assert said.startswith("no effect of --") and words in said, said
+
+
+def test_settings_count_as_given_where_they_are_not_the_defaults_of_such_a_run() -> None:
+    assert differing(from_dict({})) == frozenset()
+    assert differing(from_dict({"freeze": "auto"})) == frozenset()
+    assert differing(from_dict({"freeze": "auto", "head": "last", "lr": 0.2})) == {"lr"}
+    assert differing(from_dict({"optimizer": "adamw", "epochs": 3})) == {"epochs"}
+    solved = from_dict({"head_fit": "exact", "augment": "none"})
+    assert differing(solved.resolved()) == differing(solved) == {"head_fit", "augment"}

@@ -1,0 +1,120 @@
+"""What a run whose head is solved tells: how far it is, and how right the head is on what it was not fitted to."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from hvfreeze.heads import kernel
+from hvfreeze.strategies.data_parallel import DataParallel
+from hvfreeze.training import progress
+from tests.program import Outcome, call
+
+SMALL = [
+    "--model",
+    "tests.kept.small_model:small",
+    "--batch-size",
+    "16",
+    "--threads",
+    "1",
+    "--freeze",
+    "auto",
+    "--epochs",
+    "1",
+]
+
+
+def train(folder: Path, *flags: str) -> Outcome:
+    outcome = call("train", *SMALL, "--run-dir", str(folder), *flags)
+    assert outcome.returncode == 0, str(outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("head_fit", ["kernel", "exact"])
+def test_the_accuracy_that_is_told_is_of_samples_that_were_not_fitted(
+    tmp_path: Path, head_fit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with many rows: a part of them chooses the penalty.
+    monkeypatch.setattr(kernel, "MOST_LEFT_OUT", 50)
+    monkeypatch.setattr(kernel, "MOST_COMPARED", 100)
+    told = train(tmp_path / "run", "--train-samples", "400", "--head-fit", head_fit)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    shown = re.search(r"held-out loss ([\d.]+) \| held-out ([\d.]+) % \| test ([\d.]+) %", told.stdout)
+    assert shown is not None and "train 1" not in told.stdout, str(told)
+    held_out, test = float(shown[2]), float(shown[3])
+    assert held_out == pytest.approx(100 * line["held_out_accuracy"], abs=0.01)
+    assert float(shown[1]) == pytest.approx(line["held_out_loss"], abs=1e-4)
+    assert abs(held_out - test) < 12, "40 samples that a fit to the 360 others is judged by"
+    assert f"{held_out:.2f} % of held-out samples right" in told.stdout
+    assert "by heads that were fitted to all other samples" in told.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    chosen = next(trial for trial in summary["head"]["trials"] if trial["penalty"] == summary["head"]["penalty"])
+    assert chosen["whole"], "a fit to a part of the samples says less than what the model can do"
+
+
+def test_passes_of_a_solution_are_shown_and_no_rest_that_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
+    told = train(tmp_path / "run", "--train-samples", "60")
+    assert "features of 60 of 60 views, then a solution" in told.stdout
+    passes = re.findall(r"the head is being solved: pass (\d+)", told.stdout)
+    assert passes == [str(number) for number in range(1, len(passes) + 1)] and len(passes) > 1
+    assert "min left" not in told.stdout
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    for part in ("train", "test"):
+        for name, colour in (("red", (200, 30, 30)), ("green", (30, 200, 30))):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            for number in range(20):
+                shade = tuple(value + 2 * number for value in colour)
+                Image.new("RGB", (32, 32), shade).save(tmp_path / "data" / part / name / f"{number}.png")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize(("value", "code"), [(1e6, 0), (float("nan"), 5)])
+def test_a_damaged_sample_is_called_by_its_file(
+    shapes: Path, tmp_path: Path, value: float, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve = DataParallel.solve_head
+
+    def damaged(self: DataParallel, *args: Any, **rest: Any) -> Any:
+        of = self.training.of
+        monkeypatch.setattr(
+            type(self.training),
+            "of",
+            lambda _, batch: of(batch) * torch.where(torch.from_numpy(batch.ids) == 23, value, 1.0)[:, None],
+        )
+        return solve(self, *args, **rest)
+
+    monkeypatch.setattr(DataParallel, "solve_head", damaged)
+    outcome = call(
+        "train",
+        *SMALL,
+        "--data",
+        "imagefolder",
+        "--data-dir",
+        str(shapes),
+        "--mirror",
+        "off",
+        "--run-dir",
+        str(tmp_path / "run"),
+    )
+    assert outcome.returncode == code, str(outcome)
+    name = str(shapes / "train" / "red" / sorted(f"{number}.png" for number in range(20))[3])
+    if code:
+        assert len(outcome.messages) == 1 and name in outcome.messages[0], str(outcome)
+    else:
+        assert (
+            f"note: nothing was fitted to 1 of the samples, whose features lie far from all others': {name}"
+            in outcome.stdout
+        )
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["head"]["left_out"] == [23]

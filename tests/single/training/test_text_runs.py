@@ -1,0 +1,140 @@
+"""A run on a text: plain PyTorch's, measured in bits per character, and its model goes on from a text."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import hvfreeze
+from hvfreeze.comm.replica_sync import parameter_digest
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import UsageError
+from hvfreeze.model.tiny_lm import TinyLM
+from hvfreeze.training.build import prepare
+from tests.program import call
+from tests.single.refusing import refused
+
+TEXT = "".join(f"def f{n % 10}(x):\n    return x + {n % 7}\n\n" for n in range(120))
+FLAGS = "--model tiny-lm --data text --context 16 --batch-size 8 --epochs 2 --optimizer adamw --lr 0.003 --threads 1"
+FLAGS += " --train-samples 120"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("text")
+    file, run = folder / "functions.py", folder / "run"
+    file.write_text(TEXT)
+    outcome = call("train", *FLAGS.split(), "--data-dir", str(file), "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    assert "bits per character" in outcome.stdout and "windows/s" in outcome.stdout
+    return file, run
+
+
+def test_a_run_is_plain_pytorch(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    file, run = finished
+    summary = json.loads((run / "summary.json").read_text())
+    words = FLAGS.replace("--", "").split()
+    flags: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
+    given = {name.replace("-", "_"): int(v) if v.isdigit() else v for name, v in flags.items()} | {"lr": 0.003}
+    job = prepare(from_dict({**given, "data_dir": str(file), "run_dir": str(tmp_path / "data")}), SoloWorld())
+    torch.manual_seed(0)
+    model = TinyLM(len(job.card.classes), context=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.01)
+    for epoch in range(2):
+        for batch in job.feed.epoch(epoch):
+            loss = functional.cross_entropy(model(job.feed.images.load(batch.ids, batch.views)), batch.labels)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert parameter_digest(model) == summary["parameter_digest"]
+    text = TEXT[len(TEXT) - len(TEXT) // 10 :]
+    codes = torch.tensor([job.card.classes.index(character) for character in text])
+    windows = (len(text) - 1) // 16
+    with torch.no_grad():
+        logits = model.eval()(codes[: windows * 16].view(windows, 16)).double()
+    loss = functional.cross_entropy(logits, codes[1 : windows * 16 + 1].view(windows, 16)).item()
+    assert summary["test_bits_per_character"] == pytest.approx(loss / math.log(2), rel=1e-5)
+    assert summary["test_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["test_bits_per_character"] == summary["test_bits_per_character"] < 7
+    assert last["train_bits_per_character"] == pytest.approx(last["train_loss"] / math.log(2))
+
+
+def test_its_model_goes_on_from_a_text(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    _, run = finished
+    first, again, other = (
+        call("predict", str(run), "def f1(x):", "--length", "40", "--seed", seed) for seed in ("1", "1", "2")
+    )
+    assert first.returncode == 0 and first.stdout.startswith("def f1(x):"), str(first)
+    assert len(first.stdout) == len("def f1(x):") + 41
+    assert first.stdout == again.stdout != other.stdout
+    out = tmp_path / "text.py"
+    likely = call("predict", str(run), "def", "--temperature", "0", "--length", "5", "--out", str(out))
+    assert likely.returncode == 0 and likely.stdout == f"5 characters: {out}\n"
+    applied, text = hvfreeze.load_model(run), "def"
+    for _ in range(5):
+        logits = applied.model(torch.tensor([[applied.classes.index(c) for c in text]]))[0, :-1, -1]
+        text += applied.classes[int(logits.argmax())]
+    assert out.read_text() == text
+
+
+def test_it_is_evaluated_on_its_own_text_and_on_another(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    file, run = finished
+    summary = json.loads((run / "summary.json").read_text())
+    own = call("evaluate", str(run), "--out", str(tmp_path))
+    assert own.returncode == 0 and "as the run reported" in own.stdout, str(own)
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert found["bits_per_character"] == pytest.approx(summary["test_bits_per_character"], rel=1e-12)
+    other = call("evaluate", str(run), "--data-dir", str(file))
+    assert f"{(len(TEXT) - 1) // 16 * 16} characters of functions.py" in other.stdout, str(other)
+
+
+def test_the_report_tells_bits_per_character(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    assert call("report", str(finished[1]), "--out", str(tmp_path)).returncode == 0
+    summary = json.loads((finished[1] / "summary.json").read_text())
+    page = (tmp_path / "index.html").read_text()
+    assert "Bits per character" in page and f"{summary['test_bits_per_character']:.3f}" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (["predict", "RUN", ""], ["at least one character"]),
+        (["predict", "RUN", "a", "--length", "0"], ["--length (0)", "at least 1"]),
+        (["predict", "RUN", "a", "--temperature", "-1"], ["--temperature (-1.0)"]),
+        (["evaluate", "RUN", "--data-dir", "SHORT"], ["has 3 characters", "17"]),
+        (["blocks", "tiny-lm"], ["tiny-lm", "text"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    finished: tuple[Path, Path], tmp_path: Path, words: list[str], fragments: list[str]
+) -> None:
+    (tmp_path / "short").write_text("def")
+    places = {"RUN": str(finished[1]), "SHORT": str(tmp_path / "short")}
+    refused(call(*[places.get(word, word) for word in words]), 2, *fragments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "resnet18"}, r"--model \(resnet18\) must be tiny-lm or package:function with --data text"),
+        ({"data": "digits"}, r"--model \(tiny-lm\) must be given together with --data text"),
+        ({"image_size": 32}, r"--image-size \(32\) must be left out with --data text"),
+        ({"data": "digits", "model": "resnet18", "context": 9}, r"--context \(9\) must be left out unless"),
+        ({"context": 1}, r"--context \(1\)"),
+        ({"mixup": 0.2}, r"--mixup \(0.2\)"),
+        ({"freeze": "auto"}, "--head-fit|--head "),
+        ({"strategy": "grid"}, r"--strategy \(grid\) must be replicas or local-sgd or stale-ring with --data text"),
+        ({"validation_fraction": 0.2}, r"--augment \(fresh\) must be none with --data text and --validation"),
+    ],
+)
+def test_settings_for_images_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_dict({"model": "tiny-lm", "data": "text", **settings})

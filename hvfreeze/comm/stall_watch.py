@@ -87,7 +87,7 @@ class StallWatch:
                     self._inquire(waited)
 
     def _look_around(self, waited: float) -> None:
-        # Nobody can be asked. Ranks would speak one by one, a look apart, first those that see whom they wait for.
+        # Nobody can be asked. Ranks speak a look apart, first those that see whom they wait for.
         me, late = claimed_rank(os.environ), waited - self._limit
         stopped = stopped_here() if late > JUDGE_SECONDS else ""
         if late > (JUDGE_SECONDS if stopped else LAST_SECONDS) + LOOK_SECONDS * min(me, 4):
@@ -129,10 +129,29 @@ class StallWatch:
 
     def _end(self, waited: float, rank: int, culprits: str) -> None:
         text = f"rank {rank} on {socket.gethostname()} waited {waited:.0f} s in '{self._name}' for {culprits}"
-        print(f"hvfreeze: error: {text}; set {STALL_SECONDS}", file=sys.stderr, flush=True)
+        if first_to_speak():
+            print(f"hvfreeze: error: {text}; set {STALL_SECONDS}", file=sys.stderr, flush=True)
         if self._comm is None:
             os._exit(StallError.exit_code)
         self._abort(StallError.exit_code)
+
+
+def first_to_speak() -> bool:
+    """Tell whether no other rank of this job on this host has been told so before; True where that cannot be known.
+
+    Turns alone do not settle it: ranks come to wait, and are given a core, at different times.
+    """
+    # The launcher's folder for this job on this host, which it removes with the job.
+    folder = os.environ.get("PMIX_SERVER_TMPDIR")
+    if folder is None:
+        return True
+    try:
+        Path(folder, f"hvfreeze-stall-{os.environ.get('PMIX_NAMESPACE')}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def stopped_here() -> str:

@@ -395,9 +395,9 @@ class HeadConfig:
         return self.head_fit != "sgd"
 
 
-LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3, "lars": 3.0}
-"""--optimizer -> --lr where none is given."""
-WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4}
+LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3, "lars": 3.0, AUTO: 3e-4}
+"""--optimizer -> --lr where none is given; that of auto is AdamW's, for weights that serve the task."""
+WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4, AUTO: 1e-2}
 """--optimizer -> --weight-decay where none is given. AdamW's is apart from the gradient; the number is PyTorch's."""
 
 
@@ -420,8 +420,9 @@ class OptimizerConfig:
     optimizer: str = setting(
         "sgd",
         "NAME",
-        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor)",
-        auto="adamw",
+        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); with --freeze auto also auto: adamw "
+        "at 0.0003 or sgd at 0.05, whichever does better when it is tried",
+        auto=AUTO,
         by_strategy={"stale-ring": "adamw"},
         read_by="steps",
     )
@@ -429,7 +430,7 @@ class OptimizerConfig:
         None,
         "LR",
         "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3",
-        auto=3e-4,
+        auto=LEARNING_RATES[AUTO],
         read_by="steps",
     )
     head_lr: str | None = setting(

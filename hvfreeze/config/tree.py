@@ -19,6 +19,7 @@ import yaml
 from hvfreeze.config.rules import rule
 from hvfreeze.config.sections import (
     AUTO,
+    LEARNING_RATES,
     TEXT,
     TEXT_STRATEGIES,
     TINY_LM,
@@ -113,6 +114,8 @@ class Config:
         rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
         kernel = self.head.head_fit == "kernel"
         rule(self.head.head != "last" or not kernel, "head", self.head.head, "multi-level with --head-fit kernel")
+        optimizer, found = self.optimizer, "sgd, adamw or lars"
+        rule(self.freeze.auto or optimizer.optimizer != AUTO, "optimizer", AUTO, f"{found} unless --freeze is auto")
         if self.freeze.auto:
             self._check_auto()
         elif self.head.solved:
@@ -158,6 +161,11 @@ class Config:
         )
         rule(self.strategy.strategy == "replicas", "strategy", self.strategy.strategy, "replicas with --freeze auto")
         rule(self.run.keep == "last", "keep", self.run.keep, "last with --freeze auto, which keeps what is best itself")
+        settings = self.optimizer
+        if settings.optimizer == AUTO:
+            usual = settings.lr == LEARNING_RATES[AUTO]
+            rule(usual, "lr", settings.lr, "left out with --optimizer auto", "it is one optimizer's: name that")
+            rule(settings.head_lr is None, "head-lr", settings.head_lr, "left out with --optimizer auto", "name one")
         stop = self.run.early_stop
         rule(stop is None, "early-stop", stop, "left out with --freeze auto, whose stages last as long as was planned")
 
@@ -227,12 +235,17 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
 
 
 def auto_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what leaves are with --freeze auto where nothing is given; the rate is AdamW's, and left to others."""
+    """Return what leaves are with --freeze auto where nothing is given.
+
+    The rate is AdamW's, and left to others; who gives a rate and no optimizer has AdamW.
+    """
     known = {name: leaf.metadata["auto"] for name, (_, leaf, _) in leaves().items()}
     if given.get("head") == "last":
         # The model's own last layer can be solved, but not compare rows.
         known["head_fit"] = "exact"
-    others = () if given.get("optimizer") in (None, "adamw") else ("lr",)
+    if "lr" in given or "head_lr" in given:
+        known["optimizer"] = "adamw"
+    others = () if given.get("optimizer") in (None, AUTO, "adamw") else ("lr",)
     return {name: value for name, value in known.items() if value is not None and name not in others}
 
 

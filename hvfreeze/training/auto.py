@@ -8,18 +8,19 @@ nothing lose their steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import HeadConfig
+from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig
 from hvfreeze.config.tree import SOLVED, Config
 from hvfreeze.data.batches import announce
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.heads.kernel import MOST_ROWS
 from hvfreeze.model.blocks import Chain
@@ -27,7 +28,7 @@ from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
 from hvfreeze.strategies.base import MODEL
 from hvfreeze.training.evaluation import Score, Totals, mean, reduce
-from hvfreeze.training.guard import HeldOut, Verdict
+from hvfreeze.training.guard import HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage
@@ -45,6 +46,10 @@ WORTH_IT = 0.005
 """Part of the held-out samples: half a point, less than which may be left to gain."""
 LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
+MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
+"""Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
+SGD_RATE = 0.05
+"""Of the way to tune by SGD that is tried beside AdamW's."""
 BACKWARD = 3.0
 """What the backward pass and the update take, in forward passes of the same blocks, as measured."""
 
@@ -109,6 +114,24 @@ def ends_in_linear(chain: Chain) -> bool:
     return True
 
 
+def ways_of(config: Config) -> tuple[Config, ...]:
+    """Return the settings of each way to tune that may be tried; the first is taken where none is tried.
+
+    AdamW at a small rate, with the statistics of the pretrained weights, improves features that serve the task. SGD at
+    a large rate, with each batch's statistics, learns others. --optimizer says which, unless it is auto.
+    """
+    settings, freeze = config.optimizer, config.freeze
+    if settings.optimizer != AUTO:
+        return (config,)
+    decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
+    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay)
+    statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
+    return (
+        replace(config, optimizer=replace(settings, optimizer="adamw")),
+        replace(config, optimizer=sgd, freeze=replace(freeze, statistics=statistics)),
+    )
+
+
 def affordable(factory: StageFactory) -> Config:
     """Return the run's settings; a head that cannot compare so many rows takes fewer, or does not compare them.
 
@@ -147,10 +170,12 @@ def stages_of(
         costs: what --epochs is counted in; None where a time budget chooses the steps, all stages are then there.
         replicas: that train on an epoch's batches each.
     """
+    ways = ways_of(config)
+    config, solved = ways[0], ways_of(solved or config)[0]
     settings, freeze = config.optimizer, config.freeze
     solve = Stage(
         name="solve",
-        config=solving(solved or config),
+        config=solving(solved),
         steps=batches_per_epoch,
         batches_per_epoch=batches_per_epoch,
         shown_cut=deepest,
@@ -162,20 +187,28 @@ def stages_of(
     if batches == 0:
         return (solve,)
     per_epoch = settings.steps_per_epoch(batches)
-    stages, steps = [solve], [per_epoch]
+    stages, steps, tries = [solve], [per_epoch], 0
     if costs is not None:
         room, each = settings.epochs * costs.full_step - costs.solution, costs.solution if last_solve else 0.0
-        small = replace(config, optimizer=replace(settings, batch_size=max(2, settings.batch_size // 2), accumulate=1))
-        samples_per_step = small.optimizer.batch_size * replicas
-        many = batches * settings.batch_size // small.optimizer.batch_size
-        tried = min(math.ceil(TUNED / samples_per_step), many) if several else 0
-        room -= tried / many * (costs.tuning_step + JUDGING)
-        rounds = epochs_of_rounds(room / costs.tuning_step, each / costs.tuning_step, several=several)
+        half = max(2, settings.batch_size // 2)
+        many = batches * settings.batch_size // half
+        tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
+        rounds: list[float] = []
+        # Where there is no room to try all ways, the first alone is.
+        while ways and not rounds:
+            left = room - len(ways) * tries / many * (costs.tuning_step + JUDGING)
+            rounds = epochs_of_rounds(left / costs.tuning_step, each / costs.tuning_step, several=several)
+            ways = ways if rounds else ways[:-1]
         steps = [int(per_epoch * epochs) for epochs in rounds]
-        if tried and steps:
-            stages.append(tune_stage(small, cut, steps=tried, batches=many, name=TRY))
+        for way in ways if tries else ():
+            small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
+            stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
     for count in steps:
-        tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=last_solve)
+        tuned, *others = (
+            tune_stage(way, cut, steps=count, batches=batches, guarded=guarded, is_followed=last_solve) for way in ways
+        )
+        if others and tries:
+            tuned = replace(tuned, other=others[0].config)
         stages += [tuned, solve] if last_solve else [tuned]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].name == TRY or not last_solve)
@@ -272,30 +305,73 @@ def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
 
 
 def begin_stage(job: Job) -> None:
-    """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective."""
-    runner = job.stage_runner
+    """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective.
+
+    Another way to tune is tried from there too.
+    """
+    runner, guard, trying = job.stage_runner, job.guard, job.stage.name == TRY
+    chain, judge = runner.opened.chain, job.judge
+    if trying and guard is not None and guard.before_trial is not None:
+        guard.after_first = copied(chain.model)
+        put_back(guard.before_trial, chain.model)
+        return
     first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number])
     if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
         return
-    chain, judge = runner.opened.chain, job.judge
     assert judge is not None
     with job.clock.within("optimizer"):
         loss = judge.begin(chain)
-    if job.guard is not None and job.stage.name == TRY:
-        job.guard.trial.before = loss
+    if guard is not None and trying:
+        guard.trial.before = loss
+        if runner.stages[runner.number + 1].name == TRY:
+            guard.before_trial = copied(chain.model)
 
 
-def end_trial(job: Job) -> None:
-    """Judge whether tuning pays, after the stage that tries it, and go back to the solution if not. Collective."""
+def end_trial(job: Job, *, failed: bool = False) -> None:
+    """Judge tuning after a stage that tries it, and after the last of them, whether and how it goes on. Collective.
+
+    Where it does not, or the first way is the better, the model goes back to that.
+
+    Args:
+        job: the run.
+        failed: whether the stage has ended early, by numbers that are not finite.
+    """
     guard, runner, judge = job.guard, job.stage_runner, job.judge
     if guard is None or judge is None or runner.stage.name != TRY:
         return
+    settings, chain = runner.stage.config.optimizer, runner.opened.chain
+    trial = guard.trial
     with job.clock.within("optimizer"):
-        guard.trial.after = judge.loss(runner.opened.chain)
-    job.logger.info(guard.trial.line(runner.stage.steps))
-    if not guard.trial.pays:
+        try:
+            loss = math.inf if failed else judge.loss(chain)
+        except NumericsError:
+            loss = math.inf
+    trial.after[f"{settings.optimizer} at {settings.lr:g}"] = loss if math.isfinite(loss) else math.inf
+    if runner.stages[runner.number + 1].name == TRY:
+        return
+    job.logger.info(trial.line(runner.stage.steps))
+    first, guard.before_trial, guard.after_first = guard.after_first, None, None
+    if not trial.pays:
         runner.drop_rest()
         go_back(job)
+    elif first is not None and trial.best == next(iter(trial.after)):
+        put_back(first, chain.model)
+    elif first is not None:
+        runner.take_other_way()
+
+
+def give_up_trial(job: Job) -> bool:
+    """Tell whether numbers that are not finite end a trial alone, not the run, and end it then. Collective."""
+    if job.guard is None or job.stage.name != TRY:
+        return False
+    job.step = job.stage_runner.first_step + job.stage.steps
+    return True
+
+
+def put_back(state: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Give a model the parameters and buffers of a copy."""
+    with torch.no_grad():
+        model.load_state_dict(state)
 
 
 def go_back(job: Job) -> None:
@@ -303,8 +379,7 @@ def go_back(job: Job) -> None:
     guard, runner = job.guard, job.stage_runner
     assert guard is not None and guard.best is not None
     runner.turn_back()
-    with torch.no_grad():
-        runner.opened.chain.model.load_state_dict(guard.best.state)
+    put_back(guard.best.state, runner.opened.chain.model)
     job.last_scores, job.last_accuracy = guard.best.scores, mean(guard.best.scores).accuracy
 
 
@@ -323,15 +398,26 @@ def judge(job: Job) -> None:
             runner.drop_rest()
         return
     job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
-    if not runner.is_last and job.budget is None and not goes_on(before, verdict):
+    if runner.is_last or job.budget is not None:
+        return
+    if not goes_on(before, verdict):
         job.logger.info("longer tuning is not expected to gain: stopped")
         runner.drop_rest()
+    elif gains_much(before, verdict):
+        job.logger.info("much is gained, and much is left to gain: one tuning takes all steps that are left")
+        runner.tune_at_once()
 
 
 def goes_on(before: Verdict, now: Verdict) -> bool:
     """Tell whether more tuning may gain: the last one did, and there is something left."""
     better = now.kept and now.held_out_loss < (1 - LEAST_GAIN) * before.held_out_loss
     return better and is_worth_it(now)
+
+
+def gains_much(before: Verdict, now: Verdict) -> bool:
+    """Tell whether tuning gains so much, and leaves so much, that short ones on the way to a long one waste steps."""
+    fell = now.held_out_loss < (1 - MUCH_GAIN) * before.held_out_loss
+    return fell and 1 - now.held_out_accuracy >= MUCH_LEFT
 
 
 def is_worth_it(found: Verdict) -> bool:
@@ -381,5 +467,5 @@ def report_of_stages(job: Job) -> dict[str, Any]:
     guard, stages = job.guard, [{"stage": stage.name, "steps": stage.steps} for stage in job.stage_runner.stages]
     for verdict in guard.verdicts if guard else ():
         stages[verdict.stage] |= verdict.describe()
-    tried = {"trial": guard.trial.describe()} if guard and guard.trial.after is not None else {}
+    tried = {"trial": guard.trial.describe()} if guard and guard.trial.after else {}
     return {"stages": stages, **tried, **({"head": guard.best.head} if guard and guard.best else {})}

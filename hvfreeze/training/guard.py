@@ -74,6 +74,10 @@ class Guard:
     best: Best | None = None
     verdicts: list[Verdict] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
+    before_trial: dict[str, Tensor] | None = None
+    """The model that every way to tune is tried on; None but while ways are tried."""
+    after_first: dict[str, Tensor] | None = None
+    """What the first way has made of it; None but while the second is tried."""
 
     def judge(self, fit: Solution, model: nn.Module, scores: Scores, *, stage: int) -> Verdict:
         """Keep the model's state if its solution is better than all before, else put the best one back.
@@ -88,8 +92,7 @@ class Guard:
         verdict = Verdict(stage, trial.held_out_accuracy, trial.held_out_loss, kept, trial.whole)
         self.verdicts.append(verdict)
         if kept or self.best is None:
-            state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            self.best = Best(verdict, state, scores, fit.summary())
+            self.best = Best(verdict, copied(model), scores, fit.summary())
         else:
             with torch.no_grad():
                 model.load_state_dict(self.best.state)
@@ -111,7 +114,9 @@ class Guard:
         best = self.best
         return {
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
-            "trial": self.trial.describe(),
+            "trial": asdict(self.trial),
+            "before_trial": self.before_trial,
+            "after_first": self.after_first,
             "best": None
             if best is None
             else {
@@ -126,6 +131,7 @@ class Guard:
         """Continue from what `state_dict` returned."""
         self.verdicts = [Verdict(**verdict) for verdict in state["verdicts"]]
         self.trial = Trial(**state.get("trial", {}))
+        self.before_trial, self.after_first = state.get("before_trial"), state.get("after_first")
         kept = state["best"]
         self.best = kept and Best(
             Verdict(**kept["verdict"]),
@@ -133,3 +139,8 @@ class Guard:
             {name: Score(*score) for name, score in kept["scores"].items()},
             kept["head"],
         )
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the model's parameters and buffers."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -21,7 +21,7 @@ from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.heads.moments import FeaturesError
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.base import MODEL, Answers, SolvesHeads
-from hvfreeze.training.auto import begin_stage, end_trial, judge, judge_tuned
+from hvfreeze.training.auto import begin_stage, end_trial, give_up_trial, judge, judge_tuned
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
@@ -50,11 +50,16 @@ def train_stages(job: Job, *, asked: Sequence[int] = ()) -> None:
                 job.stage_runner.turn()
                 job.logger.info(job.stage.title)
                 begin_stage(job)
-            make_epoch = EPOCHS[job.stage.config.head.head_fit]
-            make_epoch(job, job.stage_epoch)
+            make_epoch, failed = EPOCHS[job.stage.config.head.head_fit], False
+            try:
+                make_epoch(job, job.stage_epoch)
+            except NumericsError:
+                failed = give_up_trial(job)
+                if not failed:
+                    raise
             end_epoch(job, job.epochs_done)
             if job.stage_epoch == job.stage.epochs:
-                end_stage(job)
+                end_stage(job, failed=failed)
             save_when_due(job)
             if out_of_patience(job):
                 job.logger.info(f"stopped early: {job.evaluations_in_vain} evaluations in a row found nothing better")
@@ -216,13 +221,16 @@ def end_epoch(job: Job, epoch: int) -> None:
         job.logger.info("note: the loss on what was evaluated is not finite: its answers overflow; lower --lr")
 
 
-def end_stage(job: Job) -> None:
-    """Let the guard judge what the stage has made, and the budget plan what comes. Collective."""
+def end_stage(job: Job, *, failed: bool = False) -> None:
+    """Let the guard judge what the stage has made, and the budget plan what comes. Collective.
+
+    `failed`: numbers that are not finite ended it early.
+    """
     judge(job)
     if job.budget is not None:
         for line in job.budget.after_stage(job.stage_runner):
             job.logger.info(line)
-    end_trial(job)
+    end_trial(job, failed=failed)
     judge_tuned(job)
 
 

@@ -52,6 +52,8 @@ class Stage:
     """Whether another stage judges what comes of it, so that it ends without an evaluation of its own."""
     shown_cut: int | None = None
     """How the run calls the cut of a stage that freezes all blocks but the head; None where it is the stage's own."""
+    other: Config | None = None
+    """The settings of another way to tune, which the stage takes where a trial finds that way better."""
 
     @property
     def title(self) -> str:
@@ -96,16 +98,20 @@ def lasting(stage: Stage, steps: int) -> Stage:
     changed = replace(stage, steps=steps)
     if stage.solves:
         return changed
-    optimizer = replace(stage.config.optimizer, epochs=max(1, changed.epochs))
-    return replace(changed, config=replace(stage.config, optimizer=optimizer))
+    epochs = max(1, changed.epochs)
+    return with_settings(changed, lambda c: replace(c, optimizer=replace(c.optimizer, epochs=epochs)))
 
 
 def with_mirror(stage: Stage, found: str | None) -> Stage:
     """Return the stage with what was found out about mirror images, where its settings leave that open."""
-    data = stage.config.data
-    if found is None or data.mirror != "auto":
+    if found is None or stage.config.data.mirror != "auto":
         return stage
-    return replace(stage, config=replace(stage.config, data=replace(data, mirror=found)))
+    return with_settings(stage, lambda c: replace(c, data=replace(c.data, mirror=found)))
+
+
+def with_settings(stage: Stage, change: Callable[[Config], Config]) -> Stage:
+    """Return the stage with changed settings, those of the other way to tune changed alike."""
+    return replace(stage, config=change(stage.config), other=stage.other and change(stage.other))
 
 
 Report = dict[str, Any]
@@ -137,6 +143,8 @@ class StageRunner:
         self.number = 0
         self.mirror: str | None = None
         """What a solution has found out about mirror images, on or off, for the stages that follow it."""
+        self.other_way = False
+        """Whether stages that have another way to tune have taken it."""
         self._open_stage = open_stage
         self._earlier: Report = {}
         self.opened = open_stage(self.stages[0])
@@ -192,6 +200,23 @@ class StageRunner:
         """Take their steps from the stages to come: the run ends with the one under way. Equal on all ranks."""
         self.plan([stage.steps if number <= self.number else 0 for number, stage in enumerate(self.stages)])
 
+    def take_other_way(self) -> None:
+        """Let the stages to come tune in their other way. Equal on all ranks."""
+        self.other_way = True
+        self.stages = tuple(
+            replace(stage, config=stage.other, other=None) if number > self.number and stage.other else stage
+            for number, stage in enumerate(self.stages)
+        )
+
+    def tune_at_once(self) -> None:
+        """Give the next stage that trains the steps of all that do, and leave one solution behind it. Equal on all."""
+        steps, coming = [stage.steps for stage in self.stages], range(self.number + 1, len(self.stages))
+        tuning = [number for number in coming if not self.stages[number].solves]
+        last = next((number for number in coming if number > tuning[0] and self.stages[number].solves), None)
+        merged = sum(steps[number] for number in tuning)
+        kept = {tuning[0]: merged} | ({} if last is None else {last: steps[last]})
+        self.plan([kept.get(number, 0) if number in coming else count for number, count in enumerate(steps)])
+
     def turn_back(self) -> None:
         """Open the last stage, which has no steps: with it the run ends, its model is the caller's to fill. Collective.
 
@@ -214,7 +239,8 @@ class StageRunner:
         earlier = {**self._earlier, "cut_history": [list(move) for move in self._earlier.get("cut_history", ())]}
         steps = [stage.steps for stage in self.stages]
         asked = list(self.asked)
-        return {"number": self.number, "steps": steps, "asked": asked, "earlier": earlier, "mirror": self.mirror}
+        found = {"mirror": self.mirror, "other_way": self.other_way}
+        return {"number": self.number, "steps": steps, "asked": asked, "earlier": earlier, **found}
 
     def knows(self, state: Any) -> bool:
         """Tell whether `state` is what `state_dict` of a run with as many stages, or of one with fewer, returned."""
@@ -223,7 +249,7 @@ class StageRunner:
         number, steps = state.get("number"), state.get("steps")
         if type(number) is not int or not isinstance(steps, list) or any(type(count) is not int for count in steps):
             return False
-        known = state.get("mirror") in (None, "on", "off")
+        known = state.get("mirror") in (None, "on", "off") and type(state.get("other_way", False)) is bool
         return known and 0 <= number < len(steps) <= len(self.stages) and min(steps) >= 0
 
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_plan: bool) -> None:
@@ -240,6 +266,8 @@ class StageRunner:
         moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
         earlier = {**state["earlier"], "cut_history": moves} if moves else {}
         self.mirror = state.get("mirror")
+        if state.get("other_way"):
+            self.take_other_way()
         if state["number"] == self.number:
             self._earlier = earlier
         else:

@@ -7,8 +7,9 @@ itself says of them does not tell: its loss rises in the middle of any tuning, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,25 +38,41 @@ LEAST_GAIN = 0.04
 
 @dataclass
 class Trial:
-    """Losses on held-out samples of the head that was solved before tuning was tried, and of the one after it."""
+    """Losses on held-out samples of the head that was solved before tuning was tried, and of those after it."""
 
     before: float | None = None
-    after: float | None = None
+    after: dict[str, float] = field(default_factory=dict)
+    """By the way to tune that was tried, in that order; infinite where it came to numbers that are not finite."""
+
+    @property
+    def best(self) -> str:
+        """The way after which the loss is least, of equal ones the first."""
+        return min(self.after, key=lambda way: self.after[way])
 
     @property
     def pays(self) -> bool:
-        """Whether tuning pays; only where both are known."""
-        return self.before is not None and self.after is not None and self.after < (1 - LEAST_GAIN) * self.before
+        """Whether tuning pays; only where something was tried."""
+        return self.before is not None and bool(self.after) and self.loss < (1 - LEAST_GAIN) * self.before
+
+    @property
+    def loss(self) -> float:
+        """After the best way."""
+        return self.after[self.best]
 
     def line(self, steps: int) -> str:
         """Return it in words."""
-        found = f"tried: {steps} steps of tuning change the loss of held-out samples from {self.before:.3f} to"
-        end = "blocks still gain, tuning goes on" if self.pays else "no block gains, the solved head is kept"
-        return f"{found} {self.after:.3f}: {end}"
+        found = " or ".join(
+            f"{loss:.3f} ({way})" if math.isfinite(loss) else f"numbers that are not finite ({way})"
+            for way, loss in self.after.items()
+        )
+        goes_on = f"blocks still gain, tuning goes on with {self.best}"
+        end = goes_on if self.pays else "no block gains, the solved head is kept"
+        loss = f"the loss of held-out samples from {self.before:.3f} to {found}"
+        return f"tried: {steps} steps of tuning change {loss}: {end}"
 
     def describe(self) -> dict[str, Any]:
-        """Return it as summary.json and a checkpoint have it."""
-        return dict(vars(self))
+        """Return what summary.json says of it."""
+        return {"before": self.before, "after": self.loss, "ways": dict(self.after), "way": self.best}
 
 
 @dataclass(frozen=True, kw_only=True)

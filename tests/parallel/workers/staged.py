@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import hvfreeze
 from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.heads import rows
@@ -152,13 +154,13 @@ STOPS: dict[str, Ask] = {
 }
 
 
-def same_run(runs: Runs, found: dict[str, Any], name: str, straight: dict[str, Any]) -> None:
+def same_run(runs: Runs, found: dict[str, Any], name: str, straight: dict[str, Any], *, of: str = "straight") -> None:
     assert found["parameter_digest"] == straight["parameter_digest"], f"{name}: another model"
     for key in ("test_accuracy", "stages", "cut_history", "steps", "epochs", "final_cut"):
         assert found[key] == straight[key], f"{name}: {key}: {found[key]}, not {straight[key]}"
     assert {**found["head"], "exchanged_bytes": 0} == {**straight["head"], "exchanged_bytes": 0}, name
     if runs.world.rank == 0:
-        mine, theirs = runs.numbers(name), runs.numbers("straight")
+        mine, theirs = runs.numbers(name), runs.numbers(of)
         assert [{**line, "allreduce_bytes": 0} for line in mine] == [{**line, "allreduce_bytes": 0} for line in theirs]
 
 
@@ -233,6 +235,24 @@ def paying(*, least: float) -> Iterator[None]:
         trial.LEAST_GAIN, auto.LEAST_GAIN = before, longer
 
 
+@contextmanager
+def rates_of(adamw: float, sgd: float) -> Iterator[None]:
+    """Let the two ways that are tried have these learning rates; at 1e30 numbers are soon not finite."""
+    ways_of = auto.ways_of
+
+    def with_rates(config: Config) -> tuple[Config, ...]:
+        return tuple(
+            replace(way, optimizer=replace(way.optimizer, lr=lr))
+            for way, lr in zip(ways_of(config), (adamw, sgd), strict=True)
+        )
+
+    auto.ways_of = with_rates
+    try:
+        yield
+    finally:
+        auto.ways_of = ways_of
+
+
 def check_trials(runs: Runs) -> None:
     """Make runs that start from weights, for which tuning is tried."""
     weights = runs.root / "weights.pt"
@@ -258,6 +278,21 @@ def check_trials(runs: Runs) -> None:
         for name, ask in asks.items():
             stopped(runs, name, ask, **given)
             same_run(runs, runs(name, resume=True, **given), name, straight)
+        both = {**given, "optimizer": "auto", "lr": 3e-4}
+        each = runs("each", **both)
+        names = [stage["stage"] for stage in each["stages"] if stage["steps"]]
+        assert names[:4] == ["solve", "try", "try", "tune"], names
+        assert list(each["trial"]["ways"]) == ["adamw at 0.0003", "sgd at 0.05"], each["trial"]
+        stopped(runs, "trying-another", counted(2, "step", stage=2), **both)
+        same_run(runs, runs("trying-another", resume=True, **both), "trying-another", each, of="each")
+        chosen = {}
+        for way, rates in {"adamw": (3e-4, 1e30), "sgd": (1e30, 0.05)}.items():
+            with rates_of(*rates):
+                chosen[way] = runs(f"only-{way}", **both)
+            told = chosen[way]["trial"]
+            assert told["way"].startswith(way) and list(told["ways"].values()).count(None) == 1, told
+            assert 0 < told["after"] == next(filter(None, told["ways"].values()))
+        assert chosen["adamw"]["parameter_digest"] != chosen["sgd"]["parameter_digest"]
     again = runs("tried", resume=True, **given)
     assert [again[key] for key in ("stages", "parameter_digest")] == [
         tried[key] for key in ("stages", "parameter_digest")

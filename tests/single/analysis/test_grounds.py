@@ -27,9 +27,10 @@ def test_an_image_has_as_many_dots_as_its_label_says() -> None:
     assert set(labels) == set(range(1, dots.MOST + 1))
 
 
-def test_both_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:
+def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:
     planned = grounds.runs(REDUCED)
-    assert [run.name for run in planned[:3]] == ["photographs-auto-s0", "photographs-full-s0", "counting-auto-s0"]
+    names = ["photographs-auto-s0", "photographs-full-s0", "photographs-full16-s0", "counting-auto-s0"]
+    assert [run.name for run in planned[:4]] == names
     site = Site(work=Path("work"), data_dir=Path("/data"), weights=Path("/kept/resnet18-cifar100-32px-fp16.pt"))
     command = command_of(planned[0], site, Path("work/a"))
     assert command[command.index("--data-dir") + 1] == "/data/photographs"
@@ -50,7 +51,8 @@ def results_of(folder: Path, *, worse: float) -> Results:
         if run.label == "counting-auto":
             tuned = {"stage": "tune", "steps": 0 if run.seed else 40}
             summary["stages"] = [{"stage": "solve", "steps": 10}, {"stage": "try", "steps": 10}, tuned]
-            summary["trial"] = {"before": 1.0, "after": 1.0 - 0.1 * (not run.seed)}
+            after = 1.0 - 0.1 * (not run.seed)
+            summary["trial"] = {"before": 1.0, "after": after, "ways": {"adamw": after, "sgd": None}}
             summary["test_accuracy"] = 0.9 - worse - 0.01 * run.seed
             slow(run_dir / "metrics.jsonl", epoch=1, times=20.0)
         else:
@@ -75,8 +77,8 @@ def test_an_answer_says_what_the_trial_found_and_is_negative_where_full_is_bette
     assert "Tuning was tried and went on in 1 of 2 runs" in answer.text
     assert answer.negative and not answer.undecided and answer.n == len(SEEDS)
     _, each, started = grounds.tables(results_of(tmp_path / "good", worse=-0.05))
-    assert each.rows[0][2:] == ("1.000 to 0.900 (-10.0 %)", "40", percent(0.95))
-    assert each.rows[1][2:4] == ("1.000 to 1.000 (+0.0 %)", "0")
+    assert each.rows[0][2:] == ("from 1.000: adamw -10.0 %, sgd not finite", "40", percent(0.95))
+    assert each.rows[1][2:4] == ("from 1.000: adamw +0.0 %, sgd not finite", "0")
     assert started.rows[0][1].endswith("--weights resnet18-cifar100-32px-fp16.pt --freeze auto`")
     assert not grounds.answers(results_of(tmp_path / "better", worse=-0.05))[0].negative
 

@@ -125,9 +125,10 @@ def test_what_does_not_go_with_an_exact_head_is_refused(changes: dict[str, Any],
 def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
     config = from_dict({"freeze": "auto"})
     assert (config.head.head, config.head.head_fit, config.optimizer.epochs) == ("multi-level", "kernel", 16)
-    assert (config.optimizer.optimizer, config.optimizer.lr, config.optimizer.schedule) == ("adamw", 3e-4, "cosine")
+    assert (config.optimizer.optimizer, config.optimizer.lr, config.optimizer.schedule) == ("auto", 3e-4, "cosine")
     given = from_dict({"freeze": {"freeze": "auto", "cut": 3}, "epochs": 4, "head": "last", "lr": 0.1, "cache": "on"})
     assert (given.head.head, given.optimizer.epochs, given.optimizer.lr) == ("last", 4, 0.1)
+    assert given.optimizer.optimizer == "adamw", "a rate is one optimizer's, and was AdamW's"
     assert given.resolved().head.head_fit == "exact", "the model's own last layer compares no rows"
     assert from_dict({"freeze": "auto", "optimizer": "sgd"}).optimizer.lr == 0.1, "a rate of AdamW is not SGD's"
     assert from_dict(to_dict(given)).resolved() == given.resolved()
@@ -138,6 +139,9 @@ def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
     [
         ({"head_fit": "sgd", "head": "last"}, r"--head-fit \(sgd\) must be exact or kernel with --freeze auto"),
         ({"strategy": "shared-trunk"}, r"--strategy \(shared-trunk\) must be replicas with --freeze auto"),
+        ({"optimizer": "auto", "lr": 0.1}, r"--lr \(0.1\) must be left out with --optimizer auto"),
+        ({"optimizer": "auto", "head_lr": "0.1"}, r"--head-lr \(0.1\) must be left out with --optimizer auto"),
+        ({"freeze": "none", "optimizer": "auto"}, r"--optimizer \(auto\) must be sgd, adamw or lars unless --freeze"),
         ({"auto_without": "tuning"}, r"--auto-without \(tuning\) must be none or a list out of votes, guard"),
         (
             {"freeze": "linear", "auto_without": "votes"},

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto import stages_of
+from hvfreeze.training.auto import Costs, stages_of
 from hvfreeze.training.stages import StageRunner, joined
 
 CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_saved": 0.5}
@@ -13,7 +14,7 @@ CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_
 
 def stage_runner() -> StageRunner:
     made = cast(StageRunner, StageRunner.__new__(StageRunner))
-    made.mirror = None
+    made.mirror, made.other_way = None, False
     made.stages, made.number, made._earlier = (
         stages_of(
             from_dict({"freeze": "auto"}), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=None
@@ -44,10 +45,47 @@ def test_what_a_course_keeps_is_what_it_knows() -> None:
         {"number": 0, "steps": [20, -18, 20], "earlier": {}},
         {"number": 0, "steps": [20, 18, 20], "earlier": None},
         {"number": 0, "steps": [20, 18, 20], "earlier": {}, "mirror": "never"},
+        {"number": 0, "steps": [20, 18, 20], "earlier": {}, "other_way": "sgd"},
     ],
 )
 def test_junk_is_not_known(junk: Any) -> None:
     assert not stage_runner().knows(junk)
+
+
+def tried_runner() -> StageRunner:
+    made = stage_runner()
+    config = from_dict({"freeze": "auto", "weights": "some.pt"})
+    made.stages = stages_of(
+        config, batches_per_epoch=20, guarded_batches=18, cut=0, deepest=5, costs=Costs(views=2, frozen=0.0)
+    )
+    return made
+
+
+def test_stages_to_come_tune_in_the_way_that_was_found_and_a_resumed_run_does_too() -> None:
+    made = tried_runner()
+    made.number = 2
+    before = made.stages
+    made.take_other_way()
+    assert made.stages[:3] == before[:3] and [stage.steps for stage in made.stages] == [s.steps for s in before]
+    tuned = [stage for stage in made.stages if stage.name == "tune"]
+    assert len(tuned) > 1 and {(stage.config.optimizer.optimizer, stage.other) for stage in tuned} == {("sgd", None)}
+    again = tried_runner()
+    again.number, again.opened = 2, cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0)))
+    again.asked = tuple(made.asked)
+    again.load_state_dict(made.state_dict(), keeps_plan=True)
+    assert again.stages == made.stages
+
+
+def test_one_tuning_takes_the_steps_of_all_that_are_left_and_one_solution_follows() -> None:
+    made = tried_runner()
+    made.opened = cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0)))
+    names = [stage.name for stage in made.stages]
+    assert names == ["solve", "try", "try", "tune", "solve", "tune", "solve", "tune", "solve", "back"]
+    made.number, before = 4, [stage.steps for stage in made.stages]
+    made.tune_at_once()
+    assert [stage.steps for stage in made.stages] == [*before[:5], before[5] + before[7], before[6], 0, 0, 0]
+    tuned = made.stages[5]
+    assert tuned.config.optimizer.epochs == tuned.epochs
 
 
 def test_reports_of_stages_add_up() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -7,13 +8,14 @@ import pytest
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import JUDGING, Costs, epochs_of_rounds, stages_of
 from hvfreeze.training.stages import Stage, single_stage
+from hvfreeze.training.trial import Trial
 
 COSTS = Costs(views=2, frozen=0.25)
 DEEPEST = 5
 
 
 def planned(*, batches: int = 20, guarded: int = 18, **changes: Any) -> tuple[Stage, ...]:
-    config = from_dict({"freeze": "auto", "weights": "some.pt", **changes})
+    config = from_dict({"freeze": "auto", "weights": "some.pt", "optimizer": "adamw", **changes})
     return stages_of(config, batches_per_epoch=batches, guarded_batches=guarded, cut=2, deepest=DEEPEST, costs=COSTS)
 
 
@@ -53,6 +55,41 @@ def test_what_was_asked_for_is_neither_tried_nor_made_in_parts() -> None:
     scratch = planned(epochs=9, weights="none")
     assert [stage.name for stage in scratch] == ["solve", "tune", "solve"]
     assert [stage.config.freeze.statistics for stage in (scratch[1], alone[1])] == ["auto", "kept"]
+
+
+def test_two_ways_to_tune_are_tried_where_there_is_room_and_each_stage_knows_the_other() -> None:
+    stages = planned(epochs=16, optimizer="auto", weight_decay=0.5)
+    names = [stage.name for stage in stages]
+    assert names[:5] == ["solve", "try", "try", "tune", "solve"] and cost(stages) <= 16
+    found = [(each.optimizer.optimizer, each.optimizer.lr) for each in (stage.config for stage in stages[1:4])]
+    assert found == [("adamw", 3e-4), ("sgd", 0.05), ("adamw", 3e-4)]
+    assert [stage.config.freeze.statistics for stage in stages[1:4]] == ["kept", "batch", "kept"]
+    other = stages[3].other
+    assert other is not None and (other.optimizer.optimizer, other.optimizer.weight_decay) == ("sgd", 0.5)
+    assert (other.freeze, other.optimizer.epochs, other.optimizer.lr_warmup) == (
+        stages[2].config.freeze,
+        stages[3].config.optimizer.epochs,
+        stages[3].config.optimizer.lr_warmup,
+    )
+    usual = planned(epochs=16, optimizer="auto")[2].config.optimizer.weight_decay
+    assert usual == from_dict({}).optimizer.weight_decay, "SGD's own"
+    few = planned(epochs=4, optimizer="auto")
+    assert [stage.name for stage in few] == ["solve", "try", "tune", "solve", "back"], "no room for two"
+    assert few[2].other is None and few[1].config.optimizer.optimizer == "adamw"
+    scratch = planned(epochs=9, optimizer="auto", weights="none")
+    assert [stage.config.optimizer.optimizer for stage in scratch] == ["adamw"] * 3, "nothing is tried"
+
+
+def test_the_better_way_is_that_after_which_the_loss_is_least() -> None:
+    assert not Trial().pays and not Trial(before=1.0).pays
+    trial = Trial(before=1.0, after={"adamw": 0.9, "sgd": 0.8})
+    assert (trial.pays, trial.best, trial.describe()["after"]) == (True, "sgd", 0.8)
+    assert Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).best == "adamw"
+    assert not Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).pays
+    assert not Trial(before=1.0, after={"adamw": math.inf, "sgd": math.inf}).pays
+    assert "from 1.000 to 0.900 (adamw) or numbers that are not finite (sgd)" in Trial(
+        before=1.0, after={"adamw": 0.9, "sgd": math.inf}
+    ).line(40)
 
 
 def test_a_trial_is_as_long_for_many_samples_as_for_few() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,10 @@ DEEPEST = 16
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion."""
+    """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion.
+
+    A key that comes twice is refused, where YAML's readers let the last one win.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -56,6 +60,11 @@ class PlainLoader(yaml.SafeLoader):
             node: yaml.Node | None = super().compose_node(parent, index)
         finally:
             self._depth -= 1
+        if isinstance(node, yaml.MappingNode):
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key, count in keys.most_common(1):
+                if count > 1:
+                    raise yaml.YAMLError(f"the key {key} is there twice in one place; leave one")
         return node
 
 
@@ -272,7 +281,7 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """Return the leaves of a configuration by name, their values as they are.
 
     Raises:
-        UsageError: an unknown section or key, or a key in another section than its own.
+        UsageError: an unknown section or key, a key in another section than its own, or one that is given twice.
     """
     known = leaves()
     sections = typing.get_type_hints(Config)
@@ -286,6 +295,8 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
             leaf = str(leaf).replace("-", "_")
             if leaf not in known or section not in (None, known[leaf][0]):
                 raise UsageError(f"{source}: unknown key '{leaf}'{did_you_mean(leaf, known)}")
+            if leaf in found:
+                raise UsageError(f"{source}: '{leaf}' is given twice; leave one")
             found[leaf] = entry
     return found
 

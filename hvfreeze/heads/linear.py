@@ -539,27 +539,31 @@ class Choosing:
         """
         subsets = self.subsets(mirrored=mirrored)
         searches, start = [Lbfgs(self.covariance) for _ in subsets], self.loss.zero()
-        points = nothing = tuple(self.loss.at(start, subset) for subset in subsets)
-        best, chosen, trials = nothing, self.penalties[0], list[PenaltyTrial]()
+        nothing = tuple(self.loss.at(start, subset) for subset in subsets)
+        tried: list[tuple[float, float, tuple[Point, ...]]] = []
+        trials: list[PenaltyTrial] = []
+
+        def attempt(penalty: float, starts: tuple[Point, ...]) -> float:
+            found = [self.minimum(*parts, penalty) for parts in zip(searches, subsets, starts, strict=True)]
+            solved, steps = tuple(point for point, _ in found), found[0][1]
+            trials.append(PenaltyTrial(penalty, solved[0].held_out_loss, solved[0].held_out_accuracy, steps))
+            tried.append((self.judged(solved), penalty, solved))
+            return tried[-1][0]
+
+        # Of few samples a strong penalty may be worse than no head: it leaves little but the intercepts, which say of
+        # each sample that its class is rarer among the others. So the first solution is compared with the second.
+        least = math.inf
         for penalty in self.penalties:
-            found = [self.minimum(*parts, penalty) for parts in zip(searches, subsets, points, strict=True)]
-            points = tuple(point for point, _ in found)
-            of_held_out, steps = found[0]
-            trials.append(PenaltyTrial(penalty, of_held_out.held_out_loss, of_held_out.held_out_accuracy, steps))
-            if self.judged(points) > (1 - LEAST_GAIN) * self.judged(best):
+            judged = attempt(penalty, tried[-1][2] if tried else nothing)
+            if judged > (1 - LEAST_GAIN) * least:
                 break
-            best, chosen = points, penalty
-        if best is nothing:
-            # The strongest penalty already makes a head that is too sure of what says little.
+            least = judged
+        if least > self.judged(nothing):
+            # Every penalty makes a head that is too sure of what says little.
             for penalty in self.stronger:
-                found = [self.minimum(*parts, penalty) for parts in zip(searches, subsets, nothing, strict=True)]
-                points, chosen = tuple(point for point, _ in found), penalty
-                trials.append(
-                    PenaltyTrial(penalty, found[0][0].held_out_loss, found[0][0].held_out_accuracy, found[0][1])
-                )
-                if self.judged(points) < self.judged(nothing):
-                    best = points
+                if attempt(penalty, nothing) < self.judged(nothing):
                     break
+        _, chosen, best = min(tried, key=lambda each: each[0])
         return Choice(chosen, best[0].weights, searches[0], tuple(trials), best)
 
     def subsets(self, *, mirrored: bool) -> list[Subset]:

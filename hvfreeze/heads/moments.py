@@ -268,12 +268,17 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK) -> Prepared:
     suspects = far_ones(found, found.sizes, SUSPECT, world=world)
     if not suspects:
         return Prepared(rows, everything, standard, found.product, 2, found.marks)
-    others = ~torch.isin(found.samples, torch.tensor(suspects))
-    without = measure(SomeRows(rows, others), world=world)
-    again = sketch(rows, without, world=world, columns=columns, kept=others)
+    passes, known = 2, list[int]()
+    # The farthest row also hides those that are less far, as it makes the scale: until no other one shows.
+    while suspects != known:
+        known, others = suspects, ~torch.isin(found.samples, torch.tensor(suspects))
+        without = measure(SomeRows(rows, others), world=world)
+        again = sketch(rows, without, world=world, columns=columns, kept=others)
+        suspects = sorted({*known, *far_ones(again, again.sizes[others], SUSPECT, world=world)})
+        passes += 2
     extreme = without_whole_classes(far_ones(again, again.sizes[others], EXTREME, world=world), found, world=world)
     if not extreme:
-        return Prepared(rows, everything, standard, found.product, 4, found.marks)
+        return Prepared(rows, everything, standard, found.product, passes, found.marks)
     count = sum(world.allgather_object(len(found.samples.unique()), name="head.samples"))
     if len(extreme) > max(1, MOST_EXTREME * count):
         raise FeaturesError(
@@ -285,10 +290,10 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK) -> Prepared:
     used = ~torch.isin(found.samples, torch.tensor(extreme))
     left = SomeRows(rows, used)
     if extreme == suspects:
-        return Prepared(left, used, without, again.product, 4, found.marks[:, used], tuple(extreme))
+        return Prepared(left, used, without, again.product, passes, found.marks[:, used], tuple(extreme))
     standard = measure(left, world=world)
     last = sketch(left, standard, world=world, columns=columns)
-    return Prepared(left, used, standard, last.product, 6, last.marks, tuple(extreme))
+    return Prepared(left, used, standard, last.product, passes + 2, last.marks, tuple(extreme))
 
 
 def far_ones(found: Sketch, usual: Tensor, times: float, *, world: World) -> list[int]:

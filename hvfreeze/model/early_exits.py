@@ -73,6 +73,14 @@ class Critic(nn.Module):
         return logits
 
 
+class Critics(nn.ModuleList):
+    """The critics of a model; what they are given goes on unchanged, as an nn.Sequential runs whatever lies in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`."""
+        return x
+
+
 def shrunk(x: Tensor, most: int) -> Tensor:
     """Return maps averaged to at most `most` cells a side; anything else as it is."""
     if x.dim() < 4:
@@ -156,7 +164,7 @@ def add_exits(chain: Chain, starts: Sequence[int], *, example: Tensor, classes: 
         for group, turned in zip(groups, last):
             example = chain.run(example, *group)
             critics.append(Critic(example.shape, classes=classes, channels_last=bool(turned)))
-    chain.model.add_module(CRITICS, nn.ModuleList(critics))
+    chain.model.add_module(CRITICS, Critics(critics))
     return EarlyExits(chain, groups, tuple(critics))
 
 

@@ -230,7 +230,11 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
     if not table:
         return [own] * len(tasks)
     reader = csv.DictReader(io.StringIO(table))
-    columns = set(reader.fieldnames or ())
+    header = reader.fieldnames or ()
+    columns = set(header)
+    if len(columns) < len(header):
+        twice = next(name for name in header if list(header).count(name) > 1)
+        raise RefusedError(f"--tasks: the table of labels has two columns {twice}; leave one, or rename one")
     for column in ("sample", *(task.column for task in tasks)):
         if column not in columns:
             raise RefusedError(
@@ -240,6 +244,11 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
     rows_of = {split: rows_by_name(image_set) for split, image_set in sets.items()}
     cells: dict[str, dict[int, dict[str, str]]] = {"train": {}, "test": {}}
     for number, line in enumerate(reader, 2):
+        if None in line:
+            raise RefusedError(
+                f"--tasks: line {number} of the table has more cells than the {len(header)} columns; take the others "
+                "out, or put a label with a comma in quotation marks"
+            )
         split = "train" if corpus.evaluated is corpus.train and "split" not in columns else line.get("split") or "train"
         row = rows_of.get(split, {}).get(line["sample"])
         if row is None:
@@ -279,7 +288,9 @@ def column_of(
         for row, word in words[split].items():
             if not word:
                 raise RefusedError(f"--tasks: task {task.name}: sample {row} of {split} has no label in {task.column}")
-    taught = {(line.get(task.column) or "").strip() for line in cells["train"].values()}
+    # Held-out samples are lines of the training set too, and are evaluated on alone.
+    judged = set(used["test"].tolist()) if sets["test"] is sets["train"] else set()
+    taught = {(line.get(task.column) or "").strip() for row, line in cells["train"].items() if row not in judged}
     unknown = sorted(set(words["test"].values()) - taught)
     if unknown:
         raise RefusedError(
@@ -287,7 +298,7 @@ def column_of(
             f"training sample, of which {', '.join(sorted(taught)[:MOST_NAMED])} are; correct it or take it out"
         )
     known = {word for split in words.values() for word in split.values()}
-    classes = sorted(known, key=lambda word: (not word.isdigit(), int(word) if word.isdigit() else 0, word))
+    classes = sorted(known, key=lambda word: (not word.isdecimal(), int(word) if word.isdecimal() else 0, word))
     if len(classes) < 2:
         raise RefusedError(
             f"--tasks: task {task.name}: column {task.column} has one value only; a task needs two or more"

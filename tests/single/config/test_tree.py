@@ -161,6 +161,8 @@ BOMB = "a: &a [x, x]\n" + "".join(
 )
 FORGED = {
     "alias bomb": (BOMB, "alias"),
+    "key twice": ("seed: 1\nlr: 0.5\nseed: 2\n", "the key seed is there twice"),
+    "key twice deeper down": ("optimizer: {lr: 0.5, epochs: 2, lr: 0.1}\n", "the key lr is there twice"),
     "merge bomb": ("a: &a {x: 1}\nb: {<<: [*a, *a]}\n", "alias"),
     "deep lists": ("[" * 200_000, "deeper"),
     "deep blocks": ("".join(f"{' ' * n}k:\n" for n in range(900)), "deeper"),
@@ -188,6 +190,12 @@ def test_plain_values_are_read() -> None:
     assert parse_plain_yaml(b"a: {b: [1, 2.5, yes, null, text]}") == {"a": {"b": [1, 2.5, True, None, "text"]}}
     deepest = "[" * (DEEPEST - 1) + "1" + "]" * (DEEPEST - 1)
     assert parse_plain_yaml(deepest.encode())
+
+
+@pytest.mark.parametrize("tree", [{"lr": 0.1, "optimizer": {"lr": 0.2}}, {"batch-size": 4, "batch_size": 8}])
+def test_a_setting_that_is_given_twice_is_refused(tree: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="is given twice; leave one"):
+        from_dict(tree)
 
 
 def test_a_setting_that_older_files_have_in_another_section_is_found() -> None:

@@ -83,6 +83,18 @@ def test_a_kernel_head_whose_penalty_is_given_is_as_sure_as_it_is_right(seed: in
     assert float(functional.cross_entropy(said, truth)) < 1.1 * best_scale(said, truth)[1]
 
 
+@pytest.mark.parametrize("count", [12, 20])
+def test_a_linear_head_of_very_few_samples_uses_what_they_say(count: int) -> None:
+    others, truth = clusters(2000, seed=99)
+    right = []
+    for seed in range(4):
+        features, labels = clusters(count, seed=seed)
+        fit = separated(RowsInMemory(features, labels, torch.arange(count) % 10 == 0), classes=CLASSES)
+        right.append(float((answers(fit, others).argmax(1) == truth).float().mean()))
+    # By chance a quarter is right; the strongest penalty leaves only how frequent classes are.
+    assert min(right) > 0.4, right
+
+
 @SOLVERS
 @pytest.mark.parametrize("samples", [40, 500])
 def test_a_head_that_has_nothing_to_go_by_is_unsure(solve: Solve, samples: int) -> None:
@@ -191,6 +203,17 @@ def test_a_damaged_sample_does_not_decide_for_all_others(solve: Solve, damaged: 
     assert fit.left_out == tuple(damaged) and fit.rows == 200 - len(damaged)
     assert torch.flatten(fit.used.logical_not().nonzero()).tolist() == damaged
     assert fit.summary()["left_out"] == damaged
+
+
+@SOLVERS
+def test_damaged_samples_do_not_hide_each_other(solve: Solve) -> None:
+    features, labels = clusters(200, seed=5)
+    others, truth = clusters(1000, seed=6)
+    for sample, factor in ((3, 1e9), (4, 1e7), (5, 1e5), (6, 1e3)):
+        features[sample] *= factor
+    fit = solve(RowsInMemory(features, labels, torch.arange(200) % 10 == 0), classes=CLASSES)
+    assert fit.left_out == (3, 4, 5, 6)
+    assert float((answers(fit, others).argmax(1) == truth).double().mean()) > 0.6
 
 
 def test_all_views_of_a_damaged_sample_are_left_out() -> None:

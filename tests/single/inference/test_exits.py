@@ -66,6 +66,14 @@ def evaluated(run: WithExits, *flags: str) -> tuple[float, list[str]]:
     return int(right[1]) / 21, lines[starts[0] + 1 :] if starts else []
 
 
+def test_a_model_that_runs_all_of_its_parts_passes_its_critics_over(tmp_path: Path) -> None:
+    flags = "--strategy local-critics --model mlp-16x16x16 --parts 2 --train-samples 60 --batch-size 8 --epochs 1"
+    trained = call("train", *flags.split(), "--threads", "1", "--quiet", "--run-dir", str(tmp_path))
+    assert trained.returncode == 0, str(trained)
+    outcome = call("evaluate", str(tmp_path))
+    assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
+
+
 def test_exits_are_as_right_as_the_run_found_them(run: WithExits) -> None:
     assert evaluated(run) == (run.accuracy, [])
     accuracies = [evaluated(run, "--exit", str(number))[0] for number in (1, 2, 3, 4)]

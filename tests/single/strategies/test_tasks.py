@@ -117,6 +117,8 @@ def test_task_files_that_say_what_cannot_be_are_refused(text: str, message: str,
             "line 4 of the table: sample 0 of train has a label already, x in a, and here it is y",
         ),
         ("sample,a\n0,x\n0,", "label already, x in a, and here it is none; leave one"),
+        ("sample,a,a\n0,x,y", "has two columns a; leave one"),
+        ("sample,a\n0,x\n1,y,z", "line 3 of the table has more cells than the 2 columns"),
     ],
 )
 def test_tables_that_lack_labels_are_refused(table: str, message: str) -> None:
@@ -140,6 +142,20 @@ def test_a_label_that_no_training_sample_has_is_refused() -> None:
     # A line that says the same once more does no harm.
     (again,) = read_labels(tasks, table_of(samples, test="even") + "\ntrain,4,even", samples)
     assert again.identity() == labels.identity()
+
+
+def test_a_label_that_only_held_out_samples_have_is_refused() -> None:
+    samples, tasks = corpus(validation_fraction=0.5), [Task(name="parity", column="a", lr=1.0, seed=0)]
+    odd_one = int(samples.evaluated_ids[0])
+    words = {row: "Even" if row == odd_one else ("even", "odd")[row % 2] for row in range(len(samples.train))}
+    with pytest.raises(RefusedError, match="Even in a of test is the label of no training sample"):
+        read_labels(tasks, "\n".join(["sample,a", *(f"{row},{word}" for row, word in words.items())]), samples)
+
+
+def test_labels_may_be_any_text() -> None:
+    samples, tasks = corpus(), [Task(name="power", column="a", lr=1.0, seed=0)]
+    (labels,) = read_labels(tasks, table_of(samples, test="odd").replace("odd", "x").replace("even", "\u00b2"), samples)
+    assert labels.classes == ("x", "\u00b2")
 
 
 def test_a_sample_named_by_number_and_by_path_is_one(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ class DistributedOptimizer(OptimizerWrapper):
     It is the wrapped optimizer to schedulers and everybody else: the same groups, state and state_dict. With one
     process it is plain PyTorch, bit for bit, until a block is frozen.
 
-    Rank 0 tells what is decided by the logger `hvfreeze`, in lines on standard error where the script has configured no
-    logging.
+    Rank 0 tells by the logger `hvfreeze` of the first vote and of each that moves the cut, of all others at level
+    DEBUG; in lines on standard error where the script has configured no logging.
 
     Attributes:
         freezer: the `Freezer`; `freezer.cut` is the number of frozen blocks.
@@ -261,6 +261,7 @@ class DistributedOptimizer(OptimizerWrapper):
             tell(self.world, "groups has no effect: gradients travel in buckets of a few mebibytes in any case")
         self._synchronized, self._skips, self._began, self._created = False, False, False, False
         self._loss = math.nan
+        self._told = False
         self._elsewhere: ChangedElsewhere | None = None
 
     def parameters(self) -> set[Tensor]:
@@ -407,7 +408,11 @@ class DistributedOptimizer(OptimizerWrapper):
         self._loss = math.nan
         if decision is not None:
             names = ", ".join(block.name for block in self.freezer.chain.blocks[: decision.cut_after])
-            tell(self.world, "step %d: frozen: %s (%s)", decision.step, names or "nothing", decision.reason)
+            # Most votes change nothing, and training may take thousands.
+            level = logging.INFO if decision.moved or not self._told else logging.DEBUG
+            self._told = True
+            message = "step %d: frozen: %s (%s)"
+            tell(self.world, message, decision.step, names or "nothing", decision.reason, level=level)
 
     def _heed_others(self) -> None:
         """Freeze no block of which something else changes parameters, and say so once."""

@@ -326,9 +326,18 @@ class GradientExchange:
         self._versions[slot] = (place, place._version)
         return place
 
-    def is_touched(self, bucket: Bucket) -> bool:
-        """Tell whether somebody has written to a place since its gradient was copied in."""
-        return any(place._version != version for place, version in map(self._versions.__getitem__, bucket.slots))
+    def is_touched(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> bool:
+        """Tell whether somebody has changed gradients since they were copied in.
+
+        Args:
+            bucket: that holds them.
+            gradients: of its parameters as they have them now, in the order of its slots.
+        """
+        for slot, gradient in zip(bucket.slots, gradients, strict=True):
+            place, version = self._versions[slot]
+            if gradient is None or place._version != version or place.data_ptr() != gradient.data_ptr():
+                return True
+        return False
 
     def start_full(self) -> tuple[int, int]:
         """Start what is full, and advance what has arrived; return the bytes of gradients and those beside them."""

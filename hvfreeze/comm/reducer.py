@@ -352,7 +352,7 @@ class Reducer:
             parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, gradient))
 
     def _check_untouched(self, bucket: Bucket) -> None:
-        if self.starts_itself and self._exchange.is_touched(bucket):
+        if self.starts_itself and self._exchange.is_touched(bucket, [self.carried[s][1].grad for s in bucket.slots]):
             raise UsageError(
                 "gradients were changed between backward() and their average over ranks, and it is lost: call "
                 "synchronize() before they are clipped or scaled, and step() inside skip_synchronize()"

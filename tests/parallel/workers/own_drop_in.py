@@ -356,6 +356,17 @@ def check_gradients_can_be_detached(world: World) -> None:
     assert [parameter.grad is None for parameter in model.parameters()] == [False] * 8
 
 
+def check_a_gradient_that_a_script_replaces_too_early_is_refused(world: World) -> None:
+    if world.size == 1:
+        return
+    for replace in (nn.Module.zero_grad, lambda one: setattr(one[3].bias, "grad", torch.ones(2))):
+        model = three_layers()
+        optimizer = wrap(model, world)
+        model(torch.ones(4, 3)).sum().backward()
+        replace(model)  # type: ignore[operator]
+        raises(UsageError, "call synchronize() before they are", optimizer.step)
+
+
 def check_a_model_that_trains_in_evaluation_mode_is_divided(world: World) -> None:
     model = Text().eval()
     optimizer = wrap(model, world)

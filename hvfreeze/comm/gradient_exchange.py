@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.comm.gradient_places import place_in
 from hvfreeze.comm.low_rank import LowRankBucket, Send, Wait, fits, matrix_shape
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import parse_compression
@@ -95,8 +96,6 @@ class FlatBucket:
     scale: float = 1.0
     """What a gradient is multiplied by on its way into `flat`."""
     missing: int = 0
-    version: int = 0
-    """Of `flat`, since which nobody may have written to it until it is summed."""
     handles: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -220,8 +219,7 @@ def lay_out(
         flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
         views, offset = [], 0
         for parameter in parameters:
-            # The parameter's own strides: a channels_last weight keeps its format in the flat buffer.
-            views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
+            views.append(place_in(flat, parameter, offset))
             offset += parameter.numel()
         copy = half(flat.numel(), [named[place][0] for place in run]) if half else None
         own = [slots[place] for place in run]
@@ -311,19 +309,35 @@ class GradientExchange:
         self.low_rank = [bucket for bucket in buckets if isinstance(bucket, LowRankBucket)]
         self._places = {slot: (bucket, i) for bucket in self.buckets for i, slot in enumerate(bucket.slots)}
         self._started = self._advanced = 0
+        # Of each slot's place, since which nobody may have written to it until it is summed.
+        self._versions: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self) -> None:
         """Wait for all gradients again."""
         for bucket in self.buckets:
             bucket.begin()
         self._started = self._advanced = 0
+        self._versions = {}
 
     def copy_in(self, slot: int, gradient: Tensor | None) -> Tensor:
         """Take this rank's gradient of a slot, None for zero; return where the average will be."""
         bucket, i = self._places[slot]
         place = bucket.copy_in(i, gradient)
-        bucket.version = bucket.flat._version
+        self._versions[slot] = (place, place._version)
         return place
+
+    def is_touched(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> bool:
+        """Tell whether somebody has changed gradients since they were copied in.
+
+        Args:
+            bucket: that holds them.
+            gradients: of its parameters as they have them now, in the order of its slots.
+        """
+        for slot, gradient in zip(bucket.slots, gradients, strict=True):
+            place, version = self._versions[slot]
+            if gradient is None or place._version != version or place.data_ptr() != gradient.data_ptr():
+                return True
+        return False
 
     def start_full(self) -> tuple[int, int]:
         """Start what is full, and advance what has arrived; return the bytes of gradients and those beside them."""

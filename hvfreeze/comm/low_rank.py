@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.comm.gradient_places import place_in
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 
@@ -106,7 +107,6 @@ class LowRankBucket:
         self, name: str, named: Sequence[tuple[str, nn.Parameter]], slots: Sequence[int], *, size: int, rank: int
     ) -> None:
         self.name, self.slots, self.missing, self._size = name, slots, 0, size
-        self.version = 0  # as in `FlatBucket`
         shapes = [matrix_shape(parameter) for _, parameter in named]
         self.flat = torch.zeros(sum(n * m for n, m in shapes))
         self._errors = torch.zeros_like(self.flat)
@@ -115,9 +115,8 @@ class LowRankBucket:
         self._matrices: dict[str, Matrix] = {}
         at, left, right = 0, 0, 0
         for (name, parameter), (n, m) in zip(named, shapes, strict=True):
-            layout = (parameter.size(), parameter.stride(), at)
             error, gradient = (whole[at : at + n * m].view(n, m) for whole in (self._errors, self.flat))
-            shaped = (self._errors.as_strided(*layout), self.flat.as_strided(*layout))
+            shaped = [place_in(whole, parameter, at) for whole in (self._errors, self.flat)]
             p = self._lefts[left : left + n * rank].view(rank, n)
             q = self._rights[right : right + m * rank].view(rank, m)
             q.copy_(torch.randn(m, rank, generator=torch.Generator().manual_seed(seed_of(name))).t())

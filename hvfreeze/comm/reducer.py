@@ -95,6 +95,12 @@ class Reducer:
     """Whether ranks are known to compute alike what is laid out."""
     _trains: list[bool] = field(default_factory=list)
     """Of each carried parameter, whether it was trainable when the buckets were laid out."""
+    _formats: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+    """Of each carried parameter, type and strides, likewise."""
+    owner: Any = None
+    """Lives as long as the hooks on the parameters, though its script has forgotten it."""
+    _released: bool = False
+    """Whether another reducer carries these parameters now."""
     _scales: Scaling = Scaling(1.0)  # noqa: RUF009  (frozen)
     _by_rows: set[int] = field(default_factory=set)
     """Slots whose gradients travel as rows."""
@@ -142,7 +148,7 @@ class Reducer:
         if not self.starts_itself:
             for _, parameter in self.carried:
                 parameter.grad = None
-        elif self._trains != [parameter.requires_grad for _, parameter in self.carried]:
+        elif self._has_changed():
             check_types([(name, parameter) for name, parameter in self.carried if parameter.requires_grad])
             self._lay_out()
         if self.steps == self.uncompressed_steps and self.compression.startswith("powersgd"):
@@ -177,6 +183,11 @@ class Reducer:
             DivergedError: the ranks carry different sets of parameters.
             UsageError: there were fewer backward passes than `begin` was told, or gradients were changed meanwhile.
         """
+        if self._released:
+            raise UsageError(
+                "a later DistributedOptimizer has these parameters, and averages their gradients: call step() of that "
+                "one, or give each optimizer parameters of its own"
+            )
         if self.starts_itself and not self._passes:
             self.begin()
         assert self._passes, "finish() without begin()"
@@ -208,6 +219,12 @@ class Reducer:
         whole = gradient.to_dense() if gradient.is_sparse else gradient
         factor = 1.0 if self.scaling is None else self.scaling.before * self.scaling.after * self.world.size
         return whole if factor == 1.0 else whole / factor
+
+    def release(self) -> None:
+        """Leave all gradients alone from now on: another reducer carries these parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._passes, self._released = [], 0, True
 
     @property
     def exchanging(self) -> bool:
@@ -249,9 +266,15 @@ class Reducer:
         # Checkpoints of earlier versions have none.
         self._owed = {name: {"error": kept["error"].clone()} for name, kept in state.get("owed", {}).items()}
 
+    def _has_changed(self) -> bool:
+        """Tell whether a script has switched parameters, or moved them to another type or memory format."""
+        parameters = [parameter for _, parameter in self.carried]
+        return self._trains != [p.requires_grad for p in parameters] or self._formats != formats_of(parameters)
+
     def _lay_out(self) -> None:
         kept, self._checked = {**self._set_aside, **self._exchange.state_dict()}, False
         self._trains = [parameter.requires_grad for _, parameter in self.carried]
+        self._formats = formats_of([parameter for _, parameter in self.carried])
         slots = [slot for slot, trains in enumerate(self._trains) if trains]
         named = [self.carried[slot] for slot in slots]
         names = "\n".join(name for name, _ in named)
@@ -329,7 +352,7 @@ class Reducer:
             parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, gradient))
 
     def _check_untouched(self, bucket: Bucket) -> None:
-        if self.starts_itself and bucket.flat._version != bucket.version:
+        if self.starts_itself and self._exchange.is_touched(bucket, [self.carried[s][1].grad for s in bucket.slots]):
             raise UsageError(
                 "gradients were changed between backward() and their average over ranks, and it is lost: call "
                 "synchronize() before they are clipped or scaled, and step() inside skip_synchronize()"
@@ -364,6 +387,11 @@ class Reducer:
         payload, tail = self._exchange.start_full()
         self.payload_bytes += payload
         self.other_bytes += tail
+
+
+def formats_of(parameters: Sequence[nn.Parameter]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the type and the strides of each parameter."""
+    return [(parameter.dtype, parameter.stride()) for parameter in parameters]
 
 
 def hook_on(parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:

@@ -102,8 +102,10 @@ def average_running_statistics(modules: Iterable[nn.Module], world: World) -> in
     pooled = world.allreduce_sum(variances + (means - mean) ** 2, name="batchnorm.variance") / world.size
     sizes = [len(target) for target, _ in statistics]
     for (target_mean, target_variance), own, its in zip(statistics, mean.split(sizes), pooled.split(sizes)):
-        target_mean.copy_(own)
-        target_variance.copy_(its)
+        for target, value in ((target_mean, own), (target_variance, its)):
+            # What is equal already may be frozen by another optimizer of the model, which notices what is written.
+            if not torch.equal(target, value.to(target.dtype)):
+                target.copy_(value)
     return 2 * means.nbytes
 
 

@@ -37,6 +37,8 @@ class Evidence:
     work: tuple[float, ...] = ()
     """Each block's part of a step's time; empty where nobody knows, all count the same then."""
     min_gain: float = 0.1
+    limit: int | None = None
+    """The deepest cut that blocks behind it allow, because something else changes them; None: any."""
 
     @property
     def deepest(self) -> int:
@@ -253,6 +255,7 @@ class Proposer:
         seen = evidence if usable else replace(evidence, previous_norms=None, norms=None, gains=None)
         needed = max(patience, self.criterion.patience)
         wanted = self.criterion.propose(replace(seen, cut=self.cut))
+        wanted = wanted if evidence.limit is None else min(wanted, max(self.cut, evidence.limit))
         if wanted < self.cut:
             # Looks at frozen blocks are rare: the criterion itself waits for two that agree.
             return wanted

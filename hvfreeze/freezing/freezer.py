@@ -49,6 +49,10 @@ class Freezer:
         held: the blocks lo..hi-1 that this rank has, where the chain is cut over ranks; None is all.
         join: adds up what this rank and those that hold the other blocks have observed; a collective among them.
         work: each block's part of a step's time, for criteria that weigh it; empty: all the same.
+
+    Attributes:
+        step: optimizer steps so far.
+        limit: the deepest cut that this rank proposes; None: any.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Freezer:
         self.optimizer, self.reducer, self.world = optimizer, reducer, world
         self.settings, self.cadence, self.voter = settings, cadence, voter
         self.step = 0
+        self.limit: int | None = None
         # A script's reducer, which any backward pass starts, follows the script's switches.
         self.prefix = FrozenPrefix(
             chain,
@@ -286,7 +291,14 @@ class Freezer:
             peaks=() if self._coherence is None else tuple(self._coherence.peaks),
             work=self._work,
             min_gain=self.settings.min_gain,
+            limit=self._deepest(),
         )
+
+    def _deepest(self) -> int:
+        """Return the deepest cut behind which something still trains, within the limit: a loss needs a gradient."""
+        trained = [block for block in range(self.cut, len(self.chain.blocks)) if self._trains(block)]
+        last = trained[-1] if trained else self.cut
+        return last if self.limit is None else min(self.limit, last)
 
     def _trains(self, block: int) -> bool:
         return any(parameter.requires_grad for _, parameter in self.prefix.trained(block, block + 1))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
@@ -40,11 +40,20 @@ class FoundBlocks:
         model: nn.Module,
         world: World,
         *,
+        trained: Collection[Tensor],
         blocks: str | Sequence[str] | None,
         example: Inputs | None,
         settings: FreezeConfig,
     ) -> None:
         """Find the blocks, or begin to wait for the model's first forward pass in training.
+
+        Args:
+            model: any module.
+            world: the ranks.
+            trained: the parameters that the optimizer has.
+            blocks: as the script gives them.
+            example: likewise.
+            settings: what is to be frozen, and how.
 
         Raises:
             UsageError: `blocks` or `example` does not fit the model, or blocks are frozen from the start on, and are
@@ -55,6 +64,10 @@ class FoundBlocks:
         self._waits = False
         self.description: dict[str, Any] | None = None
         self._why = ""
+        self.chain: Chain = undivided(model)
+        if not any(parameter in trained for parameter in model.parameters()):
+            self._why = f"the optimizer has none of the parameters of {type(model).__name__}, which model= gives"
+            return
         named = blocks is not None and blocks not in SCHEMES
         if example is None and not named and not knows_its_order(model):
             if settings.cut:
@@ -65,14 +78,13 @@ class FoundBlocks:
             self._waits = True
             # What rank 0 sees holds for all.
             self._first = FirstPass(model) if world.rank == 0 else None
-            self.chain: Chain = undivided(model)
             return
         try:
             self.chain = in_blocks(model, blocks=blocks, example=example)
         except IndivisibleError as error:
             if named:
                 raise
-            self.chain, self._why = undivided(model), str(error)
+            self._why = str(error)
         if self.chain.tied:
             self._why = f"{self.chain.tied[0]} of the first block is the last block's too, which trains to the end"
             self.chain = undivided(model)

@@ -24,6 +24,7 @@ from hvfreeze.integration.telling import tell
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod's, by their names."""
+CALLS_BETWEEN = 4
 BROADCAST = "horovod.torch.functions"
 """The module whose `broadcast_optimizer_state` calls `step` to create an optimizer's state."""
 
@@ -134,11 +135,11 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Te
     return names
 
 
-def called_by_broadcast() -> bool:
-    """Tell whether `step` was called by `hvd.broadcast_optimizer_state`; a scheduler may stand in between."""
+def called_by(module: str) -> bool:
+    """Tell whether a function of `module` called the optimizer's `step`; a scheduler may stand in between."""
     frame = sys._getframe(2)
-    for _ in range(3):
-        if frame.f_globals.get("__name__") == BROADCAST:
+    for _ in range(CALLS_BETWEEN):
+        if frame.f_globals.get("__name__") == module:
             return True
         if frame.f_back is None:
             return False

@@ -9,6 +9,7 @@ average, updates, and votes when a vote is due.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks
 from hvfreeze.comm.reducer import Reducer
@@ -27,11 +28,14 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.vote import Voter
+from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.found_blocks import FoundBlocks
+from hvfreeze.integration.handover import take_over
 from hvfreeze.integration.horovod_compat import (
+    BROADCAST,
     begin_alike,
     beside,
-    called_by_broadcast,
+    called_by,
     check_arguments,
     check_groups,
     compression_of,
@@ -42,7 +46,11 @@ from hvfreeze.integration.horovod_compat import (
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.integration.telling import tell
 from hvfreeze.model.traced import Inputs
+from hvfreeze.runs.reading import Move
 
+SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
+SCALER = "torch.amp.grad_scaler"
+"""The module whose `GradScaler.step` calls `step`, after it has looked at the gradients."""
 _made = 0
 """Optimizers of this process so far."""
 
@@ -59,6 +67,20 @@ class OptimizerWrapper(torch.optim.Optimizer):
     """Has the groups, state and state_dict of the optimizer that it stands for; that of frozen parameters is gone."""
 
     freezer: Freezer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what `GradScaler` has for a fused step is set where that step looks for it."""
+        if name in SCALER_ATTRIBUTES:
+            setattr(self._inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute from where it was set."""
+        if name in SCALER_ATTRIBUTES:
+            delattr(self._inner, name)
+        else:
+            super().__delattr__(name)
 
     def _stand_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin; in place of `Optimizer.__init__`, which would make groups of its own."""
@@ -113,8 +135,8 @@ class DistributedOptimizer(OptimizerWrapper):
     It is the wrapped optimizer to schedulers and everybody else: the same groups, state and state_dict. With one
     process it is plain PyTorch, bit for bit, until a block is frozen.
 
-    Rank 0 tells what is decided by the logger `hvfreeze`, in lines on standard error where the script has configured no
-    logging.
+    Rank 0 tells by the logger `hvfreeze` of the first vote and of each that moves the cut, of all others at level
+    DEBUG; in lines on standard error where the script has configured no logging.
 
     Attributes:
         freezer: the `Freezer`; `freezer.cut` is the number of frozen blocks.
@@ -198,7 +220,14 @@ class DistributedOptimizer(OptimizerWrapper):
             )
             self._grouped = check_groups(num_groups, groups)
             self._parameter_names = names_of(optimizer, named_parameters)
-            self._blocks = FoundBlocks(model, self.world, blocks=blocks, example=example, settings=settings)
+            self._blocks = FoundBlocks(
+                model,
+                self.world,
+                trained=self.parameters(),
+                blocks=blocks,
+                example=example,
+                settings=settings,
+            )
             reducer = Reducer(
                 self.world,
                 compression=compression_of(compression),
@@ -209,6 +238,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 sparse=frozenset() if sparse_as_dense else sparse_parameters(model),
                 always=beside(optimizer, model),
             )
+            take_over(self)  # before anything is frozen here: what an earlier one has frozen trains again
             return Freezer(
                 self._blocks.chain,
                 optimizer=optimizer,
@@ -221,6 +251,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
         self.reducer, self._model = self.freezer.reducer, model
+        self.reducer.owner = self
         shapes = {name: f"{str(p.dtype)[6:]} {list(p.shape)}" for name, p in model.named_parameters()}
         check_equal(
             self.world, "models", {"blocks": [block.name for block in self.freezer.chain.blocks], "parameter": shapes}
@@ -230,6 +261,20 @@ class DistributedOptimizer(OptimizerWrapper):
             tell(self.world, "groups has no effect: gradients travel in buckets of a few mebibytes in any case")
         self._synchronized, self._skips, self._began, self._created = False, False, False, False
         self._loss = math.nan
+        self._told = False
+        self._elsewhere: ChangedElsewhere | None = None
+
+    def parameters(self) -> set[Tensor]:
+        """Return all that it updates, the frozen ones too."""
+        made = "freezer" in vars(self)
+        groups = self.freezer.prefix.groups if made else [group["params"] for group in self._inner.param_groups]
+        return {parameter for group in groups for parameter in group}
+
+    def let_go(self) -> None:
+        """Leave all parameters alone from now on, none of them frozen; `step` is refused then."""
+        if self.freezer.cut:
+            self.freezer.prefix.move(Move(0, self.freezer.step, 0))
+        self.reducer.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; in any place but between a backward pass and `synchronize` or `step`.
@@ -287,7 +332,7 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             UsageError: `skip_synchronize` without `synchronize`, or a vote weighted by the loss without `report_loss`.
         """
-        if not self._began and not self.reducer.exchanging and called_by_broadcast():
+        if not self._began and not self.reducer.exchanging and called_by(BROADCAST):
             create_state(self._inner, self.world)
             self._created = self.world.size > 1
             return None
@@ -334,6 +379,12 @@ class DistributedOptimizer(OptimizerWrapper):
                     stacklevel=3,
                 )
             return
+        if self.world.size > 1 and called_by(SCALER):
+            raise UsageError(
+                "GradScaler.step() without synchronize() before it, which scales gradients that are on their way to "
+                "the other ranks: call optimizer.synchronize() after the backward pass, and GradScaler.step(optimizer) "
+                "inside optimizer.skip_synchronize()"
+            )
         if self._skips and self.world.size > 1:
             raise UsageError(
                 "step() inside skip_synchronize() without synchronize() before it: each rank would follow its own "
@@ -352,8 +403,30 @@ class DistributedOptimizer(OptimizerWrapper):
                 "--vote-weight (loss) needs the loss: call optimizer.report_loss(loss.item()) before step()"
             )
         self._blocks.settle(self.freezer)
+        self._heed_others()
         decision = self.freezer.after_step(self._loss)
         self._loss = math.nan
         if decision is not None:
             names = ", ".join(block.name for block in self.freezer.chain.blocks[: decision.cut_after])
-            tell(self.world, "step %d: frozen: %s (%s)", decision.step, names or "nothing", decision.reason)
+            # Most votes change nothing, and training may take thousands.
+            level = logging.INFO if decision.moved or not self._told else logging.DEBUG
+            self._told = True
+            message = "step %d: frozen: %s (%s)"
+            tell(self.world, message, decision.step, names or "nothing", decision.reason, level=level)
+
+    def _heed_others(self) -> None:
+        """Freeze no block of which something else changes parameters, and say so once."""
+        if self._elsewhere is None:
+            self._elsewhere = ChangedElsewhere(self.freezer.prefix)
+        if self.freezer.settings.freeze == "none" or not self.freezer.cadence.votes(self.freezer.step + 1):
+            return
+        found = self._elsewhere.first()
+        if found is not None and (self.freezer.limit is None or found[0] < self.freezer.limit):
+            self.freezer.limit, name = found
+            tell(
+                self.world,
+                "block %s and those behind it will not be frozen: something besides this optimizer changes %s",
+                self.freezer.chain.blocks[found[0]].name,
+                name,
+                level=logging.WARNING,
+            )

@@ -1,4 +1,8 @@
-"""Finds a model's blocks in its first forward pass of training, by hooks that leave after it."""
+"""Finds a model's blocks in its first forward pass of training, by hooks that leave after it.
+
+Some scripts train in evaluation mode, as to keep BatchNorm's statistics. So a pass in that mode counts where gradients
+are computed, until one in training mode is seen.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from hvfreeze.model.traced import TracedChain, Watch, blocks_from
 
 
 class FirstPass:
-    """Waits for a forward pass in training mode with gradients, and watches it.
+    """Waits for a forward pass with gradients, in training mode where there is one, and watches it.
 
     Attributes:
         chain: the model in blocks, once the pass is over and where it could be divided.
@@ -42,7 +46,9 @@ class FirstPass:
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         # A compiler that traces the pass would trace the hooks into what it compiles.
-        if torch.compiler.is_compiling() or self._watch is not None or not (model.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or self._watch is not None or not torch.is_grad_enabled():
+            return
+        if self.chain is not None and not model.training:
             return
         compiled = any(name.rpartition(".")[2] == "_orig_mod" for name, _ in model.named_modules())
         if not compiled and any(parameter.requires_grad for parameter in model.parameters()):
@@ -55,8 +61,9 @@ class FirstPass:
         watch.close()
         if watch.active or sys.exc_info()[0] is not None:
             return  # the pass has failed; a script may try again
-        self.close()
+        if model.training:
+            self.close()
         try:
             self.chain = blocks_from(model, watch.calls, known_use=True)
         except UsageError as error:
-            self.why_not = str(error)
+            self.chain, self.why_not = None, str(error)

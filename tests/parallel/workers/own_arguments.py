@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -167,6 +168,40 @@ def check_a_step_after_synchronize_warns_as_there(world: World) -> None:
                 wrapped.step()
         words = "optimizer.step() called without optimizer.skip_synchronize()"
         assert [words in str(entry.message) for entry in seen] == [True] * (not skips), seen
+
+
+def scaled(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Return the parameters after steps with a scaled loss, the second of which overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, generator) * (math.inf if step == 1 else 1.0)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def check_scaled_losses_train_as_there(world: World) -> None:
+    for make in (momentum, partial(torch.optim.Adam, fused=True), partial(torch.optim.SGD, lr=0.1, fused=True)):
+        theirs, ours = dense(), dense()
+        expected = scaled(theirs, hvd.DistributedOptimizer(make(list(theirs.parameters())), theirs.named_parameters()))
+        wrapped = DistributedOptimizer(make(list(ours.parameters())), model=ours)
+        for mine, reference in zip(scaled(ours, wrapped), expected, strict=True):
+            assert hvd.size() > 2 or torch.equal(mine, reference)
+            torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-5)
+
+
+def check_scaling_before_the_average_is_refused(world: World) -> None:
+    if world.size == 1:
+        return
+    model, scaler = dense(), torch.amp.GradScaler("cpu")
+    wrapped = DistributedOptimizer(momentum([*model.parameters()]), model=model)
+    scaler.scale(loss_of(model, torch.Generator())).backward()
+    raises(UsageError, "GradScaler.step() without synchronize()", lambda: scaler.step(wrapped))
+    wrapped.synchronize()
 
 
 def check_sparse_gradients_travel_as_there(world: World) -> None:

@@ -247,6 +247,145 @@ def check_two_optimizers_are_under_way_at_once(world: World) -> None:
     assert_close(ours, theirs)
 
 
+EVERY_TWO = FreezeConfig(freeze="gradient-norm", interval=2, freeze_warmup=4, eta_max=float("inf"))
+
+
+def train(model: nn.Module, optimizers: list[Any], world: World, *, steps: int, after: Any = None) -> None:
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        dtype = next(model.parameters()).dtype
+        model(torch.randn(4, 3, generator=generator).to(dtype)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if after is not None:
+            after()
+
+
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+def check_what_another_optimizer_trains_is_not_frozen(world: World) -> None:
+    said()
+    model = three_layers()
+    front, rest = (
+        DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), model=model, world=world, settings=EVERY_TWO)
+        for part in (model[:3], model[3:])
+    )
+    train(model, [front, rest], world, steps=20)
+    assert front.freezer.cut == 1 and rest.freezer.cut == 0, "each may freeze what it trains in front, but for its last"
+    told = [line.split(" will not be frozen: ")[0] for line in said() if "something besides this optimizer" in line]
+    assert sorted(told) == sorted(f"block {name} and those behind it" for name in ("0", "3")) * (world.rank == 0), told
+
+
+def check_what_a_script_averages_itself_is_not_frozen_and_a_loss_keeps_a_gradient(world: World) -> None:
+    class Followed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.follower = three_layers(), three_layers().requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total: Tensor = self.first(x) + self.follower(x)
+            return total
+
+    for moves in (True, False):
+        model = Followed()
+        optimizer = wrap(model, world, settings=EVERY_TWO)
+
+        def follow() -> None:
+            with torch.no_grad():
+                for mine, theirs in zip(model.follower.parameters(), model.first.parameters(), strict=True):  # noqa: B023
+                    mine.lerp_(theirs, 0.1)
+
+        train(model, [optimizer], world, steps=16, after=follow if moves else None)
+        # Without its only blocks that train the loss would have no gradient.
+        assert optimizer.freezer.cut == 0 and len(optimizer.freezer.chain.blocks) == 2
+
+
+def check_a_later_optimizer_has_the_parameters_of_an_earlier_one(world: World) -> None:
+    model = three_layers()
+    earlier = wrap(model, world, settings=EVERY_TWO)
+    train(model, [earlier], world, steps=20)
+    assert earlier.freezer.cut == 2 and not model[1].training
+    later = wrap(model, world)
+    assert model[0].weight.requires_grad and model[1].training
+    reference = copy.deepcopy(model)
+    plain = sgd(reference)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(2):
+        x = torch.randn(4, 3, generator=generator)
+        for net, optimizer in ((model, later), (reference, plain)):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+        average_by_hand(reference, world)
+        later.step(), plain.step()
+    assert_close(model, reference)
+    raises(UsageError, "a later DistributedOptimizer has these parameters", earlier.step)
+
+
+def check_a_model_may_move_to_another_type_or_format_after_wrapping(world: World) -> None:
+    model = three_layers()
+    optimizer = wrap(model, world)
+    model.double()
+    train(model, [optimizer], world, steps=2)
+    assert model[0].weight.grad.dtype == torch.float64
+    optimizer.freezer.average_statistics()
+    check_replicas(model, world, step=2)
+    images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    optimizer = wrap(images, world)
+    images.to(memory_format=torch.channels_last)
+    images(torch.ones(2, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    assert images[0].weight.grad.stride() == images[0].weight.stride()
+    check_replicas(images, world, step=1)
+
+
+def check_gradients_can_be_detached(world: World) -> None:
+    model = three_layers()
+    optimizer = wrap(model, world)
+
+    def drop() -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.detach_().zero_()  # as scripts did before zero_grad could
+
+    train(model, [optimizer], world, steps=2, after=drop)
+    assert [parameter.grad is None for parameter in model.parameters()] == [False] * 8
+
+
+def check_a_gradient_that_a_script_replaces_too_early_is_refused(world: World) -> None:
+    if world.size == 1:
+        return
+    for replace in (nn.Module.zero_grad, lambda one: setattr(one[3].bias, "grad", torch.ones(2))):
+        model = three_layers()
+        optimizer = wrap(model, world)
+        model(torch.ones(4, 3)).sum().backward()
+        replace(model)  # type: ignore[operator]
+        raises(UsageError, "call synchronize() before they are", optimizer.step)
+
+
+def check_a_model_that_trains_in_evaluation_mode_is_divided(world: World) -> None:
+    model = Text().eval()
+    optimizer = wrap(model, world)
+    tokens = torch.ones(2, 6, dtype=torch.int64)
+    model(tokens, torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.freezer.chain.blocks) == 5 and hooks_on(model) == 0
+
+
+def check_another_model_than_the_optimizers_is_told(world: World) -> None:
+    said()
+    model = three_layers()
+    optimizer = DistributedOptimizer(sgd(model), model=three_layers(), world=world, settings=EVERY_TWO)
+    train(model, [optimizer], world, steps=8)
+    assert optimizer.freezer.cut == 0
+    check_replicas(nn.ParameterList(model.parameters()), world, step=8)
+    assert ["has none of the parameters of Sequential" in line for line in said()] == [True] * (world.rank == 0)
+
+
 def text_training(world: World, seed: int) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
     torch.manual_seed(seed)
     model = Text()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 
-from analysis.parts.strategies import critic_runs, grid_runs, redealing_runs, trunk_runs
+from analysis.parts.strategies import critic_runs, grid_runs, redealing_runs, ring_runs, trunk_runs
 from analysis.sweeps.charts import bar_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset
@@ -22,7 +22,7 @@ from analysis.sweeps.results import Results
 from analysis.sweeps.sweep import main
 from hvfreeze.report.tables import Table
 
-PARTS = (trunk_runs, critic_runs, grid_runs, redealing_runs)
+PARTS = (trunk_runs, critic_runs, ring_runs, grid_runs, redealing_runs)
 
 
 def runs(preset: Preset) -> list[PlannedRun]:

@@ -59,7 +59,8 @@ def run(preset: Preset, parts: int, rate: float, *, seed: int) -> PlannedRun:
     """Return a run that is about its loss."""
     steps = 4 if preset.is_smoke else STEPS
     flags = text_flags(batch=BATCH, context=CONTEXT, steps=steps, rate=rate)
-    own = TIMED["plain"] if parts == 1 else {"strategy": "stale-ring", "parts": parts}
+    ring: dict[str, Value] = {"strategy": "stale-ring", "parts": parts}
+    own = TIMED["plain"] if parts == 1 else ring
     return PlannedRun(label=label_of(parts, rate), seed=seed, flags={**flags, **own}, ranks=max(1, parts - 1))
 
 

@@ -69,7 +69,8 @@ def sent_bytes(pid: int) -> int:
 def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
     """Return the arguments behind the program's name."""
     values: dict[str, object] = {**planned.flags, "seed": planned.seed, "run_dir": run_dir.resolve()}
-    if site.data_dir is not None:
+    # Of a text it would be the file; runs read the one that every machine has.
+    if site.data_dir is not None and values.get("data") != "text":
         asked = str(values.get("data_dir", ""))
         values["data_dir"] = site.data_dir.resolve() / (asked if asked.startswith(BELOW) else "")
     if site.weights is not None and "weights" in values:

@@ -180,6 +180,7 @@ def conclude(job: Job) -> dict[str, Any]:
         "world_size": job.world.size,
         "train_seconds": spent,
         "seconds": seconds,
+        "cpu_seconds": job.clock.processor_seconds(),
         "images_per_second": job.images(job.step) / max(spent, 1e-9),
         "allreduce_bytes": report["allreduce_bytes"],
         "other_collective_bytes": report["other_collective_bytes"],

@@ -38,16 +38,17 @@ def run(preset: Preset, label: str, *, seed: int) -> PlannedRun:
     flags: dict[str, Value] = {
         "data": "digits",
         "model": MODEL,
-        "batch_size": 16 if preset.is_smoke else 128,
-        "epochs": 1 if preset.is_smoke else 20,
+        "image_size": 16,
+        "batch_size": 16 if preset.is_smoke else 64,
+        "epochs": 1 if preset.is_smoke else 15,
         "lr": 0.1,
         "schedule": "cosine",
-        "evaluate_every": 20,
+        "evaluate_every": 15,
         "checkpoint_every": "0",
         "threads": 1,
     }
     if preset.is_smoke:
-        flags |= {"train_samples": 64, "image_size": 16}
+        flags["train_samples"] = 64
     return PlannedRun(label=label, seed=seed, flags={**flags, **GROUPS[label]}, ranks=1)
 
 

@@ -1,0 +1,217 @@
+"""A language model on a ring whose gradients are old: its loss by age and learning rate, and how long a step takes.
+
+With K modules the first one's gradient is K - 1 steps old. A step of T_F forward and T_B backward should take
+T_F + T_B / K in place of T_F + T_B. Adam is AdamW without weight decay.
+Source: Yang et al., "Ouroboros: On Accelerating Training of Transformer-Based Language Models", arXiv 1909.06695.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from analysis.sweeps.charts import Line, line_chart
+from analysis.sweeps.experiment import Answer, Drawing
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_ratio, shown
+from hvfreeze.report.figures import COLOURS
+from hvfreeze.report.tables import Table, factor
+from hvfreeze.runs.reading import Run
+
+RATES = (0.001, 0.003, 0.01)
+MODEST = 0.001
+PARTS = (1, 2, 3, 4)
+"""Modules; 1 is plain backpropagation in one process."""
+FAILING = (4, 0.01)
+BATCH, CONTEXT, STEPS = 8, 32, 400
+TIMED_PARTS, TIMED_STEPS = 3, 28
+TIMED: dict[str, dict[str, Value]] = {
+    "plain": {"strategy": "replicas", "model": "tiny-lm"},
+    "new": {"strategy": "stale-ring", "parts": TIMED_PARTS, "stale_after": 10**6},
+    "stale": {"strategy": "stale-ring", "parts": TIMED_PARTS, "stale_after": 0},
+}
+"""By label: one process, the ring with new gradients, and the ring with old ones."""
+MOST_LOST, LEAST_GAINED = 1.03, 1.3
+
+
+def planned(preset: Preset) -> list[PlannedRun]:
+    """Return the runs; all but those of the two rates that an answer is about have one seed."""
+    if preset.is_smoke:
+        return [run(preset, 2, MODEST, seed=0)]
+    runs = []
+    for seed in preset.seeds:
+        of_seed = {(parts, rate) for parts in PARTS for rate in RATES if seed == 0 or rate == MODEST}
+        of_seed |= {(1, FAILING[1]), FAILING}
+        runs += [run(preset, parts, rate, seed=seed) for parts, rate in sorted(of_seed)]
+        runs += [timed(label, seed=seed) for label in TIMED]
+    return runs
+
+
+def label_of(parts: int, rate: float) -> str:
+    """Return the label of runs with so many modules and this learning rate."""
+    return f"ring-{parts}-lr{rate:g}"
+
+
+def run(preset: Preset, parts: int, rate: float, *, seed: int) -> PlannedRun:
+    """Return a run that is about its loss."""
+    steps = 4 if preset.is_smoke else STEPS
+    flags = text_flags(batch=BATCH, context=CONTEXT, steps=steps, rate=rate)
+    ring: dict[str, Value] = {"strategy": "stale-ring", "parts": parts}
+    own = TIMED["plain"] if parts == 1 else ring
+    return PlannedRun(label=label_of(parts, rate), seed=seed, flags={**flags, **own}, ranks=max(1, parts - 1))
+
+
+def timed(label: str, *, seed: int) -> PlannedRun:
+    """Return a run that is about its time, of the strategy's own batches and windows."""
+    flags = text_flags(batch=32, context=64, steps=TIMED_STEPS, rate=MODEST)
+    ranks = 1 if label == "plain" else TIMED_PARTS - 1
+    return PlannedRun(label=f"ring-time-{label}", seed=seed, flags={**flags, **TIMED[label]}, ranks=ranks)
+
+
+def text_flags(*, batch: int, context: int, steps: int, rate: float) -> dict[str, Value]:
+    """Return the flags of runs on text, a tenth of whose windows is held out."""
+    return {
+        "data": "text",
+        "context": context,
+        "augment": "none",
+        "batch_size": batch,
+        # A batch more, since held-out samples are rounded up.
+        "train_samples": (steps + 1) * batch * 10 // 9,
+        "validation_fraction": 0.1,
+        "epochs": 1,
+        "optimizer": "adamw",
+        "lr": rate,
+        "weight_decay": 0.0,
+        "schedule": "constant",
+        "checkpoint_every": "0",
+        "threads": 1,
+    }
+
+
+def losses(results: Results, parts: int, rate: float) -> dict[int, float]:
+    """Return the held-out loss in nats a character, by seed."""
+    label = label_of(parts, rate)
+    runs = results.runs_of(label) if results.of(label) else []
+    return {run.settings["seed"]: float(run.metrics[-1]["test_loss"]) for run in runs}
+
+
+def gap(results: Results, parts: int, rate: float) -> Interval:
+    """Return the loss over that of backpropagation at the same learning rate."""
+    return paired_ratio(losses(results, parts, rate), losses(results, 1, rate))
+
+
+def times(results: Results, label: str) -> list[Run]:
+    """Return the runs that are about time."""
+    label = f"ring-time-{label}"
+    return results.runs_of(label) if results.of(label) else []
+
+
+def step_seconds(run: Run) -> float:
+    """Return the seconds of a step."""
+    return float(run.train_seconds / run.metrics[-1]["step"])
+
+
+def predicted_seconds(run: Run, *, parts: int) -> float:
+    """Return T_F + T_B / parts of a step, by the clock of one process; its update counts as backward."""
+    steps, seconds = int(run.metrics[-1]["step"]), run.seconds
+    forward, backward = seconds["data"] + seconds["forward"], seconds["backward"] + seconds["optimizer"]
+    return (forward + backward / parts) / steps
+
+
+def by_seed(runs: list[Run], value: Callable[[Run], float]) -> dict[int, float]:
+    """Return a number of each run by its seed."""
+    return {run.settings["seed"]: value(run) for run in runs}
+
+
+def answers(results: Results) -> list[Answer]:
+    """Return what old gradients cost and bring."""
+    found = []
+    modest = {parts: gap(results, parts, MODEST) for parts in PARTS[1:] if gap(results, parts, MODEST).n}
+    if modest:
+        each = "; ".join(f"K = {parts}: {shown(ratio, lost)}" for parts, ratio in modest.items())
+        worst = max(modest.values(), key=lambda ratio: ratio.mean)
+        text = f"Held-out loss against backpropagation with Adam at {MODEST:g}: {each}."
+        question = "What do old gradients cost at a modest learning rate?"
+        found.append(Answer(question=question, text=text, n=worst.n, negative=worst.mean > MOST_LOST))
+    failing = gap(results, *FAILING)
+    if failing.n:
+        text = (
+            f"Held-out loss {shown(of_seeds(losses(results, *FAILING)), nats)} against "
+            f"{shown(of_seeds(losses(results, 1, FAILING[1])), nats)} nats a character of backpropagation: "
+            f"{shown(failing, lost)}. Adam at {FAILING[1]:g}, K = {FAILING[0]}."
+        )
+        question = "What do old gradients cost at a high learning rate?"
+        found.append(Answer(question=question, text=text, n=failing.n, negative=failing.mean > MOST_LOST))
+    plain, new, stale = (by_seed(times(results, label), step_seconds) for label in TIMED)
+    gain = paired_ratio(new, stale)
+    if gain.n:
+        whole, ideal = (
+            by_seed(times(results, "plain"), partial(predicted_seconds, parts=parts)) for parts in (1, TIMED_PARTS)
+        )
+        text = (
+            f"A step is {shown(gain, factor)} as fast as the same ring's with new gradients, and "
+            f"{shown(paired_ratio(plain, stale), factor)} as fast as one process's, at K = {TIMED_PARTS} on "
+            f"{TIMED_PARTS - 1} ranks. (T_F + T_B) / (T_F + T_B / K) is {shown(paired_ratio(whole, ideal), factor)}."
+        )
+        question = "Is a step of a ring with old gradients faster?"
+        found.append(Answer(question=question, text=text, n=gain.n, negative=gain.mean < LEAST_GAINED))
+    return found
+
+
+def nats(value: float) -> str:
+    """Return a loss."""
+    return f"{value:.3f}"
+
+
+def lost(ratio: float) -> str:
+    """Return a ratio of losses as what it is above 1."""
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def tables(results: Results) -> list[Table]:
+    """Return losses by modules and learning rate, and seconds of a step beside the prediction."""
+    found, rows = [], []
+    for parts in PARTS:
+        cells = [shown(of_seeds(losses(results, parts, rate)), nats) for rate in RATES]
+        if any(cell != "not measured" for cell in cells):
+            ratios = [shown(gap(results, parts, rate), lost) if parts > 1 else "-" for rate in RATES]
+            rows.append((str(parts), *(text for pair in zip(cells, ratios, strict=True) for text in pair)))
+    if rows:
+        columns = ("Modules", *(text for rate in RATES for text in (f"Loss, Adam {rate:g}", "Against 1")))
+        found.append(Table(title="Held-out loss of a ring, nats a character", columns=columns, rows=tuple(rows)))
+    plain = times(results, "plain")
+    if plain and times(results, "stale"):
+        whole, ideal = (
+            mean_interval([predicted_seconds(run, parts=parts) for run in plain]) for parts in (1, TIMED_PARTS)
+        )
+        told = [("one process", "plain", "-"), ("ring, new gradients", "new", milliseconds(whole.mean))]
+        told.append(("ring, old gradients", "stale", milliseconds(ideal.mean)))
+        rows = [
+            (name, shown(mean_interval([step_seconds(run) for run in times(results, label)]), milliseconds), expected)
+            for name, label, expected in told
+        ]
+        columns = ("Run", "Step", "By the clock of one process")
+        found.append(Table(title=f"Seconds of a step, K = {TIMED_PARTS}", columns=columns, rows=tuple(rows)))
+    return found
+
+
+def milliseconds(value: float) -> str:
+    """Return seconds in thousandths."""
+    return f"{1000 * value:.0f} ms"
+
+
+def drawings(results: Results) -> list[Drawing]:
+    """Return the loss over the modules, a line for each learning rate."""
+    lines = []
+    for rate, colour in zip(RATES, COLOURS):
+        points = {parts: of_seeds(losses(results, parts, rate)) for parts in PARTS if losses(results, parts, rate)}
+        if points:
+            lines.append(Line(label=f"Adam, {rate:g}", points=points, colour=colour))
+    if not lines:
+        return []
+    figure: Figure = line_chart(lines, x="modules K", y="held-out loss (nats a character)", from_zero=False)
+    caption = f"Held-out loss of a ring of K modules after {STEPS} steps; K = 1 is backpropagation."
+    return [Drawing(name="ring-loss", caption=caption, figure=figure)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +26,13 @@ def folder() -> Iterator[Path]:
 
 
 def submit(nodes: Nodes, log: Path, *command: str, options: tuple[str, ...] = (), **variables: str) -> str:
-    """The job's number."""
+    """The job's number. A controller that has no time for a connection drops it; sbatch is then started again."""
     words = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", *options, *command]
-    done = nodes.run(*words, **variables)
+    for _ in range(5):
+        done = nodes.run(*words, **variables)
+        if "socket error" not in done.stderr:
+            break
+        time.sleep(2)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -46,7 +46,7 @@ from hvfreeze.training.auto import auto_stages, notes_on_stages
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
 from hvfreeze.training.progress import RunLogger, check_curves
-from hvfreeze.training.readers import RunPlan, without_effect
+from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, reads_images, statistics_of
 from hvfreeze.training.stages import Stage, StageRunner
 from hvfreeze.training.time_budget import open_budget
@@ -354,9 +354,9 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     return job
 
 
-def plan_of(job: Job, corpus: Corpus, *, asked: Config) -> RunPlan:
+def plan_of(job: Job, corpus: Corpus, *, asked: Config) -> Plan:
     """Return what a run is going to do, as far as settings may have an effect on it; `asked` are the user's."""
-    return RunPlan(
+    return Plan(
         config=job.config,
         asked=asked,
         stages=job.stage_runner.stages,

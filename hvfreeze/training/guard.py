@@ -45,7 +45,7 @@ class Verdict:
 
 
 @dataclass(eq=False)
-class BestState:
+class Best:
     """A state worth going back to."""
 
     verdict: Verdict
@@ -71,7 +71,7 @@ class Guard:
     """
 
     held_out: HeldOut | None = None
-    best: BestState | None = None
+    best: Best | None = None
     verdicts: list[Verdict] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
 
@@ -89,7 +89,7 @@ class Guard:
         self.verdicts.append(verdict)
         if kept or self.best is None:
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            self.best = BestState(verdict, state, scores, fit.summary())
+            self.best = Best(verdict, state, scores, fit.summary())
         else:
             with torch.no_grad():
                 model.load_state_dict(self.best.state)
@@ -127,7 +127,7 @@ class Guard:
         self.verdicts = [Verdict(**verdict) for verdict in state["verdicts"]]
         self.trial = Trial(**state.get("trial", {}))
         kept = state["best"]
-        self.best = kept and BestState(
+        self.best = kept and Best(
             Verdict(**kept["verdict"]),
             kept["state"],
             {name: Score(*score) for name, score in kept["scores"].items()},

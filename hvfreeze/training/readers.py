@@ -22,7 +22,7 @@ OWN_PARTS = ("local-critics", "stale-ring")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class Plan:
     """What a run is going to do, as far as settings may have an effect on it."""
 
     config: Config
@@ -75,7 +75,7 @@ class InPart(str):
 
 Found = str | None
 """None where a plan has what reads a setting, else why the setting has no effect."""
-Reader = Callable[[RunPlan, Any], Found]
+Reader = Callable[[Plan, Any], Found]
 """(plan, the setting's value) -> whether it is read."""
 
 
@@ -84,12 +84,12 @@ def unless(there: bool, why: str) -> Found:
     return None if there else why
 
 
-def steps(plan: RunPlan, value: Any) -> Found:
+def steps(plan: Plan, value: Any) -> Found:
     """Look for optimizer steps."""
     return unless(bool(plan.trained), plan.solves_alone)
 
 
-def epochs(plan: RunPlan, value: int) -> Found:
+def epochs(plan: Plan, value: int) -> Found:
     """Look for something that is repeated as often as --epochs says."""
     if plan.config.run.budget_seconds() is not None:
         return "--time-budget chooses the steps"
@@ -98,50 +98,50 @@ def epochs(plan: RunPlan, value: int) -> Found:
     return steps(plan, value)
 
 
-def ranks(plan: RunPlan, value: Any) -> Found:
+def ranks(plan: Plan, value: Any) -> Found:
     """Look for more than one rank."""
     return unless(plan.ranks > 1, "there is one rank")
 
 
-def shards(plan: RunPlan, value: Any) -> Found:
+def shards(plan: Plan, value: Any) -> Found:
     """Look for several shards of the training samples."""
     return ranks(plan, value) or unless(plan.replicas > 1, "all ranks work on the same samples")
 
 
-def order(plan: RunPlan, value: Any) -> Found:
+def order(plan: Plan, value: Any) -> Found:
     """Look for an order in which samples are met."""
     return None if plan.trained else shards(plan, value) and plan.solves_alone
 
 
-def files(plan: RunPlan, value: Any) -> Found:
+def files(plan: Plan, value: Any) -> Found:
     """Look for a folder in which the data lies."""
     return unless(plan.config.data.data != "digits", "the digits come with scikit-learn")
 
 
-def decoding(plan: RunPlan, value: Any) -> Found:
+def decoding(plan: Plan, value: Any) -> Found:
     """Look for images that may be broken."""
     return unless(plan.decodes, f"no image of {plan.config.data.data} is decoded from a file of its own")
 
 
-def views(plan: RunPlan, value: str) -> Found:
+def views(plan: Plan, value: str) -> Found:
     """Look for training, or for fixed views: --freeze auto solves a head on each sample as it is without them."""
     read = bool(plan.trained) or not plan.config.freeze.auto or value.startswith("views")
     return unless(read, "a head is solved on each sample as it is, or on fixed views, as with --augment views:K")
 
 
-def drawn_views(plan: RunPlan, value: str) -> Found:
+def drawn_views(plan: Plan, value: str) -> Found:
     """Look for views that are drawn by --recipe."""
     drawn = (stage.config.data for stage in plan.stages if stage.steps)
     is_drawn = any(data.augment != "none" and data.recipe == value for data in drawn)
     return unless(is_drawn, "no view is drawn: every sample is shown as it is")
 
 
-def trained_weights(plan: RunPlan, value: Any) -> Found:
+def trained_weights(plan: Plan, value: Any) -> Found:
     """Look for weights, which may have a head."""
     return unless(plan.config.model.weights != "none", "without --weights the head starts afresh anyway")
 
 
-def cuts(plan: RunPlan, value: Any) -> Found:
+def cuts(plan: Plan, value: Any) -> Found:
     """Look for a place at which the model is cut into blocks."""
     config = plan.config
     frozen = any(stage.config.freeze.freeze != "none" or stage.config.freeze.shadow_names() for stage in plan.trained)
@@ -149,13 +149,13 @@ def cuts(plan: RunPlan, value: Any) -> Found:
     return unless(frozen or read or config.strategy.strategy != "replicas", "the model is used as a whole")
 
 
-def multi_level(plan: RunPlan, value: Any) -> Found:
+def multi_level(plan: Plan, value: Any) -> Found:
     """Look for a head that reads every block."""
     read = any(stage.config.head.head == "multi-level" for stage in plan.solved)
     return unless(read, "no head reads every block's map, as --head multi-level does")
 
 
-def mirror_images(plan: RunPlan, value: Any) -> Found:
+def mirror_images(plan: Plan, value: Any) -> Found:
     """Look for mirror images: among views that are drawn, or beside every sample that a head is solved on."""
     if not plan.flips:
         return f"the mirror image of a sample of {plan.config.data.data} need not show its class"
@@ -163,23 +163,23 @@ def mirror_images(plan: RunPlan, value: Any) -> Found:
     return unless(drawn or bool(plan.solved), "no view is drawn: every sample is shown as it is")
 
 
-def larger_images(plan: RunPlan, value: int) -> Found:
+def larger_images(plan: Plan, value: int) -> Found:
     """Look for images large enough to be cropped."""
     return unless(value <= plan.side, InPart(f"images of {plan.side} pixels are not enlarged before they are cropped"))
 
 
-def decay(plan: RunPlan, value: Any) -> Found:
+def decay(plan: Plan, value: Any) -> Found:
     """Look for weight decay."""
     return unless(plan.config.optimizer.weight_decay > 0, "--weight-decay is 0")
 
 
-def warmup(plan: RunPlan, value: int) -> Found:
+def warmup(plan: Plan, value: int) -> Found:
     """Look for steps enough for a warm-up to end."""
     made = max(stage.steps for stage in plan.trained)
     return unless(value <= made, InPart(f"training has {made} steps, and ends at {made / max(value, 1):.2g} of --lr"))
 
 
-def exchange(plan: RunPlan, value: str) -> Found:
+def exchange(plan: Plan, value: str) -> Found:
     """Look for gradients that travel, and so many that they are compressed."""
     made = max(stage.steps for stage in plan.trained)
     begins = value.startswith(("powersgd", "auto"))
@@ -189,7 +189,7 @@ def exchange(plan: RunPlan, value: str) -> Found:
     return shards(plan, value) or enough
 
 
-def scored(plan: RunPlan, *, shadows: bool) -> Found:
+def scored(plan: Plan, *, shadows: bool) -> Found:
     """Return why no criterion of training is asked, those without effect among them where `shadows` says so."""
     config = plan.config
     if not plan.trained:
@@ -217,24 +217,24 @@ def first_vote(stage: Stage) -> int:
     return cadence.first_vote
 
 
-def cadence(plan: RunPlan, value: int) -> Found:
+def cadence(plan: Plan, value: int) -> Found:
     """Look for votes, which may be too late to be held."""
     why = scored(plan, shadows=True)
     asked = any(stage.config.freeze.votes or stage.config.freeze.shadow_names() for stage in plan.trained)
     return InPart(why) if why and asked else why
 
 
-def criteria(plan: RunPlan, value: Any) -> Found:
+def criteria(plan: Plan, value: Any) -> Found:
     """Look for votes, or criteria that are scored without effect."""
     return scored(plan, shadows=True)
 
 
-def freezing(plan: RunPlan, value: str) -> Found:
+def freezing(plan: Plan, value: str) -> Found:
     """Look for votes, where --freeze names a criterion."""
     return scored(plan, shadows=False) if value in CRITERIA else None
 
 
-def gradients(plan: RunPlan, value: Any) -> Found:
+def gradients(plan: Plan, value: Any) -> Found:
     """Look for a criterion that looks at the norms of gradients."""
     settings = [stage.config.freeze for stage in plan.trained]
     asked = {name for each in settings for name in (each.freeze, *each.shadow_names())}
@@ -242,13 +242,13 @@ def gradients(plan: RunPlan, value: Any) -> Found:
     return criteria(plan, value) or unless(watched, "no criterion of the run looks at the norms of gradients")
 
 
-def gains(plan: RunPlan, value: Any) -> Found:
+def gains(plan: Plan, value: Any) -> Found:
     """Look for a criterion that compares what blocks gain."""
     asked = {name for stage in plan.trained for name in stage.config.freeze.criteria()}
     return criteria(plan, value) or unless("coherence" in asked, "no criterion of the run looks at what blocks gain")
 
 
-def observed(plan: RunPlan, value: Any) -> Found:
+def observed(plan: Plan, value: Any) -> Found:
     """Look for gradients of a rank that are summed for a vote, and that differ from their average or are clipped."""
     if plan.replicas == 1 and plan.config.optimizer.clip_grad is None:
         return "one rank's gradients are their own average"
@@ -256,27 +256,27 @@ def observed(plan: RunPlan, value: Any) -> Found:
     return criteria(plan, value) if weighs else gradients(plan, value)
 
 
-def voters(plan: RunPlan, value: Any) -> Found:
+def voters(plan: Plan, value: Any) -> Found:
     """Look for votes of more than one rank."""
     return unless(plan.replicas > 1, "there is one voter")
 
 
-def cut(plan: RunPlan, value: Any) -> Found:
+def cut(plan: Plan, value: Any) -> Found:
     """Look for blocks that are frozen from the start; with --freeze auto, while others are tuned."""
     return tuning(plan, value) if plan.config.freeze.auto else None
 
 
-def tuning(plan: RunPlan, value: Any) -> Found:
+def tuning(plan: Plan, value: Any) -> Found:
     """Look for the stage of --freeze auto in which blocks are tuned."""
     return unless(bool(plan.trained) or value == "none", plan.solves_alone)
 
 
-def cache(plan: RunPlan, value: Any) -> Found:
+def cache(plan: Plan, value: Any) -> Found:
     """Look for a cache."""
     return unless(plan.config.cache.cache != "off", "--cache is off")
 
 
-def cached_rows(plan: RunPlan, value: Any) -> Found:
+def cached_rows(plan: Plan, value: Any) -> Found:
     """Look for rows that are worth keeping: output of frozen blocks, of views that come again."""
     if value == "off":
         return None
@@ -294,12 +294,12 @@ def cached_rows(plan: RunPlan, value: Any) -> Found:
     return why
 
 
-def sharing(plan: RunPlan, value: Any) -> Found:
+def sharing(plan: Plan, value: Any) -> Found:
     """Look for others whose rows may be read."""
     return unless(plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is one rank")
 
 
-def line(plan: RunPlan, value: Any) -> Found:
+def line(plan: Plan, value: Any) -> Found:
     """Look for several ranks that pass a batch on to each other."""
     settings = plan.config.strategy
     if settings.trunk == "whole":
@@ -310,34 +310,34 @@ def line(plan: RunPlan, value: Any) -> Found:
     return ranks(plan, value) or unless(count > 1, "--parts is 1")
 
 
-def parts(plan: RunPlan, value: int) -> Found:
+def parts(plan: Plan, value: int) -> Found:
     """Look for parts of the model that there may be several of."""
     return None if plan.config.strategy.strategy in OWN_PARTS else ranks(plan, value)
 
 
-def rounds(plan: RunPlan, value: int) -> Found:
+def rounds(plan: Plan, value: int) -> Found:
     """Look for rounds after which ranks meet, or are dealt other neurons."""
     return None if plan.config.strategy.strategy == "subnets" else ranks(plan, value)
 
 
-def redealing(plan: RunPlan, value: str) -> Found:
+def redealing(plan: Plan, value: str) -> Found:
     """Look for ranks that run out of work, because their blocks freeze."""
     frozen = plan.config.freeze.cut or scored(plan, shadows=False) is None
     return unless(value == "off" or bool(frozen), "no block is ever frozen")
 
 
-def optional_evaluations(plan: RunPlan, value: Any) -> Found:
+def optional_evaluations(plan: Plan, value: Any) -> Found:
     """Look for epochs after which an evaluation may be left out."""
     always = sum(not stage.is_followed for stage in plan.trained)
     return unless(sum(stage.epochs for stage in plan.trained) > always, "every epoch is evaluated that there is")
 
 
-def evaluations(plan: RunPlan, value: Any) -> Found:
+def evaluations(plan: Plan, value: Any) -> Found:
     """Look for evaluations between which there is a choice."""
     return unless(value == "last" or plan.evaluations > 1, "there is one evaluation")
 
 
-def patience(plan: RunPlan, value: int) -> Found:
+def patience(plan: Plan, value: int) -> Found:
     """Look for evaluations enough to find nothing better so many times in a row."""
     most = plan.evaluations - 1
     return unless(value < most, f"there are {most + 1} evaluations, of which the first is always the best so far")
@@ -385,7 +385,7 @@ READERS: dict[str, Reader] = {
 """By the names that settings give in `read_by`."""
 
 
-def without_effect(plan: RunPlan, given: Collection[str]) -> list[str]:
+def without_effect(plan: Plan, given: Collection[str]) -> list[str]:
     """Return a line for each reason for which some of the settings `given`, by flag with underscores, do nothing."""
     values = flat(to_dict(plan.asked), source="configuration")
     told: dict[str, list[str]] = {}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,12 @@ def test_a_file_that_is_no_bench_counts_as_empty(content: str, tmp_path: Path) -
     path = tmp_path / "bench.json"
     path.write_text(content)
     assert table.read_rows(path) == []
+
+
+def test_the_table_explains_what_was_missed() -> None:
+    text = table.table([make_row("a", ok=True, what="fine"), make_row("b", ok=False, what="why it was missed")])
+    assert "b: why it was missed" in text
+    assert "fine" not in text
 
 
 @pytest.fixture
@@ -94,6 +101,12 @@ def test_all_rows_together_are_given_less_than_fifteen_minutes(
     assert [name for name, _ in measured] == list(ROWS)
     setup = sum(case.setup_seconds for case in CASES)
     assert sum(seconds for _, seconds in measured) + setup <= TOTAL_SECONDS + 1 < 15 * 60
+
+
+def test_names_are_unique_and_every_case_has_its_module() -> None:
+    assert len(set(ROWS)) == len(ROWS)
+    for case in CASES:
+        assert callable(importlib.import_module(f"analysis.benchmarks.rows.{case.module}").measure)
 
 
 def test_ranks_are_started_without_what_another_job_or_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import differing, from_dict
-from hvfreeze.training.readers import RunPlan, without_effect
+from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stages import single_stage
 
 
@@ -15,7 +15,7 @@ def told(*, ranks: int = 2, replicas: int | None = None, batches: int = 20, **se
     """Return what is said of settings in a run of one stage."""
     config = from_dict(settings)
     stage = single_stage(config, batches_per_epoch=batches, epochs=config.optimizer.epochs)
-    plan = RunPlan(
+    plan = Plan(
         config=config,
         asked=config,
         stages=(stage,),

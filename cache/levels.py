@@ -13,7 +13,7 @@ from hvfreeze.cache.file.format import Keys
 from hvfreeze.cache.file.reader import Present
 from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.cache.index import Mask
-from hvfreeze.cache.store import Place, Store
+from hvfreeze.cache.store import RowLocation, Store
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class Levels:
         between = [cut for cut in self._via if start < cut < end] if self._lossy else []
         return [*between, end]
 
-    def locate(self, keys: Keys) -> tuple[Level, Place] | None:
+    def locate(self, keys: Keys) -> tuple[Level, RowLocation] | None:
         """Return the deepest cached activations that hold all of `keys`; stands until the next `move`."""
         return self.locate_batches([keys])[0]
 
-    def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Level, Place] | None]:
+    def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Level, RowLocation] | None]:
         """Return what `locate` gives for each of `batches`, looked up at once."""
-        found: list[tuple[Level, Place] | None] = [None] * len(batches)
+        found: list[tuple[Level, RowLocation] | None] = [None] * len(batches)
         for level in self._all() if batches else ():
             for position, place in enumerate(level.store.locate_batches(batches)):
                 found[position] = (level, place) if place is not None else found[position]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvfreeze.cache.file.format import Keys, pack_keys
 from hvfreeze.cache.levels import Level, Levels
-from hvfreeze.cache.store import Place
+from hvfreeze.cache.store import RowLocation
 
 # What handing a batch from thread to thread costs, and a rate that rows in memory are read faster than: a thread is for
 # disks only, because computing needs the cores and memory's bandwidth is shared.
@@ -32,7 +32,7 @@ class Request:
     sample_ids: Keys
     views: Keys
     keys: Keys
-    found: tuple[Level, Place] | None = None
+    found: tuple[Level, RowLocation] | None = None
 
     def is_for(self, sample_ids: Keys, views: Keys) -> bool:
         """Tell whether this is the request for that batch."""

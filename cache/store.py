@@ -30,14 +30,14 @@ Part = ActivationFile | FileWriter
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Where the rows of a batch lie: (part, positions in the batch, row numbers) for each part that has some."""
 
     num_rows: int
     pieces: Sequence[tuple[Part, Tensor | slice, Tensor]]
 
     @classmethod
-    def of(cls, numbers: Keys, rows: Keys, *, among: Sequence[Part]) -> Place:
+    def of(cls, numbers: Keys, rows: Keys, *, among: Sequence[Part]) -> RowLocation:
         """Return the place with row `rows[i]` of part `among[numbers[i]]` at each position i."""
         if len(among) == 1 or (numbers == numbers[0]).all():
             return cls(len(rows), ((among[numbers[0]], WHOLE, torch.from_numpy(rows)),))
@@ -191,22 +191,22 @@ class Store:
         """Tell for each of `keys` (rows,) whether its row is not there, and may be added."""
         return self.missing(keys) & contains(self.owned_keys, keys)
 
-    def locate(self, keys: Keys) -> Place | None:
+    def locate(self, keys: Keys) -> RowLocation | None:
         """Return where the rows of `keys` lie, for good; None when one is missing."""
         return self.locate_batches([keys])[0]
 
-    def locate_batches(self, batches: Sequence[Keys]) -> list[Place | None]:
+    def locate_batches(self, batches: Sequence[Keys]) -> list[RowLocation | None]:
         """Return the place of each of `batches`, looked up at once, which is several times faster."""
         parts, rows = self._index.locate(np.concatenate(batches))
         stops = np.cumsum([len(keys) for keys in batches]).tolist()
         starts = [0, *stops[:-1]]
         incomplete = np.logical_or.reduceat(rows == MISSING, starts)
         return [
-            None if missing else Place.of(parts[start:stop], rows[start:stop], among=self._parts)
+            None if missing else RowLocation.of(parts[start:stop], rows[start:stop], among=self._parts)
             for start, stop, missing in zip(starts, stops, incomplete, strict=True)
         ]
 
-    def read_at(self, place: Place) -> Tensor:
+    def read_at(self, place: RowLocation) -> Tensor:
         """Return the located activations (rows, ...), with the strides of a forward.
 
         Raises:

@@ -145,16 +145,16 @@ def hold(
     Raises:
         ValueError: two sides that should compute the same do not.
     """
-    stage_runner = StageRunner(meeting, sides, clock)
+    contest = Contest(meeting, sides, clock)
     start = clock()
-    steps = stage_runner.warm_up()
+    steps = contest.warm_up()
     for number in count():
-        stage_runner.play(number, steps=steps)
-        seconds = stage_runner.slowest()
+        contest.play(number, steps=steps)
+        seconds = contest.slowest()
         rows = [verdict(duel, seconds) for duel in duels]
         if number == 0:
             for duel in duels:
-                compare_values(duel, stage_runner.values)
+                compare_values(duel, contest.values)
         pairs = min(row.n for row in rows)
         settled = pairs >= pace.min_pairs and all(is_narrow(row, width=AIM) for row in rows)
         over = pairs >= min(2, pace.min_pairs) and clock() - start > pace.cap_seconds * len(duels)
@@ -163,7 +163,7 @@ def hold(
     return [row if is_narrow(row) else replace(row, what=row.what + "; the time cap ended it") for row in rows]
 
 
-class StageRunner:
+class Contest:
     """The steps of all sides, in turns, and their seconds on this rank."""
 
     def __init__(self, meeting: Meeting, sides: Sequence[Side], clock: Callable[[], float]) -> None:

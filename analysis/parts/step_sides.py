@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from analysis.benchmarks.contest import Side, StageRunner
+from analysis.benchmarks.contest import Contest, Side
 from analysis.benchmarks.material import CUTS, EpochSteps, HeldBatch, Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.unfrozen import data_parallel
@@ -51,12 +51,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()):
         sides = list(sides_of(ranks, setting, cuts=CUTS if options.seconds else CUTS[:1]))
-    stage_runner = StageRunner(ranks, sides, time.perf_counter)
+    contest = Contest(ranks, sides, time.perf_counter)
     start, seconds = time.monotonic(), {}
-    stage_runner.warm_up()
+    contest.warm_up()
     for number in count():
-        stage_runner.play(number, steps=1)
-        seconds = stage_runner.slowest()
+        contest.play(number, steps=1)
+        seconds = contest.slowest()
         enough = number + 1 >= (LEAST_ROUNDS if options.seconds else 1)
         late = enough and time.monotonic() - start > options.seconds
         if ranks.agree(float(late)):

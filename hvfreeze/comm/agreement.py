@@ -32,7 +32,7 @@ def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
         result = work()
     except HvfreezeError as mine:
         error = mine
-    verdicts = world.allgather_object((type(error), str(error)) if error else None, name=f"together.{name}")
+    verdicts = world.allgather_object((type(error), str(error)) if error else None, name=f"verdict.{name}")
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
             kind, message = verdict
@@ -100,7 +100,7 @@ def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a tensor lies in memory, so that it can be put together from its bytes with the same strides."""
 
     name: str
@@ -111,7 +111,7 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Layout:
+    def of(cls, name: str, tensor: Tensor) -> TensorLayout:
         """Return a tensor's layout, contiguous where it is not dense."""
         # What is dense keeps its strides in a new tensor, what is not does not.
         strides = torch.empty_like(tensor, device="meta").stride()
@@ -132,7 +132,7 @@ def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: s
     """
     own = {key: tensor.detach() for key, tensor in named}
     found = own if world.rank == 0 else {}
-    mine = [] if world.rank == 0 else [(Layout.of(key, tensor), tensor) for key, tensor in own.items()]
+    mine = [] if world.rank == 0 else [(TensorLayout.of(key, tensor), tensor) for key, tensor in own.items()]
     packs = list(packs_of(mine, lambda one: one[0].num_bytes, PACK_BYTES))
     everyone = world.allgather_object([[layout for layout, _ in pack] for pack in packs], name=f"{name}.layouts")
     for rank, theirs in enumerate(everyone):

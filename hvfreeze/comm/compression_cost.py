@@ -101,7 +101,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class StepForecast:
     """What a step would be with one compression, in seconds."""
 
     step: float
@@ -111,12 +111,12 @@ class Forecast:
 
 def forecast(
     messages: Sequence[Message], names: Sequence[str], steps: Steps, network: Network, *, own_seconds: float
-) -> Forecast:
+) -> StepForecast:
     """Return a step's forecast from `names` by slot, this rank's `steps`, and the compression's own seconds."""
     ends = [max((steps.ready.get(names[slot], 0.0) for slot in message.slots), default=0.0) for message in messages]
     backward = max([steps.backward, *ends])
     exposed = max(0.0, last_arrival(messages, ends, network) - backward)
-    return Forecast(step=steps.compute + own_seconds + exposed, exposed=exposed)
+    return StepForecast(step=steps.compute + own_seconds + exposed, exposed=exposed)
 
 
 def last_arrival(messages: Sequence[Message], ready: Sequence[float], network: Network) -> float:
@@ -141,7 +141,7 @@ def last_arrival(messages: Sequence[Message], ready: Sequence[float], network: N
     return free
 
 
-def choose(forecasts: Mapping[str, Forecast]) -> str:
+def choose(forecasts: Mapping[str, StepForecast]) -> str:
     """Return the first compression in their order whose step is next to none longer than the shortest."""
     return first_of_the_shortest({name: each.step for name, each in forecasts.items()})
 
@@ -152,7 +152,7 @@ def first_of_the_shortest(seconds: Mapping[str, float]) -> str:
     return next(name for name, each in seconds.items() if each <= CLOSE * fewest)
 
 
-def worth_trying(forecasts: Mapping[str, Forecast], chosen: str) -> tuple[str, ...]:
+def worth_trying(forecasts: Mapping[str, StepForecast], chosen: str) -> tuple[str, ...]:
     """Return `chosen`, and what changes more and may be as short: steps themselves are to tell."""
     shortest, names = min(each.step for each in forecasts.values()), list(forecasts)
     behind = names[names.index(chosen) + 1 :]

@@ -180,7 +180,6 @@ def open_data(
     directory: str | os.PathLike[str] | None = None,
     *,
     image_size: int | None = None,
-    classes: Sequence[int] | None = None,
     listed: Folders | None = None,
     reading: int = READING,
     skip_bad: bool = False,
@@ -193,7 +192,6 @@ def open_data(
         directory: Where the data lies; None is `default_directory()`. `digits` needs none, `text` a file or none.
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
-        classes: Only these of the `digits`, relabelled 0, 1, ... in the order given.
         listed: What `list_data` returned, here or on another rank; None lists the tree anew.
         reading: How images become pixels; see `data.reading.READING`.
         skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
@@ -201,12 +199,10 @@ def open_data(
 
     Raises:
         RefusedError: Data is missing, unreadable or inconsistent.
-        UsageError: Images differ in size and `image_size` is None, or `classes` does not fit.
+        UsageError: Images differ in size and `image_size` is None.
     """
     if name == "digits":
-        return _open_digits(image_size, tuple(range(10)) if classes is None else tuple(classes))
-    if classes is not None:
-        raise UsageError(f"a choice of classes is for digits only, not for {name}")
+        return _open_digits(image_size)
     if name == "text":
         return _open_text(directory, context)
     if is_named_code(name):
@@ -224,18 +220,14 @@ def open_data(
     return _open_folders(name, root, image_size, folders, reading)
 
 
-def _open_digits(image_size: int | None, classes: tuple[int, ...]) -> DataSplits:
-    if len(set(classes)) != len(classes) or not set(classes) <= set(range(10)) or len(classes) < 2:
-        raise UsageError(f"classes {classes} of digits must be at least two different numbers in 0..9")
+def _open_digits(image_size: int | None) -> DataSplits:
     images, targets = digits_table()
     grey = np.round(images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)
     pixels = np.repeat(grey[:, None], 3, axis=1)
     everything = np.arange(len(pixels))
     sets = []
-    for split in split_validation(targets, everything, fraction=0.2, seed=_DIGITS_SEED):
-        ids = split[np.isin(targets[split], classes)]
-        labels = [classes.index(digit) for digit in targets[ids]]
-        sets.append(_from_array("digits", pixels[ids], labels, tuple(str(digit) for digit in classes), image_size))
+    for ids in split_validation(targets, everything, fraction=0.2, seed=_DIGITS_SEED):
+        sets.append(_from_array("digits", pixels[ids], targets[ids].tolist(), tuple("0123456789"), image_size))
     return DataSplits(train=sets[0], validation=None, test=sets[1])
 
 

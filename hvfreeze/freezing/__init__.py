@@ -1,4 +1,4 @@
 """Who decides the cut, and what frozen means.
 
-Imports `errors`, `config`, `chain` and `ranks`.
+Imports `errors`, `config`, `model`, `comm` and `runs`.
 """

@@ -50,6 +50,14 @@ def release(module: nn.Module) -> None:
         module.training = True
 
 
+def hold_still(chain: Chain, start: int, stop: int) -> None:
+    """Make blocks start..stop-1 a pure function of their input, for good."""
+    for module in chain.modules(start, stop):
+        hold_in_eval(module)
+    for _, parameter in chain.named_parameters(start, stop):
+        parameter.requires_grad_(False)
+
+
 def trainable_of(model: nn.Module) -> frozenset[nn.Parameter]:
     """Return the parameters that are trainable now: what their owner has frozen is not among them."""
     return frozenset(parameter for parameter in model.parameters() if parameter.requires_grad)

@@ -80,7 +80,7 @@ def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str], *, widt
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class EvaluatedSamples:
     """Images and what they show."""
 
     decode: Decode
@@ -116,7 +116,7 @@ def own_windows(applied: Applied, run_dir: Path) -> tuple[Windows, Ids, str]:
     return unshifted(chosen.source), ids, f"the {'held-out' if data.validation_fraction > 0 else 'test'} windows"
 
 
-def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) -> Samples:
+def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) -> EvaluatedSamples:
     """Return the samples on which the run reported its accuracy."""
     path, config = run_dir / "config.yaml", config_of(run_dir)
     if config.strategy.tasks is not None:
@@ -150,16 +150,16 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
         )
     labels = image_set.labels[torch.from_numpy(ids)]
     name = f"{'held-out' if data.validation_fraction > 0 else 'test'} samples of the run's data"
-    return Samples(lambda row: image_set.decode(int(ids[row])), labels, name, own=True)
+    return EvaluatedSamples(lambda row: image_set.decode(int(ids[row])), labels, name, own=True)
 
 
-def samples_in(applied: Applied, folder: Path) -> Samples:
+def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
     """Return the images of DIR/test, else of DIR/val, else of the class folders in DIR; or an archive's test split."""
     data = applied.card.data
     if data in ARCHIVES and is_folder(folder / ARCHIVES[data].folder):
         test = open_data(data, folder).test
         labels, prepare = test.labels, applied.preparation.pixels
-        return Samples(
+        return EvaluatedSamples(
             lambda row: prepare(torch.from_numpy(test.decode(row))), labels, f"test samples of {folder}", own=False
         )
     root = next((folder / part for part in ("test", "val") if is_folder(folder / part)), folder)
@@ -176,7 +176,9 @@ def samples_in(applied: Applied, folder: Path) -> Samples:
     labels = torch.tensor([index[listing.classes[label]] for label in listing.labels()], dtype=torch.int64)
     paths = [root / path for path in listing.paths]
     name = f"images of {root}"
-    return Samples(lambda row: applied.preparation.pixels_of(paths[row]), labels, name, own=False, notes=listing.notes)
+    return EvaluatedSamples(
+        lambda row: applied.preparation.pixels_of(paths[row]), labels, name, own=False, notes=listing.notes
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +254,7 @@ def evaluate(
 
 def measure(
     applied: Applied,
-    samples: Samples,
+    samples: EvaluatedSamples,
     answer: Answering | None = None,
     *,
     batch_size: int | None = None,
@@ -310,7 +312,7 @@ def judge(
     return Result(confusion, rows, among_best, loss, len(labels), int(confusion.trace()), calibration)
 
 
-def describe(applied: Applied, samples: Samples, result: Result) -> str:
+def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str:
     """Return the accuracies, of all samples and of every class, as lines of text."""
     line = f"{applied.card.model} on {result.count} {samples.name}: "
     line += f"top-1 {percent(result.accuracy, 2)} ({result.correct} of {result.count})"
@@ -339,7 +341,7 @@ def describe(applied: Applied, samples: Samples, result: Result) -> str:
     return printable("\n".join(lines))
 
 
-def write_result(applied: Applied, samples: Samples, result: Result, *, out: Path) -> None:
+def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *, out: Path) -> None:
     """Write the result to the folder `out`."""
     found = {
         "samples": result.count,

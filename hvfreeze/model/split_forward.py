@@ -24,7 +24,7 @@ class _Reached(Exception):
 
 
 class SplitForward:
-    """Runs a watched model in two parts.
+    """Runs a traced model in two parts.
 
     Attributes:
         needs: whether the part behind a cut looks at the model's inputs of a floating type; found out by `check`.

@@ -117,7 +117,7 @@ def as_defined(model: nn.Module) -> list[Call]:
 
 
 @dataclass
-class Plan:
+class BlockPlan:
     """How a model is taken apart: its parts in forward order, and which of them start a block."""
 
     model: nn.Module
@@ -204,7 +204,7 @@ class TracedChain(Chain):
         parts: for each block the names of its modules that hold parameters, in the order of their calls.
         taken_apart: the modules that call those parts, the model itself first; they belong to no block.
         loose_buffers: the names of buffers of those.
-        example: a batch of inputs that the model was watched with, if any.
+        example: a batch of inputs that the model was traced with, if any.
     """
 
     parts: tuple[tuple[str, ...], ...] = ()
@@ -262,7 +262,7 @@ def blocks_from(model: nn.Module, calls: Sequence[Call], starts: Sequence[str] =
         UsageError: the names in `starts` are not in forward order.
         IndivisibleError: there are no two blocks, or a parameter is used by two of them.
     """
-    plan = Plan(model, calls, starts)
+    plan = BlockPlan(model, calls, starts)
     plan.check_order(",".join(starts))
     chain = _assemble(plan, known_use=known_use) if plan.parts else undivided(model)
     if len(chain.blocks) < 2:
@@ -329,7 +329,7 @@ def from_description(model: nn.Module, description: Mapping[str, Any]) -> Traced
     )
 
 
-def _assemble(plan: Plan, *, known_use: bool) -> TracedChain:
+def _assemble(plan: BlockPlan, *, known_use: bool) -> TracedChain:
     model, groups = plan.model, plan.groups()
     block_of = {part: block for block, (_, parts) in enumerate(groups) for part in parts}
     loose = [name for name, _ in model.named_parameters() if _owner(name, block_of) is None]
@@ -385,7 +385,7 @@ def _owner(name: str, block_of: dict[str, int]) -> int | None:
     return None
 
 
-def _modules(plan: Plan, block_of: dict[str, int], count: int) -> list[list[nn.Module]]:
+def _modules(plan: BlockPlan, block_of: dict[str, int], count: int) -> list[list[nn.Module]]:
     """Return each block's modules; one without parameters belongs to the part that is called next, once.
 
     So a dropout stays active as long as what it feeds is trained.
@@ -406,7 +406,7 @@ def _modules(plan: Plan, block_of: dict[str, int], count: int) -> list[list[nn.M
     return modules
 
 
-def _first_uses(plan: Plan, loose: Sequence[str], block_of: dict[str, int]) -> dict[str, int]:
+def _first_uses(plan: BlockPlan, loose: Sequence[str], block_of: dict[str, int]) -> dict[str, int]:
     """Return for each of these parameters the first block whose output depends on it, where there is one."""
     found: dict[str, int] = {}
     waiting: dict[Any, str] = {plan.model.get_parameter(name): name for name in loose}
@@ -449,7 +449,7 @@ def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, ex
         try:
             chain = cut_into_blocks(model, scheme=blocks or "stage", example=example)
         except UsageError:
-            pass  # its forward pass does more than to run its children; it is watched
+            pass  # its forward pass does more than to run its children; it is traced
         else:
             if len(chain.blocks) > 1:
                 return chain

@@ -1,4 +1,4 @@
 """The frozen prefix's output, read from the cache or computed.
 
-Imports `errors`, `config`, `chain`, `ranks`, `cache`, `data` and `runs`; never `freezing`.
+Imports `errors`, `config`, `model`, `comm`, `cache`, `data` and `runs`; never `freezing`.
 """

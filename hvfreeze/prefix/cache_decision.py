@@ -299,7 +299,7 @@ class Planner:
             return self._measured(shares, rated=worth)
 
         mine = raise_on_all_ranks(world, measure, name=f"cache.measure.{split.name}")
-        ranks = world.allgather_object(mine, name="cache.situations")
+        ranks = world.allgather_object(mine, name="cache.costs")
         left = self.costs.budget.left_bytes
         plan = make_plan(ranks, limit_bytes=None if left is None else left * world.size, asked=asked)
         return world.broadcast_object(plan, name="cache.plan")

@@ -80,7 +80,7 @@ class CacheTerms:
     """How training samples are shown; in shuffle `global` every rank meets all, and rows can only be shared."""
     world: World
     """The ranks that decide together."""
-    outlook: CostInputs
+    costs: CostInputs
     owner: str
     """Names the run; only its own files are ever removed."""
     say: Callable[[str], None]
@@ -264,7 +264,7 @@ class Features:
     def _tell_refusals(self, fingerprint: Fingerprint) -> None:
         """Say which files of this cut are not used, and why; each once."""
         if self.terms.world.rank == 0 and self.activations.stored_bytes == 0:
-            for line in refusals(self.terms.outlook.directory, fingerprint):
+            for line in refusals(self.terms.costs.directory, fingerprint):
                 if line not in self._told:
                     self._told.add(line)
                     self.terms.say(line)
@@ -300,23 +300,23 @@ def open_features(terms: CacheTerms, source: RowSource, *, clock: PhaseClock) ->
     # Now, and not hours later at the first cut: a directory that cannot be used is the user's to change.
     # Without a directory of its own the cache lies in the run's, which is made here first and is always private.
     private = settings.cache_dir is None or not settings.cache_shared
-    prepare = partial(prepare_directory, terms.outlook.directory, private=private)
+    prepare = partial(prepare_directory, terms.costs.directory, private=private)
     raise_on_all_ranks(terms.world, prepare, name=f"cache.directory.{split.name}")
     source = replace(source, shared=source.shared or terms.shuffled_globally)
     activations = PrefixActivations(
         run_blocks=compute,
         load_images=load,
         batch_rows=recipe.batch_rows,
-        directory=terms.outlook.directory,
+        directory=terms.costs.directory,
         shard=f"{terms.world.rank}of{terms.world.size}",
         stored=recipe.stored,
         shared=source.shared,
         private=not settings.cache_shared,
         on_failure="stop" if settings.cache_failure == "stop" else "recompute",
-        budget=terms.outlook.budget,
+        budget=terms.costs.budget,
         owner=terms.owner,
         phase=clock.within,
         prefix_digest=source.digest,
     )
-    account, planner = Account(timer, activations.counters), Planner(terms.world, source, terms.outlook, timer)
+    account, planner = Account(timer, activations.counters), Planner(terms.world, source, terms.costs, timer)
     return Features(split.images, activations, terms, source, account, planner)

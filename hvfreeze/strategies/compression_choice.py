@@ -18,8 +18,8 @@ from hvfreeze.comm.compression_cost import (
     CANDIDATES,
     CHOSEN,
     EXPOSED_SHARE,
-    Forecast,
     Network,
+    StepForecast,
     Steps,
     batches_that_hide,
     choose,
@@ -140,7 +140,7 @@ class CompressionChoice:
         self._trial: CompressionTrial | None = None
         self._trying: list[float] = []
         self._steps: Steps | None = None
-        self._forecasts: dict[str, Forecast] = {}
+        self._forecasts: dict[str, StepForecast] = {}
         self._watched: list[tuple[dict[str, float], dict[str, float]]] = []
         self._spent = clock.read()
         self._unlike: frozenset[str] | None = None
@@ -212,7 +212,7 @@ class CompressionChoice:
         self._trial, self._trying = CompressionTrial(**state["trial"]), list(state["trying"])
         self._moved, self._carried = state["moved"], state["carried"]
         self._network, self._steps = Network(**state["network"]), Steps(**state["steps"])
-        self._forecasts = {name: Forecast(**each) for name, each in state["forecasts"].items()}
+        self._forecasts = {name: StepForecast(**each) for name, each in state["forecasts"].items()}
         if self._asked == "auto":
             self._reducer.compression = self._trial.now
 
@@ -230,7 +230,7 @@ class CompressionChoice:
 
     def _choose(self) -> CompressionTrial:
         """Forecast a step with each compression on rank 0; all ranks begin with what it chooses. Collective."""
-        found: tuple[dict[str, Forecast], tuple[str, ...]] | None = None
+        found: tuple[dict[str, StepForecast], tuple[str, ...]] | None = None
         if self._asked == "auto" and self._unlike is None:
             self._unlike = made_unlike(self._reducer.carried, CHOSEN, self._world)
             if self._unlike:
@@ -264,7 +264,7 @@ class CompressionChoice:
         if self._asked == "auto" and compression != self._reducer.compression:
             self._reducer.compress(compression)
 
-    def _forecast(self) -> dict[str, Forecast]:
+    def _forecast(self) -> dict[str, StepForecast]:
         assert self._steps is not None
         named, size, bucket_bytes = self._reducer.carried, self._world.size, self._reducer.bucket_bytes
         names, found = [name for name, _ in named], {}

@@ -78,7 +78,7 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
         settings=config.cache,
         data=config.data,
         world=world,
-        outlook=costs,
+        costs=costs,
         owner=str(context.directory),
         say=context.say,
     )

@@ -1,4 +1,4 @@
-"""The loop, and a run from its configuration to its summary. Only `choice.py` knows strategies by name.
+"""The loop, and a run from its configuration to its summary. Only `stage_build.py` knows strategies by name.
 
-Imports everything below it; only `__main__` imports it.
+Imports everything below it; only `__main__` and `cli` import it.
 """

@@ -114,7 +114,7 @@ def statistics_of(settings: ModelConfig) -> Statistics | None:
 class Choice:
     """What must be known of a strategy before it is opened."""
 
-    opener: str
+    builder: str
     """module:function, imported when it is asked for: (context, configuration) -> strategy. A collective."""
     ranks_per_replica: Callable[[StrategyConfig, World], int]
     """How many neighbouring ranks work on one batch together, as one replica."""
@@ -199,7 +199,7 @@ class StageFactory:
         corpus = replace(given.corpus, plan=feed.plan)
         length = Length(stage.config.optimizer.epochs)
         context = replace(given, chain=chain, feed=feed, corpus=corpus, length=length)
-        module, _, function = CHOICES[stage.config.strategy.strategy].opener.partition(":")
+        module, _, function = CHOICES[stage.config.strategy.strategy].builder.partition(":")
         strategy: Strategy = getattr(importlib.import_module(module), function)(context, stage.config)
         return Opened(strategy, feed, chain, length)
 

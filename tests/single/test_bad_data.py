@@ -46,11 +46,6 @@ def test_a_data_folder_that_may_not_be_read_is_refused() -> None:
         assert not contents(run_dir)
 
 
-def test_one_class_only_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    photos = save_photos(tmp_path / "photos", classes="a")
-    refused(train_on(photos, run_dir), 3, str(photos / "train"), "one class only")
-
-
 def test_a_damaged_image_is_named_before_training(run_dir: Path, tmp_path: Path) -> None:
     photos = save_photos(tmp_path / "photos")
     image = photos / "train" / "b" / "17.png"
@@ -73,11 +68,6 @@ def test_a_damaged_image_that_is_streamed_is_named_when_it_is_read(
     image.write_bytes(whole)
     again = call(*TRAIN_ON, str(photos), "--run-dir", str(tmp_path / "run"), "--resume")
     assert again.returncode == 0, str(again)
-
-
-def test_images_of_several_sizes_need_an_image_size(run_dir: Path, tmp_path: Path) -> None:
-    photos = save_photos(tmp_path / "photos", sides=(32, 40))
-    refused(train_on(photos, run_dir), 2, str(photos), "32x32", "40x40", "--image-size")
 
 
 def test_data_that_is_absent_is_refused_where_nothing_can_be_downloaded(run_dir: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from hvfreeze.strategies.build_parts import (
     open_freezer,
     open_segments,
 )
-from hvfreeze.strategies.grid.cached_rows import ERRANDS, CachedRows, FrozenDigests, RemotePrefix, keeps_rows
+from hvfreeze.strategies.grid.cached_rows import REMOTE_ROWS, CachedRows, FrozenDigests, RemotePrefix, keeps_rows
 from hvfreeze.strategies.grid.partitioning import (
     MOVING,
     GridFacts,
@@ -73,7 +73,7 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     boundaries = {rows: trial.boundaries for rows, trial in trials.items()}
     introduce(context, facts, segments, boundaries[settings.batch_size])
     keeps = raise_on_all_ranks(world, lambda: keeps_rows(config, facts, world), name="grid.rows")
-    wire = open_wire(world, [*LANES, EVALUATION, ERRANDS, MOVING])
+    wire = open_wire(world, [*LANES, EVALUATION, REMOTE_ROWS, MOVING])
 
     def train(place: Place, segment: Segment) -> Freezer:
         return open_freezer(

@@ -37,7 +37,8 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.grid.partitioning import GridFacts, LocalStage, Partitioning
 
-ERRANDS = "errands"
+REMOTE_ROWS = "errands"
+"""The lane of rows that other ranks compute for a cache; checkpoints count its bytes by this name."""
 """The lane of remote forwards. Its messages: how many rows come next, none to end; their images; their output."""
 COUNT, IMAGES, OUTPUT = range(3)
 
@@ -79,7 +80,7 @@ class RemotePrefix:
     def serve(self) -> None:
         """On a rank before the reader: run its blocks for the reader's images, until it ends this."""
         (start, stop), reader = self._segment, self._mesh.rank_of(self._reader)
-        while rows := int(self._wire.get((1,), dtype=torch.int64, source=reader, lane=ERRANDS, seq=COUNT)):
+        while rows := int(self._wire.get((1,), dtype=torch.int64, source=reader, lane=REMOTE_ROWS, seq=COUNT)):
             if self._mesh.before is None:
                 x = self._get(0, rows, source=reader, seq=IMAGES)
             else:
@@ -118,15 +119,15 @@ class RemotePrefix:
         return self._get(self._segment[0], len(images), source=self._mesh.before, seq=OUTPUT)
 
     def _announce(self, partition: int, rows: int) -> None:
-        self._wire.put(torch.tensor([rows]), to=self._mesh.rank_of(partition), lane=ERRANDS, seq=COUNT)
+        self._wire.put(torch.tensor([rows]), to=self._mesh.rank_of(partition), lane=REMOTE_ROWS, seq=COUNT)
 
     def _put(self, depth: int, x: Tensor, *, to: int, seq: int) -> None:
-        self._wire.put(self._boundaries[len(x)][depth].flat(x.detach()), to=to, lane=ERRANDS, seq=seq)
+        self._wire.put(self._boundaries[len(x)][depth].flat(x.detach()), to=to, lane=REMOTE_ROWS, seq=seq)
 
     def _get(self, depth: int, rows: int, *, source: int, seq: int) -> Tensor:
         boundary = self._boundaries[rows][depth]
         shape = (boundary.num_elements,)
-        return boundary.formed(self._wire.get(shape, dtype=boundary.dtype, source=source, lane=ERRANDS, seq=seq))
+        return boundary.formed(self._wire.get(shape, dtype=boundary.dtype, source=source, lane=REMOTE_ROWS, seq=seq))
 
 
 class FrozenDigests:
@@ -324,7 +325,7 @@ class CachedRows:
             settings=config.cache,
             data=config.data,
             world=stage.mesh.replica_world,
-            outlook=replace(self.cost_inputs(), _trials={}),
+            costs=replace(self.cost_inputs(), _trials={}),
             owner=str(context.directory),
             say=self._lines.append,
         )

@@ -31,7 +31,7 @@ from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
-from hvfreeze.strategies.grid.cached_rows import ERRANDS, FrozenDigests, merged
+from hvfreeze.strategies.grid.cached_rows import REMOTE_ROWS, FrozenDigests, merged
 from hvfreeze.strategies.grid.partitioning import MOVING, GridFacts, LocalStage, Partitioning, repartitioned
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, LineResult, Pipeline, joined
 
@@ -232,7 +232,7 @@ class Grid:
                 ],
                 "wire_bytes": {lane: total[lane] for lane in LANES},
                 "evaluation_wire_bytes": total[EVALUATION],
-                "errand_bytes": total[ERRANDS],
+                "errand_bytes": total[REMOTE_ROWS],
                 "moved_bytes": total[MOVING],
                 **{key: [each[key] for each in ranks] for key in by_rank},
             },

@@ -15,7 +15,7 @@ from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.frozen_prefix import hold_in_eval
+from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
@@ -59,7 +59,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
     )
     with in_evaluation(chain.model):
         boundaries = dry_run(halves.prefix, images, depth=len(chain.blocks))
-    hold_still(chain, cut)
+    hold_still(chain, 0, cut)
     counts = ExitCounts(work_until(exits.work(images[:1])), sum(operations))
     features = raise_on_all_ranks(
         world,
@@ -171,14 +171,6 @@ def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks:
     return [cut + start for start, _ in cut_evenly(costs[by][cut:], parts=parts)[1:]]
 
 
-def hold_still(chain: Chain, cut: int) -> None:
-    """Make the frozen blocks a pure function of their input, for good."""
-    for module in chain.modules(0, cut):
-        hold_in_eval(module)
-    for _, parameter in chain.named_parameters(0, cut):
-        parameter.requires_grad_(False)
-
-
 def open_both_features(
     context: BuildContext, config: Config, halves: Halves, done: StepCount
 ) -> tuple[Features, Features]:
@@ -195,7 +187,7 @@ def open_both_features(
         settings=config.cache,
         data=config.data,
         world=alone,
-        outlook=CostInputs(
+        costs=CostInputs(
             horizon=horizon,
             suffix_seconds=lambda: suffix_seconds(context.clock, batches=done.steps),
             budget=open_budget(config.cache, directory, size=1),

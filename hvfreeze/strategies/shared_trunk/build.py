@@ -15,6 +15,7 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
 from hvfreeze.config.sections import OptimizerConfig, StrategyConfig
 from hvfreeze.config.tree import Config
+from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.segments import Boundary, RunBlocks, block_seconds, drop_tensors, dry_run
 from hvfreeze.prefix.cache_decision import open_budget, try_prefix
 from hvfreeze.prefix.features import Halves
@@ -24,7 +25,7 @@ from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_images, open_segments
 from hvfreeze.strategies.shared_trunk.features import FeatureSource, TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
-from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, TrunkFacts, hold_still
+from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, TrunkFacts
 from hvfreeze.strategies.shared_trunk.tasks import (
     Labels,
     Task,
@@ -63,7 +64,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
         lambda: [Head(tasks[i], labels[i], settings, build=context.build) for i in mine],
         name="trunk.heads",
     )
-    hold_still(chain, (0, blocks))
+    hold_still(chain, 0, blocks)
     halves = Halves(chain, settings.precision)
     images = example_images(context, rows=settings.batch_size)
     boundaries = dry_run(halves.prefix, images, depth=depth)

@@ -25,7 +25,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import DivergedError, NumericsError, RefusedError
-from hvfreeze.freezing.frozen_prefix import Seal, hold_in_eval
+from hvfreeze.freezing.frozen_prefix import Seal
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import Segment, drop_tensors, segment_bytes, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
@@ -135,14 +135,6 @@ class Head:
                 tensor.copy_(state["tensors"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self._random = state["random"]
-
-
-def hold_still(chain: Chain, segment: Segment) -> None:
-    """Make the blocks of a segment a pure function of their input, for good."""
-    for module in chain.modules(*segment):
-        hold_in_eval(module)
-    for _, parameter in chain.named_parameters(*segment):
-        parameter.requires_grad_(False)
 
 
 class SharedTrunk:

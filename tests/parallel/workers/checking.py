@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvfreeze.comm.horovod_world import open_world
 from hvfreeze.comm.world import World, end_job_on_exception
@@ -42,6 +43,24 @@ def run_checks(
     report(opened.rank, checks=[check.__name__ for check in checks])
     if world is None:
         opened.close()
+
+
+class Trial:
+    """Runs of one network with equal settings but for what is said, each in a directory of its own."""
+
+    def __init__(self, world: World, root: Path, network: Network) -> None:
+        self.world, self.root = world, root
+        let_runs_build(network)
+
+    def model(self, name: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
+        return found
+
+
+def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that do not have the same bits; both must have the same names in the same order."""
+    assert list(found) == list(expected)
+    return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
 def small_shufflenet(classes: int) -> nn.Module:

@@ -22,7 +22,8 @@ from hvfreeze.strategies.grid.build import BlockTrial
 from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.grid import Grid
-from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers import checking
+from tests.parallel.workers.checking import as_runs_lay_out, differing, run_checks, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR = 16, 3, 2, 0.03
@@ -36,12 +37,11 @@ steps, the faster the larger the learning rate."""
 laid_out = as_runs_lay_out(small_resnet)
 
 
-class Trial:
-    """Runs with equal settings but for what is said, each in a directory of its own."""
+class Trial(checking.Trial):
+    """Runs of a small network; see `checking.Trial`."""
 
     def __init__(self, world: World, root: Path) -> None:
-        self.world, self.root = world, root
-        let_runs_build(small_resnet)
+        super().__init__(world, root, small_resnet)
 
     def config(self, name: str, *, shares: int, **changes: Any) -> Config:
         base = {
@@ -61,10 +61,6 @@ class Trial:
         changes.setdefault("lr", rate_of(shape))
         given = {"strategy": "grid", "parts": parts, "replicas": replicas, "micro_batches": number, "cut_by": "count"}
         return self.config(name, shares=replicas, **{**given, **changes})
-
-    def model(self, name: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
-        return found
 
     def twin(self, shape: tuple[int, int, int], segments: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """The same training in this process."""
@@ -116,11 +112,6 @@ SHAPES = {
 }
 """By the number of ranks: partitions, replicas and micro-batches; a batch of 16 divided by 3 and 5 leaves a rest."""
 VOTED = {"freeze": "percentile", "eta_max": float("inf"), "interval": 2, "freeze_warmup": 1, "quorum": 0.25}
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    assert list(found) == list(expected)
-    return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
 def check_every_shape_is_the_twin(trial: Trial) -> None:

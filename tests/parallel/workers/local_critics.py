@@ -23,7 +23,7 @@ from hvfreeze.strategies.local_critics import strategy
 from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.local_critics import LocalCritics
-from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers.checking import as_runs_lay_out, differing, let_runs_build, run_checks, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR, CRITIC_LR, DECAY = 8, 6, 2, 0.03, 1e-3, 1e-2
@@ -106,11 +106,6 @@ class Trial:
                 twin.step(feed.images.load(batch.ids, batch.views), batch.labels)
         state: dict[str, Tensor] = model.state_dict()
         return state
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    assert list(found) == list(expected)
-    return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
 def check_model_and_critics_are_the_twin(trial: Trial) -> None:

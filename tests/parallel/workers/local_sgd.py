@@ -21,7 +21,8 @@ from hvfreeze.training.build import open_corpus
 from hvfreeze.training.job import Job
 from hvfreeze.training.run import run
 from tests.parallel.twins.local_sgd import Copies
-from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers import checking
+from tests.parallel.workers.checking import as_runs_lay_out, differing, run_checks, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR = 8, 4, 3, 0.03
@@ -33,12 +34,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 laid_out = as_runs_lay_out(small_resnet)
 
 
-class Trial:
-    """Runs with equal settings but for what is said, each in a directory of its own."""
+class Trial(checking.Trial):
+    """Runs of a small network; see `checking.Trial`."""
 
     def __init__(self, world: World, root: Path) -> None:
-        self.world, self.root = world, root
-        let_runs_build(small_resnet)
+        super().__init__(world, root, small_resnet)
 
     def config(self, name: str, **changes: Any) -> Config:
         base = {
@@ -54,10 +54,6 @@ class Trial:
             "run_dir": str(self.root / name),
         }
         return from_dict({**base, **changes})
-
-    def model(self, name: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
-        return found
 
     def steps(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Return for each step of a run the batches of all ranks."""
@@ -89,11 +85,6 @@ def killed(config: Config, world: World, *, after: int) -> None:
         except Preempted:
             return
     raise AssertionError("the run was not ended")
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    assert list(found) == list(expected)
-    return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
 def check_every_round_is_the_twin(trial: Trial) -> None:

@@ -18,7 +18,7 @@ from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.build import prepare
 from hvfreeze.training.run import run
 from tests.parallel.twins.shared_trunk import Alone, seeded
-from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks
+from tests.parallel.workers.checking import as_runs_lay_out, differing, let_runs_build, run_checks
 from tests.parallel.workers.runs import interrupted
 
 models: Any = torchvision.models
@@ -76,9 +76,8 @@ class Trial:
 
     def compare(self, name: str, model: str, expected: dict[str, Tensor]) -> None:
         found = torch.load(self.root / name / f"model-{model}.pt", weights_only=True)
-        assert list(found) == list(expected)
-        differing = [key for key in expected if not torch.equal(found[key], expected[key])]
-        assert differing == [], f"{name}, {model}: not the model that is trained alone: {differing}"
+        wrong = differing(found, expected)
+        assert wrong == [], f"{name}, {model}: not the model that is trained alone: {wrong}"
 
     def wire_bytes(self, name: str) -> list[dict[str, int]]:
         """What each epoch of a run sent, by lane."""

@@ -24,7 +24,7 @@ from hvfreeze.training import stage_build
 from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.stale_ring import StaleRing
-from tests.parallel.workers.checking import as_runs_lay_out, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers.checking import as_runs_lay_out, differing, let_runs_build, run_checks, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, CONTEXT, STEPS, EPOCHS, LAYERS = 4, 8, 7, 2, 4
@@ -126,11 +126,6 @@ def delays_of(model: nn.Module, blocks: list[tuple[str, ...]], segments: list[li
 def untied_logits(model: Any, last: Tensor, codes: Tensor) -> Tensor:
     """The language model's answer with its output matrix given."""
     return nn.functional.linear(model.norm(model.layers(model.embedding(codes))), last).transpose(1, 2)
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    assert list(found) == list(expected)
-    return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
 def lm_blocks() -> list[tuple[str, ...]]:

@@ -15,8 +15,8 @@ from hvfreeze.training.build import prepare
 from hvfreeze.training.run import run
 from tests.parallel.twins.subnets import Workers
 from tests.parallel.workers import local_sgd
-from tests.parallel.workers.checking import let_models_be_small, run_checks
-from tests.parallel.workers.local_sgd import BATCH, EPOCHS, LR, STEPS, differing, killed
+from tests.parallel.workers.checking import differing, let_models_be_small, run_checks
+from tests.parallel.workers.local_sgd import BATCH, EPOCHS, LR, STEPS, killed
 from tests.parallel.workers.runs import interrupted, lines
 
 DECAY = 1e-2

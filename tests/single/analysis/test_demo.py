@@ -22,12 +22,12 @@ from tests.single.report.run_directories import vote, write_run
 
 def test_the_halves_hold_the_same_pixels_as_the_digits(tmp_path: Path) -> None:
     write_images(open_data("digits"), classes=range(5, 10), folder=tmp_path)
-    folder, digits = open_data("imagefolder", tmp_path), open_data("digits", classes=range(5, 10))
+    folder, digits = open_data("imagefolder", tmp_path), open_data("digits")
     assert folder.train.classes == ("5", "6", "7", "8", "9")
     for written, known in ((folder.train, digits.train), (folder.test, digits.test)):
         # A folder is sorted by class, then by sample.
-        order = torch.argsort(known.labels, stable=True).tolist()
-        assert written.labels.tolist() == known.labels[order].tolist()
+        order = [sample for sample in torch.argsort(known.labels, stable=True).tolist() if known.labels[sample] >= 5]
+        assert written.labels.tolist() == (known.labels[order] - 5).tolist()
         assert all(np.array_equal(written.decode(row), known.decode(sample)) for row, sample in enumerate(order))
 
 

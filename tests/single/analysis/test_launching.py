@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from analysis.sweeps.launching import Site, bits_per_second, count_sent, follow, launch, sent_bytes
+from analysis.sweeps.launching import Site, follow, launch
 from analysis.sweeps.presets import SMOKE
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.reading import Run, load_run
@@ -40,22 +39,3 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]
     assert follow(command, tmp_path / "log", timeout=2.0) == 110
     assert time.monotonic() - started < 300
-
-
-def test_bytes_are_written_down_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = iter(range(100, 1000, 100))
-    monkeypatch.setattr("analysis.sweeps.launching.sent_bytes", lambda pid: next(counter))
-    sent: dict[int, dict[str, int]] = {}
-    count_sent({"node0": 1}, tmp_path, sent)
-    assert not (tmp_path / "wire.json").exists()
-    for lines in (1, 1, 2):
-        (tmp_path / "metrics.jsonl").write_text("{}\n" * lines)
-        count_sent({"node0": 1}, tmp_path, sent)
-    assert json.loads((tmp_path / "wire.json").read_text()) == {"1": {"node0": 100}, "2": {"node0": 200}}
-
-
-def test_sent_bytes_are_those_of_eth0(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "Inter-| Receive | Transmit\n face |bytes\n    lo: 1 2 3 4 5 6 7 8 9 10\n  eth0:11 0 0 0 0 0 0 0 77 0 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda self: lines)
-    assert sent_bytes(1) == 77
-    assert [bits_per_second(limit) for limit in ("200mbit", "")] == [2e8, float("inf")]

@@ -11,15 +11,12 @@ import pytest
 from analysis import lp_ft, peers, step_costs
 from analysis.parts.peers import Cell, answers_of, best_rates, by_samples, cell_of, file_of, seconds_of, timed
 from analysis.parts.readme import COMPARISONS, milliseconds, ways
-from analysis.sweeps.charts import Way, ways_chart
 from analysis.sweeps.kept import RESULTS
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import Results, open_results
-from analysis.sweeps.statistics import Interval
 from analysis.sweeps.sweep import plan
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import UsageError
-from tests.single.analysis.runs_material import carried_out
 from tests.single.report.run_directories import write_run
 
 EVERYWHERE = peers.Ground(counts=list(peers.BUDGETS))
@@ -31,7 +28,6 @@ KINDS = {
 PLAIN: dict[str, Any] = {"label": "n5000-full-e4", "program": "hvfreeze", "ranks": 2, "batch_size": 64}
 PLAIN |= {"image_size": 32, "steps": 40, "epochs": 4, "final_cut": 0, "cut_history": "0@0", "cache": "off"}
 PLAIN |= {"augment": "fresh", "train_seconds": 3.0}
-POINT = (Interval(1.0, 0.9, 1.1, 3), Interval(0.5, 0.4, 0.6, 3))
 
 
 def test_accuracy_at_1_000_and_5_000_samples_has_five_seeds_and_at_20_000_three() -> None:
@@ -97,25 +93,6 @@ def test_labels_are_read_as_they_are_written() -> None:
         cell_of("full")
 
 
-@pytest.mark.usefixtures("no_files")
-def test_the_runs_are_resumable_and_their_results_written_up(
-    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "BUDGETS", {1_000: (2, 4)})
-    monkeypatch.setattr(peers, "SEEDS", {1_000: 2})
-    results = carried_out(peers.EXPERIMENTS["peers"], REDUCED, tmp_path)
-    made = len(launches)
-    assert made == len(set(launches)) == len(results.rows)
-    text = (results.directory / "README.md").read_text()
-    assert "Which way is the soonest as good as full fine-tuning, with 1000 samples?" in text
-    assert "n1000-lp-ft-e4" in text
-    path = results.directory / "runs.jsonl"
-    lines = [line for line in path.read_text().splitlines() if '"run": "n1000-lp-ft-e4-s1"' not in line]
-    path.write_text("\n".join(lines) + "\n")
-    carried_out(peers.EXPERIMENTS["peers"], REDUCED, tmp_path)
-    assert launches[made:] == ["n1000-lp-ft-e4-s1"]
-
-
 def row(label: str, seed: int, seconds: float, accuracy: float) -> dict[str, Any]:
     row = {**PLAIN, "ranks": 9, "validation_fraction": 0.0, "cache_bytes": 0, "lr": 0.1, "allreduce_bytes": 1e6}
     times = {"train_seconds": seconds + 0.001 * seed, "test_accuracy": accuracy + 0.001 * seed}
@@ -169,19 +146,6 @@ def test_steps_are_added_to_those_of_the_same_source_and_machine_only(tmp_path: 
     path.write_text(json.dumps({**now, "seconds": {"2 ranks": {"live0": [1.0]}}}))
     assert step_costs.begun(path, now)["seconds"] == {"2 ranks": {"live0": [1.0]}}
     assert step_costs.begun(path, {**now, "cores": 2}) == {"commit": "abc", "cores": 2, "seconds": {}}
-
-
-def test_a_way_looks_alike_in_every_panel_and_is_named_once() -> None:
-    panels = {
-        "few": [Way("full", [POINT, POINT]), Way("solved", [POINT])],
-        "many": [Way("full", [POINT]), Way("other", [POINT]), Way("solved", [POINT])],
-    }
-    figure = ways_chart(panels, reference="full", ours=("solved",))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "solved", "other"]
-    drawn = [{name: handle.lines[0] for handle, name in zip(*axes.get_legend_handles_labels())} for axes in figure.axes]
-    for label in ("full", "solved"):
-        first, second = ((lines[label].get_color(), lines[label].get_marker()) for lines in drawn)
-        assert first == second
 
 
 @pytest.mark.parametrize("name", COMPARISONS)

@@ -11,8 +11,8 @@ from torch import nn
 
 from hvfreeze.comm.compression_cost import (
     CANDIDATES,
-    Forecast,
     Network,
+    StepForecast,
     Steps,
     batches_that_hide,
     choose,
@@ -57,14 +57,14 @@ def test_messages_travel_one_after_the_other(messages: list[tuple[int, int]], re
 def test_a_step_waits_for_what_the_backward_pass_does_not_hide() -> None:
     steps = Steps(ready={"a": 1.0, "b": 3.0}, backward=4.0, rest=2.0)
     hidden = forecast([Message([0], 100)], ["a", "b"], steps, NETWORK, own_seconds=0.5)
-    assert hidden == Forecast(step=6.5, exposed=0.0)
+    assert hidden == StepForecast(step=6.5, exposed=0.0)
     shown = forecast([Message([0], 100), Message([1], 100)], ["a", "b"], steps, NETWORK, own_seconds=0.0)
-    assert shown == Forecast(step=6.25, exposed=0.25)
+    assert shown == StepForecast(step=6.25, exposed=0.25)
 
 
 def test_the_smallest_change_that_hides_the_transfer_is_chosen() -> None:
-    def steps(**changes: float) -> dict[str, Forecast]:
-        return {name: Forecast(changes.get(name.replace(":", ""), 2.0), 0.0) for name in CANDIDATES}
+    def steps(**changes: float) -> dict[str, StepForecast]:
+        return {name: StepForecast(changes.get(name.replace(":", ""), 2.0), 0.0) for name in CANDIDATES}
 
     assert choose(steps(none=1.0, fp16=1.0)) == "none"
     assert choose(steps(none=1.04, fp16=1.0)) == "none", "a step that is next to none longer is as good"

@@ -10,7 +10,7 @@ from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, leaves
 from tests.program import ROOT
 
-HEAVY = ("torch", "numpy", "horovod", "mpi4py", "h5py", "matplotlib", "hvfreeze.ranks", "hvfreeze.training")
+HEAVY = ("torch", "numpy", "horovod", "mpi4py", "h5py", "matplotlib", "hvfreeze.comm", "hvfreeze.training")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["report", "--help"]])

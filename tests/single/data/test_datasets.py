@@ -60,19 +60,6 @@ def test_digits_are_the_same_with_and_without_the_file_of_scikit_learn(monkeypat
     assert from_file.test.identity() == loaded.test.identity()
 
 
-def test_half_of_the_digits_classes_is_that_half_of_the_same_split() -> None:
-    whole, low, high = open_data("digits"), open_data("digits", classes=range(5)), open_data("digits", classes=(7, 5))
-    assert low.train.classes == ("0", "1", "2", "3", "4")
-    assert high.test.classes == ("7", "5")
-    for split in ("train", "test"):
-        labels = getattr(whole, split).labels
-        assert getattr(low, split).labels.tolist() == labels[labels < 5].tolist()
-        assert len(getattr(high, split)) == int(((labels == 7) | (labels == 5)).sum())
-        assert images_of(getattr(high, split)) <= images_of(getattr(whole, split))
-    first_seven = whole.train.labels.tolist().index(7)
-    assert high.train.decode(high.train.labels.tolist().index(0)).tobytes() == whole.train.decode(first_seven).tobytes()
-
-
 @pytest.mark.parametrize(("image_size", "stored"), [(None, 32), (16, 16), (32, 32), (64, 32)])
 def test_stored_pixels_are_never_larger_than_native(tmp_path: Path, image_size: int | None, stored: int) -> None:
     write_images(tmp_path / "train", side=32)
@@ -230,14 +217,3 @@ def test_data_that_cannot_be_used_is_refused_by_name_with_the_way_out(
     assert type(refusal.value) is kind
     for word in ["" if name == "mnist" else str(root), *words]:
         assert word in str(refusal.value)
-
-
-@pytest.mark.parametrize("classes", [(), (3,), (1, 1), (0, 10), (-1, 2)])
-def test_impossible_choices_of_digits_are_refused(classes: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match=r"at least two different numbers in 0\.\.9"):
-        open_data("digits", classes=classes)
-
-
-def test_a_choice_of_classes_is_for_digits_only(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="for digits only, not for imagefolder"):
-        open_data("imagefolder", folder(tmp_path), classes=(0, 1))

@@ -13,7 +13,15 @@ import torch
 import yaml
 
 import hvfreeze
-from hvfreeze.inference.evaluate import Samples, describe, judge, measure, own_samples, plot_confusion, samples_in
+from hvfreeze.inference.evaluate import (
+    EvaluatedSamples,
+    describe,
+    judge,
+    measure,
+    own_samples,
+    plot_confusion,
+    samples_in,
+)
 from tests.program import call
 from tests.single.inference.conftest import CLASSES, Finished, train
 from tests.single.inference.test_predicting import refused
@@ -107,7 +115,7 @@ def test_counts_are_by_true_class_and_answer(finished: Finished) -> None:
     assert [row["recall"] for row in result.rows] == [2 / 3, 1.0, None]
     assert [row["precision"] for row in result.rows] == [1.0, 0.75, None]
     assert (result.count, result.correct, result.accuracy) == (6, 5, 5 / 6)
-    told = describe(applied, Samples(lambda row: None, labels, "samples", own=True), result)  # type: ignore[arg-type,return-value]
+    told = describe(applied, EvaluatedSamples(lambda row: None, labels, "samples", own=True), result)  # type: ignore[arg-type,return-value]
     assert "the run reported" in told and len(told.splitlines()) == 5
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hvfreeze.comm.compression_cost import CANDIDATES, Forecast, choose, worth_trying
+from hvfreeze.comm.compression_cost import CANDIDATES, StepForecast, choose, worth_trying
 from hvfreeze.strategies.compression_choice import ROUNDS, TRIED_STEPS, CompressionTrial
 
 
@@ -81,9 +81,9 @@ def test_a_trial_goes_on_from_its_state(rounds: int) -> None:
 
 
 def test_what_is_forecast_to_be_far_longer_is_not_tried() -> None:
-    forecasts = {name: Forecast(1.0, 0.0) for name in CANDIDATES}
+    forecasts = {name: StepForecast(1.0, 0.0) for name in CANDIDATES}
     assert worth_trying(forecasts, "none") == CANDIDATES
-    forecasts["powersgd:8"] = Forecast(1.6, 0.0)
+    forecasts["powersgd:8"] = StepForecast(1.6, 0.0)
     assert worth_trying(forecasts, "powersgd:16") == ("powersgd:16", "powersgd:4", "powersgd:2")
     assert worth_trying(forecasts, choose(forecasts))[0] == "none"
     assert worth_trying(forecasts, "powersgd:2") == ("powersgd:2",)

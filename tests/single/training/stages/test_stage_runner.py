@@ -26,7 +26,7 @@ def stage_runner() -> StageRunner:
     return made
 
 
-def test_what_a_course_keeps_is_what_it_knows() -> None:
+def test_what_a_runner_keeps_is_what_it_knows() -> None:
     made = stage_runner()
     assert made.knows(made.state_dict())
     assert made.knows({"number": 0, "steps": [20], "earlier": {}}), "a run may go on with more stages than it had"

@@ -7,9 +7,9 @@ from hvfreeze.training.progress import Progress, RunLogger
 
 
 def test_of_several_lines_the_first_is_printed_and_all_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    speaker, logged = RunLogger(rank=0, quiet=False), []
-    speaker.info("decided\nby\nthis table")
-    speaker.log_to(logged.append)
+    logger, logged = RunLogger(rank=0, quiet=False), []
+    logger.info("decided\nby\nthis table")
+    logger.log_to(logged.append)
     assert capsys.readouterr().out == "decided\n" and logged == ["decided\nby\nthis table"]
 
 

@@ -27,8 +27,8 @@ def test_rows_that_are_lost_in_a_step_are_not_waited_for() -> None:
 
 
 def test_what_has_come_through_the_line_is_what_rows_are_computed_from() -> None:
-    errands = reader()
-    errands.came = torch.full((2,), 10.0)
-    assert errands.load(cast(Any, None), cast(Any, None), cast(Any, None)).numel() == 0, "images are not read"
-    assert errands.run(torch.empty(0), 0, 3).tolist() == [12.0, 12.0]
-    assert errands.run(torch.zeros(2), 2, 4).tolist() == [2.0, 2.0], "rows of a cut before are gone on from"
+    prefix = reader()
+    prefix.came = torch.full((2,), 10.0)
+    assert prefix.load(cast(Any, None), cast(Any, None), cast(Any, None)).numel() == 0, "images are not read"
+    assert prefix.run(torch.empty(0), 0, 3).tolist() == [12.0, 12.0]
+    assert prefix.run(torch.zeros(2), 2, 4).tolist() == [2.0, 2.0], "rows of a cut before are gone on from"

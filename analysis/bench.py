@@ -1,6 +1,6 @@
 """`make bench`: our time over that of reference loops written by hand, into build/bench.json.
 
-    python -m analysis.bench                          everything, at most 15 minutes on 2 cores
+    python -m analysis.bench                          everything, in 15 minutes on 2 cores that nobody else uses
     python -m analysis.bench --only NAME[,NAME]       these rows, merged into the file
     python -m analysis.bench --list                   the names
     python -m analysis.bench --quick                  only see that everything runs
@@ -20,7 +20,7 @@ from time import monotonic
 
 from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS, Case
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.launching import run_case
+from analysis.benchmarks.launching import run_case, why_missing
 from analysis.benchmarks.table import HEADER, merged, read_rows, table, write_rows
 from hvfreeze.config.tree import did_you_mean
 from hvfreeze.errors import HvfreezeError, UsageError
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     rows, failed = measure(wanted, quick=options.quick, out=options.out)
     print("\n" + table(rows) + f"\n\nwritten to {options.out}")
-    for name in failed:
-        print(f"bench: error: {name} could not be measured", file=sys.stderr)
+    for name, why in failed.items():
+        print(f"bench: error: {name} could not be measured: {why}; to try again: --only {name}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -73,15 +73,15 @@ def choose(only: str | None) -> tuple[str, ...]:
     return names
 
 
-def measure(wanted: tuple[str, ...], *, quick: bool, out: Path) -> tuple[list[Row], list[str]]:
+def measure(wanted: tuple[str, ...], *, quick: bool, out: Path) -> tuple[list[Row], dict[str, str]]:
     """Run the cases one after another, writing the file after each.
 
     Returns:
-        The rows in the file, and the names of those that could not be measured.
+        The rows in the file, and by name why others could not be measured.
     """
     started, found = monotonic(), [] if wanted == ROWS else read_rows(out)
     cases = [case for case in CASES if case.chosen(wanted)]
-    failed: list[str] = []
+    failed: dict[str, str] = {}
     print(HEADER, flush=True)
     for position, case in enumerate(cases):
         chosen = case.chosen(wanted)
@@ -92,7 +92,7 @@ def measure(wanted: tuple[str, ...], *, quick: bool, out: Path) -> tuple[list[Ro
         missing = [name for name in chosen if name not in {row.name for row in rows}]
         if code != 0 and not missing:
             print(f"bench: note: {case.module} ended with exit code {code}", file=sys.stderr)
-        failed += missing
+        failed |= dict.fromkeys(missing, why_missing(case, chosen, code))
         kept = [row for row in found if row.name not in missing]
         found = merged(kept, rows, order=ROWS)
         write_rows(out, found)

@@ -19,7 +19,10 @@ from analysis.benchmarks.table import read_rows
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
 PATIENCE = 3.0
-"""A case that takes this many times what it was given hangs."""
+"""A case that takes this many times what is planned for it hangs. Where time is short it is given less, but a pair of
+whole runs takes as long as ever: so much is left to it."""
+TIMED_OUT = 110
+"""The exit code of mpirun where --timeout has ended it."""
 
 _FROM_ANOTHER_JOB = re.compile(r"PMIX_|OMPI_COMM_WORLD|OMPI_UNIVERSE|OMPI_MCA_|HOROVOD_|SLURM_|GLOO_")
 _FIXED = {
@@ -46,7 +49,7 @@ def run_case(case: Case, wanted: Sequence[str], *, seconds: float, quick: bool, 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"bench-{case.module}-", dir=folder) as scratch:
         out = Path(scratch) / "rows.json"
-        deadline = int(PATIENCE * (seconds * len(wanted) + case.setup_seconds)) + 60
+        deadline = patience(case, wanted)
         command = [
             *("mpirun", "-n", str(NUM_RANKS), "--bind-to", "none", "--oversubscribe", "--timeout", str(deadline)),
             *(sys.executable, "-m", "analysis.benchmarks.worker", case.module, "--only", ",".join(wanted)),
@@ -55,6 +58,18 @@ def run_case(case: Case, wanted: Sequence[str], *, seconds: float, quick: bool, 
         ]
         code = _run(command, environment(os.environ), seconds=deadline + 30)
         return read_rows(out), code
+
+
+def patience(case: Case, wanted: Sequence[str]) -> int:
+    """Return the seconds after which a case that measures `wanted` is ended."""
+    return int(PATIENCE * case.planned_seconds(tuple(wanted))) + 60
+
+
+def why_missing(case: Case, wanted: Sequence[str], code: int) -> str:
+    """Return why rows are missing of a case whose ranks ended with exit code `code`."""
+    if code == TIMED_OUT:
+        return f"it was not done after {patience(case, wanted)} s; other programs may take this machine's cores"
+    return f"its ranks ended with exit code {code}; what they said is above"
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -74,7 +89,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str], *, seconds: float
     try:
         return job.wait(seconds)
     except subprocess.TimeoutExpired:
-        return 110
+        return TIMED_OUT
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)

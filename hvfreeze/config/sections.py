@@ -208,7 +208,7 @@ class FreezeConfig:
         "WHICH",
         "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (kept with "
         "--freeze auto and --weights, else batch)",
-        read_by="steps",
+        read_by="steps norms",
     )
     signal: str = setting(
         "local",
@@ -222,7 +222,7 @@ class FreezeConfig:
     quorum: float = setting(
         0.5, "Q", "part of the weight that must support a cut, in (0, 1]", read_by="criteria voters"
     )
-    shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect", read_by="criteria")
+    shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect", read_by="shadows")
     auto_without: str = setting(
         "none",
         "LIST",

@@ -212,13 +212,24 @@ def files_below(folder: Path, others: Counter[str]) -> list[Image]:
                     if entry.is_dir():
                         pending.append(f"{parent}{entry.name}/")
                     elif entry.name.lower().endswith(SUFFIXES):
-                        status = entry.stat()
-                        images.append((f"{parent}{entry.name}", status.st_size, status.st_mtime_ns))
+                        images.append((f"{parent}{entry.name}", *size_and_time(entry)))
                     else:
                         others[suffix_of(entry.name)] += 1
         except OSError as error:
             raise unreadable(Path(error.filename or folder / parent), error) from error
     return images
+
+
+def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
+    """Return a file's size in bytes and when it was changed, 0 and 0 where it cannot be looked at.
+
+    So is a link to a file that is gone. It is an image that cannot be used, which whoever reads it tells of by name.
+    """
+    try:
+        status = entry.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
 
 
 def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:

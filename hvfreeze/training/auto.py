@@ -394,8 +394,8 @@ def judge(job: Job) -> None:
     job.logger.info(f"{verdict.line(before)}; by heads that were fitted to all other samples")
     best = job.guard.best
     if before is None or best is None:
-        if not is_worth_it(verdict) and job.budget is None:
-            runner.drop_rest()
+        if not is_worth_it(verdict) and job.budget is None and not runner.is_last:
+            leave_out_tuning(job)
         return
     job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
     if runner.is_last or job.budget is not None:
@@ -406,6 +406,17 @@ def judge(job: Job) -> None:
     elif gains_much(before, verdict):
         job.logger.info("much is gained, and much is left to gain: one tuning takes all steps that are left")
         runner.tune_at_once()
+
+
+def leave_out_tuning(job: Job) -> None:
+    """End the run with its first solution, and tell which settings have no effect then. Equal on all ranks."""
+    why = f"blocks are not tuned: fewer than {100 * WORTH_IT:g} % of the held-out samples are wrong"
+    before = job.unread(job.stage_runner.stages, "")
+    job.stage_runner.drop_rest()
+    job.logger.info(why)
+    for line in job.unread(job.stage_runner.stages, why):
+        if line not in before:
+            job.logger.info(f"note: {line}")
 
 
 def goes_on(before: Verdict, now: Verdict) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
 from hvfreeze.comm.horovod_world import HorovodWorld
@@ -340,12 +341,14 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
         name="record",
     )
     job.logger.log_to(job.record.log)
+    plan = plan_of(job, corpus, chain, asked=asked)
+    job.unread = lambda stages, why: without_effect(replace(plan, stages=stages, stopped=why), given)
     job.notes = [
         *corpus.notes,
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),
         *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages),
-        *without_effect(plan_of(job, corpus, asked=asked), given),
+        *without_effect(plan, given),
         *crowding(world),
         *bound_apart(world),
         *rests,
@@ -354,8 +357,9 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     return job
 
 
-def plan_of(job: Job, corpus: Corpus, *, asked: Config) -> Plan:
+def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
     """Return what a run is going to do, as far as settings may have an effect on it; `asked` are the user's."""
+    trained = chain.modules(min(job.config.freeze.cut or 0, len(chain.blocks) - 1), len(chain.blocks))
     return Plan(
         config=job.config,
         asked=asked,
@@ -365,6 +369,7 @@ def plan_of(job: Job, corpus: Corpus, *, asked: Config) -> Plan:
         flips=corpus.train.flips,
         side=min(corpus.train.image_shape[1:], default=0),
         decodes=not isinstance(corpus.train.source, ArraySource),
+        normalises=any(isinstance(module, _BatchNorm) for module in trained),
     )
 
 

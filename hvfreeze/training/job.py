@@ -72,6 +72,8 @@ class Job:
     """On rank 0, the checkpoint that is being written."""
     called: Callable[[int], str] = "sample {}".format
     """What a message calls a training sample, by its number."""
+    unread: Callable[[Sequence[Stage], str], list[str]] = lambda stages, why: []
+    """Returns a line for each reason for which settings of the user have no effect on such stages; see `readers`."""
     solved: Solution | None = None
     """What the epoch under way has solved, if it is a solution."""
 

@@ -17,6 +17,8 @@ from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.criteria import CRITERIA
 from hvfreeze.training.stages import Stage
 
+BY_BATCH = ("shared-trunk", "local-critics", "stale-ring")
+"""Strategies whose BatchNorm uses each batch's statistics wherever it trains."""
 OWN_PARTS = ("local-critics", "stale-ring")
 """Strategies that cut a model into other numbers of parts than there are ranks."""
 
@@ -40,6 +42,10 @@ class Plan:
     """The shorter side of the images in pixels, as they are read."""
     decodes: bool
     """Whether the data set's images are decoded from files, or made by code."""
+    normalises: bool = False
+    """Whether a block that is not frozen from the start on has BatchNorm."""
+    stopped: str = ""
+    """Why stages were dropped that had been planned."""
 
     @property
     def trained(self) -> list[Stage]:
@@ -55,6 +61,8 @@ class Plan:
     def solves_alone(self) -> str:
         """Why nothing is trained."""
         config = self.config
+        if self.stopped:
+            return self.stopped
         if not config.freeze.auto:
             return "the head is solved, and no step of training is made"
         timed = config.run.budget_seconds() is not None
@@ -179,6 +187,14 @@ def warmup(plan: Plan, value: int) -> Found:
     return unless(value <= made, InPart(f"training has {made} steps, and ends at {made / max(value, 1):.2g} of --lr"))
 
 
+def norms(plan: Plan, value: str) -> Found:
+    """Look for BatchNorm that trains, and does as it is told."""
+    strategy = plan.config.strategy.strategy
+    if value == "kept" and strategy in BY_BATCH:
+        return f"BatchNorm that trains with --strategy {strategy} uses each batch's statistics"
+    return unless(plan.normalises, "no block that trains has BatchNorm")
+
+
 def exchange(plan: Plan, value: str) -> Found:
     """Look for gradients that travel, and so many that they are compressed."""
     made = max(stage.steps for stage in plan.trained)
@@ -227,6 +243,13 @@ def cadence(plan: Plan, value: int) -> Found:
 def criteria(plan: Plan, value: Any) -> Found:
     """Look for votes, or criteria that are scored without effect."""
     return scored(plan, shadows=True)
+
+
+def shadows(plan: Plan, value: str) -> Found:
+    """Look for criteria beside the one that decides."""
+    decides = {stage.config.freeze.freeze for stage in plan.trained}
+    others = set(value.split(",")) - decides
+    return criteria(plan, value) or unless(bool(others) or value == "none", f"{value} decides, and is logged as that")
 
 
 def freezing(plan: Plan, value: str) -> Found:
@@ -366,6 +389,7 @@ READERS: dict[str, Reader] = {
     "line": line,
     "mirror-images": mirror_images,
     "multi-level": multi_level,
+    "norms": norms,
     "observed": observed,
     "optional-evaluations": optional_evaluations,
     "order": order,
@@ -374,6 +398,7 @@ READERS: dict[str, Reader] = {
     "ranks": ranks,
     "redealing": redealing,
     "shards": shards,
+    "shadows": shadows,
     "sharing": sharing,
     "steps": steps,
     "trained-weights": trained_weights,

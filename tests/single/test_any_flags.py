@@ -26,6 +26,7 @@ from hvfreeze.config.flags import configuration, flag_of
 from hvfreeze.config.tree import Config, leaves
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
+from hvfreeze.training import auto
 from hvfreeze.training.readers import READERS
 from tests.program import Outcome, call
 
@@ -38,10 +39,16 @@ def make(num_classes):
     first, second = nn.Conv2d(3, 4, 5, 4), nn.Conv2d(4, 6, 3)
     head = nn.Linear(24, num_classes)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), head)
+
+
+def normalised(num_classes):
+    layers = list(make(num_classes))
+    return nn.Sequential(*layers[:1], nn.BatchNorm2d(4), *layers[1:])
 """
 BASE = "--model small_network:make --train-samples 60 --validation-fraction 0.2 --batch-size 8 --epochs 3 --threads 1"
 KINDS = {
     "plain": "",
+    "normalised": "--model small_network:normalised",
     "static": "--freeze static --cut 1",
     "gradients": "--freeze gradient-norm",
     "schedule": "--freeze linear",
@@ -53,6 +60,8 @@ KINDS = {
     "grid": "--strategy grid",
     "local-sgd": "--strategy local-sgd",
     "local-critics": "--strategy local-critics --parts 2",
+    "subnets": "--strategy subnets --model mlp-16x16 --head last",
+    "wide-head": "--head mlp-16",
 }
 """Runs that flags are added to."""
 FLAGS = {
@@ -75,7 +84,7 @@ FLAGS = {
     "patience": ["2"],
     "eta_max": ["1e-9"],
     "min_gain": ["1e-9"],
-    "statistics": ["kept", "batch"],
+    "statistics": ["kept"],
     "signal": ["averaged", "averaged --clip-grad 0.01"],
     "vote_weight": ["samples"],
     "quorum": ["1"],
@@ -127,7 +136,7 @@ FLAGS = {
     "checkpoint_every": ["0"],
     "evaluate_every": ["2"],
     "keep": ["best"],
-    "early_stop": ["1", "9"],
+    "early_stop": ["9"],
     "quiet": [""],
     "json": [""],
 }
@@ -324,6 +333,15 @@ def check(runs: Runs, *, examples: int) -> None:
     parser = Page()
     parser.feed((page / "index.html").read_text())
     assert {"table", "svg"} & set(parser.seen) and "html" in parser.seen
+
+
+def test_settings_of_tuning_that_the_first_solution_leaves_out_are_told(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "WORTH_IT", 2.0)
+    made = runs("--freeze", "auto", "--epochs", "3", "--momentum", "0.6", "--pool", "2")
+    assert "blocks are not tuned: fewer than" in made.notes
+    assert (told(made, "momentum"), told(made, "epochs"), told(made, "pool")) == ("no effect", "no effect", "")
 
 
 @pytest.mark.timeout(300)

@@ -84,6 +84,7 @@ USAGE = [
     ("--vote-weight 1,nan", ["--vote-weight (1,nan)"]),
     ("--vote-weight=-1,2", ["--vote-weight (-1,2)", "negative"]),
     ("--vote-weight 0,0", ["--vote-weight (0,0)", "not all 0"]),
+    ("--strategy subnets --model mlp-16 --statistics kept", ["--statistics (kept)", "subnets"]),
     ("--shadow linear,sometimes", ["--shadow (sometimes)", "percentile"]),
     ("--cache on", ["--cache (on)", "--augment", "views:K"]),
     ("--cache on --augment none --shuffle global", ["--shuffle (global)", "--cache-shared"]),

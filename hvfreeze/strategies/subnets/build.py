@@ -84,6 +84,7 @@ def find(chain: Chain, config: Config, *, ranks: int) -> Place:
         ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), "all blocks before the MLP are frozen"),
         ("cut", freeze.cut, freeze.cut in (None, cut), "all blocks before the MLP are frozen"),
         ("shadow", freeze.shadow, freeze.shadow == "none", "there is no vote"),
+        ("statistics", freeze.statistics, freeze.statistics != "kept", "each rank normalises its own batches"),
         ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
         ("optimizer", optimizer.optimizer, optimizer.optimizer == "sgd", "what others remember is other neurons'"),
     ):

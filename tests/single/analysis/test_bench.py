@@ -85,7 +85,10 @@ def test_a_row_that_could_not_be_measured_is_reported_and_its_old_value_dropped(
     path = tmp_path / "bench.json"
     table.write_rows(path, [make_row("verification")])
     assert bench.main(["--only", "verification", "--out", str(path)]) == 1
-    assert "verification could not be measured" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "verification could not be measured: its ranks ended with exit code 0" in said and "--only verification" in said
+    )
     assert table.read_rows(path) == []
 
 
@@ -101,6 +104,23 @@ def test_all_rows_together_are_given_less_than_fifteen_minutes(
     assert [name for name, _ in measured] == list(ROWS)
     setup = sum(case.setup_seconds for case in CASES)
     assert sum(seconds for _, seconds in measured) + setup <= TOTAL_SECONDS + 1 < 15 * 60
+
+
+def test_a_case_that_is_given_little_time_may_still_make_whole_runs_and_one_that_is_ended_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands = []
+
+    def run(command: Sequence[str], variables: Any, *, seconds: float) -> int:
+        commands.append(list(command))
+        return launching.TIMED_OUT
+
+    monkeypatch.setattr(launching, "_run", run)
+    (case,) = [case for case in CASES if case.module == "automatic"]
+    rows, code = launching.run_case(case, case.rows, seconds=0.1 * case.seconds, quick=False, folder=tmp_path)
+    (command,) = commands
+    assert rows == [] and int(command[command.index("--timeout") + 1]) > 3 * len(case.rows) * case.seconds
+    assert "was not done after 651 s" in launching.why_missing(case, case.rows, code)
 
 
 def test_names_are_unique_and_every_case_has_its_module() -> None:

@@ -103,12 +103,14 @@ def test_names_that_are_no_text_are_kept_in_files_and_shown_somehow(finished: Fi
 
 @pytest.fixture
 def some_bad(finished: Finished, tmp_path: Path) -> tuple[list[Path], list[Path]]:
-    """Whole images, and damaged ones, which come between them."""
+    """Whole images, and damaged ones and a link to one that is gone, which come between them."""
     whole = (finished.images / "test" / "red" / "00.png").read_bytes()
     paths = [tmp_path / "images" / f"{number:02d}.png" for number in range(20)]
     paths[0].parent.mkdir()
     for number, path in enumerate(paths):
         path.write_bytes(whole if number % 3 else whole[: len(whole) // 2])
+    paths[18].unlink()
+    paths[18].symlink_to("nowhere.png")
     return paths[1::3] + paths[2::3], paths[::3]
 
 

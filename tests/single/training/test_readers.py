@@ -60,6 +60,9 @@ def test_what_ranks_share_has_an_effect_where_there_are_several(
         ({"freeze": "linear", "cache": "auto"}, {}, "with --augment fresh no view comes again"),
         ({"augment": "none", "shuffle": "global", "cache": "auto", "freeze": "linear"}, {}, "pass --cache-shared"),
         ({"freeze": "linear", "eta_max": 0.1}, {}, "no criterion of the run looks at"),
+        ({"freeze": "linear", "shadow": "linear", "interval": 1}, {}, "linear decides, and is logged as that"),
+        ({"statistics": "kept"}, {}, "no block that trains has BatchNorm"),
+        ({"strategy": "local-critics", "statistics": "kept"}, {"replicas": 1}, "uses each batch's statistics"),
     ],
 )
 def test_what_no_rank_reads_is_told_with_the_reason(

@@ -51,7 +51,7 @@ FEW_BYTES = 0.1
 def planned(preset: Preset) -> list[PlannedRun]:
     """Return the runs on two ranks, then those on four."""
     if preset.is_smoke:
-        return [run(preset, way, 2, seed=0) for way in ("replicas", "subnets-1")]
+        return [run(preset, way, 2, seed=0) for way in ("replicas", "local-sgd-10", "subnets-1")]
     two = [run(preset, way, 2, seed=seed) for seed in preset.seeds for way in WAYS]
     return [*two, *(run(preset, way, MANY, seed=seed) for seed in preset.seeds for way in MANY_WAYS)]
 

@@ -62,7 +62,7 @@ def drawings(results: Results) -> list[Drawing]:
 
 EXPERIMENT = Experiment(
     name="strategies",
-    title="Strategies: a shared trunk, a grid, and three that loosen the lock",
+    title="Strategies: shared trunk, grid, local critics, stale ring, subnets and local SGD",
     runs=runs,
     then=then,
     answers=answers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
 from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.parts.peers import TIMED, Cell, best_full, by_samples, cell_of
+from analysis.parts.strategies import critic_runs, ring_runs, subnet_runs
+from analysis.sweeps.experiment import Answer, claim
 from analysis.sweeps.kept import texts_of
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, shown, signed_points, verdict
@@ -248,5 +250,27 @@ def headline(root: Path) -> str:
     return "\n".join([heads, "|:---|---:|---:|---:|---:|", *lines]) if lines else NOTHING_YET
 
 
-PARTS = {"headline": headline, "ways": ways, "front": front, "cache": cache, "bench": bench, "network": network}
+def strategy(answers: Callable[[Results], list[Answer]]) -> Callable[[Path], str]:
+    """Return a part that tells what was measured of a strategy."""
+
+    def part(root: Path) -> str:
+        lines = [claim(answer) for answer in answers(open_results(root, "strategies"))]
+        more = "\nSmall models and one machine; [tables and limits](analysis/results/strategies/README.md)."
+        return "\n".join([*lines, more]) if lines else NOTHING_YET
+
+    return part
+
+
+PARTS = {
+    "headline": headline,
+    "ways": ways,
+    "front": front,
+    "cache": cache,
+    "bench": bench,
+    "network": network,
+    "critics": strategy(critic_runs.answers),
+    "ring": strategy(ring_runs.answers),
+    "subnets": strategy(subnet_runs.of_subnets),
+    "local-sgd": strategy(subnet_runs.of_local_sgd),
+}
 """Markers of README.md, with what stands between them, besides the table of answers."""

@@ -51,7 +51,7 @@ FEW_BYTES = 0.1
 def planned(preset: Preset) -> list[PlannedRun]:
     """Return the runs on two ranks, then those on four."""
     if preset.is_smoke:
-        return [run(preset, way, 2, seed=0) for way in ("replicas", "subnets-1")]
+        return [run(preset, way, 2, seed=0) for way in ("replicas", "local-sgd-10", "subnets-1")]
     two = [run(preset, way, 2, seed=seed) for seed in preset.seeds for way in WAYS]
     return [*two, *(run(preset, way, MANY, seed=seed) for seed in preset.seeds for way in MANY_WAYS)]
 
@@ -142,27 +142,49 @@ def against_replicas(results: Results, way: str, ranks: int) -> tuple[Interval, 
 
 
 def answers(results: Results) -> list[Answer]:
-    """Return how many bytes subnets need, and how accurate everything gets."""
+    """Return how many bytes subnets and local SGD need, and how accurate they get."""
+    return [*of_subnets(results), *of_local_sgd(results)]
+
+
+def of_subnets(results: Results) -> list[Answer]:
+    """Return what subnets save, on each number of ranks."""
     found = []
     for ranks in (2, MANY):
         ratio, reached, runs = against_replicas(results, "subnets-10", ranks)
-        if not runs:
-            continue
-        accuracies = {way: by_seed(kept(results, way, ranks), lambda run: best(run)[0]) for way in WAYS}
-        changes = "; ".join(
-            f"{way} {shown(paired_difference(own, accuracies['replicas']), signed_points)}"
-            for way, own in accuracies.items()
-            if own and way != "replicas"
-        )
-        text = (
-            f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy "
-            f"({shown(of_seeds(accuracies['replicas']), percent)}), with {shown(ratio, percent)} of their bytes. Best "
-            f"accuracy against theirs: {changes}."
-        )
-        question = f"What do subnets of a perceptron on {ranks} ranks save?"
-        fails = reached < runs or ratio.mean > FEW_BYTES
-        found.append(Answer(question=question, text=text, n=runs, negative=fails))
+        if runs:
+            text = (
+                f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy, with "
+                f"{shown(ratio, percent)} of the bytes that these sent until then. {changes(results, 'subnets', ranks)}"
+            )
+            question = f"What do subnets of a perceptron save on {ranks} ranks?"
+            fails = reached < runs or ratio.mean > FEW_BYTES
+            found.append(Answer(question=question, text=text, n=runs, negative=fails))
     return found
+
+
+def of_local_sgd(results: Results) -> list[Answer]:
+    """Return what local SGD costs and saves on two ranks."""
+    ratio, reached, runs = against_replicas(results, "local-sgd-10", 2)
+    if not runs:
+        return []
+    text = (
+        f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy"
+        f"{f', with {shown(ratio, percent)} of the bytes that these sent until then' if reached else ''}. "
+        f"{changes(results, 'local-sgd', 2)}"
+    )
+    question = "What does local SGD of a perceptron save on 2 ranks?"
+    return [Answer(question=question, text=text, n=runs, negative=not reached)]
+
+
+def changes(results: Results, kind: str, ranks: int) -> str:
+    """Return the best accuracy of all rounds of a kind against the replicas' best."""
+    theirs = by_seed(kept(results, "replicas", ranks), lambda run: best(run)[0])
+    told = []
+    for steps in ROUNDS:
+        own = by_seed(kept(results, f"{kind}-{steps}", ranks), lambda run: best(run)[0])
+        if own:
+            told.append(f"{shown(paired_difference(own, theirs), signed_points)} with J = {steps}")
+    return f"Best accuracy against theirs ({shown(of_seeds(theirs), percent)}): {', '.join(told)}."
 
 
 def tables(results: Results) -> list[Table]:

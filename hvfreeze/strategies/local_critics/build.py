@@ -123,7 +123,7 @@ def check_settings(config: Config) -> None:
     optimizer, freeze = config.optimizer, config.freeze
     alone = "no rank has the gradients of another, or of the whole model"
     for flag, value, fits, why in (
-        ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), f"or static: {alone}, to vote by"),
+        ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), f"{alone}, to vote by; choose none or static"),
         ("shadow", freeze.shadow, not freeze.shadow_names(), f"no criterion is scored: {alone}"),
         ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
         ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),

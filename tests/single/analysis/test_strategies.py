@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from analysis import strategies
-from analysis.parts.strategies import grid_runs, redealing_runs
+from analysis.parts.strategies import grid_runs, redealing_runs, ring_runs, subnet_runs
 from analysis.sweeps import experiment as pages
 from analysis.sweeps import sweep
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import REDUCED, SMOKE, PlannedRun
+from hvfreeze.model.mlp import Mlp
+from hvfreeze.runs.reading import Run
+from hvfreeze.strategies.subnets.dealing import Table
 from tests.single.analysis.runs_material import carried_out, made_up
 
 
@@ -27,7 +30,14 @@ def test_every_run_is_one_that_the_program_accepts_and_nodes_come_last() -> None
     for preset in (SMOKE, REDUCED):
         planned = sweep.plan(strategies.EXPERIMENT, preset, sweep.Results(Path()))
         strategies_tried = {run.config().strategy.strategy for run in planned}
-        assert strategies_tried - {"replicas"} == {"grid", "shared-trunk", "local-critics"}
+        assert strategies_tried - {"replicas"} == {
+            "grid",
+            "shared-trunk",
+            "local-critics",
+            "stale-ring",
+            "local-sgd",
+            "subnets",
+        }
         assert all("weights" not in run.flags for run in planned if run.flags["strategy"] != "shared-trunk")
         nodes = [run.nodes for run in planned]
         assert nodes == sorted(nodes) and max(nodes) == (0 if preset.is_smoke else 2)
@@ -68,6 +78,17 @@ def told(planned: PlannedRun) -> dict[str, Any]:
     if planned.flags["strategy"] == "local-critics":
         exits = {"exit_accuracy": [0.5, 0.6, 0.7, 0.75], "samples_by_exit": [0.5, 0.2, 0.05, 0.25]}
         return {"critics": {**exits, "ensemble_accuracy": 0.8, "early_accuracy": 0.7, "early_flops": 0.4}}
+    if planned.flags["strategy"] == "replicas":
+        return {"cpu_seconds": 2.0}
+    if planned.flags["strategy"] == "stale-ring":
+        return {"test_loss": 0.612}
+    if planned.flags["strategy"] == "local-sgd":
+        return {"cpu_seconds": 2.0, "local_sgd": {"wire_bytes": {"parts": 10**6, "means": 10**6}}}
+    if planned.flags["strategy"] == "subnets":
+        matrices = {"hidden1.linear.weight": 1.0, "hidden2.linear.weight": 0.5, "head.linear.weight": 1.0}
+        # 20 rounds of a step: each of two ranks sends the other half of what that one trains.
+        sent = {"dealt": 20 * 1062912, "returned": 20 * 1062912}
+        return {"cpu_seconds": 1.0, "subnets": {"wire_bytes": sent, "touched": matrices}}
     return {
         "grid": {
             **common,
@@ -101,7 +122,7 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monk
     monkeypatch.setattr(sweep, "launch", launched)
     monkeypatch.setattr(pages, "save_figure", lambda figure, path: None)
     results = carried_out(strategies.EXPERIMENT, SMOKE, tmp_path)
-    trunk, exits, *_, memory, dealt = strategies.tables(results)
+    trunk, exits, ring, step, ways, rounds, *_, memory, dealt = strategies.tables(results)
     assert exits.rows == (("critics-3", "70.0 %", "50.0 %, 60.0 %, 70.0 %", "80.0 %", "70.0 %", *exits.rows[0][5:]),)
     assert exits.rows[0][5:] == ("50.0 %, 20.0 %, 5.0 %, 25.0 %", "40.0 %")
     fits = {row[0]: row[-1] for row in trunk.rows}
@@ -109,8 +130,51 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monk
     assert {row[0]: row[-1] for row in memory.rows} == {"grid-1x1-m2": "NO", "grid-2x1-m2": "NO"}
     assert [row[1] for row in memory.rows] == ["2.0 MB", "1.0 MB 1.0 MB"]
     assert [row[1] for row in dealt.rows] == ["1 x 2", "1 x 2 then 2 x 1"] * 2 and dealt.rows[3][3] == "2.00x"
-    cost, silent, early, again = strategies.answers(results)
-    assert early.text.startswith("75.0 % of the samples leave before the last of four exits, at 40.0 % of the FLOPs")
+    missing = ["not measured"] * 4
+    assert [row[1:] for row in ring.rows] == [
+        ("0.600", "-", "not measured", "-", "not measured", "-"),
+        ("0.612", "+2.0 %", *missing),
+    ]
+    # 0.1 s of data, 1 s forward, 2.3 s backward with the update, in 10 steps.
+    assert [row[2] for row in step.rows] == ["-", "340 ms", "187 ms"]
+    told_of = {row[0]: row[4] for row in ways.rows}
+    # Replicas send 2 MB a step and are best after 20.
+    assert told_of == {
+        name: f"{share}, 1 of 1"
+        for name, share in (
+            ("replicas, 2 ranks", "100.0 %"),
+            ("local-sgd-10, 2 ranks", "5.0 %"),
+            ("subnets-1, 2 ranks", "106.3 %"),
+        )
+    }
+    assert rounds.rows == (("subnets-1, 2 ranks", "100.0 %", "50.0 %", "100.0 %", "42.5 MB", "yes"),)
+    cost, silent, early, old, faster, local, again = strategies.answers(results)
+    assert "1 of 1 runs reach the replicas' best accuracy, with 5.0 % of the bytes" in local.text and not local.negative
+    assert "K = 2: +2.0 %" in old.text and not old.negative and faster.negative
+    assert early.text.startswith(
+        "Of LC(3) 75.0 % of the samples leave before the last of four exits, at 40.0 % of the FLOPs"
+    )
     assert "cached: " in again.text and "2.00x predicted" in again.text
     assert "0.25x of their processor seconds; peak memory by rank 0.90x, 0.80x, 0.70x of theirs" in cost.text
     assert silent.text.startswith(f"{8 * 24 * 64 * 32 + 8 * 16 * 4096}, 0")
+
+
+def test_the_bytes_of_subnets_are_the_formulas_and_the_tables() -> None:
+    mlp = Mlp(subnet_runs.INPUTS, (subnet_runs.WIDTH, subnet_runs.WIDTH), subnet_runs.CLASSES)
+    for ranks in (1, 2, 4):
+        run = a_run({"world_size": ranks}, local_steps=10, step=25)
+        each = Table.of(mlp, size=ranks).wire_bytes()
+        assert subnet_runs.predicted_bytes(run) == {"dealt": 3 * each, "returned": 2 * each}
+
+
+def a_run(summary: dict[str, Any], *, local_steps: int, step: int) -> Run:
+    config = {"strategy": {"local_steps": local_steps}}
+    metrics = ({"step": step, "epoch": 0, "test_accuracy": 0.5, "allreduce_bytes": 10},)
+    return Run(name="", directory=Path(), config=config, environment={}, metrics=metrics, decisions=(), summary=summary)
+
+
+def test_a_ring_ages_and_a_run_that_never_gets_there_has_no_bytes() -> None:
+    run = a_run({"world_size": 4}, local_steps=10, step=25)
+    assert subnet_runs.sent_bytes(run, run.metrics[0]) == 2 * 3 * 10
+    assert subnet_runs.bytes_until(run, 0.5) == 60 and subnet_runs.bytes_until(run, 0.51) is None
+    assert [planned.ranks for planned in ring_runs.planned(SMOKE)[:2]] == [1, 1]

@@ -347,7 +347,7 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         except NumericsError:
             loss = math.inf
     trial.after[f"{settings.optimizer} at {settings.lr:g}"] = loss if math.isfinite(loss) else math.inf
-    if runner.stages[runner.number + 1].name == TRY:
+    if runner.stages[runner.number + 1].name == TRY and trial.is_promising:
         return
     job.logger.info(trial.line(runner.stage.steps))
     first, guard.before_trial, guard.after_first = guard.after_first, None, None

@@ -87,6 +87,8 @@ def test_the_better_way_is_that_after_which_the_loss_is_least() -> None:
     assert Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).best == "adamw"
     assert not Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).pays
     assert not Trial(before=1.0, after={"adamw": math.inf, "sgd": math.inf}).pays
+    found = {0.99: False, 0.97: True, 0.5: True, math.inf: True}
+    assert {loss: Trial(before=1.0, after={"adamw": loss}).is_promising for loss in found} == found
     assert "from 1.000 to 0.900 (adamw) or numbers that are not finite (sgd)" in Trial(
         before=1.0, after={"adamw": 0.9, "sgd": math.inf}
     ).line(40)

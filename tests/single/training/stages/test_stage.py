@@ -64,13 +64,15 @@ def test_two_ways_to_tune_are_tried_where_there_is_room_and_each_stage_knows_the
     found = [(each.optimizer.optimizer, each.optimizer.lr) for each in (stage.config for stage in stages[1:4])]
     assert found == [("adamw", 3e-4), ("sgd", 0.05), ("adamw", 3e-4)]
     assert [stage.config.freeze.statistics for stage in stages[1:4]] == ["kept", "batch", "kept"]
-    other = stages[3].other
-    assert other is not None and (other.optimizer.optimizer, other.optimizer.weight_decay) == ("sgd", 0.5)
-    assert (other.freeze, other.optimizer.epochs, other.optimizer.lr_warmup) == (
-        stages[2].config.freeze,
-        stages[3].config.optimizer.epochs,
-        stages[3].config.optimizer.lr_warmup,
-    )
+    tuned, other = stages[3], stages[3].other
+    assert other is not None and (other.config.optimizer.optimizer, other.config.optimizer.weight_decay) == ("sgd", 0.5)
+    assert other.config.freeze == stages[2].config.freeze and other.guarded and other.is_followed
+    assert (other.config.optimizer.batch_size, other.batches_per_epoch) == (64, 9), "of 18 batches of 32"
+    assert (other.steps, other.epochs) == (tuned.steps // 2, tuned.epochs)
+    given = planned(epochs=16, optimizer="auto", batch_size=8)[3].other
+    assert given is not None and given.config.optimizer.batch_size == 8, "what was given is taken"
+    tiny = planned(epochs=16, guarded=1, optimizer="auto")[3].other
+    assert tiny is not None and (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (32, 1)
     usual = planned(epochs=16, optimizer="auto")[2].config.optimizer.weight_decay
     assert usual == from_dict({}).optimizer.weight_decay, "SGD's own"
     few = planned(epochs=4, optimizer="auto")

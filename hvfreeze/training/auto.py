@@ -312,13 +312,16 @@ def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
 def begin_stage(job: Job) -> None:
     """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective.
 
-    Another way to tune is tried from there too.
+    Another way to tune is tried on the same blocks.
     """
     runner, guard, trying = job.stage_runner, job.guard, job.stage.name == TRY
     chain, judge = runner.opened.chain, job.judge
     if trying and guard is not None and guard.before_trial is not None:
         guard.after_first = copied(chain.model)
         put_back(guard.before_trial, chain.model)
+        if job.stage.config.optimizer.optimizer == "sgd":
+            # The large weights of a solved layer would make gradients too large for its rate.
+            clear_last_layer(chain)
         return
     first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number])
     if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
@@ -371,6 +374,14 @@ def give_up_trial(job: Job) -> bool:
         return False
     job.step = job.stage_runner.first_step + job.stage.steps
     return True
+
+
+def clear_last_layer(chain: Chain) -> None:
+    """Let the model's own last layer begin anew, with zeros."""
+    _, layer = before_last_layer(chain)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
 
 
 def put_back(state: Mapping[str, Tensor], model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig
-from hvfreeze.config.tree import SOLVED, Config
+from hvfreeze.config.tree import SOLVED, Config, leaves
 from hvfreeze.data.batches import announce
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import before_last_layer
@@ -48,8 +48,8 @@ LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
 MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
 """Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
-SGD_RATE = 0.05
-"""Of the way to tune by SGD that is tried beside AdamW's."""
+SGD_RATE, SGD_BATCH = 0.05, 64
+"""Of the way to tune by SGD that is tried beside AdamW's: BatchNorm's own statistics want larger batches."""
 BACKWARD = 3.0
 """What the backward pass and the update take, in forward passes of the same blocks, as measured."""
 
@@ -124,7 +124,9 @@ def ways_of(config: Config) -> tuple[Config, ...]:
     if settings.optimizer != AUTO:
         return (config,)
     decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
-    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay)
+    usual = leaves()["batch_size"][1].metadata["auto"]
+    batch = SGD_BATCH if settings.batch_size == usual else settings.batch_size
+    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay, batch_size=batch)
     statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
     return (
         replace(config, optimizer=replace(settings, optimizer="adamw")),
@@ -204,11 +206,14 @@ def stages_of(
             small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
             stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
     for count in steps:
-        tuned, *others = (
-            tune_stage(way, cut, steps=count, batches=batches, guarded=guarded, is_followed=last_solve) for way in ways
-        )
-        if others and tries:
-            tuned = replace(tuned, other=others[0].config)
+        tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=last_solve)
+        for way in ways[1:] if tries else ():
+            own = batches * settings.batch_size // way.optimizer.batch_size
+            if own == 0:
+                # Too few samples for a larger batch.
+                way, own = replace(way, optimizer=replace(way.optimizer, batch_size=settings.batch_size)), batches
+            lasts = max(1, count * way.optimizer.steps_per_epoch(own) // per_epoch)
+            tuned = replace(tuned, other=tune_stage(way, cut, steps=lasts, batches=own))
         stages += [tuned, solve] if last_solve else [tuned]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].name == TRY or not last_solve)
@@ -307,13 +312,16 @@ def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
 def begin_stage(job: Job) -> None:
     """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective.
 
-    Another way to tune is tried from there too.
+    Another way to tune is tried on the same blocks.
     """
     runner, guard, trying = job.stage_runner, job.guard, job.stage.name == TRY
     chain, judge = runner.opened.chain, job.judge
     if trying and guard is not None and guard.before_trial is not None:
         guard.after_first = copied(chain.model)
         put_back(guard.before_trial, chain.model)
+        if job.stage.config.optimizer.optimizer == "sgd":
+            # The large weights of a solved layer would make gradients too large for its rate.
+            clear_last_layer(chain)
         return
     first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number])
     if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
@@ -347,7 +355,7 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         except NumericsError:
             loss = math.inf
     trial.after[f"{settings.optimizer} at {settings.lr:g}"] = loss if math.isfinite(loss) else math.inf
-    if runner.stages[runner.number + 1].name == TRY:
+    if runner.stages[runner.number + 1].name == TRY and trial.is_promising:
         return
     job.logger.info(trial.line(runner.stage.steps))
     first, guard.before_trial, guard.after_first = guard.after_first, None, None
@@ -366,6 +374,14 @@ def give_up_trial(job: Job) -> bool:
         return False
     job.step = job.stage_runner.first_step + job.stage.steps
     return True
+
+
+def clear_last_layer(chain: Chain) -> None:
+    """Let the model's own last layer begin anew, with zeros."""
+    _, layer = before_last_layer(chain)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
 
 
 def put_back(state: Mapping[str, Tensor], model: nn.Module) -> None:

@@ -52,8 +52,8 @@ class Stage:
     """Whether another stage judges what comes of it, so that it ends without an evaluation of its own."""
     shown_cut: int | None = None
     """How the run calls the cut of a stage that freezes all blocks but the head; None where it is the stage's own."""
-    other: Config | None = None
-    """The settings of another way to tune, which the stage takes where a trial finds that way better."""
+    other: Stage | None = None
+    """Another way to tune for as many epochs, which is taken where a trial finds it better."""
 
     @property
     def title(self) -> str:
@@ -98,20 +98,16 @@ def lasting(stage: Stage, steps: int) -> Stage:
     changed = replace(stage, steps=steps)
     if stage.solves:
         return changed
-    epochs = max(1, changed.epochs)
-    return with_settings(changed, lambda c: replace(c, optimizer=replace(c.optimizer, epochs=epochs)))
+    optimizer = replace(stage.config.optimizer, epochs=max(1, changed.epochs))
+    return replace(changed, config=replace(stage.config, optimizer=optimizer))
 
 
 def with_mirror(stage: Stage, found: str | None) -> Stage:
     """Return the stage with what was found out about mirror images, where its settings leave that open."""
-    if found is None or stage.config.data.mirror != "auto":
+    data = stage.config.data
+    if found is None or data.mirror != "auto":
         return stage
-    return with_settings(stage, lambda c: replace(c, data=replace(c.data, mirror=found)))
-
-
-def with_settings(stage: Stage, change: Callable[[Config], Config]) -> Stage:
-    """Return the stage with changed settings, those of the other way to tune changed alike."""
-    return replace(stage, config=change(stage.config), other=stage.other and change(stage.other))
+    return replace(stage, config=replace(stage.config, data=replace(data, mirror=found)))
 
 
 Report = dict[str, Any]
@@ -204,7 +200,7 @@ class StageRunner:
         """Let the stages to come tune in their other way. Equal on all ranks."""
         self.other_way = True
         self.stages = tuple(
-            replace(stage, config=stage.other, other=None) if number > self.number and stage.other else stage
+            stage.other if number > self.number and stage.steps and stage.other else stage
             for number, stage in enumerate(self.stages)
         )
 
@@ -261,13 +257,13 @@ class StageRunner:
         """
         if keeps_plan:
             self.stages = self.stages[: len(state["steps"])]
+        if state.get("other_way"):
+            self.take_other_way()
         if keeps_plan or list(self.asked) == state.get("asked"):
             self.plan(state["steps"])
         moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
         earlier = {**state["earlier"], "cut_history": moves} if moves else {}
         self.mirror = state.get("mirror")
-        if state.get("other_way"):
-            self.take_other_way()
         if state["number"] == self.number:
             self._earlier = earlier
         else:

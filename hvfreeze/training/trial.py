@@ -55,6 +55,12 @@ class Trial:
         return self.before is not None and bool(self.after) and self.loss < (1 - LEAST_GAIN) * self.before
 
     @property
+    def is_promising(self) -> bool:
+        """Whether another way is worth its time: the best one so far gains half of what pays, or came to nothing."""
+        assert self.before is not None, "nothing was tried"
+        return not math.isfinite(self.loss) or self.loss < (1 - LEAST_GAIN / 2) * self.before
+
+    @property
     def loss(self) -> float:
         """After the best way."""
         return self.after[self.best]

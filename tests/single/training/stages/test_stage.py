@@ -64,13 +64,15 @@ def test_two_ways_to_tune_are_tried_where_there_is_room_and_each_stage_knows_the
     found = [(each.optimizer.optimizer, each.optimizer.lr) for each in (stage.config for stage in stages[1:4])]
     assert found == [("adamw", 3e-4), ("sgd", 0.05), ("adamw", 3e-4)]
     assert [stage.config.freeze.statistics for stage in stages[1:4]] == ["kept", "batch", "kept"]
-    other = stages[3].other
-    assert other is not None and (other.optimizer.optimizer, other.optimizer.weight_decay) == ("sgd", 0.5)
-    assert (other.freeze, other.optimizer.epochs, other.optimizer.lr_warmup) == (
-        stages[2].config.freeze,
-        stages[3].config.optimizer.epochs,
-        stages[3].config.optimizer.lr_warmup,
-    )
+    tuned, other = stages[3], stages[3].other
+    assert other is not None and (other.config.optimizer.optimizer, other.config.optimizer.weight_decay) == ("sgd", 0.5)
+    assert other.config.freeze == stages[2].config.freeze and other.guarded and other.is_followed
+    assert (other.config.optimizer.batch_size, other.batches_per_epoch) == (64, 9), "of 18 batches of 32"
+    assert (other.steps, other.epochs) == (tuned.steps // 2, tuned.epochs)
+    given = planned(epochs=16, optimizer="auto", batch_size=8)[3].other
+    assert given is not None and given.config.optimizer.batch_size == 8, "what was given is taken"
+    tiny = planned(epochs=16, guarded=1, optimizer="auto")[3].other
+    assert tiny is not None and (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (32, 1)
     usual = planned(epochs=16, optimizer="auto")[2].config.optimizer.weight_decay
     assert usual == from_dict({}).optimizer.weight_decay, "SGD's own"
     few = planned(epochs=4, optimizer="auto")
@@ -87,6 +89,8 @@ def test_the_better_way_is_that_after_which_the_loss_is_least() -> None:
     assert Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).best == "adamw"
     assert not Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).pays
     assert not Trial(before=1.0, after={"adamw": math.inf, "sgd": math.inf}).pays
+    found = {0.99: False, 0.97: True, 0.5: True, math.inf: True}
+    assert {loss: Trial(before=1.0, after={"adamw": loss}).is_promising for loss in found} == found
     assert "from 1.000 to 0.900 (adamw) or numbers that are not finite (sgd)" in Trial(
         before=1.0, after={"adamw": 0.9, "sgd": math.inf}
     ).line(40)

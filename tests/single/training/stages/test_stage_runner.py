@@ -66,7 +66,7 @@ def test_stages_to_come_tune_in_the_way_that_was_found_and_a_resumed_run_does_to
     made.number = 2
     before = made.stages
     made.take_other_way()
-    assert made.stages[:3] == before[:3] and [stage.steps for stage in made.stages] == [s.steps for s in before]
+    assert made.stages[:3] == before[:3] and [s.epochs for s in made.stages] == [s.epochs for s in before]
     tuned = [stage for stage in made.stages if stage.name == "tune"]
     assert len(tuned) > 1 and {(stage.config.optimizer.optimizer, stage.other) for stage in tuned} == {("sgd", None)}
     again = tried_runner()

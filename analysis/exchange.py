@@ -27,7 +27,7 @@ from analysis.benchmarks.launching import environment
 from analysis.parts.networks import messages
 from analysis.parts.networks.step_times import milliseconds
 from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
-from analysis.sweeps.launching import ROOT, bits_per_second, nodes_up, require_cluster
+from analysis.sweeps.launching import ROOT, bits_per_second, finish, nodes_up, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
 from hvfreeze.comm.horovod_world import open_world
@@ -134,7 +134,7 @@ def measure(nodes: int, bandwidth: str, each: int, latency: str) -> list[dict[st
                 job += [f"{key}={value}" for key, value in variables.items()]
                 job += [sys.executable, "-m", "analysis.exchange", "--worker", str(found)]
                 command = [str(ROOT / "launch/cluster"), "run", "--name", name, "--", *job]
-                subprocess.run(command, cwd=ROOT, env=environment(os.environ), check=True, stdout=subprocess.DEVNULL)
+                finish(command, environment(os.environ), what=f"{setting} on {nodes} nodes at {bandwidth}/s")
                 told = json.loads(found.read_text(encoding="utf-8"))
                 row = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "latency": latency}
                 row |= {"settings": setting, "commit": commit()}

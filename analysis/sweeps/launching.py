@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,6 +98,17 @@ def on_nodes(cluster: str, ranks: int, module: str) -> list[str]:
     """Return the command, without its arguments, that starts ranks of a module on a cluster's nodes by mpirun."""
     launcher = [str(ROOT / "launch" / "mpirun.sh"), "-np", str(ranks)]
     return [str(CLUSTER), "run", "--name", cluster, "--", *launcher, sys.executable, "-m", module]
+
+
+def finish(command: Sequence[str], variables: Mapping[str, str], *, what: str) -> None:
+    """Run a job to its end; what it prints is dropped, what it says on stderr is passed on.
+
+    Raises:
+        RefusedError: it failed.
+    """
+    code = subprocess.run(command, cwd=ROOT, env=variables, check=False, stdout=subprocess.DEVNULL).returncode
+    if code != 0:
+        raise RefusedError(f"the job of {what} ended with code {code}, what it said is above; run it again to go on")
 
 
 def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.map_layout import channels_last
+from hvfreeze.model.map_layout import channels_last, tokens_last
 from hvfreeze.model.steps import Call
 
 
@@ -38,13 +38,13 @@ class EveryBlock:
 
 
 class EveryBlockInItsLayout:
-    """As `EveryBlock`, where some of the blocks' maps have their channels last, and others first.
+    """As `EveryBlock`, where some of the blocks' maps have their channels last, and others first, or tokens are last.
 
     A class of its own: rows of a cache are filed under the code that made them, and those of `EveryBlock` stay.
     """
 
     def __init__(self, chain: Chain, *, pool: int, turned: Sequence[bool]) -> None:
-        """Take for each block but the last whether its maps have their channels last."""
+        """Take for each block but the last whether its output's last side belongs in the second place."""
         self._blocks = chain.blocks[:-1]
         self._pool = pool
         self._turned = tuple(turned)
@@ -54,7 +54,7 @@ class EveryBlockInItsLayout:
         parts = []
         for block, turned in zip(self._blocks, self._turned):
             images = block(images)
-            parts.append(pooled(images.permute(0, 3, 1, 2) if turned else images, self._pool))
+            parts.append(pooled(images.movedim(-1, 1) if turned else images, self._pool))
         return torch.cat(parts, 1)
 
 
@@ -70,9 +70,11 @@ def every_block(chain: Chain, *, pool: int, example: Tensor) -> EveryBlock | Eve
         )
     if pool < 1:
         raise UsageError(f"pool ({pool}) must be at least 1: cells a side that each block's map is averaged to")
-    turned = channels_last(chain, range(1, len(chain.blocks)), example=example)
-    if len({known for known in turned if known is not None}) > 1:
-        return EveryBlockInItsLayout(chain, pool=pool, turned=[bool(known) for known in turned])
+    stops = range(1, len(chain.blocks))
+    turned, swapped = channels_last(chain, stops, example=example), tokens_last(chain, stops, example=example)
+    if any(swapped) or len({known for known in turned if known is not None}) > 1:
+        either = [bool(known) or tokens for known, tokens in zip(turned, swapped)]
+        return EveryBlockInItsLayout(chain, pool=pool, turned=either)
     return EveryBlock(chain, pool=pool, turned=any(turned))
 
 

@@ -31,6 +31,11 @@ STOP, SKETCH = 0, 1
 """Requests of rank 0 beside products with as many vectors as the number says."""
 
 
+LEADING_BYTES, FOLLOWING_BYTES = 64, 12
+"""For each number of a vector: on rank 0 eight in float64, with those that `solve` adds them up in; elsewhere three in
+float32, as they come, as they are multiplied, and their product."""
+
+
 class Gram:
     """K, (N, N) float32, with K[i, j] = exp(-|z_i - z_j|^2): each rank computes the lines of its own rows.
 
@@ -46,14 +51,20 @@ class Gram:
         count: int,
         world: World,
         memory_bytes: int,
+        columns: int = 0,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Take all ranks' points, (N, K), of which `count` from `first` on are this rank's own."""
+        """Take all ranks' points, (N, K), of which `count` from `first` on are this rank's own.
+
+        Of `memory_bytes` the vectors of a solution with so many `columns` take their part first, lines what is left.
+        """
         self._centres, self._first = centres, first
         self._own = centres[first : first + count]
         self._world, self._stop = world, stop
         self._kept: list[Tensor] = []
-        self._most_kept = memory_bytes // (4 * LINES * max(1, len(centres)))
+        each = LEADING_BYTES if world.rank == 0 else FOLLOWING_BYTES
+        left = max(0, memory_bytes - each * columns * len(centres))
+        self._most_kept = left // (4 * LINES * max(1, len(centres)))
         self.passes, self.exchanged_bytes = 0, 0
 
     def sketch(self) -> Tensor:

@@ -189,8 +189,8 @@ def fit_kernel(
         rows: this rank's rows; there may be none.
         classes: C, at least 2.
         world: the ranks.
-        memory_bytes: as many of this rank's lines of K, of 4 x N bytes each, are kept; the others are computed anew for
-            each product.
+        memory_bytes: for the solver's vectors, and for as many of this rank's lines of K, of 4 x N bytes each, as
+            fit beside them; the others are computed anew for each product.
         penalties: above 0; with one, nothing is chosen.
         tolerance: for the residual, as a part of the right sides.
         most_steps: of the solver; `KernelFit.converged` tells whether they sufficed.
@@ -211,7 +211,8 @@ def fit_kernel(
     check_count(prepared.standard.count)
     matrix, shift = project(prepared, world=world)
     everything = points_of(prepared.rows, matrix, shift, world=world)
-    open_gram = partial(Gram, world=world, memory_bytes=memory_bytes, stop=stop)
+    columns = classes * max(2, min(len(values), MOST_COLUMNS // classes)) if 2 * classes <= MOST_COLUMNS else classes
+    open_gram = partial(Gram, world=world, memory_bytes=memory_bytes, columns=columns, stop=stop)
     few = len(everything.labels) <= MOST_LEFT_OUT or len(values) == 1
     part = everything.part(MOST_LEFT_OUT if few else MOST_COMPARED)
     choosing = partial(

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.map_layout import channels_last
+from hvfreeze.model.map_layout import channels_last, tokens_last
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import Segment
 
@@ -36,18 +36,19 @@ class Critic(nn.Module):
     Args:
         shape: of the output, of any number of rows.
         classes: outputs.
-        channels_last: maps are (B, H, W, C).
+        turned: the output's last side belongs in the second place: maps are (B, H, W, C), or tokens (B, D, T).
 
     Raises:
         UsageError: the output is none of these.
     """
 
-    def __init__(self, shape: Sequence[int], *, classes: int, channels_last: bool = False) -> None:
+    def __init__(self, shape: Sequence[int], *, classes: int, turned: bool = False) -> None:
         super().__init__()
-        self._channels_last = channels_last and len(shape) == 4
+        self._turned = turned
+        shape = [shape[0], shape[-1], *shape[1:-1]] if turned else shape
         self.features: nn.Module
         if len(shape) == 4:
-            channels, *sides = (shape[3], *shape[1:3]) if self._channels_last else shape[1:]
+            channels, *sides = shape[1:]
             self.features = nn.Conv2d(channels, WIDTH, 3, padding=1, bias=False)
             nn.init.kaiming_normal_(self.features.weight, nonlinearity="relu")
             self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -64,8 +65,8 @@ class Critic(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
-        if self._channels_last:
-            x = x.permute(0, 3, 1, 2)
+        if self._turned:
+            x = x.movedim(-1, 1)
         if x.dim() == 3:
             x = x.mean(1)
         x = functional.relu(self.features(shrunk(x, CELLS)))
@@ -159,11 +160,12 @@ def add_exits(chain: Chain, starts: Sequence[int], *, example: Tensor, classes: 
     if hasattr(chain.model, CRITICS):
         raise UsageError(f"the model has a part {CRITICS!r} of its own, where its critics are to lie; rename it")
     groups = tuple(pairwise((0, *starts, len(chain.blocks))))
-    last, critics = channels_last(chain, [stop for _, stop in groups[:-1]], example=example), []
+    stops, critics = [stop for _, stop in groups[:-1]], []
+    last, swapped = channels_last(chain, stops, example=example), tokens_last(chain, stops, example=example)
     with torch.no_grad(), in_evaluation(chain.model):
-        for group, turned in zip(groups, last):
+        for group, known, tokens in zip(groups, last, swapped):
             example = chain.run(example, *group)
-            critics.append(Critic(example.shape, classes=classes, channels_last=bool(turned)))
+            critics.append(Critic(example.shape, classes=classes, turned=bool(known) or tokens))
     chain.model.add_module(CRITICS, Critics(critics))
     return EarlyExits(chain, groups, tuple(critics))
 

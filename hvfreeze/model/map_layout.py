@@ -1,4 +1,7 @@
-"""Where a block's maps have their channels: (B, C, H, W) or (B, H, W, C), found by what the block does."""
+"""Where a block's maps and tokens have their channels, found by what the block does.
+
+(B, C, H, W) or (B, H, W, C); (B, T, C) or (B, C, T).
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,9 @@ def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tup
     if not any(unclear):
         return tuple(sides)
     known = sides
-    taller = torch.zeros(1, example.shape[1], 2 * example.shape[2], example.shape[3], dtype=example.dtype)
     # A model may take images of one size only, and say so in any way.
     with suppress(Exception):
-        grown = map(_by_growth, shapes, _shapes(chain, stops, taller))
+        grown = map(_by_growth, shapes, _shapes(chain, stops, _taller(example)))
         known = [sure if last is None or not odd else last for odd, sure, last in zip(unclear, sides, grown)]
     for stop, odd, last, shape in zip(stops, unclear, known, shapes):
         if odd and last is None:
@@ -50,6 +52,30 @@ def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tup
                 "and nothing tells which side holds its channels: name other --blocks, or pass --head last"
             )
     return tuple(known)
+
+
+def tokens_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tuple[bool, ...]:
+    """Return for the output of as many first blocks as each of `stops` says whether it is tokens as (B, C, T).
+
+    Images of twice the height have more tokens, and as many channels. Where a model does not take them, tokens are
+    (B, T, C), as transformers have them. For the arguments see `channels_last`.
+    """
+    usual = (False,) * len(stops)
+    if example.dim() != 4:
+        return usual
+    shapes = _shapes(chain, stops, example[:1])
+    if all(len(shape) != 3 for shape in shapes):
+        return usual
+    with suppress(Exception):
+        taller = _shapes(chain, stops, _taller(example))
+        return tuple(
+            len(shape) == 3 and shape[1] == grown[1] and shape[2] != grown[2] for shape, grown in zip(shapes, taller)
+        )
+    return usual
+
+
+def _taller(example: Tensor) -> Tensor:
+    return torch.zeros(1, example.shape[1], 2 * example.shape[2], example.shape[3], dtype=example.dtype)
 
 
 def _shapes(chain: Chain, stops: Sequence[int], images: Tensor) -> list[Shape]:

@@ -71,7 +71,7 @@ FLAGS = {
     "image_size": ["24"],
     "resize": ["28 --image-size 24", "36 --image-size 32"],
     "mean": ["0.4 --std 0.3"],
-    "data_seed": ["5"],
+    "data_seed": ["6"],
     "shuffle": ["global"],
     "partition": ["dirichlet:0.5"],
     "shard_sizes": ["3"],

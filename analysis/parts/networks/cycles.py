@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from analysis.benchmarks.ranks import Ranks
 from analysis.parts.networks.sides import BATCH_ROWS, FIRST_STEPS, OURS, SIDE_PIXELS, Way, by_itself, timed
 from analysis.parts.networks.tables import NOTHING_SENT
 from analysis.sweeps.kept import commit, publish, texts_of
-from analysis.sweeps.launching import ROOT, nodes_up, on_nodes
+from analysis.sweeps.launching import finish, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.report.tables import to_csv
@@ -72,7 +71,7 @@ def steps_of_a_job(cluster: str, nodes: int, threads: int, cycle: int) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [*on_nodes(cluster, nodes, __name__), str(threads), str(out), folder]
-        subprocess.run(command, cwd=ROOT, env=variables, check=True, stdout=subprocess.DEVNULL)
+        finish(command, variables, what=f"{nodes} nodes with {cycle} ms between two looks")
         found: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
     return found
 

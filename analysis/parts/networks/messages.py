@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ import numpy as np
 
 from analysis.benchmarks.launching import environment
 from analysis.sweeps.kept import commit, publish, texts_of
-from analysis.sweeps.launching import ROOT, nodes_up, on_nodes
+from analysis.sweeps.launching import finish, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.comm.mpi_environment import start_mpi, tune_open_mpi
 from hvfreeze.report.tables import to_csv
@@ -55,7 +54,7 @@ def measure(latency: str) -> list[float]:
         for repeat in range(JOBS):
             out = Path(folder) / f"{repeat}.json"
             command = [*on_nodes(name, 2, __name__), str(out)]
-            subprocess.run(command, cwd=ROOT, env=environment(os.environ), check=True, stdout=subprocess.DEVNULL)
+            finish(command, environment(os.environ), what="messages between two nodes")
             found.append(float(json.loads(out.read_text(encoding="utf-8"))))
     return found
 

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from analysis import exchange
+from analysis.parts.networks import cycles, messages
 from analysis.sweeps.launching import Site, follow, launch
 from analysis.sweeps.presets import SMOKE
 from hvfreeze.errors import RefusedError
@@ -32,6 +38,29 @@ def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
     planned = SMOKE.run("bad", 0, {"model": "no-such-model"}, ranks=1)
     with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 2:.*no-such-model"):
         launch(planned, Site(work=tmp_path), timeout=200.0)
+
+
+@contextlib.contextmanager
+def no_nodes(*_: Any, **__: Any) -> Iterator[tuple[str, None]]:
+    yield "nowhere", None
+
+
+@pytest.mark.parametrize(
+    ("module", "measure"),
+    [
+        (messages, lambda: messages.measure("")),
+        (cycles, lambda: cycles.measure(2, 1)),
+        (exchange, lambda: exchange.measure(2, "1gbit", 1, "")),
+    ],
+    ids=["messages", "cycles", "exchange"],
+)
+def test_a_job_on_nodes_that_fails_is_refused_with_what_it_measured(
+    module: Any, measure: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "nodes_up", no_nodes)
+    monkeypatch.setattr("subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 7))
+    with pytest.raises(RefusedError, match=r"the job of .* ended with code 7, .*run it again to go on"):
+        measure()
 
 
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:

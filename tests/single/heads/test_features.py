@@ -10,6 +10,7 @@ from torch.nn import functional
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.features import EveryBlock, before_last_layer, every_block, pooled
 from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.early_exits import add_exits
 from hvfreeze.model.model_sources import build_model
 
 
@@ -94,6 +95,27 @@ def test_maps_are_averaged_over_cells_whichever_side_holds_the_channels(
         expected = features if expected is None else expected
         torch.testing.assert_close(features, expected)
         assert features.shape == (2, 4 * (first + second))
+
+
+class Tokens(nn.Module):
+    """Gives the cells of a convolution as tokens: (B, T, C), or (B, C, T)."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(3, 8, 4, stride=4), last
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens: Tensor = self.convolution(images).flatten(2)
+        return tokens if self.last else tokens.transpose(1, 2)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_tokens_are_averaged_and_not_their_channels(last: bool) -> None:
+    block, images = Tokens(last=last), torch.randn(2, 3, 16, 16)
+    features = every_block(turned_chain(block), pool=2, example=torch.zeros(1, 3, 16, 16))(images)
+    torch.testing.assert_close(features, block.convolution(images).mean((2, 3)))
+    exits = add_exits(turned_chain(block, nn.Identity()), [1], example=torch.zeros(1, 3, 16, 16), classes=3)
+    assert exits.critics[0].features.in_features == 8, "channels, not tokens"
 
 
 def test_maps_of_which_nothing_tells_where_channels_are_get_refused() -> None:

@@ -16,7 +16,7 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import kernel_choice
-from hvfreeze.heads.gram import gaussian
+from hvfreeze.heads.gram import LEADING_BYTES, LINES, Gram, gaussian
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.kernel_choice import SCALES, best_scale, left_out_answers, views_of
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
@@ -145,6 +145,18 @@ def test_lines_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits(
     for memory_bytes in (0, 4 * 1203 * 600):
         anew = found(table, memory_bytes=memory_bytes)
         assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
+
+
+def test_lines_are_kept_in_what_the_vectors_of_a_solution_leave() -> None:
+    points = torch.randn(3 * LINES, 4)
+    room = 2 * 4 * LINES * len(points)
+
+    def kept(columns: int) -> int:
+        gram = Gram(points, first=0, count=len(points), world=SoloWorld(), memory_bytes=room, columns=columns)
+        gram.lead(lambda: gram.times(torch.ones(len(points), 2)))
+        return len(gram._kept)
+
+    assert (kept(0), kept(room // (2 * LEADING_BYTES * len(points))), kept(10**6)) == (2, 1, 0)
 
 
 def test_of_many_rows_a_part_chooses_all_are_fitted_and_held_out_rows_judge_a_fit_to_all_others(

@@ -552,18 +552,19 @@ class Choosing:
 
         # Of few samples a strong penalty may be worse than no head: it leaves little but the intercepts, which say of
         # each sample that its class is rarer among the others. So the first solution is compared with the second.
-        least = math.inf
-        for penalty in self.penalties:
+        least, taken = math.inf, 0
+        for place, penalty in enumerate(self.penalties):
             judged = attempt(penalty, tried[-1][2] if tried else nothing)
             if judged > (1 - LEAST_GAIN) * least:
                 break
-            least = judged
+            least, taken = judged, place
         if least > self.judged(nothing):
             # Every penalty makes a head that is too sure of what says little.
             for penalty in self.stronger:
                 if attempt(penalty, nothing) < self.judged(nothing):
                     break
-        _, chosen, best = min(tried, key=lambda each: each[0])
+            taken = min(range(len(tried)), key=lambda place: tried[place][0])
+        _, chosen, best = tried[taken]
         return Choice(chosen, best[0].weights, searches[0], tuple(trials), best)
 
     def subsets(self, *, mirrored: bool) -> list[Subset]:

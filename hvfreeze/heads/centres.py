@@ -18,14 +18,12 @@ from torch import Tensor
 
 from hvfreeze.comm.world import World
 from hvfreeze.heads.gram import Led, Solved, Tiles, solve
-from hvfreeze.heads.landmarks import leading
+from hvfreeze.heads.landmarks import MORE_LANDMARKS, leading
 
 STRIP = 256
 """Rows that are compared with all centres at a time."""
 CENTRES_TOLERANCE = 0.02
 """For the residual, as a part of the right sides: less changed no accuracy."""
-MORE_LANDMARKS = 2048
-"""Among the centres: their likenesses count twice, and so do errors of their eigenvalues."""
 
 
 class CentreProducts(Led):
@@ -116,6 +114,7 @@ def solve_centres(
         rows: N, of all ranks.
         most_steps: after which it ends all the same.
     """
+    # Likenesses count twice here, and so do errors of their eigenvalues.
     known, share = leading(centres, landmarks=MORE_LANDMARKS, exact=True), rows / len(centres)
 
     def eigenvalues(values: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class KernelHead(nn.Module):
     """Features, (B, D), to logits, (B, C): over all centres z, exp(-|P x + p - z|^2) times its weight for the class.
 
     `projection` P is (K, D), K = min(D, `MOST_DIRECTIONS`), with standardisation and bandwidth folded in; `shift` p is
-    (K,), `centres` (N, K), the training rows of all ranks, and `weight` (C, N); all float32.
+    (K,), `centres` (N, K), training rows of all ranks, all or some, and `weight` (C, N); all float32.
     """
 
     projection: Tensor

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from hvfreeze.heads.gram import TILE, gaussian
 
-LANDMARKS, DIRECTIONS = 1024, 512
-"""Points that the approximation is made of, and its eigenvalues that are used: the smaller ones are less exact."""
+LANDMARKS, MORE_LANDMARKS, MORE_FROM = 1024, 2048, 16_384
+"""Points that the approximation is made of, and of so many points on: products are then dear, and these save some."""
+DIRECTIONS = 512
+"""Eigenvalues that are used: the smaller ones are less exact."""
 JITTER, LEAST = 1e-5, 1e-3
 """Added to the diagonal of the landmarks' likenesses, so that equal points do no harm; and the least mean of the
 eigenvalues that are left, which is divided by."""
@@ -40,12 +42,14 @@ class Leading(NamedTuple):
         return inside.double().add_(rest * vectors)
 
 
-def leading(points: Tensor, *, landmarks: int = LANDMARKS, exact: bool = False) -> Leading:
+def leading(points: Tensor, *, landmarks: int | None = None, exact: bool = False) -> Leading:
     """Return the largest eigenvalues of exp(-|z_i - z_j|^2) for `points`, (N, K) float32. Not a collective.
 
-    `exact` is for what multiplies by the square of the matrix: its largest eigenvalues must then not leak into others.
+    `landmarks` is how many points they are found from. `exact` is for what multiplies by the square of the matrix: its
+    largest eigenvalues must then not leak into others.
     """
     count = len(points)
+    landmarks = landmarks or (LANDMARKS if count < MORE_FROM else MORE_LANDMARKS)
     chosen = points[:: -(-count // landmarks)]
     core = gaussian(chosen.double(), chosen.double())
     core.diagonal().add_(JITTER)

@@ -142,9 +142,11 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
 
 def passes_to_solve(context: BuildContext, *, memory_bytes: int) -> float:
     """Return how often all samples are asked for while the head is solved."""
-    layer, batches = head_of(context.chain), context.feed.every_view()
+    layer, (few, others) = head_of(context.chain), context.feed.sampled_views()
     views = max(1, context.feed.images.transform.augment.num_views)
-    return float(views * times_asked_for(batches, layer, memory_bytes=memory_bytes))
+    if few is not None and isinstance(layer, KernelHead):
+        return float(views)
+    return float(views * times_asked_for([*(few or ()), *others], layer, memory_bytes=memory_bytes))
 
 
 @dataclass(eq=False)

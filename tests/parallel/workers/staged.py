@@ -15,6 +15,7 @@ import torch
 
 import hvfreeze
 from hvfreeze.comm.world import World
+from hvfreeze.data import batches
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.heads import rows
@@ -85,6 +86,19 @@ def stopped(runs: Runs, name: str, ask: Ask, **changes: Any) -> None:
         except Preempted:
             return
     raise AssertionError(f"{name} was not stopped")
+
+
+CENTRES = {"centres": "off", "centres-cached": "on"}
+
+
+@contextmanager
+def few_views() -> Iterator[None]:
+    """Let a few views stand for all, so that features are not kept."""
+    before, batches.FEW_VIEWS = batches.FEW_VIEWS, 16
+    try:
+        yield
+    finally:
+        batches.FEW_VIEWS = before
 
 
 @contextmanager
@@ -185,7 +199,8 @@ def check_parts(runs: Runs) -> None:
     parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes", "only-tuned": "last-solve,guard"}
     without = {name: runs(name, auto_without=left_out) for name, left_out in parts.items()}
     solved = runs("solved", epochs=1)
-    some = runs("centres", epochs=1, centres=20)
+    with few_views():
+        some, same = (runs(name, epochs=1, centres=20, cache=cache) for name, cache in CENTRES.items())
     with spoiling():
         spoilt, unguarded = runs("spoilt"), runs("unguarded", auto_without="guard")
     if runs.world.rank == 0:
@@ -197,6 +212,7 @@ def check_parts(runs: Runs) -> None:
         kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
         assert kept.keys() == first.keys()
         assert [key for key in kept if not torch.equal(kept[key], first[key])] == []
+    assert some["parameter_digest"] == same["parameter_digest"], "cached rows give another head"
     assert some["head"]["compared_with"] == 20 < some["head"]["rows"] == solved["head"]["rows"]
     assert [stage["stage"] for stage in solved["stages"]] == ["solve"], "one epoch has room for one solution"
     assert [stage.get("kept") for stage in spoilt["stages"]] == [True, None, False]

@@ -163,7 +163,8 @@ class TrainFeed:
         step = self.plan.samples * max(1, self.images.transform.augment.num_views) // FEW_VIEWS
         if step < 2:
             return None, self.every_view()
-        few = np.arange(len(self.labels)) % step == 0
+        few = np.zeros(len(self.labels), dtype=np.bool_)
+        few[np.unique(np.concatenate(self.plan.shards))[::step]] = True
         return self.every_view(of=few), self.every_view(of=~few)
 
     def shown(self, augment: Augment, *, mirrors: bool, without: NDArray[np.bool_] | None = None) -> TrainFeed:

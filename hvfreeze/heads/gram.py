@@ -105,10 +105,11 @@ class Led(ABC):
         self._ask(0)
         return result
 
-    def look(self, done: float) -> None:
-        """Tell how far a pass is, 0 to 1, and ask whether to stop, which ranks then agree on at its end."""
+    def look(self, done: float) -> bool:
+        """Tell how far a pass is, 0 to 1, and return whether this rank wants to stop; its part is not needed then."""
         note = f"pass {self.passes}, {100 * done:.0f} %{self._reached}"
         self._stopped = self._watch(note) or self._stopped
+        return self._stopped
 
     def tell(self, error: float, tolerance: float) -> None:
         """Take how near the solution is, for the next notes."""
@@ -171,7 +172,8 @@ class Gram(Led):
             sums[above].addmm_(given[right], tile.t())
             if above != right:
                 sums[right].addmm_(given[above], tile)
-            self.look(number / len(places))
+            if self.look(number / len(places)):
+                break
         return whole
 
     def _places(self) -> Iterator[tuple[int, int]]:

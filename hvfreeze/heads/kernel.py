@@ -203,7 +203,6 @@ def fit_kernel(
     share = Share(mine.points[own] if not own.all() else mine.points, used, classes, found.choice)
     ends = Ends(tolerance, most_steps, memory_bytes, watch)
     count = centres_for(len(used.labels), centres)
-    del part
     end = (
         compare_all(share, ends, world=world)
         if count == len(used.labels)

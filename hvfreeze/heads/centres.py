@@ -97,7 +97,7 @@ class CentreProducts(Led):
             sums[1][:, there] = answers[:, is_centre].double()
             answers[self._columns :, left] = 0
             sums[0] += answers @ tile
-            if self.look(number / len(self._rows)):
+            if self.look((number + 1) / len(self._rows)):
                 break
         return sums
 

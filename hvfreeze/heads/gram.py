@@ -172,7 +172,7 @@ class Gram(Led):
             sums[above].addmm_(given[right], tile.t())
             if above != right:
                 sums[right].addmm_(given[above], tile)
-            if self.look(number / len(places)):
+            if self.look((number + 1) / len(places)):
                 break
         return whole
 

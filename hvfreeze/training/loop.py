@@ -5,6 +5,7 @@ What a step is, the strategy knows: which blocks run on which rank, and what cro
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import time
@@ -94,14 +95,14 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
 def solve_epoch(job: Job, epoch: int) -> None:
     """Solve the head on all of the training samples; it stands for all steps of the epoch. Collective."""
     sampled, others = job.feed.sampled_views()
-    batches = [*(sampled or ()), *others]
+    batches, passes = [*(sampled or ()), *others], itertools.count(1)
     total = sum(batch.counted for batch in batches)
 
     def stop(rows: int, reached: str = "") -> bool:
         if rows > 0:
             done, note = rows * job.steps_per_epoch // total, f"features of {rows} of {total} views, then a solution"
         else:
-            done, note = job.steps_per_epoch, ": ".join(filter(None, ("the head is being solved", reached)))
+            done, note = job.steps_per_epoch, f"the head is being solved: {reached or f'pass {next(passes)}'}"
         job.progress.step(job.step + done, job.total_steps, note, even=False)
         return job.asked_to_leave
 

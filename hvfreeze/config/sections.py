@@ -378,6 +378,13 @@ class HeadConfig:
     pool: int = setting(
         4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells", read_by="multi-level"
     )
+    centres: int | None = setting(
+        None,
+        "N",
+        "with --head-fit kernel: training rows, evenly spread, that all are compared with; default: all of at most "
+        "100 000 rows, of more as many as take about as long",
+        read_by="kernel",
+    )
 
     def __post_init__(self) -> None:
         mlp = parse_mlp("head", self.head) is not None
@@ -388,6 +395,7 @@ class HeadConfig:
         fits = self.head != "multi-level" or self.solved
         rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact or kernel too")
         rule(not (mlp and self.solved), "head", self.head, "last or multi-level with --head-fit exact or kernel")
+        rule(self.centres is None or self.centres >= 1, "centres", self.centres, "at least 1")
 
     @property
     def solved(self) -> bool:

@@ -119,6 +119,10 @@ class Batch:
     counted: int
 
 
+FEW_VIEWS = 16_384
+"""That stand for all, at least, where there are more than twice as many."""
+
+
 @dataclass(frozen=True)
 class TrainFeed:
     """One replica's training batches, a pure function of the epoch."""
@@ -150,6 +154,18 @@ class TrainFeed:
         views = range(max(1, self.images.transform.augment.num_views))
         each = [padded_batches(own, self.images.labels_of, self.plan.batch_size, view=view) for view in views]
         return [batch for batches in each for batch in batches]
+
+    def sampled_views(self) -> tuple[list[Batch] | None, list[Batch]]:
+        """Return the batches of `every_view`, of many samples first those of a few and then those of all others.
+
+        The few are the same ones whoever has them. Of fewer samples the first list is None.
+        """
+        step = self.plan.samples * max(1, self.images.transform.augment.num_views) // FEW_VIEWS
+        if step < 2:
+            return None, self.every_view()
+        few = np.zeros(len(self.labels), dtype=np.bool_)
+        few[np.unique(np.concatenate(self.plan.shards))[::step]] = True
+        return self.every_view(of=few), self.every_view(of=~few)
 
     def shown(self, augment: Augment, *, mirrors: bool, without: NDArray[np.bool_] | None = None) -> TrainFeed:
         """Return a feed of the same pixels in other views.

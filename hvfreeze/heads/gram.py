@@ -1,7 +1,8 @@
-"""The matrix of likenesses over all ranks, and the linear system with it, solved by conjugate gradients."""
+"""The matrix of likenesses over all ranks, and products with it, which rank 0 asks for and all ranks make together."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.heads.moments import Covariance, test_matrix
 from hvfreeze.heads.solution import Stopped
 
 T = TypeVar("T")
@@ -23,130 +23,163 @@ def gaussian(points: Tensor, centres: Tensor) -> Tensor:
     return exponents.sub_(points.square().sum(1, keepdim=True)).clamp_(max=0).exp_()
 
 
-LINES = 512
-"""Of the matrix, computed at a time."""
-FEWEST_COLUMNS, ROWS_A_COLUMN = 128, 128
-"""Of the sketch: a larger matrix has more large eigenvalues, which the preconditioner must know."""
-STOP, SKETCH = 0, 1
-"""Requests of rank 0 beside products with as many vectors as the number says."""
+TILE = 512
+"""Rows and columns of the matrix, computed at a time."""
+ROUNDED_FROM = 16_384
+"""Rows from which on likenesses are rounded to 16 bits, kept or not: it halves what keeping them takes. The errors,
+4e-6 of standard deviation, make those of the whole matrix 9e-6 times the root of its rows: far below every penalty."""
+LEVELS = 65_534
+"""Steps between 0 and 1 of a rounded likeness: an even number, so that 1 is not beyond the largest of 16 bits."""
 
 
-LEADING_BYTES, FOLLOWING_BYTES = 64, 12
-"""For each number of a vector: on rank 0 eight in float64, with those that `solve` adds them up in; elsewhere three in
-float32, as they come, as they are multiplied, and their product."""
+class Tiles:
+    """Tiles of a matrix of likenesses, of which as many are kept as memory is allowed for; the others are made anew.
 
-
-class Gram:
-    """K, (N, N) float32, with K[i, j] = exp(-|z_i - z_j|^2): each rank computes the lines of its own rows.
-
-    As many lines are kept as memory is allowed for. Rank 0 leads, as in `linear.SoftmaxLoss`: it alone decides which
-    product comes next; the other ranks follow. `passes` counts products.
+    The bits do not depend on what is kept.
     """
 
-    def __init__(
-        self,
-        centres: Tensor,
-        *,
-        first: int,
-        count: int,
-        world: World,
-        memory_bytes: int,
-        columns: int = 0,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Take all ranks' points, (N, K), of which `count` from `first` on are this rank's own.
+    def __init__(self, *, memory_bytes: int, rounded: bool, cells: int = TILE * TILE) -> None:
+        """Take the memory for tiles, whether likenesses are rounded, and a tile's most `cells`."""
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._left = memory_bytes
+        self._wide = torch.empty(cells) if rounded else None
 
-        Of `memory_bytes` the vectors of a solution with so many `columns` take their part first, lines what is left.
-        """
-        self._centres, self._first = centres, first
-        self._own = centres[first : first + count]
-        self._world, self._stop = world, stop
-        self._kept: list[Tensor] = []
-        each = LEADING_BYTES if world.rank == 0 else FOLLOWING_BYTES
-        left = max(0, memory_bytes - each * columns * len(centres))
-        self._most_kept = left // (4 * LINES * max(1, len(centres)))
+    def __call__(self, place: tuple[int, int], points: Tensor, centres: Tensor) -> Tensor:
+        """Return the tile of `points` and `centres`, (A, B) float32, which is at `place`; to be read until the next."""
+        kept = self._kept.get(place)
+        if kept is None:
+            kept = gaussian(points, centres)
+            if self._wide is not None:
+                kept = kept.sub_(0.5).mul_(LEVELS).round_().short()
+            size = kept.numel() * kept.element_size()
+            if size <= self._left:
+                self._left -= size
+                self._kept[place] = kept
+        if self._wide is None:
+            return kept
+        return self._wide[: kept.numel()].view_as(kept).copy_(kept).mul_(1 / LEVELS).add_(0.5)
+
+
+class Led(ABC):
+    """Products with vectors that rank 0 asks for, while the other ranks follow.
+
+    Rank 0 alone decides which product comes next, as in `linear.SoftmaxLoss`: no decision rests on arithmetic that
+    could differ between processors. `passes` counts products.
+    """
+
+    def __init__(self, *, size: int, world: World, watch: Callable[[str], bool]) -> None:
+        """Take the vectors' length, and what is told how far it is, often, and says whether this rank wants to stop."""
+        self.size = size
+        self._world, self._watch = world, watch
+        self._reached, self._stopped = "", False
         self.passes, self.exchanged_bytes = 0, 0
 
-    def sketch(self) -> Tensor:
-        """Return K T, (N, R) float32, for T = `test_matrix(N, R)`, with the larger R the more rows; see `times`."""
-        self._ask(SKETCH)
-        return self._product(self._test_matrix())
-
     def times(self, vectors: Tensor) -> Tensor:
-        """Return K V, (N, M) float32, for `vectors` of two columns or more.
+        """Return the product with `vectors`, (size, C), over all ranks: see `_partial`, but (..., size, C).
 
-        Rank 0 calls this while every other rank of the world is in `follow`. Collective.
+        Rank 0 calls this while every other rank of the world is in `lead`. Collective.
 
         Raises:
             Stopped: some rank wants to stop.
         """
         self._ask(vectors.shape[1])
-        vectors = vectors.float().contiguous()
-        self._world.broadcast_(vectors, name="head.vectors")
-        return self._product(vectors)
+        across = vectors.t().float().contiguous()
+        self._world.broadcast_(across, name="head.vectors")
+        return self._product(across).transpose(-1, -2)
 
     def lead(self, work: Callable[[], T]) -> T | None:
-        """Return on rank 0 the result of `work` while the others follow; None on them, and where one stops. Collective.
+        """Return on rank 0 the result of `work`, which may use `times`, while the others follow. Collective.
 
-        `work` may use `sketch` and `times`.
+        None on them, and where one wants to stop.
         """
         if self._world.rank > 0:
-            self._follow()
+            while columns := self._ask(0):
+                vectors = torch.empty(columns, self.size)
+                self._world.broadcast_(vectors, name="head.vectors")
+                with suppress(Stopped):
+                    self._product(vectors)
             return None
         result = None
         with suppress(Stopped):
             result = work()
-        self._ask(STOP)
+        self._ask(0)
         return result
 
-    def forget(self) -> None:
-        """Give the memory of the lines back. Not a collective."""
-        self._kept, self._most_kept = [], 0
+    def look(self, done: float) -> bool:
+        """Tell how far a pass is, 0 to 1, and return whether this rank wants to stop; its part is not needed then."""
+        note = f"pass {self.passes}, {100 * done:.0f} %{self._reached}"
+        self._stopped = self._watch(note) or self._stopped
+        return self._stopped
 
-    def _follow(self) -> None:
-        while columns := self._ask(STOP):
-            vectors = torch.empty(len(self._centres), columns)
-            if columns == SKETCH:
-                vectors = self._test_matrix()
-            else:
-                self._world.broadcast_(vectors, name="head.vectors")
-            with suppress(Stopped):
-                self._product(vectors)
+    def tell(self, error: float, tolerance: float) -> None:
+        """Take how near the solution is, for the next notes."""
+        self._reached = f"; off by {100 * error:.1f} %, {100 * tolerance:.1f} % will do"
 
-    def _test_matrix(self) -> Tensor:
-        rows = len(self._centres)
-        return test_matrix(rows, max(FEWEST_COLUMNS, rows // ROWS_A_COLUMN)).float()
+    def count_bytes(self, tensor: Tensor) -> None:
+        """Count what this rank gives to an allreduce."""
+        if self._world.size > 1:
+            self.exchanged_bytes += tensor.numel() * tensor.element_size()
 
-    def _ask(self, command: int) -> int:
-        message = torch.tensor([command], dtype=torch.int32)
+    @abstractmethod
+    def _partial(self, vectors: Tensor) -> Tensor:
+        """Return this rank's part of the product with `vectors`, (C, size), as (..., C, size), alike on all ranks."""
+
+    def _ask(self, columns: int) -> int:
+        message = torch.tensor([columns], dtype=torch.int32)
         self._world.broadcast_(message, name="head.command")
         return int(message)
 
     def _product(self, vectors: Tensor) -> Tensor:
         self.passes += 1
+        self.look(0)
+        part = self._partial(vectors)
         # One element more: whether this rank wants to stop.
-        flat = torch.zeros(vectors.numel() + 1)
-        whole, place = flat[:-1].view(vectors.shape[::-1]), self._first
-        across = vectors.t().contiguous()
-        for lines in self._lines():
-            # Vectors first: this order of the product is three times as fast for few of them.
-            torch.mm(across, lines.t(), out=whole[:, place : place + len(lines)])
-            place += len(lines)
-        flat[-1] = self._stop()
-        if self._world.size > 1:
-            self.exchanged_bytes += flat.numel() * flat.element_size()
+        flat = torch.cat([part.flatten(), torch.tensor([self._stopped], dtype=part.dtype)])
+        self.count_bytes(flat)
         flat = self._world.allreduce_sum(flat, name="head.products")
         if flat[-1]:
             raise Stopped
-        return flat[:-1].view(vectors.shape[::-1]).t()
+        return flat[:-1].view(part.shape)
 
-    def _lines(self) -> Iterator[Tensor]:
-        for place, points in enumerate(self._own.split(LINES) if len(self._own) else ()):
-            known = place < len(self._kept)
-            lines = self._kept[place] if known else gaussian(points, self._centres)
-            if not known and place < self._most_kept:
-                self._kept.append(lines)
-            yield lines
+
+class Gram(Led):
+    """K V for V, (N, C), with K[i, j] = exp(-|z_i - z_j|^2), (N, N).
+
+    K is symmetric, so only tiles on and above its diagonal are made, and dealt out to the ranks in turn, whoever holds
+    the rows.
+    """
+
+    def __init__(
+        self,
+        points: Tensor,
+        *,
+        world: World,
+        memory_bytes: int,
+        watch: Callable[[str], bool] = lambda note: False,
+    ) -> None:
+        """Take all ranks' points, (N, K), the same on every rank; for `watch` see `Led`."""
+        super().__init__(size=len(points), world=world, watch=watch)
+        self._points = points.split(TILE)
+        self._tiles = Tiles(memory_bytes=memory_bytes, rounded=len(points) >= ROUNDED_FROM)
+
+    def _partial(self, vectors: Tensor) -> Tensor:
+        # Vectors first: this order of the product is three times as fast for few of them.
+        whole = torch.zeros_like(vectors)
+        given, sums = vectors.split(TILE, 1), whole.split(TILE, 1)
+        places = list(self._places())
+        for number, (above, right) in enumerate(places):
+            tile = self._tiles((above, right), self._points[above], self._points[right])
+            sums[above].addmm_(given[right], tile.t())
+            if above != right:
+                sums[right].addmm_(given[above], tile)
+            if self.look((number + 1) / len(places)):
+                break
+        return whole
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        count = len(self._points)
+        every = ((above, right) for above in range(count) for right in range(above, count))
+        yield from (place for number, place in enumerate(every) if number % self._world.size == self._world.rank)
 
 
 MOST_STEPS = 200
@@ -156,65 +189,49 @@ class Solved(NamedTuple):
     """Where the solver ended."""
 
     vectors: Tensor
-    """X, (N, M) float64."""
+    """X, (N, C) float64."""
     left: Tensor
-    """The residual B - (K + penalty) X, (N, M) float64."""
+    """The residual B - A X, (N, C) float64."""
     steps: int
     error: float
     """The largest |left| of a column as a part of its right side."""
 
 
 def solve(
-    times: Callable[[Tensor], Tensor],
+    product: Callable[[Tensor], Tensor],
     right: Tensor,
-    penalties: Tensor,
     *,
-    fitted: Tensor,
-    leading: Covariance,
+    inverse: Callable[[Tensor], Tensor],
     tolerance: float,
     most_steps: int,
+    tell: Callable[[float, float], None],
 ) -> Solved:
-    """Return X with (K + penalty) X = B by conjugate gradients; rows that are not fitted are left out of K, X and B.
-
-    Each column has a penalty and fitted rows of its own.
+    """Return X with A X = B by conjugate gradients, for A symmetric and positive; each column is solved by itself.
 
     Args:
-        times: returns K V for V, (N, M).
-        right: B, (N, M) float64.
-        penalties: (M,) float64, above 0, by column.
-        fitted: (N, 1) or (N, M) bool.
-        leading: a few of the largest eigenvalues of K and their eigenvectors, for the preconditioner.
+        product: returns A V for V, (N, C) float64; A may be another one for each column.
+        right: B, (N, C) float64.
+        inverse: returns about A^-1 V; symmetric and positive too.
         tolerance: for `Solved.error`.
         most_steps: after which it ends all the same.
+        tell: takes `Solved.error` so far and the tolerance, before each product.
     """
-    mask = fitted.double()
-    least = leading.values[-1] + penalties
-    correction = 1 / (leading.values[:, None] + penalties) - 1 / least
-
-    # An approximate inverse need not be known to more digits.
-    directions, factors = leading.directions.float(), correction.float()
-
-    def inverse(vectors: Tensor) -> Tensor:
-        inside = directions @ (factors * (directions.t() @ vectors.float()))
-        return mask * (vectors / least + inside)
-
-    def product(vectors: Tensor) -> Tensor:
-        return mask * (times(vectors).double() + penalties * vectors)
 
     def ratio(above: Tensor, below: Tensor) -> Tensor:
         # 0 where a column is solved and nothing is left to divide by.
         return torch.where(below > 0, above / below, 0.0)
 
-    right = mask * right
     size = right.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
     found, left = torch.zeros_like(right), right.clone()
     direction = inverse(left)
     slope = (left * direction).sum(0)
     steps, error = 0, float((left.norm(dim=0) / size).max())
     while error > tolerance and steps < most_steps:
+        tell(error, tolerance)
         moved = product(direction)
         length = ratio(slope, (direction * moved).sum(0))
-        found, left = found + length * direction, left - length * moved
+        found += length * direction
+        left -= length * moved
         closer = inverse(left)
         before, slope = slope, (left * closer).sum(0)
         direction = closer + ratio(slope, before) * direction

@@ -25,30 +25,29 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.gram import Gram, Solved, gaussian, solve
+from hvfreeze.heads.centres import CENTRES_TOLERANCE, CentreProducts, solve_centres
+from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
 from hvfreeze.heads.kernel_choice import (
-    MOST_COLUMNS,
-    MOST_STEPS,
-    AllRows,
     Choice,
     Tried,
     choose,
     choose_closely,
+    columns_at_once,
+    solve_ridge,
     targets,
 )
-from hvfreeze.heads.moments import Prepared, check_choice, covariance, prepare
-from hvfreeze.heads.rows import Rows
+from hvfreeze.heads.landmarks import leading
+from hvfreeze.heads.moments import check_choice
+from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, everyones, marks_of, points_of
+from hvfreeze.heads.rows import WholeRows
 from hvfreeze.heads.solution import MirrorTrial, Solution
-
-MOST_DIRECTIONS = 512
-"""Of the features, in which rows are compared."""
 
 
 class KernelHead(nn.Module):
     """Features, (B, D), to logits, (B, C): over all centres z, exp(-|P x + p - z|^2) times its weight for the class.
 
     `projection` P is (K, D), K = min(D, `MOST_DIRECTIONS`), with standardisation and bandwidth folded in; `shift` p is
-    (K,), `centres` (N, K), the training rows of all ranks, and `weight` (C, N); all float32.
+    (K,), `centres` (N, K), training rows of all ranks, all or some, and `weight` (C, N); all float32.
     """
 
     projection: Tensor
@@ -84,92 +83,56 @@ class KernelHead(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-WHITENED = 0.15
-"""Each direction is divided by its variance to this power: between 0, where the few strongest directions decide all
-distances, and a half, where all weigh the same."""
-LEAST_VARIANCE = 1e-7
-"""Of a direction, as a part of all: less is rounding."""
-DISTANCE = 1.5
-"""The mean squared distance of two rows after scaling: with less all rows look alike, with more none does."""
-
-
-def project(prepared: Prepared, *, world: World) -> tuple[Tensor, Tensor]:
-    """Return P, (K, D), and p, (K,), float32, equal on all ranks: P x + p are a row's leading directions. Collective.
-
-    K is the number of the sketch's columns.
-    """
-    product, standard = prepared.product, prepared.standard
-    width = product.shape[1]
-    matrix, shift = torch.zeros(width, len(product)), torch.zeros(width)
-    if world.rank == 0:
-        leading = covariance(product)
-        # A feature that varies at all has variance 1 here: where none does, no direction is left.
-        kept = leading.values > LEAST_VARIANCE * leading.values.sum().clamp(min=1)
-        variances = leading.values[kept].pow(1 - 2 * WHITENED)
-        size = (DISTANCE / (2 * variances.sum())).sqrt()
-        scaled = leading.directions[:, kept] * leading.values[kept].pow(-WHITENED) * size
-        weights = (scaled * standard.scale[:, None]).t()
-        matrix[: len(weights)] = weights.float()
-        shift[: len(weights)] = -(weights @ standard.mean).float()
-    world.broadcast_(matrix, name="head.projection")
-    world.broadcast_(shift, name="head.shift")
-    return matrix, shift
-
-
-def points_of(rows: Rows, matrix: Tensor, shift: Tensor, *, world: World) -> AllRows:
-    """Return all ranks' rows as points. One pass over the rows. Collective."""
-    points, marks = [torch.zeros(0, len(matrix))], [torch.zeros(0, 4, dtype=torch.int64)]
-    for chunk in rows.chunks():
-        points.append(torch.addmm(shift, chunk.features.float(), matrix.t()))
-        # Of samples that two ranks give one number, each is its own.
-        samples = chunk.samples * world.size + world.rank
-        marks.append(torch.stack([chunk.labels, samples, chunk.held_out.long(), chunk.mirrored.long()], 1))
-    mine = torch.cat(points)
-    counts = world.allgather_object(len(mine), name="head.counts")
-    whole = gathered(mine, counts, world=world)
-    labels, samples, held_out, mirrored = gathered(torch.cat(marks), counts, world=world).unbind(1)
-    first = sum(counts[: world.rank])
-    return AllRows(whole, labels.contiguous(), samples.contiguous(), held_out.bool(), mirrored.bool(), first, len(mine))
-
-
-def gathered(mine: Tensor, counts: Sequence[int], *, world: World) -> Tensor:
-    """Return all ranks' rows of `mine`, (N, ...), in rank order; `counts` has each rank's number. Collective."""
-    whole = torch.zeros(sum(counts), *mine.shape[1:], dtype=mine.dtype)
-    for root, part in enumerate(whole.split(list(counts))):
-        if root == world.rank:
-            part.copy_(mine)
-        if len(part):
-            world.broadcast_(part, name="head.points", root=root)
-    return whole
-
-
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
-TOLERANCE = 0.03
+TOLERANCE = 0.01
 """For the residual, as a part of the right sides: less changed no accuracy."""
 MOST_LEFT_OUT = 1_000
 """Rows of which each is left out in turn: all of them choose then, which takes a tenth of a second on one core."""
 MOST_COMPARED = 5_000
 """Rows on which the penalty is chosen, held-out ones among them: more rows change the choice little."""
-MOST_ROWS = 50_000
-"""Every pair of rows is compared: with so many, lines of 10 GB for all ranks."""
+ALL_COMPARED = 100_000
+"""Rows that are all compared with each other; of more, centres are chosen."""
+FEWEST_CENTRES = 10_000
+"""That are chosen where nobody says how many: with fewer of very many rows, accuracy is lost faster than time."""
+
+
+def centres_for(rows: int, asked: int | None) -> int:
+    """Return how many of so many rows are centres: `asked`, or as many as cost what comparing `ALL_COMPARED` rows does.
+
+    It depends on no clock and no memory, so that runs repeat.
+    """
+    if asked is None:
+        # Of all pairs of rows only half are computed.
+        asked = rows if rows <= ALL_COMPARED else max(FEWEST_CENTRES, ALL_COMPARED**2 // (2 * rows))
+    return min(rows, asked)
 
 
 @dataclass(frozen=True)
 class KernelFit(Solution):
-    """A solved head, equal on all ranks bit for bit but for `answers` and `used`; see `KernelHead` for the others."""
+    """A solved head, equal on all ranks bit for bit but for `answers`, `labels` and `used`.
+
+    See `KernelHead` for what is not described here.
+    """
 
     answers: Tensor
     """The logits of this rank's own rows that were fitted, in their order, (B, C) float32."""
+    labels: Tensor
+    """Of these rows, (B,) int64."""
     used: Tensor
-    """(N,) bool, which of this rank's rows, in their order, were fitted."""
+    """(rows,) bool, which of this rank's rows, in their order, were fitted."""
     projection: Tensor
     shift: Tensor
     centres: Tensor
     weight: Tensor
 
 
+LEADING_BYTES, FOLLOWING_BYTES = 64, 12
+"""For each number of a vector: on rank 0 eight in float64, with those that the solver adds them up in; elsewhere three
+in float32, as they come, as they are multiplied, and their product."""
+
+
 def fit_kernel(
-    rows: Rows,
+    rows: WholeRows,
     *,
     classes: int,
     world: World,
@@ -177,9 +140,11 @@ def fit_kernel(
     penalties: Sequence[float] = PENALTIES,
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
+    centres: int | None = None,
     trained: bool = False,
     compare_mirrored: bool = False,
-    stop: Callable[[], bool] = lambda: False,
+    read: Callable[[int], bool] = lambda rows: False,
+    watch: Callable[[str], bool] = lambda note: False,
 ) -> KernelFit | None:
     """Return the head that solves kernel ridge regression on the rows of all ranks, equal on all of them. Collective.
 
@@ -189,37 +154,39 @@ def fit_kernel(
         rows: this rank's rows; there may be none.
         classes: C, at least 2.
         world: the ranks.
-        memory_bytes: for the solver's vectors, and for as many of this rank's lines of K, of 4 x N bytes each, as
-            fit beside them; the others are computed anew for each product.
+        memory_bytes: for the solver's vectors, and for as many of this rank's likenesses as fit beside them; the others
+            are computed anew for each product.
         penalties: above 0; with one, nothing is chosen.
-        tolerance: for the residual, as a part of the right sides.
+        tolerance: for the residual, as a part of the right sides; with centres `CENTRES_TOLERANCE`.
         most_steps: of the solver; `KernelFit.converged` tells whether they sufficed.
+        centres: of the rows, that all rows are compared with; None chooses, see `centres_for`.
         trained: whether the network was trained on the rows that are not held out, whose features know their labels:
             then only held-out rows choose, also of few.
         compare_mirrored: whether mirror images are left out where the head is better without them.
-        stop: asked in every product; true on some rank ends the search.
+        read: called with how many of this rank's rows have their features, as they come; true on some rank ends it all.
+        watch: called with how far the solution is, often; true on some rank ends the search.
 
     Raises:
-        UsageError: several penalties and no held-out rows, penalties that are not above 0, no rows or too many.
+        UsageError: several penalties and no held-out rows, penalties that are not above 0, or no rows.
         NumericsError: a feature is NaN or infinite.
     """
     values = list(penalties)
     if not values or min(values) <= 0 or len(set(values)) < len(values):
         raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
-    prepared = prepare(rows, world=world, columns=min(rows.width, MOST_DIRECTIONS))
-    check_choice(prepared.standard, len(values))
-    check_count(prepared.standard.count)
-    matrix, shift = project(prepared, world=world)
-    everything = points_of(prepared.rows, matrix, shift, world=world)
-    columns = classes * max(2, min(len(values), MOST_COLUMNS // classes)) if 2 * classes <= MOST_COLUMNS else classes
-    open_gram = partial(Gram, world=world, memory_bytes=memory_bytes, columns=columns, stop=stop)
-    few = len(everything.labels) <= MOST_LEFT_OUT or len(values) == 1
-    part = everything.part(MOST_LEFT_OUT if few else MOST_COMPARED)
+    mine = points_of(rows, world=world, stop=read)
+    if mine is None:
+        return None
+    marks = marks_of(mine, world=world)
+    check_choice(int(marks.held_out.sum()), len(values))
+    few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1
+    part = everyones(mine.points, marks, marks.part(MOST_LEFT_OUT if few else MOST_COMPARED), world=world)
+    memory_bytes = beside_vectors(memory_bytes, rows=len(marks.labels), columns=classes * len(values), world=world)
+    open_gram = partial(Gram, world=world, memory_bytes=memory_bytes, watch=watch)
     choosing = partial(
         chosen,
         classes=classes,
         penalties=values,
-        whole=len(part.labels) == len(everything.labels),
+        whole=len(part.labels) == len(marks.labels),
         choosing=part.held_out if trained and part.held_out.any() else torch.ones_like(part.held_out),
         open_gram=None if few else open_gram,
         world=world,
@@ -227,7 +194,7 @@ def fit_kernel(
     found = choosing(part)
     if found is None:
         return None
-    used, spent, mirror = everything, found.spent, None
+    spent, mirror, taken = found.spent, None, torch.ones_like(marks.mirrored)
     if compare_mirrored and can_do_without(part):
         kept = ~part.mirrored
         without = choosing(part.only(kept), choosing=choosing.keywords["choosing"][kept])
@@ -235,33 +202,44 @@ def fit_kernel(
             return None
         mirror, spent = compared(found.choice, without.choice), spent + without.spent
         if not mirror.taken:
-            found, used = without, everything.only(~everything.mirrored)
-    whole = open_gram(used.points, first=used.first, count=used.count)
-    solving = partial(finish, whole, used, found.choice, classes=classes, tolerance=tolerance, most_steps=most_steps)
-    result = world.broadcast_object(whole.lead(solving), name="head.fit")
-    if result is None:
+            found, taken = without, ~marks.mirrored
+    # Where mirror images are left out, this rank's own rows that are fitted.
+    fitted, own = mine.used.clone(), taken[marks.own]
+    fitted[mine.used] = own
+    used = marks.only(taken)
+    share = Share(mine.points[own] if not own.all() else mine.points, used, classes, found.choice)
+    ends = Ends(tolerance, most_steps, memory_bytes, watch)
+    count = centres_for(len(used.labels), centres)
+    end = (
+        compare_all(share, ends, world=world)
+        if count == len(used.labels)
+        else compare_some(count, share, ends, world=world)
+    )
+    if end is None:
         return None
-    solution, weight, answers = result
-    fitted = prepared.used.clone()
-    if mirror is not None and not mirror.taken:
-        fitted[prepared.used] = ~everything.mirrored[everything.own]
     solution = replace(
-        solution,
-        # The projection took one pass more.
-        passes=prepared.passes + 1 + spent.passes + whole.passes,
-        exchanged_bytes=spent.exchanged_bytes + whole.exchanged_bytes,
+        end.solution,
+        passes=mine.passes + spent.passes + end.spent.passes,
+        exchanged_bytes=spent.exchanged_bytes + end.spent.exchanged_bytes,
         mirror=mirror,
-        left_out=prepared.left_out,
+        left_out=mine.left_out,
     )
     return KernelFit(
         **vars(solution),
-        answers=answers[used.own],
+        answers=end.answers,
+        labels=used.labels[used.own],
         used=fitted,
-        projection=matrix,
-        shift=shift,
-        centres=used.points,
-        weight=weight,
+        projection=mine.matrix,
+        shift=mine.shift,
+        centres=end.centres,
+        weight=end.weight,
     )
+
+
+def beside_vectors(memory_bytes: int, *, rows: int, columns: int, world: World) -> int:
+    """Return what the vectors of a solution for `columns` right sides of so many rows leave of the memory."""
+    each = LEADING_BYTES if world.rank == 0 else FOLLOWING_BYTES
+    return max(0, memory_bytes - each * rows * min(columns, columns_at_once(rows)))
 
 
 class Spent(NamedTuple):
@@ -301,7 +279,7 @@ def chosen(
         found = world.broadcast_object(mine, name="head.choice")
         assert found is not None, "rank 0's"
         return Found(found, Spent())
-    gram = open_gram(part.points, first=part.first, count=part.count)
+    gram = open_gram(part.points)
     work = partial(choose, gram, part, classes=classes, penalties=penalties, whole=whole)
     choice = world.broadcast_object(gram.lead(work), name="head.choice")
     return None if choice is None else Found(choice, Spent(gram.passes, gram.exchanged_bytes))
@@ -320,61 +298,154 @@ def compared(with_them: Choice, without: Choice) -> MirrorTrial:
     return MirrorTrial(ours.loss, theirs.loss, ours.accuracy, theirs.accuracy, ours.rows)
 
 
-def check_count(views: int) -> None:
-    """Raise UsageError for more rows than can be compared; to be called on all ranks alike."""
-    if views > MOST_ROWS:
-        error = UsageError(
-            f"head fit: {views} views of samples, and with kernel every pair of them is compared: it takes at most "
-            f"{MOST_ROWS}; pass --head-fit exact, or --mirror off where that halves them"
-        )
-        error.everywhere = True
-        raise error
+class Share(NamedTuple):
+    """What a head is fitted to, and how."""
+
+    points: Tensor
+    """(B, K), of this rank's own rows."""
+    marks: Marks
+    """Of all ranks' rows."""
+    classes: int
+    choice: Choice
+
+    @property
+    def judged(self) -> bool:
+        """Whether a part of the rows has chosen: held-out rows then judge a fit to all others beside the last one."""
+        trials = self.choice.trials
+        return bool(trials) and not all(trial.whole for trial in trials)
 
 
-def finish(
-    gram: Gram, rows: AllRows, choice: Choice, *, classes: int, tolerance: float, most_steps: int
-) -> tuple[Solution, Tensor, Tensor]:
+class Ends(NamedTuple):
+    """When the solver ends, the memory that it may take, and who watches it; see `fit_kernel`."""
+
+    tolerance: float
+    most_steps: int
+    memory_bytes: int
+    watch: Callable[[str], bool]
+
+
+class End(NamedTuple):
+    """A head that was found."""
+
+    solution: Solution
+    centres: Tensor
+    """(N, K)."""
+    weight: Tensor
+    """(C, N) float32."""
+    answers: Tensor
+    """(B, C) float32, the logits of this rank's own rows."""
+    spent: Spent
+
+
+def solution_of(
+    share: Share, tried: Tried | None, *, loss: float, steps: int, error: float, tolerance: float, centres: int
+) -> Solution:
+    """Return the numbers of a solution; `tried` is what held-out rows say of a fit to all others."""
+    penalty, _, trials, _ = share.choice
+    if tried is not None:
+        trials = tuple(tried.trial if trial.penalty == penalty else trial for trial in trials)
+    rows = len(share.marks.labels)
+    return Solution(penalty, trials, loss, rows, steps, 0, error, error <= tolerance, 0, compared_with=centres)
+
+
+def compare_all(share: Share, ends: Ends, *, world: World) -> End | None:
+    """Return the head for which all rows are compared with each other, None where some rank stops it. Collective."""
+    rows = everyones(share.points, share.marks, torch.ones_like(share.marks.held_out), world=world)
+    gram = Gram(rows.points, world=world, memory_bytes=ends.memory_bytes, watch=ends.watch)
+    result = world.broadcast_object(gram.lead(partial(finish, gram, rows, share, ends)), name="head.fit")
+    if result is None:
+        return None
+    solution, weight, answers = result
+    return End(solution, rows.points, weight, answers[rows.own], Spent(gram.passes, gram.exchanged_bytes))
+
+
+def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End | None:
+    """Return the head for which all rows are compared with `count` of them. Collective.
+
+    None where some rank stops it.
+    """
+    points, marks, classes, (penalty, scale, *_) = share
+    kept = marks.spread(count)
+    centres = everyones(points, marks, kept, world=world).points
+    places = torch.full((len(points),), -1)
+    places[kept[marks.own]] = marks.moved(kept)
+    held_out = marks.held_out[marks.own]
+    products = CentreProducts(
+        points,
+        centres,
+        places=places,
+        left_out=held_out,
+        columns=classes,
+        rounded=len(marks.labels) >= ROUNDED_FROM,
+        world=world,
+        memory_bytes=ends.memory_bytes,
+        watch=ends.watch,
+    )
+    right = products.right_sides(targets(marks.labels[marks.own], classes).float().repeat(1, 1 + share.judged))
+    rows = len(marks.labels)
+    solving = partial(solve_centres, products, centres, right, penalty=penalty, rows=rows, most_steps=ends.most_steps)
+    solved = world.broadcast_object(products.lead(solving), name="head.fit")
+    if solved is None:
+        return None
+    answers, tried = products.answers(solved.vectors), None
+    if share.judged:
+        judges, judged = marks.only(marks.held_out), answers[held_out, classes:].contiguous()
+        whole = torch.zeros(len(judges.labels), classes)
+        whole[judges.own] = judged
+        whole = world.allreduce_sum(whole, name="head.judged")
+        everyone = torch.ones_like(judges.held_out)
+        tried = Tried.of(penalty, whole.double(), judges, choosing=everyone, steps=solved.steps, whole=True)
+        scale = tried.scale
+    answers = scale * answers[:, :classes]
+    mine = functional.cross_entropy(answers.double(), marks.labels[marks.own], reduction="sum")
+    loss = float(world.allreduce_sum(mine.reshape(1), name="head.loss")) / rows
+    solution = solution_of(
+        share, tried, loss=loss, steps=solved.steps, error=solved.error, tolerance=CENTRES_TOLERANCE, centres=count
+    )
+    weight = (scale * solved.vectors[:, :classes]).t().float().contiguous()
+    return End(solution, centres, weight, answers, Spent(products.passes, products.exchanged_bytes))
+
+
+def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solution, Tensor, Tensor]:
     """Return the solution on all rows, its weight, (C, N), and its answers to all rows, (N, C), both float32.
 
-    To be called in `Gram.lead`. Where a part of the rows has chosen the penalty, the held-out rows judge a fit to all
-    others beside it: in one product of the matrix with twice as many vectors, which takes little longer.
+    To be called in `Gram.lead`. The fit that is judged is in the same products: twice as many vectors take little
+    longer.
     """
-    penalty, scale, trials, _ = choice
+    classes, (penalty, scale, *_) = share.classes, share.choice
     right, everything = targets(rows.labels, classes), torch.ones(len(rows.labels), 1, dtype=torch.bool)
-    to_judge = bool(trials) and not all(trial.whole for trial in trials)
-    together = to_judge and 2 * classes <= MOST_COLUMNS
+    together = share.judged and 2 * classes <= columns_at_once(len(right))
+    known, others = leading(rows.points), ~rows.held_out[:, None]
 
     def fitted_to(*masks: Tensor) -> Solved:
         columns = classes * len(masks)
-        return solve(
-            gram.times,
+        return solve_ridge(
+            gram,
             right.repeat(1, len(masks)),
             torch.full((columns,), penalty, dtype=torch.float64),
             fitted=torch.cat([mask.expand(-1, classes) for mask in masks], 1),
-            leading=leading,
-            tolerance=tolerance,
-            most_steps=most_steps,
+            known=known,
+            tolerance=ends.tolerance,
+            most_steps=ends.most_steps,
         )
 
-    leading, others = covariance(gram.sketch().double()), ~rows.held_out[:, None]
-    solved = fitted_to(everything, others) if together else fitted_to(everything)
-    if to_judge:
+    solved, tried = fitted_to(everything, others) if together else fitted_to(everything), None
+    if share.judged:
         judged = solved.vectors[:, classes:] if together else fitted_to(others).vectors
         answers = gram.times(judged).double()
         tried = Tried.of(penalty, answers, rows, choosing=rows.held_out, steps=solved.steps, whole=True)
-        scale, trials = tried.scale, tuple(tried.trial if trial.penalty == penalty else trial for trial in trials)
+        scale = tried.scale
     vectors, left = solved.vectors[:, :classes], solved.left[:, :classes]
     # With the residual the answers need no other product.
     sums = right - left - penalty * vectors
-    solution = Solution(
-        penalty,
-        trials,
-        float(functional.cross_entropy(scale * sums, rows.labels)),
-        len(rows.labels),
-        solved.steps,
-        0,
-        solved.error,
-        solved.error <= tolerance,
-        0,
+    loss = float(functional.cross_entropy(scale * sums, rows.labels))
+    solution = solution_of(
+        share,
+        tried,
+        loss=loss,
+        steps=solved.steps,
+        error=solved.error,
+        tolerance=ends.tolerance,
+        centres=len(rows.labels),
     )
     return solution, (scale * vectors).t().float().contiguous(), (scale * sums).float()

@@ -8,58 +8,16 @@ held-out samples are left out at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.heads.gram import Gram, gaussian, solve
-from hvfreeze.heads.moments import covariance
+from hvfreeze.heads.gram import MOST_STEPS, Gram, Solved, gaussian, solve
+from hvfreeze.heads.landmarks import Leading, leading
+from hvfreeze.heads.points import AllRows, Marks
 from hvfreeze.heads.solution import PenaltyTrial, doubt
-
-
-@dataclass(frozen=True)
-class AllRows:
-    """The rows of all ranks, in rank order, the same on every rank."""
-
-    points: Tensor
-    """(N, K) float32."""
-    labels: Tensor
-    """(N,) int64."""
-    samples: Tensor
-    """(N,) int64, equal for the views of one sample."""
-    held_out: Tensor
-    """(N,) bool."""
-    mirrored: Tensor
-    """(N,) bool."""
-    first: int
-    """Of this rank's own."""
-    count: int
-    """Of this rank's own, which follow each other."""
-
-    @property
-    def own(self) -> slice:
-        """Where this rank's own are."""
-        return slice(self.first, self.first + self.count)
-
-    def only(self, kept: Tensor) -> AllRows:
-        """Return the rows of which `kept`, (N,) bool, is true."""
-        return AllRows(
-            self.points[kept],
-            self.labels[kept],
-            self.samples[kept],
-            self.held_out[kept],
-            self.mirrored[kept],
-            first=int(kept[: self.first].sum()),
-            count=int(kept[self.own].sum()),
-        )
-
-    def part(self, most: int) -> AllRows:
-        """Return all views of every so many samples, at most about `most` rows."""
-        step = -(-len(self.labels) // most)
-        return self if step < 2 else self.only(torch.isin(self.samples, self.samples.unique()[::step]))
 
 
 class Choice(NamedTuple):
@@ -82,11 +40,11 @@ class PlainResult(NamedTuple):
 
 LEAST_GAIN = 0.03
 """Of two penalties the weaker is chosen, unless the stronger lowers the loss by more than this part."""
-CHOICE_TOLERANCE = 0.1
+CHOICE_TOLERANCE = 0.01
 """While the penalty is chosen: solutions this close have nearly the held-out loss of the exact one."""
-MOST_COLUMNS = 640
-"""Right sides at a time: beyond, all vectors together would take more memory than the matrix."""
-MOST_STEPS = 200
+MOST_COLUMNS, MOST_NUMBERS = 640, 2**24
+"""Right sides at a time, and numbers in them: with more, all vectors together would take more memory than the matrix.
+"""
 SCALES = tuple(10 ** (part / 20) for part in range(-20, 41))
 """From 0.1 to 100, among which the factor of the sums is chosen."""
 
@@ -96,16 +54,16 @@ def choose(gram: Gram, rows: AllRows, *, classes: int, penalties: Sequence[float
 
     To be called in `Gram.lead`; `whole` is false where `rows` are a part.
     """
-    leading, right, held_out = covariance(gram.sketch().double()), targets(rows.labels, classes), rows.held_out
-    found, together = [], max(1, MOST_COLUMNS // classes)
+    known, right, held_out = leading(rows.points), targets(rows.labels, classes), rows.held_out
+    found, together = [], max(1, columns_at_once(len(right)) // classes)
     for first in range(0, len(penalties), together):
         some = penalties[first : first + together]
-        solved = solve(
-            gram.times,
+        solved = solve_ridge(
+            gram,
             right.repeat(1, len(some)),
             torch.tensor(some, dtype=torch.float64).repeat_interleave(classes),
             fitted=~held_out[:, None],
-            leading=leading,
+            known=known,
             tolerance=CHOICE_TOLERANCE,
             most_steps=MOST_STEPS,
         )
@@ -113,6 +71,62 @@ def choose(gram: Gram, rows: AllRows, *, classes: int, penalties: Sequence[float
         for penalty, answers in zip(some, sums.split(classes, 1), strict=True):
             found.append(Tried.of(penalty, answers, rows, choosing=held_out, steps=solved.steps, whole=whole))
     return best_of(found)
+
+
+def columns_at_once(rows: int) -> int:
+    """Return how many right sides of so many rows are solved at a time."""
+    return max(1, min(MOST_COLUMNS, MOST_NUMBERS // max(1, rows)))
+
+
+def solve_ridge(
+    gram: Gram,
+    right: Tensor,
+    penalties: Tensor,
+    *,
+    fitted: Tensor,
+    known: Leading,
+    tolerance: float,
+    most_steps: int,
+) -> Solved:
+    """Return X, (N, C), with (K + penalty) X = `right`; rows that are not fitted are left out of K, X and `right`.
+
+    To be called in `Gram.lead`.
+
+    Args:
+        gram: K.
+        right: (N, C) float64.
+        penalties: (C,) float64, above 0, by column.
+        fitted: (N, 1) or (N, C) bool, by column too.
+        known: K's largest eigenvalues.
+        tolerance: see `gram.solve`.
+        most_steps: see `gram.solve`.
+    """
+    most, columns = columns_at_once(len(right)), right.shape[1]
+    if columns > most:
+        pieces = [
+            solve_ridge(
+                gram,
+                right[:, some],
+                penalties[some],
+                fitted=fitted if fitted.shape[1] == 1 else fitted[:, some],
+                known=known,
+                tolerance=tolerance,
+                most_steps=most_steps,
+            )
+            for some in (slice(first, first + most) for first in range(0, columns, most))
+        ]
+        vectors, left, steps, errors = zip(*pieces)
+        return Solved(torch.cat(vectors, 1), torch.cat(left, 1), max(steps), max(errors))
+    mask = fitted.double()
+    factors, rest = 1 / (known.values[:, None] + penalties), 1 / (known.rest + penalties)
+    return solve(
+        lambda vectors: (gram.times(vectors).double().add_(penalties * vectors)).mul_(mask),
+        mask * right,
+        inverse=lambda vectors: known.apply(factors, rest, vectors).mul_(mask),
+        tolerance=tolerance,
+        most_steps=most_steps,
+        tell=gram.tell,
+    )
 
 
 def choose_closely(rows: AllRows, *, classes: int, penalties: Sequence[float], choosing: Tensor) -> Choice:
@@ -140,7 +154,7 @@ class Tried(NamedTuple):
     trial: PenaltyTrial
 
     @classmethod
-    def of(cls, penalty: float, answers: Tensor, rows: AllRows, *, choosing: Tensor, steps: int, whole: bool) -> Tried:
+    def of(cls, penalty: float, answers: Tensor, rows: Marks, *, choosing: Tensor, steps: int, whole: bool) -> Tried:
         """Return what the sums of all rows, (N, C), say, each of a fit without the row where it counts.
 
         `choosing`, (N,) bool, tells which rows choose the scale and are compared by; the trial is of held-out rows.

@@ -410,7 +410,7 @@ def fit_softmax(
         raise UsageError(f"penalties ({values}) must be above 0 and decreasing, at least one")
     prepared = prepare(rows, world=world)
     standard = prepared.standard
-    check_choice(standard, len(values))
+    check_choice(standard.held_out, len(values))
     loss = SoftmaxLoss(prepared.rows, standard, classes=classes, world=world, stop=stop)
     counts = counts_of(prepared, world=world)
     if world.rank > 0:

@@ -126,9 +126,9 @@ def immeasurable(features: Tensor) -> list[int]:
     return (~features.float().square().isfinite().all(1)).nonzero().flatten().tolist()
 
 
-def check_choice(standard: Standard, penalties: int) -> None:
-    """Raise UsageError, on all ranks, for several penalties and no held-out rows to choose among them."""
-    if penalties > 1 and standard.held_out == 0:
+def check_choice(held_out: int, penalties: int) -> None:
+    """Raise UsageError, on all ranks, for several penalties and no `held_out` rows to choose among them."""
+    if penalties > 1 and held_out == 0:
         error = UsageError(
             f"head fit: {penalties} penalties and no held-out samples to choose by; give more training samples"
         )
@@ -201,7 +201,7 @@ def sketch(rows: Rows, standard: Standard, *, world: World, columns: int = RANK,
         products = features @ factor - shift
         # The mean square over random signs is that of the row itself.
         sizes.append(products.double().square().mean(1))
-        marks.append(torch.stack([chunk.samples, chunk.labels, chunk.held_out.long(), chunk.mirrored.long()]))
+        marks.append(chunk.marks())
         if kept is not None:
             products[~kept[place : place + len(products)]] = 0
         place += len(products)
@@ -279,6 +279,18 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK) -> Prepared:
     extreme = without_whole_classes(far_ones(again, again.sizes[others], EXTREME, world=world), found, world=world)
     if not extreme:
         return Prepared(rows, everything, standard, found.product, passes, found.marks)
+    check_extreme(extreme, found, world=world)
+    used = ~torch.isin(found.samples, torch.tensor(extreme))
+    left = SomeRows(rows, used)
+    if extreme == suspects:
+        return Prepared(left, used, without, again.product, passes, found.marks[:, used], tuple(extreme))
+    standard = measure(left, world=world)
+    last = sketch(left, standard, world=world, columns=columns)
+    return Prepared(left, used, standard, last.product, passes + 2, last.marks, tuple(extreme))
+
+
+def check_extreme(extreme: list[int], found: Sketch, *, world: World) -> None:
+    """Raise FeaturesError, on all ranks, where too many samples are extreme to be damaged ones. Collective."""
     count = sum(world.allgather_object(len(found.samples.unique()), name="head.samples"))
     if len(extreme) > max(1, MOST_EXTREME * count):
         raise FeaturesError(
@@ -287,13 +299,6 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK) -> Prepared:
             "at these images, at the normalisation (--mean, --std) and at the weights",
             extreme,
         )
-    used = ~torch.isin(found.samples, torch.tensor(extreme))
-    left = SomeRows(rows, used)
-    if extreme == suspects:
-        return Prepared(left, used, without, again.product, passes, found.marks[:, used], tuple(extreme))
-    standard = measure(left, world=world)
-    last = sketch(left, standard, world=world, columns=columns)
-    return Prepared(left, used, standard, last.product, passes + 2, last.marks, tuple(extreme))
 
 
 def far_ones(found: Sketch, usual: Tensor, times: float, *, world: World) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.data.batches import Batch
+from hvfreeze.data.batches import Batch, grouped
 from hvfreeze.data.shards import Ids
 
 CHUNK_ROWS = 512
@@ -34,6 +35,10 @@ class Chunk:
     mirrored: Tensor
     """(B,) bool, whether a row is of a mirror image."""
 
+    def marks(self) -> Tensor:
+        """Return (4, B) int64: the samples, the labels, which rows are held out and which are of mirror images."""
+        return torch.stack([self.samples, self.labels, self.held_out.long(), self.mirrored.long()])
+
     def only(self, kept: Tensor) -> Chunk:
         """Return the rows of which `kept`, (B,) bool, is true."""
         return Chunk(*(getattr(self, field.name)[kept] for field in fields(self)))
@@ -46,6 +51,15 @@ class Rows(Protocol):
 
     def chunks(self) -> Iterable[Chunk]:
         """Return the rows, the same chunks in the same order in every pass: the bits of all sums depend on them."""
+
+
+class WholeRows(Rows, Protocol):
+    """All of a rank's rows; of many a few are offered to look at first, and all are then read once."""
+
+    count: int
+
+    def sample(self) -> Rows | None:
+        """Return a few of the rows, on all ranks alike where there are many; None where they are all to be kept."""
 
 
 def fits(rows: int, width: int, memory_bytes: int) -> bool:
@@ -84,7 +98,7 @@ class RowsInMemory:
         *,
         first: int = 0,
     ) -> None:
-        self.width = features.shape[1]
+        self.width, self.count = features.shape[1], len(labels)
         samples = torch.arange(first, first + len(labels)) if samples is None else samples
         mirrored = torch.zeros_like(held_out) if mirrored is None else mirrored
         self._tensors = (features, labels, held_out, samples, mirrored)
@@ -95,6 +109,9 @@ class RowsInMemory:
             # A tensor without rows still splits into one empty piece.
             if len(parts[0]):
                 yield Chunk(*parts)
+
+    def sample(self) -> None:
+        """Return None: they are in memory."""
 
 
 class SomeRows:
@@ -129,6 +146,8 @@ class RowsOfBatches:
         held_out: (samples,) for each sample id whether its rows are held out.
         mirrored: returns for (B,) sample ids and views which are mirror images, (B,).
         memory_bytes: rows are kept where they take no more.
+        sampled: how many of the batches, the first ones, are the sample, whose rows alone are kept, until all are read;
+            None where all may be.
     """
 
     def __init__(
@@ -141,30 +160,61 @@ class RowsOfBatches:
         held_out: NDArray[np.bool_],
         mirrored: Callable[[Ids, Ids], NDArray[np.bool_]],
         memory_bytes: int,
+        sampled: int | None = None,
     ) -> None:
-        self.width = width
+        self.width, self.count = width, rows_in(batches)
         self._fetch, self._expect, self._held_out, self._mirrored = fetch, expect, held_out, mirrored
         each = -(-CHUNK_ROWS // max(1, len(batches[0].ids))) if batches else 1
-        self._groups = [batches[start : start + each] for start in range(0, len(batches), each)]
-        self.kept = fits(sum(batch.counted for batch in batches), width, memory_bytes)
-        self._chunks: list[Chunk] = []
+        first = sampled or 0
+        self._groups = [*grouped(batches[:first], each), *grouped(batches[first:], each)]
+        self._first = None if sampled is None else -(-first // each)
+        self.kept = fits(rows_in(batches if sampled is None else batches[:first]), width, memory_bytes)
+        self._chunks: dict[int, Chunk] = {}
+
+    def sample(self) -> Rows | None:
+        """Return the rows of the first batches; None where all may be kept."""
+        return None if self._first is None else FirstRows(self, self._first)
 
     def chunks(self) -> Iterator[Chunk]:
         """Return a chunk for every few batches, without padding."""
-        yield from list(self._chunks)
-        left = self._groups[len(self._chunks) :]
-        if left:
-            self._expect([batch for group in left for batch in group])
-        for group in left:
-            ids, views = (
-                np.concatenate(parts)
-                for parts in zip(*((batch.ids[: batch.counted], batch.views[: batch.counted]) for batch in group))
-            )
-            # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
-            features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
-            labels = torch.cat([batch.labels[: batch.counted] for batch in group])
-            held_out, mirrored = torch.from_numpy(self._held_out[ids]), torch.from_numpy(self._mirrored(ids, views))
-            chunk = Chunk(features, labels, held_out, torch.from_numpy(ids), mirrored)
-            if self.kept:
-                self._chunks.append(chunk)
+        for number, chunk in enumerate(self.chunks_until(len(self._groups))):
+            if self._first is not None:
+                self._chunks.pop(number, None)
             yield chunk
+
+    def chunks_until(self, stop: int) -> Iterator[Chunk]:
+        """Return the first `stop` chunks."""
+        missing = [batch for number in range(stop) if number not in self._chunks for batch in self._groups[number]]
+        if missing:
+            self._expect(missing)
+        for number in range(stop):
+            chunk = self._chunks.get(number)
+            if chunk is None:
+                chunk = self._chunk(self._groups[number])
+                if self.kept and (self._first is None or number < self._first):
+                    self._chunks[number] = chunk
+            yield chunk
+
+    def _chunk(self, group: Sequence[Batch]) -> Chunk:
+        ids, views = (
+            np.concatenate(parts)
+            for parts in zip(*((batch.ids[: batch.counted], batch.views[: batch.counted]) for batch in group))
+        )
+        # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
+        features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
+        labels = torch.cat([batch.labels[: batch.counted] for batch in group])
+        held_out, mirrored = torch.from_numpy(self._held_out[ids]), torch.from_numpy(self._mirrored(ids, views))
+        return Chunk(features, labels, held_out, torch.from_numpy(ids), mirrored)
+
+
+class FirstRows:
+    """The rows of the first `stop` chunks of `rows`."""
+
+    def __init__(self, rows: RowsOfBatches, stop: int) -> None:
+        self.width = rows.width
+        self.chunks = partial(rows.chunks_until, stop)
+
+
+def rows_in(batches: Sequence[Batch]) -> int:
+    """Return how many rows batches have, without padding."""
+    return sum(batch.counted for batch in batches)

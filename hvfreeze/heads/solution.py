@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 
 class Stopped(Exception):
     """Some rank wants to stop before there is a solution."""
+
+
+class Stop(Protocol):
+    """Shows how far a solution is, and tells whether this rank wants to stop."""
+
+    def __call__(self, rows: int, note: str = "", /) -> bool:
+        """Take how many rows have their features, 0 when all have, and how far the solution is, in words."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,8 @@ class Solution:
     """That each rank gave to allreduces; 0 alone."""
     mirror: MirrorTrial | None = field(default=None, kw_only=True)
     """Where held-out samples have decided about mirror images."""
+    compared_with: int | None = field(default=None, kw_only=True)
+    """How many rows all were compared with; None for a head that compares none."""
     left_out: tuple[int, ...] = field(default=(), kw_only=True)
     """Samples, by number, whose features are so extreme that nothing was fitted to them."""
 

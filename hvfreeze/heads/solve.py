@@ -16,21 +16,22 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.multilevel import SolvableHead, take
-from hvfreeze.heads.rows import Rows, SomeRows, fits, gather
-from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.rows import CHUNK_ROWS, SomeRows, WholeRows, fits, gather
+from hvfreeze.heads.solution import Solution, Stop
 
 USUAL_PASSES, COMPARING_PASSES = 40, 5
 """Over the rows, until a linear head is solved, and until rows have become the points that are compared."""
 
 
 def solve(
-    rows: Rows,
+    rows: WholeRows,
     layer: SolvableHead,
     *,
     world: World,
     trained: bool,
+    centres: int | None,
     compare_mirrored: bool,
-    stop: Callable[[int], bool],
+    stop: Stop,
     count: Callable[[Tensor, Tensor, float], None],
 ) -> Solution | None:
     """Fit `layer` to the rows of all ranks, or return None and leave it where some rank wants to stop. Collective.
@@ -41,35 +42,38 @@ def solve(
         world: the ranks.
         trained: whether the network was trained on the rows that are not held out.
         compare_mirrored: whether mirror images are left out where the head is better without them.
-        stop: called after every few batches with the number of rows that have their features, and with 0 in every
-            pass of the solution; true on some rank ends it all.
+        centres: that a kernel head compares rows with; None chooses.
+        stop: called after every few batches with the number of rows that have their features, and with 0, often, while
+            the solution is computed, then perhaps with how far it is; true on some rank ends it all.
         count: called at the end with the logits, (B, classes), labels and mean loss of every batch.
 
     Raises:
         NumericsError: a feature is not finite; on all ranks.
-        UsageError: there are no samples to fit on, none to choose by, or too many to be compared; on all ranks.
+        UsageError: there are no samples to fit on, or none to choose by; on all ranks.
     """
-    if gather(rows, world=world, stop=stop):
-        return None
     fit: HeadFit | KernelFit | None
-    terms: Any = {"classes": layer.out_features, "world": world, "stop": partial(stop, 0)}
+    terms: Any = {"classes": layer.out_features, "world": world}
     terms |= {"trained": trained, "compare_mirrored": compare_mirrored}
     if isinstance(layer, KernelHead):
-        # Half of what is available beside the rows: to compute lines anew takes ten times as long as to use them.
+        # Half of what is available beside the rows: to compute likenesses anew takes ten times as long as to use them.
         memory = memory_budget(world.local_size) * 3 // 2
-        fit = fit_kernel(rows, memory_bytes=memory, **terms)
+        fit = fit_kernel(rows, memory_bytes=memory, centres=centres, read=stop, watch=partial(stop, 0), **terms)
+    elif gather(rows, world=world, stop=stop):
+        return None
     else:
-        fit = fit_softmax(rows, **terms)
+        fit = fit_softmax(rows, stop=partial(stop, 0), **terms)
     if fit is None:
         return None
     take(layer, fit)
-    done = 0
+    if isinstance(fit, KernelFit):
+        # To compare all rows once more would take as long as to find the head.
+        for logits, labels in zip(fit.answers.split(CHUNK_ROWS), fit.labels.split(CHUNK_ROWS)):
+            if len(labels):
+                count(logits, labels, float(functional.cross_entropy(logits, labels)))
+        return fit
     for chunk in SomeRows(rows, fit.used).chunks():
         with torch.no_grad():
-            # To compare all rows once more would take as long as to find the head.
-            known = fit.answers[done : done + len(chunk.labels)] if isinstance(fit, KernelFit) else None
-            logits = layer(chunk.features.float()) if known is None else known
-        done += len(chunk.labels)
+            logits = layer(chunk.features.float())
         count(logits, chunk.labels, float(functional.cross_entropy(logits, chunk.labels)))
     return fit
 

@@ -22,7 +22,7 @@ from hvfreeze.data.batches import Batch, Corpus, TrainFeed
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.vote import Decision
-from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.model.blocks import Chain
 from hvfreeze.prefix.splits import Split
 from hvfreeze.runs.clock import PhaseClock
@@ -142,7 +142,8 @@ class SolvesHeads(Protocol):
         held_out: NDArray[np.bool_],
         trained: bool,
         compare_mirrored: bool,
-        stop: Callable[[int], bool],
+        sampled: int | None,
+        stop: Stop,
         add: Callable[[Answers, float], None],
     ) -> Solution | None:
         """Fit the head to the features of all ranks' batches, or return None where some rank stops it. Collective.

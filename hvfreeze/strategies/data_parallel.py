@@ -32,9 +32,10 @@ from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.freezing.coherence import LEAST_PARTS, batches_of_a_look
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.heads.kernel import KernelHead
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
-from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import solve, times_asked_for
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
@@ -111,6 +112,7 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
         clock=context.clock,
         feed=context.feed,
         advice=advice_on(settings),
+        centres=config.head.centres,
     )
 
 
@@ -140,9 +142,11 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
 
 def passes_to_solve(context: BuildContext, *, memory_bytes: int) -> float:
     """Return how often all samples are asked for while the head is solved."""
-    layer, batches = head_of(context.chain), context.feed.every_view()
+    layer, (few, others) = head_of(context.chain), context.feed.sampled_views()
     views = max(1, context.feed.images.transform.augment.num_views)
-    return float(views * times_asked_for(batches, layer, memory_bytes=memory_bytes))
+    if few is not None and isinstance(layer, KernelHead):
+        return float(views)
+    return float(views * times_asked_for([*(few or ()), *others], layer, memory_bytes=memory_bytes))
 
 
 @dataclass(eq=False)
@@ -163,6 +167,8 @@ class DataParallel:
     """The samples, for looks at what frozen blocks would gain."""
     advice: str
     """What a user can do about numbers that are not finite."""
+    centres: int | None = None
+    """With which a kernel head compares samples; None chooses."""
     _solved: dict[str, Any] = field(default_factory=dict)
     _began: bool = False
     """Moves before the first epoch, of a start or a resumption, are followed when the model is in place."""
@@ -238,7 +244,8 @@ class DataParallel:
         held_out: NDArray[np.bool_],
         trained: bool,
         compare_mirrored: bool,
-        stop: Callable[[int], bool],
+        sampled: int | None,
+        stop: Stop,
         add: Callable[[Answers, float], None],
     ) -> Solution | None:
         """Solve the head on the features of `batches`; see `SolvesHeads`. Collective."""
@@ -252,6 +259,7 @@ class DataParallel:
             held_out=held_out,
             mirrored=self.training.images.mirrored,
             memory_bytes=memory_budget(world.local_size),
+            sampled=sampled if isinstance(layer, KernelHead) else None,
         )
         with self.clock.within("optimizer"):
             fit = solve(
@@ -259,6 +267,7 @@ class DataParallel:
                 layer,
                 world=world,
                 trained=trained,
+                centres=self.centres,
                 compare_mirrored=compare_mirrored,
                 stop=stop,
                 count=lambda *of: add(Answers(*of[:2]), of[2]),

@@ -22,7 +22,7 @@ from hvfreeze.config.tree import SOLVED, Config, leaves
 from hvfreeze.data.batches import announce
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import before_last_layer
-from hvfreeze.heads.kernel import MOST_ROWS
+from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
@@ -135,18 +135,14 @@ def ways_of(config: Config) -> tuple[Config, ...]:
 
 
 def affordable(factory: StageFactory) -> Config:
-    """Return the run's settings; a head that cannot compare so many rows takes fewer, or does not compare them.
+    """Return the run's settings; where rows are too many to be compared with each other, without mirror images.
 
-    Mirror images go first, unless --mirror on asks for them: with them a linear head is behind one that compares rows
-    without them.
+    Unless --mirror on asks for them: with the same number of comparisons, more samples tell more than their mirror
+    images do.
     """
     config = factory.config
-    if config.head.head_fit != "kernel" or factory.rows(config) <= MOST_ROWS:
-        return config
-    alone = replace(config, data=replace(config.data, mirror="off"))
-    if config.data.mirror == "auto" and factory.rows(alone) <= MOST_ROWS:
-        return alone
-    return replace(config, head=replace(config.head, head_fit="exact"))
+    many = config.head.head_fit == "kernel" and config.head.centres is None and factory.rows(config) > ALL_COMPARED
+    return replace(config, data=replace(config.data, mirror="off")) if many and config.data.mirror == "auto" else config
 
 
 def stages_of(
@@ -297,12 +293,12 @@ def tuning(config: Config, cut: int, *, epochs: int) -> Config:
 
 
 def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return notes on a head that is other than was asked, and on one that is solved on random weights."""
-    notes, taken = [], stages[0].config
-    if (taken.head, taken.data.mirror) != (config.head, config.data.mirror):
-        instead = "no mirror images" if taken.head == config.head else "head-fit exact, not kernel"
+    """Return notes on rows that are other than was asked, and on a head that is solved on random weights."""
+    notes = []
+    if stages[0].config.data.mirror != config.data.mirror:
         notes.append(
-            f"{instead}: there are more than {MOST_ROWS} views of samples, every pair of which kernel would compare"
+            f"no mirror images for the solved head: with them there are more than {ALL_COMPARED} views of samples, "
+            "more than are all compared with each other; --mirror on takes them, and compares all with fewer"
         )
     if config.model.weights == "none" and len(stages) == 1:
         notes.append("the head is solved on a network with random weights; --freeze auto is for trained --weights")

@@ -99,14 +99,15 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
 
 def solve_epoch(job: Job, epoch: int) -> None:
     """Solve the head on all of the training samples; it stands for all steps of the epoch. Collective."""
-    batches, passes = job.feed.every_view(), itertools.count(1)
+    sampled, others = job.feed.sampled_views()
+    batches, passes = [*(sampled or ()), *others], itertools.count(1)
     total = sum(batch.counted for batch in batches)
 
-    def stop(rows: int) -> bool:
+    def stop(rows: int, reached: str = "") -> bool:
         if rows > 0:
             done, note = rows * job.steps_per_epoch // total, f"features of {rows} of {total} views, then a solution"
         else:
-            done, note = job.steps_per_epoch, f"the head is being solved: pass {next(passes)}"
+            done, note = job.steps_per_epoch, f"the head is being solved: {reached or f'pass {next(passes)}'}"
         job.progress.step(job.step + done, job.total_steps, note, even=False)
         return job.asked_to_leave
 
@@ -120,6 +121,7 @@ def solve_epoch(job: Job, epoch: int) -> None:
             held_out=job.feed.held_out(HELD_OUT),
             trained=job.stage_runner.number > 0,
             compare_mirrored=job.stage_runner.mirror is None and job.stage.config.data.mirror == "auto",
+            sampled=None if sampled is None else len(sampled),
             stop=stop,
             add=add,
         )
@@ -130,9 +132,10 @@ def solve_epoch(job: Job, epoch: int) -> None:
         return
     job.step, job.solved = job.stage_runner.first_step + job.stage.steps, fit
     reached = "" if fit.converged else f", which is not converged: off by {100 * fit.error:.0f} % at most"
+    compared = "" if fit.compared_with in (None, fit.rows) else f", each compared with {fit.compared_with} of them"
     job.logger.info(
-        f"head solved: penalty {fit.penalty:.2g} of {len(fit.trials)} tried, {fit.passes} passes over {fit.rows} rows, "
-        f"{fit.steps} steps{reached}"
+        f"head solved: penalty {fit.penalty:.2g} of {len(fit.trials)} tried, {fit.passes} passes over {fit.rows} rows"
+        f"{compared}, {fit.steps} steps{reached}"
     )
     if fit.left_out:
         job.logger.info(

@@ -157,6 +157,12 @@ def cuts(plan: Plan, value: Any) -> Found:
     return unless(frozen or read or config.strategy.strategy != "replicas", "the model is used as a whole")
 
 
+def kernel(plan: Plan, value: Any) -> Found:
+    """Look for a solved head that compares samples."""
+    read = any(stage.config.head.head_fit == "kernel" for stage in plan.solved)
+    return unless(read, "no head compares samples, as with --head-fit kernel or --freeze auto")
+
+
 def multi_level(plan: Plan, value: Any) -> Found:
     """Look for a head that reads every block."""
     read = any(stage.config.head.head == "multi-level" for stage in plan.solved)
@@ -386,6 +392,7 @@ READERS: dict[str, Reader] = {
     "gains": gains,
     "gradients": gradients,
     "larger-images": larger_images,
+    "kernel": kernel,
     "line": line,
     "mirror-images": mirror_images,
     "multi-level": multi_level,

@@ -21,7 +21,6 @@ from hvfreeze.data.views import Augment, Statistics, seen_shape
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import release_model
-from hvfreeze.heads.kernel import check_count
 from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.inference.card import read_card, sha256_of
 from hvfreeze.model.blocks import Chain, cut_into_blocks
@@ -206,9 +205,6 @@ class StageFactory:
     def stages(self) -> tuple[Stage, ...]:
         """Return the one stage of a run, with the steps that --epochs gives it, or one epoch's under a time budget."""
         config, solved = self.config, self.config.head.solved
-        if config.head.head_fit == "kernel":
-            # Before hours of features, not after them.
-            check_count(self.rows(config))
         if solved:
             self.check_held_out()
         timed = config.run.budget_seconds() is not None

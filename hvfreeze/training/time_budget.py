@@ -19,9 +19,10 @@ from torch.nn import functional
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.gram import gaussian
-from hvfreeze.heads.kernel import MOST_DIRECTIONS, PENALTIES, KernelHead
+from hvfreeze.heads.gram import TILE, gaussian
+from hvfreeze.heads.kernel import KernelHead, centres_for
 from hvfreeze.heads.multilevel import head_of
+from hvfreeze.heads.points import MOST_DIRECTIONS
 from hvfreeze.heads.rows import CHUNK_ROWS
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
@@ -100,16 +101,22 @@ def time_solving(*, rows: int, width: int, classes: int, size: int) -> float:
     return (USUAL_PASSES + APPROXIMATION) * least_seconds(products) * rows / count
 
 
-def time_comparing(*, rows: int, width: int, classes: int, size: int) -> float:
-    """Return the seconds that a `KernelHead` takes on `rows` rows of each of `size` ranks, but for the exchange."""
+def time_comparing(*, rows: int, width: int, classes: int, size: int, asked: int | None = None) -> float:
+    """Return the seconds that a `KernelHead` takes on `rows` rows of each of `size` ranks, but for the exchange.
+
+    `asked` is how many centres the user wants.
+    """
     count, directions = max(1, min(rows, CHUNK_ROWS)), min(width, MOST_DIRECTIONS)
     features, matrix = torch.ones(count, width), torch.ones(width, directions)
-    centres, vectors = torch.ones(rows * size, directions), torch.ones(rows * size, len(PENALTIES) * classes)
-    lines = torch.ones(count, rows * size)
+    points, vectors, tile = torch.ones(TILE, directions), torch.ones(2 * classes, TILE), torch.ones(TILE, TILE)
     projected = least_seconds(partial(torch.matmul, features, matrix))
-    compared = least_seconds(partial(gaussian, centres[:count], centres))
-    multiplied = least_seconds(partial(torch.matmul, lines, vectors))
-    return (PROJECTIONS * projected + compared + USUAL_PASSES * multiplied) * rows / count
+    compared = least_seconds(partial(gaussian, points, points))
+    # By a tile and by its transpose.
+    multiplied = 2 * least_seconds(partial(torch.matmul, vectors, tile))
+    centres = centres_for(rows * size, asked)
+    # Of all pairs of rows only half are computed.
+    tiles = rows * centres / TILE**2 / (2 if centres == rows * size else 1)
+    return PROJECTIONS * projected * rows / count + tiles * (compared + USUAL_PASSES * multiplied)
 
 
 def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
@@ -363,6 +370,7 @@ def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> fl
     """Return the seconds that a solution takes on this rank, `forward` of them for each batch's features."""
     batches, head = factory.feed(stage).every_view(), head_of(factory.chain(stage))
     rows, classes = sum(batch.counted for batch in batches), factory.blueprint.classes
-    time_head = time_comparing if isinstance(head, KernelHead) else time_solving
+    asked = stage.config.head.centres
+    time_head = partial(time_comparing, asked=asked) if isinstance(head, KernelHead) else time_solving
     size = factory.context.world.size
     return forward * len(batches) + time_head(rows=rows, width=head.in_features, classes=classes, size=size)

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.rows import RowsInMemory
 from tests.parallel.mpirun import mpirun
-from tests.single.heads.table import CLASSES, CONSTANT, PENALTY, labelled_table
+from tests.single.heads.table import CENTRES, CLASSES, CONSTANT, PENALTY, labelled_table
 
 WORKER = Path(__file__).with_name("workers") / "heads.py"
 
@@ -50,6 +53,19 @@ def test_solved_head_is_scikit_learns_on_all_rows_for_shares_of_any_size(size: i
         # Shares change the order of sums alone.
         assert np.linalg.norm(np.array(said["said"]) - reference) < 1e-3 * np.linalg.norm(reference), name
         assert (np.array(said["said"]).argmax(1) == labels).mean() > 0.9, name
+    alone = fit_kernel(
+        RowsInMemory(*labelled_table()),
+        classes=CLASSES,
+        world=SoloWorld(),
+        memory_bytes=2**30,
+        penalties=[0.1],
+        centres=CENTRES,
+    )
+    assert alone is not None
+    for name, fit in found.items():
+        some = np.array(fit["compared"]["some_said"])
+        difference = np.linalg.norm(some - alone.answers.numpy()) / np.linalg.norm(some)
+        assert difference < 0.01, f"{name}: other centres or another head than on one rank"
     assert len({fit["compared"]["penalty"] for fit in found.values()}) == 1, "the choice depends on the shares"
     losses = [loss for _, loss, _ in found["even"]["tried"]]
     falls = [after / before for before, after in itertools.pairwise(losses)]

@@ -100,6 +100,7 @@ FLAGS = {
     "head": ["multi-level", "last"],
     "head_fit": ["exact", "kernel"],
     "pool": ["1"],
+    "centres": ["10"],
     "mirror": ["off", "on"],
     "epochs": ["2"],
     "batch_size": ["6"],

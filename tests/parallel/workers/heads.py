@@ -13,11 +13,11 @@ from hvfreeze.comm.world import World, end_job_on_exception
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import linear
-from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.kernel import KernelFit, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
 from tests.parallel.mpirun import report
-from tests.single.heads.table import CLASSES, PENALTY, labelled_table, sides
+from tests.single.heads.table import CENTRES, CLASSES, PENALTY, labelled_table, sides
 
 
 def shares(size: int, total: int) -> dict[str, list[int]]:
@@ -76,22 +76,31 @@ def compared(world: World, rows: RowsInMemory, name: str) -> dict[str, Any]:
         for kept in (2**30, 0)
     ]
     chosen = fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=2**30)
-    digests = []
-    for fit in (*fits, chosen):
-        assert fit is not None
-        tensors = (fit.weight, fit.centres, fit.projection, fit.shift)
-        bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
-        digests.append(hashlib.sha256(bits + repr(fit.summary()).encode()).hexdigest())
+    digests = [digest_of(fit) for fit in (*fits, chosen) if fit is not None]
     assert digests[0] == digests[1], f"{name}: lines that are kept and lines that are not give other bits"
     assert len(set(world.allgather_object(tuple(digests), name="compared"))) == 1, f"{name}: ranks differ"
+    some = [
+        fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=kept, penalties=[0.1], centres=CENTRES)
+        for kept in (2**30, 300_000, 0)
+    ]
+    assert some[0] is not None
+    alike = {digest_of(fit) for fit in some if fit is not None}
+    assert len({one for theirs in world.allgather_object(alike, name="some") for one in theirs}) == 1, name
     last = world.size - 1
-    stops = fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=0, stop=lambda: world.rank == last)
+    stops = fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=0, watch=lambda note: world.rank == last)
     assert stops is None, "one rank's wish ends it on all"
     assert fits[0] is not None and chosen is not None
-    said = world.allgather_object(fits[0].answers.tolist(), name="said")
+    said, some_said = (world.allgather_object(fit.answers.tolist(), name="said") for fit in (fits[0], some[0]))
     best = max(trial.held_out_accuracy for trial in chosen.trials)
-    told = {"penalty": chosen.penalty, "rows": chosen.rows, "held_out_accuracy": best}
+    told: dict[str, Any] = {"penalty": chosen.penalty, "rows": chosen.rows, "held_out_accuracy": best}
+    told["some_said"] = [row for share in some_said for row in share]
     return {"said": [row for share in said for row in share], **told}
+
+
+def digest_of(fit: KernelFit) -> str:
+    tensors = (fit.weight, fit.centres, fit.projection, fit.shift)
+    bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(bits + repr(fit.summary()).encode()).hexdigest()
 
 
 def decisions(world: World) -> dict[str, Any]:

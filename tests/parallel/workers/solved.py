@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from hvfreeze.comm.world import World
 from hvfreeze.errors import Preempted
 from hvfreeze.heads import rows
+from hvfreeze.heads.solution import Stop
 from hvfreeze.strategies import data_parallel as strategy
 from hvfreeze.strategies.data_parallel import DataParallel
 from tests.parallel.workers.checking import let_models_be_small, run_checks, small_shufflenet
@@ -35,9 +35,13 @@ def stopped(runs: Runs, name: str, **changes: Any) -> None:
     """Make a run that the last rank is asked to leave while features are computed."""
     solve = DataParallel.solve_head
 
-    def solve_head(self: DataParallel, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
+    def solve_head(self: DataParallel, *args: Any, stop: Stop, **rest: Any) -> Any:
         last = runs.world.rank == runs.world.size - 1
-        return solve(self, *args, stop=lambda count: stop(count) or (last and count > 2 * BATCH), **rest)
+
+        def stopping(count: int, note: str = "") -> bool:
+            return stop(count, note) or (last and count > 2 * BATCH)
+
+        return solve(self, *args, stop=stopping, **rest)
 
     DataParallel.solve_head = solve_head  # type: ignore[method-assign]
     try:

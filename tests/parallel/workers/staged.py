@@ -17,9 +17,11 @@ import torch
 import hvfreeze
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
+from hvfreeze.data import batches
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.heads import rows
+from hvfreeze.heads.solution import Stop
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import auto, loop, time_budget, trial
@@ -55,9 +57,9 @@ def asking(world: World, ask: Ask) -> Iterator[None]:
     jobs: list[Job] = []
     is_last = world.rank == world.size - 1
 
-    def solve_head(self: DataParallel, *args: Any, stop: Callable[[int], bool], **rest: Any) -> Any:
-        def stopping(count: int) -> bool:
-            wants = stop(count)
+    def solve_head(self: DataParallel, *args: Any, stop: Stop, **rest: Any) -> Any:
+        def stopping(count: int, note: str = "") -> bool:
+            wants = stop(count, note)
             return wants or (is_last and ask(jobs[-1], "pass" if count == 0 else "features"))
 
         return solve(self, *args, stop=stopping, **rest)
@@ -88,15 +90,17 @@ def stopped(runs: Runs, name: str, ask: Ask, **changes: Any) -> None:
     raise AssertionError(f"{name} was not stopped")
 
 
+CENTRES = {"centres": "off", "centres-cached": "on"}
+
+
 @contextmanager
-def few_compared() -> Iterator[None]:
-    """Let all samples be more than a head may compare."""
-    before = auto.MOST_ROWS  # type: ignore[attr-defined]
-    auto.MOST_ROWS = 10  # type: ignore[attr-defined]
+def few_views() -> Iterator[None]:
+    """Let a few views stand for all, so that features are not kept."""
+    before, batches.FEW_VIEWS = batches.FEW_VIEWS, 16
     try:
         yield
     finally:
-        auto.MOST_ROWS = before  # type: ignore[attr-defined]
+        batches.FEW_VIEWS = before
 
 
 @contextmanager
@@ -197,19 +201,21 @@ def check_parts(runs: Runs) -> None:
     parts = {"no-votes": "votes", "no-last-solve": "last-solve,votes", "only-tuned": "last-solve,guard"}
     without = {name: runs(name, auto_without=left_out) for name, left_out in parts.items()}
     solved = runs("solved", epochs=1)
-    with few_compared():
-        runs("linear", epochs=1)
+    with few_views():
+        some, same = (runs(name, epochs=1, centres=20, cache=cache) for name, cache in CENTRES.items())
     with spoiling():
         spoilt, unguarded = runs("spoilt"), runs("unguarded", auto_without="guard")
     if runs.world.rank == 0:
-        heads = {"solved": "kernel:2", "no-votes": "kernel:2", "no-last-solve": "kernel:2", "linear": "multi-level:2"}
+        heads = {"solved": "kernel:2", "no-votes": "kernel:2", "no-last-solve": "kernel:2", "centres": "kernel:2"}
         heads["only-tuned"] = "last"
         for name, head in heads.items():
             assert hvfreeze.load_model(runs.root / name).card.head == head, name
-        assert "head-fit exact, not kernel: there are more than" in (runs.root / "linear" / "log.txt").read_text()
+        assert "each compared with 20 of them" in (runs.root / "centres" / "log.txt").read_text()
         kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("spoilt", "solved"))
         assert kept.keys() == first.keys()
         assert [key for key in kept if not torch.equal(kept[key], first[key])] == []
+    assert some["parameter_digest"] == same["parameter_digest"], "cached rows give another head"
+    assert some["head"]["compared_with"] == 20 < some["head"]["rows"] == solved["head"]["rows"]
     assert [stage["stage"] for stage in solved["stages"]] == ["solve"], "one epoch has room for one solution"
     assert [stage.get("kept") for stage in spoilt["stages"]] == [True, None, False]
     for key in ("test_accuracy", "head", "parameter_digest"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvfreeze.config.sections import DataConfig
+from hvfreeze.data import batches
 from hvfreeze.data.batches import TrainFeed, augment_of, deal, open_feeds
 from hvfreeze.data.data_sets import open_data
 
@@ -32,6 +33,22 @@ def test_every_view_of_every_sample_is_counted_once_over_all_replicas(shuffle: s
             seen.update(zip(batch.ids[: batch.counted].tolist(), batch.views[: batch.counted].tolist()))
     assert len(seen) == SAMPLES * views and set(seen.values()) == {1}
     assert {view for _, view in seen} == set(range(views))
+
+
+@pytest.mark.parametrize("shuffle", ["shard", "global"])
+def test_a_few_of_many_views_come_first_and_are_the_same_ones_for_any_replicas(
+    shuffle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert feeds(augment="views:3")[0].sampled_views()[0] is None, "150 views are not many"
+    monkeypatch.setattr(batches, "FEW_VIEWS", 40)
+    few, others = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for feed in feeds(shuffle=shuffle, augment="views:3"):
+        for seen, made in zip((few, others), feed.sampled_views(), strict=True):
+            for batch in made or ():
+                seen.update(zip(batch.ids[: batch.counted].tolist(), batch.views[: batch.counted].tolist()))
+    ids = sorted({sample for sample, _ in [*few, *others]})
+    assert {sample for sample, _ in few} == set(ids[::3])
+    assert len(few) + len(others) == 3 * SAMPLES and set((few + others).values()) == {1}
 
 
 def test_samples_that_fill_no_batch_are_not_said_to_be_left_out_where_they_are_not() -> None:

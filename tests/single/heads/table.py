@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 CLASSES = 4
+CENTRES = 250
 PENALTY = 0.004
 CONSTANT, LARGE = 5, 6
 """Columns: one without any information, one with a mean of 500 and a deviation of 0.5."""

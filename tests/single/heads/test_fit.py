@@ -153,6 +153,7 @@ def test_the_summary_can_be_written_to_a_file() -> None:
         "converged",
         "exchanged_bytes",
         "mirror",
+        "compared_with",
         "left_out",
     }
     assert summary["trials"][0]["penalty"] == 0.1

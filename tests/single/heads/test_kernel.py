@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import kernel_choice
-from hvfreeze.heads.gram import LEADING_BYTES, LINES, Gram, gaussian
+from hvfreeze.heads.gram import gaussian
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.kernel_choice import SCALES, best_scale, left_out_answers, views_of
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
@@ -147,18 +148,6 @@ def test_lines_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits(
         assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
 
 
-def test_lines_are_kept_in_what_the_vectors_of_a_solution_leave() -> None:
-    points = torch.randn(3 * LINES, 4)
-    room = 2 * 4 * LINES * len(points)
-
-    def kept(columns: int) -> int:
-        gram = Gram(points, first=0, count=len(points), world=SoloWorld(), memory_bytes=room, columns=columns)
-        gram.lead(lambda: gram.times(torch.ones(len(points), 2)))
-        return len(gram._kept)
-
-    assert (kept(0), kept(room // (2 * LEADING_BYTES * len(points))), kept(10**6)) == (2, 1, 0)
-
-
 def test_of_many_rows_a_part_chooses_all_are_fitted_and_held_out_rows_judge_a_fit_to_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,7 +156,7 @@ def test_of_many_rows_a_part_chooses_all_are_fitted_and_held_out_rows_judge_a_fi
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
     monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
     together = found(table, tolerance=1e-6)
-    monkeypatch.setattr(fitting, "MOST_COLUMNS", CLASSES)
+    monkeypatch.setattr(kernel_choice, "MOST_COLUMNS", CLASSES - 1)
     alone = found(table, tolerance=1e-6)
     kernel, fitted = gaussian(together.centres, together.centres).double(), ~held_out
     system = kernel[fitted][:, fitted] + together.penalty * torch.eye(int(fitted.sum()), dtype=torch.float64)
@@ -236,29 +225,27 @@ def test_a_limit_of_steps_is_kept_and_reported() -> None:
     assert fit.error > 1e-6
 
 
+def answered(asked: Iterator[bool], note: str) -> bool:
+    return next(asked, True)
+
+
 def test_it_ends_without_a_head_when_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = RowsInMemory(*labelled_table(300))
-    for before in (1, 2):
-        asked = iter([False] * before)
-        stop = partial(next, asked, True)
-        assert fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=PLENTY, stop=stop) is None
+    fit = partial(fit_kernel, RowsInMemory(*labelled_table(300)), classes=CLASSES, world=SoloWorld())
+    assert fit(memory_bytes=PLENTY, read=lambda rows: rows == 300) is None, "while features come"
+    for centres in (None, 100):
+        for before in (0, 1):
+            asked = iter([False] * before)
+            assert fit(memory_bytes=PLENTY, centres=centres, watch=partial(answered, asked)) is None
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    asked = iter([False] * 5)
-    assert (
-        fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=PLENTY, stop=partial(next, asked, True))
-        is None
-    )
+    assert fit(memory_bytes=PLENTY, watch=lambda note: "off by" in note) is None, "while the penalty is chosen"
 
 
-def test_rows_that_cannot_be_compared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_compared_are_refused() -> None:
     features, labels, held_out = labelled_table(80)
     with pytest.raises(UsageError, match="4 penalties and no held-out samples to choose by"):
         found((features, labels, torch.zeros_like(held_out)))
     with pytest.raises(UsageError, match="must be above 0 and different"):
         found((features, labels, held_out), penalties=[0.1, 0.1])
-    monkeypatch.setattr(fitting, "MOST_ROWS", 79)
-    with pytest.raises(UsageError, match=r"80 views of samples.*at most 79; pass --head-fit exact"):
-        found((features, labels, held_out))
 
 
 def test_the_head_is_kept_loaded_exported_and_says_the_same_in_bfloat16(tmp_path: Path) -> None:
@@ -288,3 +275,8 @@ def test_gradients_reach_the_features() -> None:
     some = features[:8].clone().requires_grad_()
     functional.cross_entropy(head(some), labels[:8]).backward()
     assert some.grad is not None and bool(some.grad.isfinite().all()) and bool(some.grad.any())
+
+
+def test_likenesses_are_kept_in_what_the_vectors_of_a_solution_leave() -> None:
+    left = partial(fitting.beside_vectors, 10**6, rows=100, world=SoloWorld())
+    assert [left(columns=columns) for columns in (0, 10, 1000)] == [10**6, 10**6 - 64 * 1000, 0]

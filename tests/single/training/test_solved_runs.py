@@ -64,8 +64,11 @@ def test_passes_of_a_solution_are_shown_and_no_rest_that_nobody_knows(
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
     told = train(tmp_path / "run", "--train-samples", "60")
     assert "features of 60 of 60 views, then a solution" in told.stdout
-    passes = re.findall(r"the head is being solved: pass (\d+)", told.stdout)
-    assert passes == [str(number) for number in range(1, len(passes) + 1)] and len(passes) > 1
+    shown = [
+        tuple(map(int, each)) for each in re.findall(r"the head is being solved: pass (\d+), (\d+) %", told.stdout)
+    ]
+    assert shown == sorted(set(shown)) and shown[:2] == [(1, 0), (1, 100)], "how far each pass is, is shown as it goes"
+    assert re.search(r"off by [\d.]+ %, 1.0 % will do", told.stdout)
     assert "min left" not in told.stdout
 
 

@@ -1,0 +1,237 @@
+"""Rows compared with some of them only; and many rows, of which a sample decides how all become points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.data.batches import Batch, padded_batches
+from hvfreeze.errors import NumericsError
+from hvfreeze.heads import gram, landmarks
+from hvfreeze.heads import kernel as fitting
+from hvfreeze.heads.gram import gaussian, solve
+from hvfreeze.heads.kernel import ALL_COMPARED, FEWEST_CENTRES, KernelFit, centres_for, fit_kernel
+from hvfreeze.heads.kernel_choice import best_scale
+from hvfreeze.heads.landmarks import leading
+from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
+from tests.single.heads.table import CLASSES, labelled_table
+from tests.single.heads.test_kernel import PLENTY, Table, answers, found
+
+SAMPLED = 24
+"""Of batches of 16 rows."""
+
+
+def targets(labels: Tensor) -> Tensor:
+    return functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
+
+
+def dense(centres: Tensor, points: Tensor, labels: Tensor, penalty: float) -> Tensor:
+    """Return the weights for centres, (M, C), by the formula."""
+    across, core = gaussian(points.double(), centres.double()), gaussian(centres.double(), centres.double())
+    return torch.linalg.solve(across.t() @ across + penalty * core, across.t() @ targets(labels))
+
+
+@pytest.fixture
+def exactly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the solver go on until nothing is left to gain, and the penalty be chosen by held-out rows of a part."""
+    monkeypatch.setattr("hvfreeze.heads.centres.CENTRES_TOLERANCE", 1e-5)
+    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
+    yield
+
+
+def test_weights_of_centres_solve_the_normal_equations_of_all_rows(exactly: None) -> None:
+    table = labelled_table(900)
+    features, labels, held_out = table
+    everything = found(table)
+    fit = found(table, centres=200)
+    assert fit.converged and (fit.rows, fit.compared_with) == (900, 200)
+    assert torch.isin(fit.centres, everything.centres).all(), "centres are rows"
+    points = everything.centres
+    wanted = dense(fit.centres, points, labels, fit.penalty)
+    said, theirs = (
+        gaussian(points.double(), fit.centres.double()) @ each for each in (fit.weight.t().double(), wanted)
+    )
+    torch.testing.assert_close(said / said.norm(), theirs / theirs.norm(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(fit.answers, answers(fit, features), atol=0.02, rtol=0.01)
+    assert fit.loss == pytest.approx(float(functional.cross_entropy(fit.answers, labels)), rel=1e-4)
+    # Held-out rows judge a fit to all others, among whose centres they may be, without their labels.
+    others = dense(fit.centres, points[~held_out], labels[~held_out], fit.penalty)
+    said = gaussian(points[held_out].double(), fit.centres.double()) @ others
+    assert fit.chosen is not None and fit.chosen.whole
+    assert fit.chosen.held_out_loss == pytest.approx(best_scale(said, labels[held_out])[1], rel=0.01)
+
+
+def test_with_all_rows_as_centres_it_is_the_head_of_all_rows(exactly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = labelled_table(500)
+    features = table[0]
+    whole = found(table, tolerance=1e-6)
+    monkeypatch.setattr(
+        fitting, "compare_all", lambda share, ends, world: fitting.compare_some(500, share, ends, world=world)
+    )
+    same = found(table)
+    said, wanted = answers(same, features), answers(whole, features)
+    assert float((said - wanted).norm() / wanted.norm()) < 0.01
+    assert same.penalty == whole.penalty and same.chosen is not None and whole.chosen is not None
+    assert same.chosen.held_out_loss == pytest.approx(whole.chosen.held_out_loss, rel=0.01)
+
+
+def test_likenesses_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (gram, fitting):
+        monkeypatch.setattr(module, "ROUNDED_FROM", 0)
+    table = labelled_table(1203)
+    for centres in (300, None):
+        kept = found(table, centres=centres)
+        for memory_bytes in (0, 2 * 300 * 700):
+            anew = found(table, centres=centres, memory_bytes=memory_bytes)
+            assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
+
+
+def test_rounding_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = labelled_table(1203)
+    whole = found(table, penalties=[0.1], tolerance=1e-4)
+    monkeypatch.setattr(gram, "ROUNDED_FROM", 1203)
+    rounded = found(table, penalties=[0.1], tolerance=1e-4)
+    assert not torch.equal(whole.weight, rounded.weight)
+    assert float((whole.answers - rounded.answers).norm() / whole.answers.norm()) < 1e-3
+
+
+def test_centres_do_not_depend_on_the_order_of_rows() -> None:
+    features, labels, held_out = labelled_table(400)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(1))
+    fits = [
+        fit_kernel(
+            RowsInMemory(features[rows], labels[rows], held_out[rows], rows),
+            classes=CLASSES,
+            world=SoloWorld(),
+            memory_bytes=PLENTY,
+            centres=100,
+        )
+        for rows in (torch.arange(400), order)
+    ]
+    assert fits[0] is not None and fits[1] is not None
+    torch.testing.assert_close(fits[0].centres, fits[1].centres, atol=1e-4, rtol=0)
+    first, second = fits[0].answers[order], fits[1].answers
+    assert float((first - second).norm() / first.norm()) < 0.01
+
+
+def test_as_many_centres_are_chosen_as_take_no_longer_than_all_rows_of_fewer() -> None:
+    assert centres_for(ALL_COMPARED, None) == ALL_COMPARED
+    assert centres_for(2 * ALL_COMPARED, None) == ALL_COMPARED // 4
+    assert centres_for(10**7, None) == FEWEST_CENTRES
+    assert centres_for(500, 700) == 500 and centres_for(ALL_COMPARED, 7) == 7
+
+
+def test_landmarks_tell_the_largest_eigenvalues_and_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    points = torch.randn(700, 6, generator=random) * torch.tensor([1.0, 0.6, 0.4, 0.2, 0.1, 0.1])
+    kernel = gaussian(points.double(), points.double())
+    monkeypatch.setattr(landmarks, "DIRECTIONS", 60)
+    known = leading(points, landmarks=350)
+    exact = torch.linalg.eigvalsh(kernel).flip(0)
+    torch.testing.assert_close(known.values[:20], exact[:20], rtol=0.02, atol=0)
+    assert known.rest <= float(known.values[-1])
+    right = torch.randn(700, 3, generator=random, dtype=torch.float64)
+    factors, rest = 1 / (known.values[:, None] + 0.1), torch.tensor([1 / (known.rest + 0.1)])
+    run = partial(
+        solve,
+        lambda vectors: kernel @ vectors + 0.1 * vectors,
+        right,
+        tolerance=1e-6,
+        most_steps=200,
+        tell=lambda error, tolerance: None,
+    )
+    helped = run(inverse=lambda vectors: known.apply(factors, rest, vectors))
+    alone = run(inverse=lambda vectors: vectors.clone())
+    assert helped.error <= 1e-6 and helped.steps < alone.steps / 2, (helped.steps, alone.steps)
+
+
+def streamed(table: Table, fetched: list[int], *, sampled: int | None = SAMPLED) -> RowsOfBatches:
+    """Return rows in batches of 16 of which some, spread over the samples, are the sample."""
+    features, labels, held_out = table
+    rows = len(labels)
+
+    def fetch(batch: Batch) -> Tensor:
+        fetched.append(batch.counted)
+        return features[batch.ids]
+
+    def batches(ids: np.ndarray) -> list[Batch]:
+        return padded_batches(ids, lambda ids, views: labels[torch.from_numpy(ids)], 16)
+
+    step = rows // (16 * (sampled or 1))
+    few = np.arange(rows) % step == 0
+    first = [] if sampled is None else batches(np.arange(rows)[few])
+    others = batches(np.arange(rows) if sampled is None else np.arange(rows)[~few])
+    return RowsOfBatches(
+        [*first, *others],
+        fetch,
+        expect=lambda batches: None,
+        width=features.shape[1],
+        held_out=held_out.numpy(),
+        mirrored=lambda ids, views: ids < 0,
+        memory_bytes=PLENTY,
+        sampled=None if sampled is None else len(first),
+    )
+
+
+def fit_streamed(table: Table, fetched: list[int], *, sampled: int | None = SAMPLED) -> KernelFit:
+    rows = streamed(table, fetched, sampled=sampled)
+    fit = fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=PLENTY)
+    assert fit is not None
+    return fit
+
+
+def test_of_many_rows_a_sample_decides_how_points_are_made_and_each_row_is_computed_once() -> None:
+    table = labelled_table(1200)
+    fetched: list[int] = []
+    fit = fit_streamed(table, fetched)
+    assert sum(fetched) == 1200, "rows of the sample are computed twice"
+    assert fit.rows == 1200 and bool(fit.used.all()) and len(fit.answers) == len(fit.labels) == 1200
+    whole = fit_streamed(table, [], sampled=None)
+    assert not torch.equal(fit.projection, whole.projection), "all rows were looked at first"
+    agree = float((answers(fit, table[0]).argmax(1) == answers(whole, table[0]).argmax(1)).double().mean())
+    assert agree > 0.97, agree
+    right = float((fit.answers.argmax(1) == fit.labels).double().mean())
+    assert right == pytest.approx(float((answers(fit, table[0]).argmax(1) == table[1]).double().mean()), abs=0.01)
+
+
+def test_no_features_are_left_in_memory_when_all_have_become_points() -> None:
+    rows = streamed(labelled_table(1200), [])
+    assert fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=PLENTY, penalties=[0.1]) is not None
+    assert rows._chunks == {}
+
+
+@pytest.mark.parametrize("damaged", [[3], [3, 700]])
+def test_damaged_samples_are_left_out_whether_in_the_sample_or_not(damaged: list[int]) -> None:
+    features, labels, held_out = labelled_table(1200)
+    features[damaged] *= 1e5
+    fit = fit_streamed((features, labels, held_out), [])
+    assert fit.left_out == tuple(damaged) and fit.rows == 1200 - len(damaged)
+    assert sorted(set(range(1200)) - set(map(int, fit_order(fit)))) == sorted(fit_places(damaged))
+
+
+def fit_order(fit: KernelFit) -> Tensor:
+    return fit.used.nonzero().flatten()
+
+
+def fit_places(samples: list[int]) -> list[int]:
+    """Return where samples are among the rows of `streamed`."""
+    step = 1200 // (16 * SAMPLED)
+    order = [*range(0, 1200, step), *(row for row in range(1200) if row % step)]
+    return [order.index(sample) for sample in samples]
+
+
+def test_a_number_that_is_none_is_refused_and_named_also_outside_of_the_sample() -> None:
+    features, labels, held_out = labelled_table(1200)
+    features[700, 2] = torch.nan
+    with pytest.raises(NumericsError, match=r"NaN or infinite.* in sample 700:"):
+        fit_streamed((features, labels, held_out), [])

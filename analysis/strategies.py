@@ -72,7 +72,7 @@ EXPERIMENT = Experiment(
     limits=(
         "Ranks share one machine; those that outnumber its cores take turns, and say nothing of speed.",
         "Networks are small and runs short: times are of tens of steps.",
-        "Runs of the ring, of subnets and of local SGD are planned here, and none is kept yet.",
+        "Some runs of the ring, and all of subnets and local SGD, are planned here and not made yet.",
         "Critics, ring and perceptron ran while other programs computed on the machine: their times say little.",
         "Critics: scikit-learn's digits at 16 pixels, on which all are accurate; 15 epochs.",
         "The ring: 400 steps of 8 windows of 32 characters; the text is Python's standard library.",

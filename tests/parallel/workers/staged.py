@@ -150,11 +150,11 @@ def counted(number: int, what: str, *, stage: int) -> Ask:
 
 STOPS: dict[str, Ask] = {
     "features-of-the-first": counted(1, "features", stage=0),
-    "passes-of-the-first": counted(2, "pass", stage=0),
+    "passes-of-the-first": counted(0, "pass", stage=0),
     "first-step": counted(0, "step", stage=1),
     "between-votes": counted(4, "step", stage=1),
     "features-of-the-last": counted(1, "features", stage=2),
-    "passes-of-the-last": counted(2, "pass", stage=2),
+    "passes-of-the-last": counted(0, "pass", stage=2),
 }
 
 

@@ -1,7 +1,11 @@
 """Do weighted votes of the ranks decide better than one signal, when their data differ? (Left open by the study.)
 
+    python -m analysis.votes --log              every rank's evidence at every vote of runs in which nothing freezes
+    python -m analysis.votes --replay           all rules of voting on that evidence, and the page
+    python -m analysis.votes --train            runs with the rules that differ from the default
     python -m analysis.votes --preset reduced --data-dir DIR --weights FILE
 
+The first three need no data. What is there is not made again. Of the last, the runs of the whole program on four ranks:
 Default: label skew Dirichlet(0.1), equal shards, percentile criterion, equal weights, quorum one half. Changed one at a
 time: skew, weights, quorum, shard sizes; controls: the criterion on averaged gradients, and rank 0 alone. A weighted
 median of the ranks' scores is computed afterwards from the scores that every vote wrote down.

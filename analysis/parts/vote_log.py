@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from analysis.sweeps.kept import commit
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.shards import ShardPlan, plan_shards
@@ -30,6 +31,7 @@ from hvfreeze.freezing.gradients import GradientSums, Observations
 from hvfreeze.freezing.vote import coverage
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import work_of
+from hvfreeze.runs.environment import facts_of_this_rank
 from hvfreeze.runs.reading import Move
 
 RANKS = 4
@@ -105,6 +107,8 @@ class Log(TypedDict):
     votes: list[Vote]
     cuts: list[int]
     """The cut after each vote; all 0 where nothing freezes."""
+    commit: str
+    processor: str
 
 
 def pairs(num_blocks: int) -> list[tuple[int, int]]:
@@ -395,6 +399,8 @@ def trained(skew: str, seed: int, decide: Callable[[Vote], int] = keep_all) -> L
         accuracy=accuracy(chain),
         votes=votes,
         cuts=cuts,
+        commit=commit(),
+        processor=facts_of_this_rank()["processor"],
     )
 
 

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from analysis.parts.vote_log import RANKS, SKEWS, STEPS, Log, trained
+from analysis.parts.vote_log import SKEWS, Log, trained
 from analysis.parts.vote_rules import Judged, Rule, Voting, bootstrap, by_seed, default, judged, replayed, rules
 from analysis.sweeps.kept import publish, texts_of
-from analysis.sweeps.statistics import Interval, paired_difference, shown, signed_points
-from hvfreeze.report.tables import Table, percent, to_csv
+from analysis.sweeps.statistics import Interval
+from hvfreeze.report.tables import percent, to_csv
 
 EVIDENCE, RULES, TRAINED = "evidence.jsonl.gz", "rules.csv", "trained.csv"
 LOOSE = 0.5
@@ -23,6 +23,7 @@ LOOSE = 0.5
 GROUPS = (("gradient-norm", 0.02), ("coherence", 0.02), ("coherence", LOOSE))
 """Criterion and `--min-gain`."""
 MEASURES = ("early", "late", "forgone", "saved")
+MADE = ("commit", "processor")
 EVERY = "all"
 """In place of one skew."""
 DIVERGES = 0.05
@@ -87,6 +88,7 @@ def replay(logs: Sequence[Log]) -> list[Row]:
                     changes = {name: value - usually[name] for name, value in values.items()}
                     row |= columns(measure, bootstrap(by_seed(values)))
                     row |= columns(f"{measure}_change", bootstrap(by_seed(changes)))
+                row |= {name: "; ".join(sorted({str(dict(log)[name]) for log in chosen})) for name in MADE}
                 rows.append(row)
     return rows
 
@@ -123,7 +125,7 @@ def rounded(value: float) -> float:
 
 def interval_of(row: Mapping[str, str], name: str, n: int) -> Interval:
     """Return an interval from three columns."""
-    return Interval(*(float(row[f"{name}{end}"]) for end in ("", "_low", "_high")), n)
+    return Interval(float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]), n)
 
 
 def rows_of(path: Path, criterion: str, min_gain: float, skew: str = EVERY) -> list[dict[str, str]]:

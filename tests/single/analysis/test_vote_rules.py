@@ -128,7 +128,7 @@ def a_log(gained: list[list[float]], work: list[int]) -> Log:
         )
         for n, row in enumerate(gained)
     ]
-    constant = {"skew": "iid", "seed": 0, "accuracy": 0.9, "cuts": [0] * len(votes)}
+    constant = {"skew": "iid", "seed": 0, "accuracy": 0.9, "cuts": [0] * len(votes), "commit": "", "processor": ""}
     return Log(samples=[1] * RANKS, coverage=[1.0] * RANKS, work=work, votes=votes, **constant)  # type: ignore[typeddict-item]
 
 

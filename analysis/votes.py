@@ -245,9 +245,10 @@ def drawings(results: Results) -> list[Drawing]:
     ]
 
 
+WORDS = ", ".join(skew.words for skew in SKEWS.values())
 GROUND = (
-    f"Replayed: {len(SKEWS)} kinds of skew ({', '.join(skew.words for skew in SKEWS.values())}), {STEPS} steps, a vote "
-    f"every {INTERVAL}; batches of {BATCH}, SGD at {LR:g}, cosine; a network of four convolutions that knows the digits "
+    f"Replayed: {len(SKEWS)} kinds of skew ({WORDS}), {STEPS} steps, a vote every {INTERVAL}; "
+    f"batches of {BATCH}, SGD at {LR:g}, cosine; a network of four convolutions that knows the digits "
     "0 to 4 and is fine-tuned on all ten, 8 x 8 pixels. Ranks take turns in one process, which computes what data "
     "parallelism does."
 )

@@ -14,7 +14,6 @@ median of the ranks' scores is computed afterwards from the scores that every vo
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +53,7 @@ REFERENCES = {"iid": "iid-full", "dirichlet1": "dirichlet1-full", "sizes": "size
 WHOLE_PROGRAM = "Runs of the whole program on four ranks, 7 votes each, by the percentile criterion:"
 REPLAY_CAPTION = (
     "What rules of voting save and what they forgo, as if each had decided on the evidence of the same runs; a line is "
-    f"a weighting at quorums of a quarter, a half and three quarters; n = {len(LOGGED)} seeds."
+    f"a weighting at quorums of a quarter, a half and three quarters; n = {len(LOGGED)} seeds. "
 )
 
 
@@ -169,6 +168,11 @@ def answers(results: Results) -> list[Answer]:
     if replayed:
         negative = not vote_pages.better(results.directory)
         return [Answer(QUESTION, replayed, len(LOGGED), negative=negative)]
+    return whole_runs(results)
+
+
+def whole_runs(results: Results) -> list[Answer]:
+    """Return what the runs of the whole program say."""
     if not results.of(DEFAULT) or not results.of("averaged"):
         return []
     change, (matched, scored) = results.change(DEFAULT, "averaged"), agreement(results, DEFAULT)
@@ -214,27 +218,22 @@ def tables(results: Results) -> list[Table]:
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return accuracies, disagreement, cuts, and accuracy against time."""
+    """Return what replayed rules save and forgo, and of whole runs accuracies, cuts, and accuracy against time."""
     labels = voting(results)
     if not labels:
         return []
     changes = {label: results.change(label, reference(label)) for label in labels}
-    shares = {label: share(results, label) for label in labels}
-    shares = {label: value for label, value in shares.items() if not math.isnan(value.mean)}
     drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
     crowded = " More ranks than cores crowd the machine."
-    replayed = Drawing("replay", REPLAY_CAPTION, vote_pages.trade(results.directory))
+    replayed = Drawing(
+        "replay", REPLAY_CAPTION + vote_pages.made(results.directory), vote_pages.trade(results.directory)
+    )
     return [
         *([replayed] if vote_pages.tables(results.directory) else []),
         Drawing(
             "accuracy",
             f"Test accuracy against full fine-tuning on the same data; {results.spread(labels)}.",
             bar_chart(changes, x="accuracy against full (points)", scale=100, from_zero=False),
-        ),
-        Drawing(
-            "disagreement",
-            f"Votes in which ranks proposed different cuts; {results.spread(labels)}.",
-            bar_chart(shares, x="votes (%)", scale=100),
         ),
         Drawing(
             "cuts",

@@ -98,6 +98,12 @@ def trade(folder: Path) -> Figure:
         return figure
 
 
+def made(folder: Path) -> str:
+    """Return from which source and on which processor the evidence is; nothing where there is none."""
+    rows = rows_of(folder / RULES, *GROUPS[0])
+    return f"Source {rows[0]['commit']}, {rows[0]['processor']}." if rows else ""
+
+
 def points(rows: Sequence[Texts]) -> tuple[list[float], list[float]]:
     """Return what rules save and forgo, in percent."""
     return [100 * float(row["saved"]) for row in rows], [100 * float(row["forgone"]) for row in rows]

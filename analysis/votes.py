@@ -253,9 +253,9 @@ GROUND = (
 )
 HINDSIGHT = (
     f"Hindsight: a cut is too early where its blocks' part of all gains to come is {LEVEL:g} or more of their part of "
-    "the work, too late where a deeper one's is less; gains are products of gradients of different honest ranks, "
-    f"times the learning rate. Votes with less than {percent(LEFT)} of the run's gain to come are not judged. Gains "
-    "are first-order, and blocks that freeze change what others gain; accuracy is what counts."
+    "the work, too late where a deeper one's is less; gains are products of the honest ranks' averages of two steps in "
+    f"a row, times the learning rate. Votes with less than {percent(LEFT)} of the run's gain to come are not judged. "
+    "Gains are first-order, and blocks that freeze change what others gain; accuracy is what counts."
 )
 REPLAYED = (
     "A replay sees the evidence of a run in which nothing froze, and no thaw. Its intervals are bootstrapped over "

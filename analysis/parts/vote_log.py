@@ -24,7 +24,7 @@ from analysis.sweeps.kept import commit
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.shards import ShardPlan, plan_shards
-from hvfreeze.freezing.coherence import Coherence, Gains, gap, rate_of, share_gained
+from hvfreeze.freezing.coherence import Coherence, Gains, gap, share_gained
 from hvfreeze.freezing.criteria import Evidence, rates_of_change
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import GradientSums, Observations
@@ -37,7 +37,7 @@ from hvfreeze.runs.reading import Move
 RANKS = 4
 LAST = RANKS - 1
 """The rank whose data are spoilt, or few."""
-BATCH, STEPS, INTERVAL, WARMUP = 40, 530, 10, 20
+BATCH, STEPS, INTERVAL, WARMUP = 40, 432, 8, 16
 """Samples of a rank and step; steps of a run; steps between votes; steps before the first."""
 LR = 0.005
 KNOWN, KNOWN_STEPS, KNOWN_BATCH, KNOWN_LR = (0, 1, 2, 3, 4), 300, 64, 0.05
@@ -91,7 +91,8 @@ class Vote(TypedDict):
     """Of each row and pair of cuts c < k, in the order of `pairs`: what blocks c..k-1 gain at most for their time, as
     part of what all blocks from c on gain for theirs."""
     gained: list[float]
-    """Of each block, the head too: its mean gain in the interval, by the products of the honest ranks' gradients."""
+    """Of each block, the head too: its mean gain in the interval, by products of the honest ranks' averages of two
+    steps in a row. These know of no skew, which makes ranks' own gradients contradict each other."""
 
 
 class Log(TypedDict):
@@ -226,7 +227,9 @@ class Ranks:
     seen: list[Observations] = field(init=False)
     """Of each rank, and of averaged gradients."""
     agreed: list[list[float]] = field(default_factory=list)
-    """Gains of each block in the sampled steps of the interval, by honest ranks."""
+    """Gains of each block in the interval, by honest ranks."""
+    held: list[Tensor] | None = None
+    """The honest ranks' averages in the step before, where it was sampled."""
 
     def __post_init__(self) -> None:
         # What Coherence asks of a reducer; the averages are in place when it looks.
@@ -260,25 +263,26 @@ class Ranks:
             self.coherent[rank].compare()
             self.seen[rank].add_step(losses[rank], lambda: carried)
         self.seen[RANKS].add_step(sum(losses) / RANKS, lambda: carried)
-        if self.coherent[0].steps % self.coherent[0].every == 0:
-            self._agree(gradients)
+        self._judge(gradients)
         for each in self.coherent[:RANKS]:
             each.end_step()
         rows = [each.latest for each in self.coherent[:RANKS]]
         self.coherent[RANKS].latest = [[sum(column) / RANKS for column in zip(*row)] for row in zip(*rows)]
 
-    def _agree(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+    def _judge(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Hold the honest ranks' averages in a sampled step, and multiply them with those of the next."""
+        averages = [torch.stack(own).mean(0) for own in zip(*(gradients[rank] for rank in self.honest))]
+        if self.held is None:
+            self.held = averages if self.coherent[0].steps % self.coherent[0].every == 0 else None
+            return
         row = [0.0] * len(self.prefix.chain.blocks)
-        place = 0
-        count = len(self.honest)
+        rate, pairs_left = self.optimizer.param_groups[0]["lr"], iter(zip(self.held, averages, strict=True))
         for block in range(self.prefix.cut, len(row)):
-            for _, parameter in self.prefix.trained(block, block + 1):
-                own = torch.stack([gradients[rank][place].reshape(-1) for rank in self.honest])
-                product = float(own.sum(0).square().sum() - own.square().sum()) / (count * (count - 1))
-                rate = rate_of(self.optimizer, self.optimizer.param_groups[0], elements=parameter.numel(), norm=1.0)
-                row[block] += rate * product
-                place += 1
+            for _ in self.prefix.trained(block, block + 1):
+                before, now = next(pairs_left)
+                row[block] += rate * float(torch.dot(before.reshape(-1), now.reshape(-1)))
         self.agreed.append(row)
+        self.held = None
 
     def end_interval(self) -> None:
         """Keep what the interval has found."""
@@ -291,7 +295,7 @@ class Ranks:
         for each, seen in zip(self.coherent, self.seen, strict=True):
             each.restart()
             seen.begin_interval()
-        self.agreed = []
+        self.agreed, self.held = [], None
 
     def vote(self, step: int, work: Sequence[float]) -> Vote:
         """Return what is known at the end of an interval."""

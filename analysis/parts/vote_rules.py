@@ -182,7 +182,7 @@ def replayed(rule: Rule, log: Log) -> list[int]:
     return [voting.decide(vote) for vote in log["votes"]]
 
 
-LEVEL = 0.5
+LEVEL = 0.3
 """A front is better frozen where the rest of the run gains by it less than this part of what its share of the time
 would, if all blocks gained as much for their time."""
 LEFT = 0.05

@@ -18,7 +18,7 @@ from analysis.sweeps.statistics import Interval
 from hvfreeze.report.tables import percent, to_csv
 
 EVIDENCE, RULES, TRAINED = "evidence.jsonl.gz", "rules.csv", "trained.csv"
-LOOSE = 0.5
+LOOSE = 0.3
 """A `--min-gain` that freezes something here, beside the program's default."""
 GROUPS = (("gradient-norm", 0.02), ("coherence", 0.02), ("coherence", LOOSE))
 """Criterion and `--min-gain`."""

@@ -177,7 +177,7 @@ def test_the_bootstrap_draws_seeds_and_repeats_itself() -> None:
     assert by_seed({("a", 0): 0.0, ("b", 0): 1.0, ("a", 1): 1.0, ("b", 1): 1.0}) == [0.5, 1.0]
 
 
-def test_the_mean_of_the_ranks_estimates_is_that_of_all_pairs_of_ranks() -> None:
+def test_ranks_estimate_gains_from_all_pairs_of_ranks_and_the_judge_from_two_steps_in_a_row() -> None:
     torch.manual_seed(0)
     chain = vote_log.network()
     optimizer = vote_log.sgd(chain, 0.1)
@@ -186,11 +186,19 @@ def test_the_mean_of_the_ranks_estimates_is_that_of_all_pairs_of_ranks() -> None
     prefix.on_move(ranks.follow)
     prefix.move(Move(0, 0, 0))
     shards = Shards.of(SKEWS["iid"], 0)
-    gradients, losses = vote_log.gradients_of(prefix, shards, 0, torch.Generator().manual_seed(0))
-    ranks.observe(gradients, losses)
-    (mean,) = ranks.coherent[RANKS].latest
-    assert ranks.agreed[0] == pytest.approx(mean, rel=1e-3, abs=1e-6)
-    assert min(mean) > 0
+    generator = torch.Generator().manual_seed(0)
+    seen = []
+    for step in range(2):
+        gradients, losses = vote_log.gradients_of(prefix, shards, step, generator)
+        ranks.observe(gradients, losses)
+        seen.append([torch.cat([g.reshape(-1) for g in own[:3]]) for own in gradients])
+    # The first block's three parameters: all pairs of ranks in the sampled step, and the averages of both steps.
+    own, count = torch.stack(seen[0]), RANKS * (RANKS - 1)
+    pairwise = 0.1 * float(own.sum(0).square().sum() - own.square().sum()) / count
+    assert ranks.coherent[RANKS].latest[0][0] == pytest.approx(pairwise, rel=1e-3)
+    in_a_row = 0.1 * float(torch.stack(seen[0]).mean(0) @ torch.stack(seen[1]).mean(0))
+    assert ranks.agreed[0][0] == pytest.approx(in_a_row, rel=1e-3)
+    assert len(ranks.coherent[RANKS].latest) == len(ranks.agreed) == 1
 
 
 @pytest.mark.parametrize("skew", list(SKEWS))
@@ -210,9 +218,9 @@ def test_what_a_rule_froze_does_not_change_any_more(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vote_log, "STEPS", 60)
     monkeypatch.setattr(vote_log, "KNOWN_STEPS", 2)
     vote_log.known.cache_clear()
-    full, frozen = vote_log.trained("iid", 0), vote_log.trained("iid", 0, lambda vote: 2 if vote["step"] >= 30 else 0)
+    full, frozen = vote_log.trained("iid", 0), vote_log.trained("iid", 0, lambda vote: 2 if vote["step"] >= 24 else 0)
     vote_log.known.cache_clear()
-    assert full["cuts"] == [0] * 4 and frozen["cuts"] == [0, 2, 2, 2]
+    assert full["cuts"] == [0] * 6 and frozen["cuts"] == [0, 2, 2, 2, 2, 2]
     assert full["votes"][:2] == frozen["votes"][:2]
     assert frozen["votes"][3]["gained"][:2] == [0.0, 0.0] and min(full["votes"][3]["gained"]) != 0.0
     assert frozen["votes"][3]["etas"][0][:2] == [None, None]

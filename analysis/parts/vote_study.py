@@ -29,8 +29,7 @@ EVERY = "all"
 DIVERGES = 0.05
 """Part of the votes by which a rule must at least differ from the default, early or late, for it to be trained with."""
 LOGGED, TRAINED_SEEDS = tuple(range(10)), tuple(range(5))
-TRAINED_SKEWS = ("iid", "dirichlet0.1", "labels", "noise")
-NO_RULE = "nothing frozen"
+TRAINED_SKEWS = ("dirichlet0.1", "labels")
 
 Row = dict[str, Any]
 
@@ -141,12 +140,17 @@ def diverge(row: Mapping[str, str]) -> bool:
 
 
 def diverging(path: Path) -> list[Rule]:
-    """Return the rules that differ from the default of their criterion, that default before them."""
+    """Return the rules that differ from their criterion's default, in weights or quorum alone; that default first."""
     found = []
     for criterion, min_gain in GROUPS:
+        usual = default(criterion, min_gain)
         differ = {row["rule"] for row in rows_of(path, criterion, min_gain) if diverge(row)}
-        every = rules(criterion, min_gain=min_gain)
-        found += [rule for rule in every if differ and (rule.name in differ or rule == default(criterion, min_gain))]
+        near = [
+            rule
+            for rule in rules(criterion, min_gain=min_gain)
+            if rule.name in differ and (usual.quorum == rule.quorum or usual.way == rule.way)
+        ]
+        found += [usual, *near] if near else []
     return found
 
 

@@ -23,7 +23,7 @@ import torch
 from analysis.parts import vote_pages
 from analysis.parts.vote_log import BATCH, INTERVAL, LR, SKEWS, STEPS
 from analysis.parts.vote_rules import LEFT, LEVEL
-from analysis.parts.vote_study import EVIDENCE, LOGGED, RULES, add_missing, read_logs, replay, train_missing
+from analysis.parts.vote_study import EVIDENCE, RULES, add_missing, read_logs, replay, train_missing
 from analysis.sweeps.charts import bar_chart, in_time
 from analysis.sweeps.experiment import Answer, Drawing, Experiment, write_up
 from analysis.sweeps.kept import RESULTS, publish
@@ -53,7 +53,7 @@ REFERENCES = {"iid": "iid-full", "dirichlet1": "dirichlet1-full", "sizes": "size
 WHOLE_PROGRAM = "Runs of the whole program on four ranks, 7 votes each, by the percentile criterion:"
 REPLAY_CAPTION = (
     "What rules of voting save and what they forgo, as if each had decided on the evidence of the same runs; a line is "
-    f"a weighting at quorums of a quarter, a half and three quarters; n = {len(LOGGED)} seeds. "
+    "a weighting at quorums of a quarter, a half and three quarters; n = {seeds} seeds. Source {commit}, {processor}."
 )
 
 
@@ -167,7 +167,8 @@ def answers(results: Results) -> list[Answer]:
     replayed = vote_pages.said(results.directory)
     if replayed:
         negative = not vote_pages.better(results.directory)
-        return [Answer(QUESTION, replayed, len(LOGGED), negative=negative)]
+        seeds = int(vote_pages.usual(results.directory)["seeds"])
+        return [Answer(QUESTION, replayed, seeds, negative=negative)]
     return whole_runs(results)
 
 
@@ -225,11 +226,10 @@ def drawings(results: Results) -> list[Drawing]:
     changes = {label: results.change(label, reference(label)) for label in labels}
     drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
     crowded = " More ranks than cores crowd the machine."
-    replayed = Drawing(
-        "replay", REPLAY_CAPTION + vote_pages.made(results.directory), vote_pages.trade(results.directory)
-    )
+    folder = results.directory
+    caption = REPLAY_CAPTION.format(**vote_pages.usual(folder)) if vote_pages.said(folder) else ""
     return [
-        *([replayed] if vote_pages.tables(results.directory) else []),
+        *([Drawing("replay", caption, vote_pages.trade(folder))] if caption else []),
         Drawing(
             "accuracy",
             f"Test accuracy against full fine-tuning on the same data; {results.spread(labels)}.",

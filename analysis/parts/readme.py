@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from analysis.parts import vote_pages
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
@@ -248,5 +249,19 @@ def headline(root: Path) -> str:
     return "\n".join([heads, "|:---|---:|---:|---:|---:|", *lines]) if lines else NOTHING_YET
 
 
-PARTS = {"headline": headline, "ways": ways, "front": front, "cache": cache, "bench": bench, "network": network}
+def voting(root: Path) -> str:
+    """Return what the guide says of the votes' weights and quorum."""
+    advice = vote_pages.advice(root / "votes")
+    return f"{advice} [All rules](analysis/results/votes/README.md)." if advice else NOTHING_YET
+
+
+PARTS = {
+    "headline": headline,
+    "ways": ways,
+    "front": front,
+    "cache": cache,
+    "bench": bench,
+    "network": network,
+    "voting": voting,
+}
 """Markers of README.md, with what stands between them, besides the table of answers."""

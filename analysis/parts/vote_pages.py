@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 from analysis.parts.vote_log import RANKS
 from analysis.parts.vote_rules import WEIGHTINGS, default
 from analysis.parts.vote_study import (
+    DIVERGES,
     EVERY,
     GROUPS,
-    LOGGED,
     RULES,
     TRAINED,
     accuracies,
     called,
-    diverge,
+    diverging,
     interval_of,
     rows_of,
     trained_rows,
@@ -50,7 +50,7 @@ def tables(folder: Path) -> list[Table]:
 
 def cells_of(folder: Path, row: Texts) -> tuple[str, ...]:
     """Return a rule's row."""
-    intervals = [interval_of(row, name, len(LOGGED)) for name in ("early", "late", "forgone", "saved")]
+    intervals = [interval_of(row, name) for name in ("early", "late", "forgone", "saved")]
     change = gained(folder, row)
     return (
         row["rule"],
@@ -63,10 +63,10 @@ def cells_of(folder: Path, row: Texts) -> tuple[str, ...]:
 def gained(folder: Path, row: Texts, skew: str = EVERY) -> Interval:
     """Return the accuracy of runs trained by a rule minus that of runs trained by the default, paired by seed."""
     criterion, min_gain = row["criterion"], float(row["min_gain"])
-    usual = default(criterion, min_gain).name
-    ours, theirs = (trained_rows(folder / TRAINED, criterion, min_gain, name, skew) for name in (row["rule"], usual))
+    first = default(criterion, min_gain).name
+    ours, theirs = (trained_rows(folder / TRAINED, criterion, min_gain, name, skew) for name in (row["rule"], first))
     return (
-        paired_difference(accuracies(ours), accuracies(theirs)) if row["rule"] != usual else paired_difference({}, {})
+        paired_difference(accuracies(ours), accuracies(theirs)) if row["rule"] != first else paired_difference({}, {})
     )
 
 
@@ -98,10 +98,9 @@ def trade(folder: Path) -> Figure:
         return figure
 
 
-def made(folder: Path) -> str:
-    """Return from which source and on which processor the evidence is; nothing where there is none."""
-    rows = rows_of(folder / RULES, *GROUPS[0])
-    return f"Source {rows[0]['commit']}, {rows[0]['processor']}." if rows else ""
+def usual(folder: Path) -> Texts:
+    """Return the row of the program's default rule."""
+    return rows_of(folder / RULES, *GROUPS[0])[0]
 
 
 def points(rows: Sequence[Texts]) -> tuple[list[float], list[float]]:
@@ -114,31 +113,27 @@ def said(folder: Path) -> str:
     parts = [told(folder, *group) for group in GROUPS if rows_of(folder / RULES, *group)]
     if not parts:
         return ""
-    runs = rows_of(folder / RULES, *GROUPS[0])[0]["runs"]
-    return f"{advice(folder)} {runs} runs of {RANKS} ranks on digits, {len(LOGGED)} seeds, replayed. {' '.join(parts)}"
+    runs, seeds = (rows_of(folder / RULES, *GROUPS[0])[0][name] for name in ("runs", "seeds"))
+    return f"{advice(folder)} {runs} runs of {RANKS} ranks on digits, {seeds} seeds, replayed. {' '.join(parts)}"
 
 
 def told(folder: Path, criterion: str, min_gain: float) -> str:
-    """Return one criterion's sentence."""
+    """Return one criterion's sentence: of rules that differ from the default in weights or quorum alone."""
     rows, name = rows_of(folder / RULES, criterion, min_gain), called(criterion, min_gain)
     if not any(int(row["frozen_runs"]) for row in rows):
         return f"{name}: no rule froze anything."
-    usual = rows[0]
-    n = len(LOGGED)
-    early, late = (shown(interval_of(usual, measure, n), percent) for measure in ("early", "late"))
-    differ = [row for row in rows[1:] if diverge(row)]
-    listed = "; ".join(change_text(folder, row) for row in differ) or "none"
+    early, late, saved = (shown(interval_of(rows[0], measure), percent) for measure in ("early", "late", "saved"))
+    names = [rule.name for rule in diverging(folder / RULES)[1:] if called(rule.criterion, rule.min_gain) == name]
+    listed = "; ".join(change_text(folder, row) for row in rows[1:] if row["rule"] in names) or "none"
     return (
-        f"{name}, uniform weights, quorum 0.5: too early in {early} of the votes, too late in {late}. Rules that "
-        f"differ: {listed}."
+        f"{name}, uniform weights, quorum 0.5: too early in {early} of the votes, too late in {late}, work saved "
+        f"{saved}. Rules that differ in weights or quorum alone, and by at least {percent(DIVERGES)}: {listed}."
     )
 
 
 def change_text(folder: Path, row: Texts) -> str:
     """Return how a rule differs from the default."""
-    early, late = (
-        shown(interval_of(row, f"{measure}_change", len(LOGGED)), signed_points) for measure in ("early", "late")
-    )
+    early, late = (shown(interval_of(row, f"{measure}_change"), signed_points) for measure in ("early", "late"))
     change = gained(folder, row)
     accuracy = f", accuracy {shown(change, signed_points, count=True)}" if change.n else ""
     return f"{row['rule']} early {early}, late {late}{accuracy}"
@@ -156,9 +151,20 @@ def better(folder: Path) -> list[tuple[str, Texts, Interval]]:
 
 
 def advice(folder: Path) -> str:
-    """Return the one sentence that a user needs."""
+    """Return the sentence that a user needs, nothing where no rule was replayed."""
+    criterion, min_gain = GROUPS[0]
+    rows = {row["rule"]: row for row in rows_of(folder / RULES, criterion, min_gain)}
+    if not rows:
+        return ""
     winners = better(folder)
-    if not winners:
-        return "Keep uniform weights and a quorum of one half: no other rule is shown to be more accurate."
-    listed = "; ".join(f"{name}: {row['rule']} {shown(change, signed_points)}" for name, row, change in winners)
-    return f"More accurate than uniform weights with a quorum of one half: {listed}."
+    if winners:
+        listed = "; ".join(f"{name}: {row['rule']} {shown(change, signed_points)}" for name, row, change in winners)
+        return f"More accurate than uniform weights with a quorum of one half: {listed}."
+    low, high = (rows[f"uniform, {quorum:g}"] for quorum in (0.25, 0.75))
+    early = shown(interval_of(low, "early_change"), signed_points)
+    saved = shown(interval_of(high, "saved_change"), signed_points)
+    return (
+        "Keep uniform weights and a quorum of one half: no other rule is shown to be more accurate. "
+        f"With {criterion} a quorum of a quarter changes the votes that freeze too early by {early}, one of three "
+        f"quarters the work saved by {saved}."
+    )

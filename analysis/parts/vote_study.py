@@ -78,7 +78,7 @@ def replay(logs: Sequence[Log]) -> list[Row]:
             for skew in (*SKEWS, EVERY):
                 row: Row = {"criterion": criterion, "min_gain": min_gain, "rule": rule.name, "skew": skew}
                 chosen = [log for log in logs if skew in (log["skew"], EVERY)]
-                row["runs"] = len(chosen)
+                row["runs"], row["seeds"] = len(chosen), len({log["seed"] for log in chosen})
                 row["frozen_runs"] = sum(cuts[rule][key(log)][-1] > 0 for log in chosen)
                 row["other_votes"] = of_votes(cuts[rule], cuts[usual], chosen)
                 for measure in MEASURES:
@@ -122,9 +122,9 @@ def rounded(value: float) -> float:
     return round(value, 4) + 0.0
 
 
-def interval_of(row: Mapping[str, str], name: str, n: int) -> Interval:
-    """Return an interval from three columns."""
-    return Interval(float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]), n)
+def interval_of(row: Mapping[str, str], name: str) -> Interval:
+    """Return an interval over seeds from three columns."""
+    return Interval(float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]), int(row["seeds"]))
 
 
 def rows_of(path: Path, criterion: str, min_gain: float, skew: str = EVERY) -> list[dict[str, str]]:
@@ -135,7 +135,7 @@ def rows_of(path: Path, criterion: str, min_gain: float, skew: str = EVERY) -> l
 
 def diverge(row: Mapping[str, str]) -> bool:
     """Tell whether a rule is too early or too late in more votes than the default, or in fewer."""
-    changes = [interval_of(row, f"{measure}_change", len(LOGGED)) for measure in ("early", "late")]
+    changes = [interval_of(row, f"{measure}_change") for measure in ("early", "late")]
     return any(abs(change.mean) >= DIVERGES and change.low * change.high > 0 for change in changes)
 
 

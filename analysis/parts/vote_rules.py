@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from analysis.parts.vote_log import INTERVAL, MILLIONTHS, RANKS, THOUSANDTHS, WARMUP, Log, Vote, pairs
 from analysis.sweeps.statistics import Interval
@@ -51,6 +53,12 @@ def default(criterion: str, min_gain: float) -> Rule:
     return Rule(criterion, min_gain=min_gain)
 
 
+@functools.cache
+def places(num_blocks: int) -> dict[tuple[int, int], int]:
+    """Return where each pair of cuts stands among `pairs`."""
+    return {pair: place for place, pair in enumerate(pairs(num_blocks))}
+
+
 @dataclass(frozen=True)
 class Scores:
     """One voter's evidence, of a rank or of several together."""
@@ -82,11 +90,10 @@ class Scores:
         return self._coherent(rule.min_gain, cut) if rule.criterion == "coherence" else self._steady(rule, cut)
 
     def _coherent(self, min_gain: float, cut: int) -> int:
-        blocks = len(self.learned) + 1
-        bound = dict(zip(pairs(blocks), self.bounds, strict=True))
-        best = cut
+        blocks, best = len(self.learned) + 1, cut
+        place = places(blocks)
         for k in range(cut + 1, blocks):
-            most = bound[cut, k]
+            most = self.bounds[place[cut, k]]
             if self.learned[k - 1] > LEARNED * THOUSANDTHS:
                 break
             if most is not None and most < min_gain * THOUSANDTHS:
@@ -129,6 +136,8 @@ class Voting:
     def decide(self, vote: Vote) -> int:
         """Return the cut after a vote."""
         self.intervals += 1
+        if self.cut == self._deepest(vote):
+            return self.cut
         patience = CRITERIA[self.rule.criterion].patience
         voters = self._voters(vote)
         usable = self.intervals >= USABLE_INTERVALS
@@ -227,9 +236,8 @@ class Judged:
     """The cut at the end, as a part of the deepest."""
 
 
-def judged(cuts: Sequence[int], log: Log, *, level: float = LEVEL) -> Judged:
-    """Judge the cuts after every vote by a run in which nothing froze."""
-    right = hindsight(log, level=level)
+def judged(cuts: Sequence[int], log: Log, right: Sequence[int | None]) -> Judged:
+    """Judge the cuts after every vote by a run in which nothing froze, and by `hindsight` of it."""
     known = [(cut, best) for cut, best in zip(cuts, right, strict=True) if best is not None]
     # What a vote freezes is frozen in the interval before the next vote, which that one's evidence is about.
     gains = [(cut, vote["gained"]) for cut, vote in zip(cuts, log["votes"][1:])]
@@ -253,9 +261,14 @@ def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
     given = np.asarray(values, dtype=np.float64)
     if len(given) < 2:
         return Interval(float(given.mean()) if len(given) else math.nan, math.nan, math.nan, len(given))
-    drawn = np.random.default_rng(seed).integers(0, len(given), (RESAMPLES, len(given)))
-    low, high = np.quantile(given[drawn].mean(1), [0.025, 0.975])
+    low, high = np.quantile(given[drawn(len(given), seed)].mean(1), [0.025, 0.975])
     return Interval(float(given.mean()), float(low), float(high), len(given))
+
+
+@functools.cache
+def drawn(count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return `RESAMPLES` rows of as many places, drawn with replacement."""
+    return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
 
 
 def by_seed(values: Mapping[tuple[str, int], float]) -> list[float]:

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from analysis.parts.vote_log import SKEWS, Log, trained
-from analysis.parts.vote_rules import Judged, Rule, Voting, bootstrap, by_seed, default, judged, replayed, rules
+from analysis.parts.vote_rules import (
+    Judged,
+    Rule,
+    Voting,
+    bootstrap,
+    by_seed,
+    default,
+    hindsight,
+    judged,
+    replayed,
+    rules,
+)
 from analysis.sweeps.kept import publish, texts_of
 from analysis.sweeps.statistics import Interval
 from hvfreeze.report.tables import percent, to_csv
@@ -70,10 +81,13 @@ def called(criterion: str, min_gain: float) -> str:
 def replay(logs: Sequence[Log]) -> list[Row]:
     """Return a row for every criterion, rule and skew, and for all skews together."""
     rows: list[Row] = []
+    right = {key(log): hindsight(log) for log in logs}
     for criterion, min_gain in GROUPS:
         usual = default(criterion, min_gain)
         cuts = {rule: {key(log): replayed(rule, log) for log in logs} for rule in rules(criterion, min_gain=min_gain)}
-        fared = {rule: {key(log): judged(own[key(log)], log) for log in logs} for rule, own in cuts.items()}
+        fared = {
+            rule: {key(log): judged(own[key(log)], log, right[key(log)]) for log in logs} for rule, own in cuts.items()
+        }
         for rule, own in fared.items():
             for skew in (*SKEWS, EVERY):
                 row: Row = {"criterion": criterion, "min_gain": min_gain, "rule": rule.name, "skew": skew}

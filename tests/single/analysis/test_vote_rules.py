@@ -142,12 +142,14 @@ def test_hindsight_freezes_what_the_later_votes_gain_nothing_by() -> None:
 
 def test_a_rule_is_early_where_it_has_frozen_more_than_hindsight_and_late_where_less() -> None:
     log = a_log([[9.0, 9.0, 9.0], [4.0, 4.0, 4.0], [0.0, 4.0, 4.0], [0.0, 0.0, 4.0], [0.0, 0.0, 0.1]], [1, 1, 2])
-    assert hindsight(log) == [0, 1, 2, None, None]
-    eager, slow = judged([2] * 5, log), judged([0] * 5, log)
+    right = hindsight(log, level=0.5)
+    assert right == [0, 1, 2, None, None]
+    eager, slow = judged([2] * 5, log, right), judged([0] * 5, log, right)
     assert (eager.early, eager.late, slow.early, slow.late) == pytest.approx((2 / 3, 0, 0, 2 / 3))
     assert (eager.forgone, slow.forgone) == pytest.approx((12 / 24.1, 0))
     assert (eager.saved, slow.saved, eager.final) == pytest.approx((0.5, 0, 1))
-    assert judged([0, 1, 2, 2, 2], log).early == judged([0, 1, 2, 2, 2], log).late == 0
+    good = judged([0, 1, 2, 2, 2], log, right)
+    assert good.early == good.late == 0
 
 
 def test_nothing_is_frozen_by_any_rule_where_nobody_knows_anything() -> None:

@@ -166,9 +166,8 @@ def answers(results: Results) -> list[Answer]:
     """Return the answer to question 4: what the replay says, else what whole runs do."""
     replayed = vote_pages.said(results.directory)
     if replayed:
-        negative = not vote_pages.better(results.directory)
         seeds = int(vote_pages.usual(results.directory)["seeds"])
-        return [Answer(QUESTION, replayed, seeds, negative=negative)]
+        return [Answer(QUESTION, replayed, seeds)]
     return whole_runs(results)
 
 
@@ -259,7 +258,8 @@ HINDSIGHT = (
 )
 REPLAYED = (
     "A replay sees the evidence of a run in which nothing froze, and no thaw. Its intervals are bootstrapped over "
-    "seeds, each the mean over skews; those of accuracies are Student's t."
+    "seeds, each the mean over skews; those of accuracies are Student's t. Uniform weights between two quorums are "
+    "taken to lie on a line, which is above what they would forgo if there were quorums between."
 )
 LIMITS = (
     GROUND,

@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from analysis.parts.vote_log import RANKS
-from analysis.parts.vote_rules import WEIGHTINGS, default
+from analysis.parts.vote_rules import QUORUMS, WEIGHTINGS, default
 from analysis.parts.vote_study import (
     DIVERGES,
     EVERY,
@@ -27,7 +27,7 @@ from analysis.sweeps.statistics import Interval, paired_difference, shown, signe
 from hvfreeze.report.figures import COLOURS, STYLE, WIDE
 from hvfreeze.report.tables import Table, percent
 
-COLUMNS = ("Rule", "Other cut than the default", "Too early", "Too late", "Gain forgone", "Work saved", "Accuracy")
+COLUMNS = ("Rule", "Too early", "Too late", "Work saved", "Gain forgone", "Beyond uniform", "Accuracy")
 Texts = Mapping[str, str]
 
 
@@ -41,8 +41,9 @@ def tables(folder: Path) -> list[Table]:
             frozen = sum(int(row["frozen_runs"]) for row in rows)
             title = (
                 f"{called(criterion, min_gain)}: votes too early or too late by hindsight, all skews together; "
-                f"something froze in {frozen} of {sum(int(row['runs']) for row in rows)} replays. Accuracy: against "
-                "the default rule, where a rule differs enough to be trained with."
+                f"something froze in {frozen} of {sum(int(row['runs']) for row in rows)} replays. Beyond "
+                "uniform: gain forgone against uniform weights that save as much work. Accuracy: against the default "
+                "rule, where a rule differs enough to be trained with."
             )
             found.append(Table(title=title, columns=COLUMNS, rows=tuple(cells)))
     return found
@@ -50,12 +51,12 @@ def tables(folder: Path) -> list[Table]:
 
 def cells_of(folder: Path, row: Texts) -> tuple[str, ...]:
     """Return a rule's row."""
-    intervals = [interval_of(row, name) for name in ("early", "late", "forgone", "saved")]
+    intervals = [interval_of(row, name) for name in ("early", "late", "saved", "forgone")]
     change = gained(folder, row)
     return (
         row["rule"],
-        percent(float(row["other_votes"])),
         *(shown(interval, percent) for interval in intervals),
+        "" if row["rule"].startswith("uniform") else shown(interval_of(row, "excess"), signed_points),
         shown(change, signed_points) if change.n else "",
     )
 
@@ -79,7 +80,7 @@ def against_full(folder: Path, criterion: str, min_gain: float) -> Interval:
 def trade(folder: Path) -> Figure:
     """Return what rules save against what they forgo, a panel for each criterion that froze anything."""
     groups = [(group, rows_of(folder / RULES, *group)) for group in GROUPS]
-    groups = [(group, rows) for group, rows in groups if any(int(row["frozen_runs"]) for row in rows)]
+    groups = [(group, rows) for group, rows in groups if freezes(rows)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDE, 0.55 * WIDE), layout="constrained")
         for axes, (group, rows) in zip(figure.subplots(1, max(1, len(groups)), squeeze=False)[0], groups):
@@ -104,7 +105,8 @@ def usual(folder: Path) -> Texts:
 
 
 def points(rows: Sequence[Texts]) -> tuple[list[float], list[float]]:
-    """Return what rules save and forgo, in percent."""
+    """Return what rules save and forgo, in percent, the least first."""
+    rows = sorted(rows, key=lambda row: float(row["saved"]))
     return [100 * float(row["saved"]) for row in rows], [100 * float(row["forgone"]) for row in rows]
 
 
@@ -120,7 +122,7 @@ def said(folder: Path) -> str:
 def told(folder: Path, criterion: str, min_gain: float) -> str:
     """Return one criterion's sentence: of rules that differ from the default in weights or quorum alone."""
     rows, name = rows_of(folder / RULES, criterion, min_gain), called(criterion, min_gain)
-    if not any(int(row["frozen_runs"]) for row in rows):
+    if not freezes(rows):
         return f"{name}: no rule froze anything."
     early, late, saved = (shown(interval_of(rows[0], measure), percent) for measure in ("early", "late", "saved"))
     names = [rule.name for rule in diverging(folder / RULES)[1:] if called(rule.criterion, rule.min_gain) == name]
@@ -156,15 +158,22 @@ def advice(folder: Path) -> str:
     rows = {row["rule"]: row for row in rows_of(folder / RULES, criterion, min_gain)}
     if not rows:
         return ""
-    winners = better(folder)
-    if winners:
-        listed = "; ".join(f"{name}: {row['rule']} {shown(change, signed_points)}" for name, row, change in winners)
-        return f"More accurate than uniform weights with a quorum of one half: {listed}."
-    low, high = (rows[f"uniform, {quorum:g}"] for quorum in (0.25, 0.75))
-    early = shown(interval_of(low, "early_change"), signed_points)
-    saved = shown(interval_of(high, "saved_change"), signed_points)
+    name, best = called(criterion, min_gain), ""
+    for winner, row, change in better(folder):
+        best += f" {winner}: {row['rule']} is more accurate by {shown(change, signed_points)}."
+    still = [called(*group) for group in GROUPS if not freezes(rows_of(folder / RULES, *group))]
+    nothing = f" With {', '.join(still)} no rule froze anything." if still else ""
+    quorums = [rows[f"uniform, {quorum:g}"] for quorum in QUORUMS]
+    saved, forgone = (", ".join(percent(float(row[part])) for row in quorums) for part in ("saved", "forgone"))
+    ends = [float(row["excess"]) for row in rows.values()]
     return (
-        "Keep uniform weights and a quorum of one half: no other rule is shown to be more accurate. "
-        f"With {criterion} a quorum of a quarter changes the votes that freeze too early by {early}, one of three "
-        f"quarters the work saved by {saved}."
+        f"Keep uniform weights and a quorum of one half.{best}{nothing} With {name} quorums of "
+        f"{', '.join(f'{quorum:g}' for quorum in QUORUMS)} save {saved} of the blocks' work and forgo {forgone} of the "
+        f"gain; other weights, rank 0 alone, a median and averaged gradients forgo {signed_points(min(ends))} to "
+        f"{signed_points(max(ends))} against uniform weights that save as much."
     )
+
+
+def freezes(rows: Sequence[Texts]) -> bool:
+    """Tell whether any rule froze anything."""
+    return any(int(row["frozen_runs"]) for row in rows)

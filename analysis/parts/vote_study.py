@@ -11,8 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from analysis.parts.vote_log import SKEWS, Log, trained
 from analysis.parts.vote_rules import (
+    QUORUMS,
     Judged,
     Rule,
     Voting,
@@ -101,9 +104,32 @@ def replay(logs: Sequence[Log]) -> list[Row]:
                     changes = {name: value - usually[name] for name, value in values.items()}
                     row |= columns(measure, bootstrap(by_seed(values)))
                     row |= columns(f"{measure}_change", bootstrap(by_seed(changes)))
+                uniform = [fared[Rule(criterion, "uniform", quorum, min_gain)] for quorum in QUORUMS]
+                row |= columns("excess", bootstrap(excess(own, uniform, chosen)))
                 row |= {name: "; ".join(sorted({str(dict(log)[name]) for log in chosen})) for name in MADE}
                 rows.append(row)
     return rows
+
+
+def excess(
+    own: Mapping[tuple[str, int], Judged], uniform: Sequence[Mapping[tuple[str, int], Judged]], logs: Sequence[Log]
+) -> list[float]:
+    """Return for each seed the gain that a rule forgoes beyond what uniform weights do that save as much work.
+
+    Uniform weights at the quorums that were tried, and freezing nothing, are points of saved work and gain forgone,
+    each a mean over skews; between them it is linear.
+    """
+
+    def means(fared: Mapping[tuple[str, int], Judged], measure: str) -> list[float]:
+        return by_seed({key(log): part(fared[key(log)], measure) for log in logs})
+
+    mine = zip(means(own, "saved"), means(own, "forgone"), strict=True)
+    saved, forgone = ([means(fared, measure) for fared in uniform] for measure in ("saved", "forgone"))
+    found = []
+    for place, (work, gain) in enumerate(mine):
+        points = sorted([(0.0, 0.0), *((x[place], y[place]) for x, y in zip(saved, forgone, strict=True))])
+        found.append(gain - float(np.interp(work, *zip(*points))))
+    return found
 
 
 def key(log: Log) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import pytest
 from analysis import votes
 from analysis.parts import vote_pages, vote_study
 from analysis.parts.vote_log import RANKS, SKEWS, Log, Vote
-from analysis.parts.vote_rules import Rule, Voting, default, replayed
+from analysis.parts.vote_rules import Judged, Rule, Voting, default, replayed
 from analysis.sweeps.kept import RESULTS, publish, texts_of
 from hvfreeze.report.tables import to_csv
 from tests.single.analysis.test_vote_rules import a_log
@@ -70,14 +70,26 @@ def test_a_deep_quorum_is_early_and_a_high_one_is_not_and_only_rules_that_differ
 def test_the_advice_is_a_rule_that_is_more_accurate_in_every_seed_and_else_the_default(folder: Path) -> None:
     winners = {row["rule"] for _, row, _ in vote_pages.better(folder)}
     assert "uniform, 0.75" in winners and "uniform, 0.5" not in winners
-    assert vote_pages.said(folder).startswith("More accurate than uniform weights with a quorum of one half")
+    assert "gradient-norm: uniform, 0.75 is more accurate by" in vote_pages.advice(folder)
     (table,) = [table for table in vote_pages.tables(folder) if table.title.startswith("gradient-norm")]
     assert table.rows[0][0] == "uniform, 0.5" and table.rows[0][-1] == ""
     rows = [{**row, "accuracy": "0.9"} for row in texts_of(folder / vote_study.TRAINED)]
     publish(folder / vote_study.TRAINED, to_csv(rows))
     assert vote_pages.better(folder) == []
-    assert vote_pages.advice(folder).startswith("Keep uniform weights")
+    assert "more accurate" not in vote_pages.advice(folder)
+    assert vote_pages.advice(folder).startswith("Keep uniform weights and a quorum of one half. With coherence")
     assert "coherence, --min-gain 0.02: no rule froze anything" in vote_pages.said(folder)
+
+
+def test_what_a_rule_forgoes_is_held_against_uniform_weights_that_save_as_much() -> None:
+    logs = [a_run("iid", seed) for seed in range(2)]
+
+    def fared(saved: float, forgone: float) -> dict[tuple[str, int], Judged]:
+        return {vote_study.key(log): Judged(early=0, late=0, forgone=forgone, saved=saved, final=0) for log in logs}
+
+    uniform = [fared(0.8, 0.4), fared(0.4, 0.1), fared(0.2, 0.0)]
+    assert vote_study.excess(fared(0.6, 0.2), uniform, logs) == pytest.approx([-0.05] * 2)
+    assert vote_study.excess(fared(0.1, 0.1), uniform, logs) == pytest.approx([0.1] * 2)
 
 
 def test_a_rule_that_decides_alike_on_a_runs_evidence_repeats_that_run() -> None:

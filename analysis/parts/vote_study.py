@@ -128,7 +128,8 @@ def excess(
     found = []
     for place, (work, gain) in enumerate(mine):
         points = sorted([(0.0, 0.0), *((x[place], y[place]) for x, y in zip(saved, forgone, strict=True))])
-        found.append(gain - float(np.interp(work, *zip(*points))))
+        works, gains = ([point[axis] for point in points] for axis in (0, 1))
+        found.append(gain - float(np.interp(work, works, gains)))
     return found
 
 

@@ -127,9 +127,11 @@ def told(folder: Path, criterion: str, min_gain: float) -> str:
     early, late, saved = (shown(interval_of(rows[0], measure), percent) for measure in ("early", "late", "saved"))
     names = [rule.name for rule in diverging(folder / RULES)[1:] if called(rule.criterion, rule.min_gain) == name]
     listed = "; ".join(change_text(folder, row) for row in rows[1:] if row["rule"] in names) or "none"
+    change = against_full(folder, criterion, min_gain)
+    accuracy = f", accuracy {shown(change, signed_points, count=True)} against nothing frozen" if change.n else ""
     return (
         f"{name}, uniform weights, quorum 0.5: too early in {early} of the votes, too late in {late}, work saved "
-        f"{saved}. Rules that differ in weights or quorum alone, and by at least {percent(DIVERGES)}: {listed}."
+        f"{saved}{accuracy}. Rules that differ in weights or quorum alone, and by at least {percent(DIVERGES)}: {listed}."
     )
 
 
@@ -165,12 +167,15 @@ def advice(folder: Path) -> str:
     nothing = f" With {', '.join(still)} no rule froze anything." if still else ""
     quorums = [rows[f"uniform, {quorum:g}"] for quorum in QUORUMS]
     saved, forgone = (", ".join(percent(float(row[part])) for row in quorums) for part in ("saved", "forgone"))
+    changes = {row["rule"]: gained(folder, row) for row in quorums}
+    listed = "; ".join(f"{rule} {shown(each, signed_points, count=True)}" for rule, each in changes.items() if each.n)
+    accuracy = f" Accuracy against a quorum of one half: {listed}." if listed else ""
     ends = [float(row["excess"]) for row in rows.values()]
     return (
         f"Keep uniform weights and a quorum of one half.{best}{nothing} With {name} quorums of "
         f"{', '.join(f'{quorum:g}' for quorum in QUORUMS)} save {saved} of the blocks' work and forgo {forgone} of the "
         f"gain; other weights, rank 0 alone, a median and averaged gradients forgo {signed_points(min(ends))} to "
-        f"{signed_points(max(ends))} against uniform weights that save as much."
+        f"{signed_points(max(ends))} against uniform weights that save as much.{accuracy}"
     )
 
 

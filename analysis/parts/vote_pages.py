@@ -131,7 +131,8 @@ def told(folder: Path, criterion: str, min_gain: float) -> str:
     accuracy = f", accuracy {shown(change, signed_points, count=True)} against nothing frozen" if change.n else ""
     return (
         f"{name}, uniform weights, quorum 0.5: too early in {early} of the votes, too late in {late}, work saved "
-        f"{saved}{accuracy}. Rules that differ in weights or quorum alone, and by at least {percent(DIVERGES)}: {listed}."
+        f"{saved}{accuracy}. Rules that differ in weights or quorum alone, and by at least {percent(DIVERGES)}: "
+        f"{listed}."
     )
 
 

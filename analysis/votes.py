@@ -1,7 +1,11 @@
 """Do weighted votes of the ranks decide better than one signal, when their data differ? (Left open by the study.)
 
+    python -m analysis.votes --log              every rank's evidence at every vote of runs in which nothing freezes
+    python -m analysis.votes --replay           all rules of voting on that evidence, and the page
+    python -m analysis.votes --train            runs with the rules that differ from the default
     python -m analysis.votes --preset reduced --data-dir DIR --weights FILE
 
+The first three need no data. What is there is not made again. Of the last, the runs of the whole program on four ranks:
 Default: label skew Dirichlet(0.1), equal shards, percentile criterion, equal weights, quorum one half. Changed one at a
 time: skew, weights, quorum, shard sizes; controls: the criterion on averaged gradients, and rank 0 alone. A weighted
 median of the ranks' scores is computed afterwards from the scores that every vote wrote down.
@@ -9,15 +13,22 @@ median of the ranks' scores is computed afterwards from the scores that every vo
 
 from __future__ import annotations
 
-import math
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from analysis.parts import vote_pages
+from analysis.parts.vote_log import BATCH, INTERVAL, LR, SKEWS, STEPS
+from analysis.parts.vote_rules import LEFT, LEVEL
+from analysis.parts.vote_study import EVIDENCE, RULES, add_missing, read_logs, replay, train_missing
 from analysis.sweeps.charts import bar_chart, in_time
-from analysis.sweeps.experiment import Answer, Drawing, Experiment
-from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.results import FINAL_CUT, Results
+from analysis.sweeps.experiment import Answer, Drawing, Experiment, write_up
+from analysis.sweeps.kept import RESULTS, publish
+from analysis.sweeps.presets import REDUCED, PlannedRun, Preset, Value
+from analysis.sweeps.results import FINAL_CUT, Results, open_results
 from analysis.sweeps.statistics import (
     Interval,
     is_below,
@@ -28,14 +39,22 @@ from analysis.sweeps.statistics import (
 from analysis.sweeps.sweep import main
 from hvfreeze.freezing.criteria import CRITERIA, Evidence
 from hvfreeze.report.figures import plot_cuts
-from hvfreeze.report.tables import Table, percent
+from hvfreeze.report.tables import Table, percent, to_csv
 
+QUESTION = "4. Do weighted votes help when the ranks' data differ?"
 DEFAULT = "default"
 SKEW = "dirichlet:0.1"
 RULE: dict[str, Value] = {"freeze": "percentile", "eta_max": 1.0}
 UNEVEN = (4, 2, 1, 1)
 REFERENCES = {"iid": "iid-full", "dirichlet1": "dirichlet1-full", "sizes": "sizes-full", "sizes-samples": "sizes-full"}
 """Full fine-tuning on the same data, for those whose data are not the default's."""
+
+
+WHOLE_PROGRAM = "Runs of the whole program on four ranks, 7 votes each, by the percentile criterion:"
+REPLAY_CAPTION = (
+    "What rules of voting save and what they forgo, as if each had decided on the evidence of the same runs; a line is "
+    "a weighting at quorums of a quarter, a half and three quarters; n = {seeds} seeds. Source {commit}, {processor}."
+)
 
 
 def variants(ranks: int) -> dict[str, dict[str, Value]]:
@@ -144,7 +163,16 @@ def distinct(results: Results, labels: Sequence[str]) -> int:
 
 
 def answers(results: Results) -> list[Answer]:
-    """Return the answer to question 4."""
+    """Return the answer to question 4: what the replay says, else what whole runs do."""
+    replayed = vote_pages.said(results.directory)
+    if replayed:
+        seeds = int(vote_pages.usual(results.directory)["seeds"])
+        return [Answer(QUESTION, replayed, seeds)]
+    return whole_runs(results)
+
+
+def whole_runs(results: Results) -> list[Answer]:
+    """Return what the runs of the whole program say."""
     if not results.of(DEFAULT) or not results.of("averaged"):
         return []
     change, (matched, scored) = results.change(DEFAULT, "averaged"), agreement(results, DEFAULT)
@@ -161,8 +189,7 @@ def answers(results: Results) -> list[Answer]:
         f"{results.change_text(DEFAULT)} against full fine-tuning, at a speed-up of {results.gain_text(DEFAULT)}; a "
         f"weighted median of the scores would have chosen the same cut in {matched} of {scored} votes."
     )
-    question = "4. Do weighted votes help when the ranks' data differ?"
-    return [Answer(question, text, change.n, negative=is_below(change, 0), undecided=undecided)]
+    return [Answer(QUESTION, text, change.n, negative=is_below(change, 0), undecided=undecided)]
 
 
 def tables(results: Results) -> list[Table]:
@@ -184,29 +211,28 @@ def tables(results: Results) -> list[Table]:
             )
         )
     columns = ("Variant", "Test accuracy", "Against full", "Training time", "Speed-up", FINAL_CUT)
-    return [Table(columns=(*columns, "Votes with disagreement", "Median: same cut"), rows=tuple(rows))]
+    whole = Table(
+        columns=(*columns, "Votes with disagreement", "Median: same cut"), rows=tuple(rows), title=WHOLE_PROGRAM
+    )
+    return [*vote_pages.tables(results.directory), whole]
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return accuracies, disagreement, cuts, and accuracy against time."""
+    """Return what replayed rules save and forgo, and of whole runs accuracies, cuts, and accuracy against time."""
     labels = voting(results)
     if not labels:
         return []
     changes = {label: results.change(label, reference(label)) for label in labels}
-    shares = {label: share(results, label) for label in labels}
-    shares = {label: value for label, value in shares.items() if not math.isnan(value.mean)}
     drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
     crowded = " More ranks than cores crowd the machine."
+    folder = results.directory
+    caption = REPLAY_CAPTION.format(**vote_pages.usual(folder)) if vote_pages.said(folder) else ""
     return [
+        *([Drawing("replay", caption, vote_pages.trade(folder))] if caption else []),
         Drawing(
             "accuracy",
             f"Test accuracy against full fine-tuning on the same data; {results.spread(labels)}.",
             bar_chart(changes, x="accuracy against full (points)", scale=100, from_zero=False),
-        ),
-        Drawing(
-            "disagreement",
-            f"Votes in which ranks proposed different cuts; {results.spread(labels)}.",
-            bar_chart(shares, x="votes (%)", scale=100),
         ),
         Drawing(
             "cuts",
@@ -217,15 +243,64 @@ def drawings(results: Results) -> list[Drawing]:
     ]
 
 
+WORDS = ", ".join(skew.words for skew in SKEWS.values())
+GROUND = (
+    f"Replayed: {len(SKEWS)} kinds of skew ({WORDS}), {STEPS} steps, a vote every {INTERVAL}; "
+    f"batches of {BATCH}, SGD at {LR:g}, cosine; a network of four convolutions that knows the digits "
+    "0 to 4 and is fine-tuned on all ten, 8 x 8 pixels. Ranks take turns in one process, which computes what data "
+    "parallelism does."
+)
+HINDSIGHT = (
+    f"Hindsight: a cut is too early where its blocks' part of all gains to come is {LEVEL:g} or more of their part of "
+    "the work, too late where a deeper one's is less; gains are products of the honest ranks' averages of two steps in "
+    f"a row, times the learning rate. Votes with less than {percent(LEFT)} of the run's gain to come are not judged. "
+    "Gains are first-order, and blocks that freeze change what others gain; accuracy is what counts."
+)
+REPLAYED = (
+    "A replay sees the evidence of a run in which nothing froze, and no thaw. Its intervals are bootstrapped over "
+    "seeds, each the mean over skews; those of accuracies are Student's t. Uniform weights between two quorums are "
+    "taken to lie on a line, which is above what they would forgo if there were quorums between."
+)
 LIMITS = (
-    "The weighted median is scored vote by vote on the states that the real votes led to; it was not trained with.",
+    GROUND,
+    HINDSIGHT,
+    REPLAYED,
+    "fixed is 1,1,1,0: the rank whose data are spoilt or few has no vote, as if one knew.",
+    "The weighted median of whole runs is scored vote by vote on the states that the real votes led to.",
     "Runs of equal parameters at the end are one training: how they were weighed made no difference to any vote.",
     "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",
     "The front of full fine-tuning was measured without label skew and at another number of ranks.",
 )
 EXPERIMENT = Experiment(
-    "votes", "Weighted votes under uneven data", runs, answers, tables, drawings, LIMITS, reference="full"
+    "votes", "Weighted votes under uneven data", runs, answers, tables, drawings, LIMITS, reference="full", shown=4
 )
+STAGES = ("log", "replay", "train")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Log, replay or train with rules, as asked for; else make the runs of the whole program; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.votes", add_help=False)
+    for name in STAGES:
+        parser.add_argument(f"--{name}", action="store_true")
+    options, rest = parser.parse_known_args(arguments)
+    if not any(getattr(options, name) for name in STAGES):
+        return main(EXPERIMENT, rest)
+    if rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    folder = RESULTS / EXPERIMENT.name
+    torch.set_num_threads(1)
+    if options.log:
+        add_missing(folder / EVIDENCE)
+    if options.replay:
+        publish(folder / RULES, to_csv(replay(read_logs(folder / EVIDENCE))))
+    if options.train:
+        train_missing(folder)
+    results = open_results(RESULTS, EXPERIMENT.name, EXPERIMENT.reference)
+    write_up(EXPERIMENT, REDUCED, results, made=False)
+    for answer in answers(results):
+        print(answer.text)
+    return 0
+
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERIMENT))
+    sys.exit(run())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from analysis.parts import vote_pages
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
@@ -261,6 +262,12 @@ def strategy(answers: Callable[[Results], list[Answer]]) -> Callable[[Path], str
     return part
 
 
+def voting(root: Path) -> str:
+    """Return what the guide says of the votes' weights and quorum."""
+    advice = vote_pages.advice(root / "votes")
+    return f"{advice} [All rules](analysis/results/votes/README.md)." if advice else NOTHING_YET
+
+
 PARTS = {
     "headline": headline,
     "ways": ways,
@@ -272,5 +279,6 @@ PARTS = {
     "ring": strategy(ring_runs.answers),
     "subnets": strategy(subnet_runs.of_subnets),
     "local-sgd": strategy(subnet_runs.of_local_sgd),
+    "voting": voting,
 }
 """Markers of README.md, with what stands between them, besides the table of answers."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from analysis.parts import vote_log
 from hvfreeze.comm.low_rank import seed_of
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
@@ -16,7 +17,9 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.model.blocks import Chain
+from hvfreeze.runs.reading import Move
 from tests.parallel.workers.checking import run_checks
 
 SHAPES = [(40, 30), (30,), (16, 3, 5, 5), (7,), (20, 20)]
@@ -411,6 +414,63 @@ def check_an_interval_knows_nothing_of_the_one_before(world: World) -> None:
         freezer.after_step(1.0)
     (before, after) = freezer._seen.norms
     assert before[0] > 0 and abs(after[0] / before[0] - 1 / 200) < 1e-4, (before, after)
+
+
+def check_ranks_that_take_turns_in_one_process_observe_what_ranks_at_once_do(world: World) -> None:
+    if world.size == 1:
+        return
+    vote_log.RANKS = world.size
+
+    class Batches:
+        """What `gradients_of` asks of shards."""
+
+        def batch(self, step: int, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            own = torch.Generator().manual_seed(100 * step + rank)
+            return torch.randn(6, 3, 8, 8, generator=own), torch.randint(0, 10, (6,), generator=own)
+
+    torch.manual_seed(0)
+    ours, theirs = vote_log.network(), vote_log.network()
+    theirs.model.load_state_dict(ours.model.state_dict())
+    optimizers = [vote_log.sgd(chain, 0.05) for chain in (ours, theirs)]
+    freezer = Freezer(
+        ours,
+        optimizer=optimizers[0],
+        reducer=Reducer(world),
+        world=world,
+        settings=FreezeConfig(freeze="none", shadow="gradient-norm,coherence", vote_weight="snr"),
+        cadence=Cadence(interval=4, warmup=4, steps_per_epoch=50, num_epochs=100),
+    )
+    prefix = FrozenPrefix(theirs, optimizers[1])
+    turns = vote_log.Ranks(prefix, optimizers[1], range(world.size))
+    prefix.on_move(turns.follow)
+    prefix.move(Move(0, 0, 0))
+    random = torch.Generator()
+    for step in range(1, 13):
+        images, labels = Batches().batch(step, world.rank, random)
+        freezer.reducer.begin()
+        loss = torch.nn.functional.cross_entropy(ours(images), labels)
+        loss.backward()
+        freezer.reducer.finish()
+        gradients, losses = vote_log.gradients_of(prefix, Batches(), step, random)  # type: ignore[arg-type]
+        turns.observe(gradients, losses)
+        for optimizer in optimizers:
+            optimizer.step()
+        decision = freezer.after_step(loss.item())
+        if step % 4:
+            continue
+        turns.end_interval()
+        vote = turns.vote(step, [1.0] * 5)
+        assert decision is not None
+        told = [round(1e6 * each) for each in decision.weights]
+        assert all(abs(a - b) <= 2 + 1e-3 * b for a, b in zip(vote["signals"], told, strict=True)), (vote, told)
+        if step > 4:
+            for row, own in zip(vote["etas"], decision.etas):
+                assert all(abs(1e-6 * eta - other) < 1e-4 for eta, other in zip(row, own[:-1], strict=True)), (row, own)
+            mine, seen = freezer._coherence.gains, turns.coherent[world.rank].gains
+            largest = max(abs(value) for row in seen for value in row)
+            assert len(mine) == len(seen) > 2
+            assert all(abs(a - b) < 1e-3 * largest for x, y in zip(mine, seen) for a, b in zip(x, y)), (mine, seen)
+        turns.begin_interval()
 
 
 if __name__ == "__main__":

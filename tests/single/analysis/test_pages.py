@@ -146,7 +146,7 @@ def test_an_undecided_answer_is_marked_as_such_and_a_negative_one_before_it() ->
 
 def test_the_votes_answer_counts_distinct_trainings() -> None:
     results = recorded("votes")
-    answer = votes.answers(results)[0]
+    answer = votes.whole_runs(results)[0]
     assert votes.distinct(results, votes.alike(results)) == 13
     assert answer.mark == "no answer yet"
     assert "27 runs that differ in how they vote are 13 distinct trainings, of 7 votes each" in answer.text

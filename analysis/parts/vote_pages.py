@@ -155,6 +155,9 @@ def better(folder: Path) -> list[tuple[str, Texts, Interval]]:
     return found
 
 
+NOTHING_BETTER = "No weights and no quorum are shown to be better than the defaults, uniform and 0.5."
+
+
 def advice(folder: Path) -> str:
     """Return the sentence that a user needs, nothing where no rule was replayed."""
     criterion, min_gain = GROUPS[0]
@@ -163,7 +166,7 @@ def advice(folder: Path) -> str:
         return ""
     name, best = called(criterion, min_gain), ""
     for winner, row, change in better(folder):
-        best += f" {winner}: {row['rule']} is more accurate by {shown(change, signed_points)}."
+        best += f"{' ' if best else ''}{winner}: {row['rule']} is more accurate by {shown(change, signed_points)}."
     still = [called(*group) for group in GROUPS if not freezes(rows_of(folder / RULES, *group))]
     nothing = f" With {', '.join(still)} no rule froze anything." if still else ""
     quorums = [rows[f"uniform, {quorum:g}"] for quorum in QUORUMS]
@@ -173,7 +176,7 @@ def advice(folder: Path) -> str:
     accuracy = f" Accuracy against a quorum of one half: {listed}." if listed else ""
     ends = [float(row["excess"]) for row in rows.values()]
     return (
-        f"Keep uniform weights and a quorum of one half.{best}{nothing} With {name} quorums of "
+        f"{best or NOTHING_BETTER}{nothing} With {name} quorums of "
         f"{', '.join(f'{quorum:g}' for quorum in QUORUMS)} save {saved} of the blocks' work and forgo {forgone} of the "
         f"gain; other weights, rank 0 alone, a median and averaged gradients forgo {signed_points(min(ends))} to "
         f"{signed_points(max(ends))} against uniform weights that save as much.{accuracy}"

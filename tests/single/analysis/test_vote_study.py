@@ -77,7 +77,7 @@ def test_the_advice_is_a_rule_that_is_more_accurate_in_every_seed_and_else_the_d
     publish(folder / vote_study.TRAINED, to_csv(rows))
     assert vote_pages.better(folder) == []
     assert "more accurate" not in vote_pages.advice(folder)
-    assert vote_pages.advice(folder).startswith("Keep uniform weights and a quorum of one half. With coherence")
+    assert vote_pages.advice(folder).startswith(f"{vote_pages.NOTHING_BETTER} With coherence")
     assert "coherence, --min-gain 0.02: no rule froze anything" in vote_pages.said(folder)
 
 

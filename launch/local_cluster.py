@@ -131,9 +131,13 @@ def traffic(cluster: Cluster) -> dict[str, tuple[int, int]]:
     """Bytes that each living node's eth0 has (sent, received) since it came up."""
     counted = {}
     for node in cluster.nodes:
-        if node.pid:
-            lines = Path(f"/proc/{node.pid}/net/dev").read_text().splitlines()
-            fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
+        try:
+            lines = Path(f"/proc/{node.pid}/net/dev").read_text().splitlines() if node.pid else []
+        except OSError:
+            # The node has just ended.
+            continue
+        # A node that loses its link is about to end.
+        for fields in (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")):
             counted[node.name] = (int(fields[8]), int(fields[0]))
     return counted
 

@@ -169,7 +169,7 @@ def stages_of(
         replicas: that train on an epoch's batches each.
     """
     ways = ways_of(config)
-    config, solved = ways[0], ways_of(solved or config)[0]
+    config, solved = ways[0], solved or config
     settings, freeze = config.optimizer, config.freeze
     solve = Stage(
         name="solve",
@@ -263,6 +263,7 @@ def tune_stage(
 def solving(config: Config) -> Config:
     """Return the settings with which stages solve the head: fixed views for fresh draws, no pairs, no groups."""
     criterion, cut = SOLVED
+    config = ways_of(config)[0]
     data = config.data if config.data.cacheable() else replace(config.data, augment="none", recipe="crop")
     return replace(
         config,
@@ -274,6 +275,7 @@ def solving(config: Config) -> Config:
 
 def tuning(config: Config, cut: int, *, epochs: int) -> Config:
     """Return the settings with which the model is tuned behind `cut`, under its own last layer."""
+    config = ways_of(config)[0]
     freeze = "coherence" if config.freeze.has("votes") else "static" if cut else "none"
     pretrained = config.model.weights != "none"
     return replace(

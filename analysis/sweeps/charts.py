@@ -176,15 +176,20 @@ def ways_chart(panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Seq
                     **looks[way.label],
                 )
             axes.set(title=title, xlabel="training time (s)")
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=TICKS))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            set_log_scale(axes)
         figure.axes[0].set_ylabel("test accuracy (%)")
         handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
         chosen = [label for label in labels if label in handles]
         figure.legend([handles[label] for label in chosen], chosen, loc="outside lower center", ncols=LEGEND_COLUMNS)
         return figure
+
+
+def set_log_scale(axes: Axes) -> None:
+    """Give the x axis a logarithmic scale, with numbers as they are written."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=TICKS))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def looks_of(labels: Sequence[str], *, reference: str, ours: Sequence[str]) -> dict[str, dict[str, object]]:

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from analysis.sweeps.charts import set_log_scale
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.launching import bits_per_second
 from analysis.sweeps.presets import PlannedRun, Preset, Value
@@ -260,7 +261,7 @@ def drawings(results: Results) -> list[Drawing]:
                 label=way,
             )
         axes.set(xlabel="sent by all ranks (MB)", ylabel="best test accuracy so far (%)")
-        axes.set_xscale("log")
+        set_log_scale(axes)
         axes.legend()
     caption = "Best test accuracy so far of a perceptron on two ranks against the bytes that all ranks have sent."
     return [Drawing(name="perceptron-bytes", caption=caption, figure=figure)]

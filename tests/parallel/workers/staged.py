@@ -247,9 +247,11 @@ def rates_of(adamw: float, sgd: float) -> Iterator[None]:
     ways_of = auto.ways_of
 
     def with_rates(config: Config) -> tuple[Config, ...]:
+        ways = ways_of(config)
+        if len(ways) == 1:
+            return ways
         return tuple(
-            replace(way, optimizer=replace(way.optimizer, lr=lr))
-            for way, lr in zip(ways_of(config), (adamw, sgd), strict=True)
+            replace(way, optimizer=replace(way.optimizer, lr=lr)) for way, lr in zip(ways, (adamw, sgd), strict=True)
         )
 
     auto.ways_of = with_rates

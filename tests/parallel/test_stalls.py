@@ -14,13 +14,15 @@ from tests.parallel.mpirun import Result, mpirun
 
 WORKER = Path(__file__).with_name("workers") / "stalling.py"
 LIMIT = 2
-TO_START = 60
-AT_A_TIME = 3
-"""Jobs: they do little but wait."""
+TO_START = 120
+AT_A_TIME = 2
+"""Jobs. Ranks that wait look for messages all the time: with more, the start of the next job takes minutes."""
+TO_END = 240
+"""Seconds for a whole job, also where other tests leave it little time."""
 Case = tuple[int, int, str, str]
 """Ranks, the rank with the fault, the stage of the job's life, and the fault."""
 
-pytestmark = [pytest.mark.mpi, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def faulty(case: Case) -> Result:
@@ -28,7 +30,7 @@ def faulty(case: Case) -> Result:
     return mpirun(
         size,
         WORKER,
-        timeout=90,
+        timeout=TO_END,
         args=[str(culprit), stage, fault, str(LIMIT)],
         env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT if stage == "start" else TO_START)},
         every_rank_reports=False,

@@ -28,7 +28,7 @@ from analysis.sweeps.statistics import Interval, is_below, of_seeds, shown
 from analysis.sweeps.sweep import main
 from hvfreeze.report.tables import Table, percent, plural, seconds
 from hvfreeze.runs.reading import Run
-from hvfreeze.training.auto import TRY
+from hvfreeze.training.stages import TRY
 
 RESNET: dict[str, Value] = {"model": "resnet18", "weights": "resnet18-cifar100-32px-fp16.pt"}
 LITE: dict[str, Value] = {

@@ -22,7 +22,7 @@ from hvfreeze.config.tree import SOLVED, Config, leaves
 from hvfreeze.data.batches import announce
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import before_last_layer
-from hvfreeze.heads.kernel import ALL_COMPARED
+from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
@@ -31,17 +31,15 @@ from hvfreeze.training.evaluation import Score, Totals, mean, reduce
 from hvfreeze.training.guard import HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import StageFactory
-from hvfreeze.training.stages import Stage
-from hvfreeze.training.trial import TUNED
+from hvfreeze.training.stages import TRY, Stage
+from hvfreeze.training.trial import JUDGING, TUNED
 
-TRY = "try"
-"""The stage that tells whether tuning pays."""
-JUDGING = 3.0
-"""What judging a trial takes, in forward passes of the samples that it tunes on."""
 WARMUP = 0.1
 """Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
 SOLVING = 0.15
-"""What solving takes beside the features' forward pass, as a part of it."""
+"""What solving takes beside the features' forward pass, as a part of it, but for comparing rows."""
+PAIR = 14e3
+"""Floating-point operations of the forward pass in whose time a row is compared with another, as measured."""
 WORTH_IT = 0.005
 """Part of the held-out samples: half a point, less than which may be left to gain."""
 LEAST_GAIN = 0.03
@@ -62,6 +60,8 @@ class Costs:
     """Of each sample, that a solution is fitted to."""
     frozen: float
     """Part of the forward pass in front of the cut at which tuning begins."""
+    comparing: float = 0.0
+    """Of a view of a sample with all views that a solution compares it with."""
 
     @property
     def full_step(self) -> float:
@@ -76,7 +76,7 @@ class Costs:
     @property
     def solution(self) -> float:
         """Of a solution, for each sample of an epoch."""
-        return self.views * (1 + SOLVING)
+        return self.views * (1 + SOLVING + self.comparing)
 
 
 def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
@@ -92,7 +92,12 @@ def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
     if cut > deepest:
         raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
     work = work_of(chain, torch.zeros(1, *factory.blueprint.image_shape))
-    costs = Costs(views=max(1, factory.augment(solved).num_views), frozen=sum(work[:cut]) / sum(work))
+    compared = centres_for(factory.rows(solved), solved.head.centres) if solved.head.head_fit == "kernel" else 0
+    costs = Costs(
+        views=max(1, factory.augment(solved).num_views),
+        frozen=sum(work[:cut]) / sum(work),
+        comparing=compared * PAIR / sum(work),
+    )
     return stages_of(
         config,
         solved=solved,
@@ -185,12 +190,12 @@ def stages_of(
     if batches == 0:
         return (solve,)
     per_epoch = settings.steps_per_epoch(batches)
-    stages, steps, tries = [solve], [per_epoch], 0
+    stages, steps = [solve], [per_epoch]
+    half = max(2, settings.batch_size // 2)
+    many = batches * settings.batch_size // half
+    tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
     if costs is not None:
         room, each = settings.epochs * costs.full_step - costs.solution, costs.solution if last_solve else 0.0
-        half = max(2, settings.batch_size // 2)
-        many = batches * settings.batch_size // half
-        tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
         rounds: list[float] = []
         # Where there is no room to try all ways, the first alone is.
         while ways and not rounds:
@@ -198,9 +203,9 @@ def stages_of(
             rounds = epochs_of_rounds(left / costs.tuning_step, each / costs.tuning_step, several=several)
             ways = ways if rounds else ways[:-1]
         steps = [int(per_epoch * epochs) for epochs in rounds]
-        for way in ways if tries else ():
-            small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
-            stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
+    for way in ways if tries and steps else ():
+        small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
+        stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
     for count in steps:
         tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=last_solve)
         for way in ways[1:] if tries else ():
@@ -212,7 +217,7 @@ def stages_of(
             tuned = replace(tuned, other=tune_stage(way, cut, steps=lasts, batches=own))
         stages += [tuned, solve] if last_solve else [tuned]
     # The model of the best solution, where what came after it is no better.
-    goes_back = guarded and steps and (stages[1].name == TRY or not last_solve)
+    goes_back = guarded and steps and (stages[1].is_trial or not last_solve)
     return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
 
 
@@ -312,7 +317,7 @@ def begin_stage(job: Job) -> None:
 
     Another way to tune is tried on the same blocks.
     """
-    runner, guard, trying = job.stage_runner, job.guard, job.stage.name == TRY
+    runner, guard, trying = job.stage_runner, job.guard, job.stage.is_trial
     chain, judge = runner.opened.chain, job.judge
     if trying and guard is not None and guard.before_trial is not None:
         guard.after_first = copied(chain.model)
@@ -329,7 +334,7 @@ def begin_stage(job: Job) -> None:
         loss = judge.begin(chain)
     if guard is not None and trying:
         guard.trial.before = loss
-        if runner.stages[runner.number + 1].name == TRY:
+        if runner.trial_follows:
             guard.before_trial = copied(chain.model)
 
 
@@ -343,7 +348,7 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         failed: whether the stage has ended early, by numbers that are not finite.
     """
     guard, runner, judge = job.guard, job.stage_runner, job.judge
-    if guard is None or judge is None or runner.stage.name != TRY:
+    if guard is None or judge is None or not runner.stage.is_trial:
         return
     settings, chain = runner.stage.config.optimizer, runner.opened.chain
     trial = guard.trial
@@ -353,22 +358,32 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         except NumericsError:
             loss = math.inf
     trial.after[f"{settings.optimizer} at {settings.lr:g}"] = loss if math.isfinite(loss) else math.inf
-    if runner.stages[runner.number + 1].name == TRY and trial.is_promising:
+    if runner.trial_follows and trial.is_promising:
         return
     job.logger.info(trial.line(runner.stage.steps))
     first, guard.before_trial, guard.after_first = guard.after_first, None, None
     if not trial.pays:
         runner.drop_rest()
         go_back(job)
-    elif first is not None and trial.best == next(iter(trial.after)):
+        return
+    if first is not None and trial.best == next(iter(trial.after)):
         put_back(first, chain.model)
     elif first is not None:
         runner.take_other_way()
+    assert guard.best is not None and trial.before is not None
+    if fell_much(trial.before, trial.loss) and leaves_much(guard.best.verdict):
+        tune_at_once(job)
+
+
+def tune_at_once(job: Job) -> None:
+    """Make one tuning of those to come, and tell so. Equal on all ranks."""
+    job.logger.info("much is gained, and much is left to gain: one tuning takes all steps that are left")
+    job.stage_runner.tune_at_once()
 
 
 def give_up_trial(job: Job) -> bool:
     """Tell whether numbers that are not finite end a trial alone, not the run, and end it then. Collective."""
-    if job.guard is None or job.stage.name != TRY:
+    if job.guard is None or not job.stage.is_trial:
         return False
     job.step = job.stage_runner.first_step + job.stage.steps
     return True
@@ -417,9 +432,8 @@ def judge(job: Job) -> None:
     if not goes_on(before, verdict):
         job.logger.info("longer tuning is not expected to gain: stopped")
         runner.drop_rest()
-    elif gains_much(before, verdict):
-        job.logger.info("much is gained, and much is left to gain: one tuning takes all steps that are left")
-        runner.tune_at_once()
+    elif fell_much(before.held_out_loss, verdict.held_out_loss) and leaves_much(verdict):
+        tune_at_once(job)
 
 
 def leave_out_tuning(job: Job) -> None:
@@ -439,10 +453,14 @@ def goes_on(before: Verdict, now: Verdict) -> bool:
     return better and is_worth_it(now)
 
 
-def gains_much(before: Verdict, now: Verdict) -> bool:
-    """Tell whether tuning gains so much, and leaves so much, that short ones on the way to a long one waste steps."""
-    fell = now.held_out_loss < (1 - MUCH_GAIN) * before.held_out_loss
-    return fell and 1 - now.held_out_accuracy >= MUCH_LEFT
+def fell_much(before: float, now: float) -> bool:
+    """Tell whether a loss on held-out samples fell so much that short tunings on the way to a long one waste steps."""
+    return now < (1 - MUCH_GAIN) * before
+
+
+def leaves_much(found: Verdict) -> bool:
+    """Tell whether so many held-out samples are wrong that a long tuning may gain."""
+    return 1 - found.held_out_accuracy >= MUCH_LEFT
 
 
 def is_worth_it(found: Verdict) -> bool:

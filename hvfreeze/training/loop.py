@@ -230,10 +230,10 @@ def end_stage(job: Job, *, failed: bool = False) -> None:
     `failed`: numbers that are not finite ended it early.
     """
     judge(job)
+    end_trial(job, failed=failed)
     if job.budget is not None:
         for line in job.budget.after_stage(job.stage_runner):
             job.logger.info(line)
-    end_trial(job, failed=failed)
     judge_tuned(job)
 
 

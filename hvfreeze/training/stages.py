@@ -35,6 +35,10 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
     return base
 
 
+TRY = "try"
+"""Name of the stages that tell whether tuning pays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A part of a run, for which one chain of the model is opened, and whose epochs are all made alike."""
@@ -60,6 +64,11 @@ class Stage:
         """What the user is told when it begins."""
         work = "the head is solved" if self.solves else f"{self.steps} steps, freeze {self.config.freeze.freeze}"
         return f"stage {self.name}: {work}"
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it tells whether tuning pays."""
+        return self.name == TRY
 
     @property
     def solves(self) -> bool:
@@ -180,6 +189,12 @@ class StageRunner:
     def is_last(self) -> bool:
         """Whether no stage that has steps comes after this one."""
         return not any(stage.steps for stage in self.stages[self.number + 1 :])
+
+    @property
+    def trial_follows(self) -> bool:
+        """Whether the next stage tries another way to tune."""
+        coming = self.stages[self.number + 1 :]
+        return bool(coming) and coming[0].is_trial and coming[0].steps > 0
 
     def plan(self, steps: Sequence[int]) -> None:
         """Let the stages last so many steps each; the strategy that is open learns of it. Equal on all ranks."""

@@ -28,6 +28,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, with_steps
+from hvfreeze.training.trial import JUDGING
 
 TIMES = 2
 """Tries of everything, the first of which brings libraries and memory up to speed."""
@@ -58,6 +59,8 @@ class Expected:
     evaluation: float
     judging: float = 0.0
     """Of a tuned model that no solution follows."""
+    trial: float = 0.0
+    """Of a short tuning that is tried, and of judging it."""
     source: str
     """What the numbers were read from."""
 
@@ -178,6 +181,8 @@ class TimeBudget:
     _measured: tuple[float, int] | None = None
     """Seconds and steps of the stage under way when its step was last measured."""
     _plan_at: int = 0
+    _images: int = 0
+    """Of a step that takes `expected.step`; ways to tune may differ in it."""
 
     def elapsed(self) -> float:
         """Return the seconds that the run has taken so far, on this rank's clock."""
@@ -186,6 +191,7 @@ class TimeBudget:
     def plan(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """Return the stages with the steps that there is time for."""
         self._mark = self.elapsed()
+        self._images = images_of_step(trained_first(stages))
         needed = self._mark + self._reserve() + self.expected.evaluation
         needed += self.expected.solve if stages[0].solves else self.expected.step
         steps = self._chosen(stages, 0)
@@ -231,6 +237,8 @@ class TimeBudget:
         Collective: every rank of the world must call this after every step.
         """
         now, stage = self.elapsed(), stage_runner.stage
+        if stage.is_trial:
+            return
         if self._measured is None or self._measured[1] >= done:
             # The first step also brings libraries and memory up to speed.
             self._measured, self._plan_at, self._evaluating = (now, done), done + 1, 0.0
@@ -239,6 +247,7 @@ class TimeBudget:
         then, made = self._measured
         if done > made:
             self.expected = replace(self.expected, step=(now - then - self._evaluating) / (done - made))
+            self._images = images_of_step(stage)
         steps = max(done, self._room(stage_runner.stages, stage_runner.number, done=done, elapsed=now))
         wait = max(1, min((steps - done) // 2, round(SECONDS_BETWEEN_PLANS / max(self.expected.step, 1e-6))))
         steps, self._plan_at = self.world.broadcast_object((steps, done + wait), name="budget.steps")
@@ -295,11 +304,24 @@ class TimeBudget:
         }
 
     def _chosen(self, stages: Sequence[Stage], first: int) -> list[int]:
-        """Return every stage's steps, those from `first` on as there is time; a solution that nothing precedes goes."""
+        """Return every stage's steps, those from `first` on as there is time; a solution that nothing precedes goes.
+
+        A trial goes where there is no time for it and for an epoch of tuning, the last one first.
+        """
+        steps = self._with_trials(stages, first)
+        trials = [number for number in range(first, len(stages)) if stages[number].is_trial and stages[number].steps]
+        if not trials or any(steps[trials[-1] + 1 :]):
+            return steps
+        return self._chosen(
+            with_steps(stages, [0 if n == trials[-1] else s.steps for n, s in enumerate(stages)]), first
+        )
+
+    def _with_trials(self, stages: Sequence[Stage], first: int) -> list[int]:
+        """Return the same where every trial is made."""
         steps = [stage.steps for stage in stages]
         for number in range(first, len(stages)):
             stage = stages[number]
-            if not stage.solves:
+            if not (stage.solves or stage.is_trial):
                 before = sum(self._takes(stages, earlier) for earlier in range(first, number))
                 steps[number] = self._room(stages, number, done=0, elapsed=self.elapsed() + before)
                 if stage.is_followed and steps[number] < stage.steps_per_epoch:
@@ -320,6 +342,8 @@ class TimeBudget:
             return 0.0
         if stage.solves:
             return self.expected.solve + self.expected.evaluation
+        if stage.is_trial:
+            return self.expected.trial
         return stage.steps * self._with_evaluations(stage) + self._ends(stage)
 
     def _ends(self, stage: Stage) -> float:
@@ -327,7 +351,8 @@ class TimeBudget:
         return 0.0 if stage.is_followed else self.expected.evaluation + self.expected.judging
 
     def _with_evaluations(self, stage: Stage) -> float:
-        return max(1e-6, self.expected.step + self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch))
+        step = self.expected.step * images_of_step(stage) / self._images
+        return max(1e-6, step + self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch))
 
     def _reserve(self) -> float:
         return RESERVED_SECONDS + RESERVED * self.seconds
@@ -349,7 +374,7 @@ def open_budget(
     seconds, world = config.run.budget_seconds(), context.world
     if seconds is None:
         return None
-    trained = next((stage for stage in stages if not stage.solves), stages[0])
+    trained = trained_first(stages)
     cut = 0 if trained.solves else trained.config.freeze.cut or 0
     precision = config.optimizer.precision
     timing = time_batch(context.chain, factory.feed(trained), cut=cut, precision=precision, world=world)
@@ -359,10 +384,31 @@ def open_budget(
         step=timing.step * config.optimizer.accumulate,
         evaluation=timing.forward * evaluated,
         judging=timing.forward * judged,
+        trial=expected_trial(stages, timing, images_of_step(trained)),
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
     return TimeBudget(
         seconds=seconds, world=world, started=started, expected=expected, evaluate_every=config.run.evaluate_every
+    )
+
+
+def trained_first(stages: Sequence[Stage]) -> Stage:
+    """Return the first stage whose steps are chosen; the first of all where none are."""
+    return next((stage for stage in stages if not (stage.solves or stage.is_trial)), stages[0])
+
+
+def images_of_step(stage: Stage) -> int:
+    """Return how many images a replica's step has."""
+    return stage.config.optimizer.batch_size * stage.config.optimizer.accumulate
+
+
+def expected_trial(stages: Sequence[Stage], timing: Timing, images: int) -> float:
+    """Return the seconds of a trial and of judging it, by the timing of batches of so many images."""
+    stage = next((stage for stage in stages if stage.is_trial), None)
+    return (
+        0.0
+        if stage is None
+        else stage.steps * images_of_step(stage) / images * (timing.step + JUDGING * timing.forward)
     )
 
 

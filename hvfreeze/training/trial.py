@@ -30,6 +30,8 @@ from hvfreeze.model.modes import in_evaluation
 FITTED, HELD_OUT, TUNED = 1024, 512, 1280
 """Samples of all ranks, about, so that a trial on many samples costs no more than on few: those that heads are solved
 for, those that judge them, and those that the trial tunes on."""
+JUDGING = 3.0
+"""What judging a trial takes, in forward passes of the samples that it tunes on."""
 PENALTY = 0.01
 """Of the last layer under which tuning begins."""
 LEAST_GAIN = 0.04

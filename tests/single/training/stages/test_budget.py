@@ -197,3 +197,32 @@ def test_evaluations_longer_than_all_steps_leave_at_least_one_step(clock: Clock,
     clock.now += 5.0
     (planned,) = budget.plan([single_stage(from_dict({}), batches_per_epoch=4, epochs=1)])
     assert planned.steps >= 1
+
+
+PRETRAINED: dict[str, Any] = {"freeze": "auto", "weights": "some.pt"}
+
+
+def test_both_ways_are_tried_where_there_is_time_and_tuning_takes_the_rest(clock: Clock) -> None:
+    began, given = clock.now, stages(**PRETRAINED)
+    budget = budget_of(clock, 60.0, trial=given[1].steps * STEP)
+    planned = budget.plan(given)
+    assert [stage.name for stage in planned] == ["solve", "try", "try", "tune", "solve", "back"]
+    assert [stage.steps for stage in planned[1:3]] == [given[1].steps] * 2, "a trial is as long as ever"
+    stage_runner = follow(budget, clock, planned, solve=SOLVE, step=lambda done: STEP)
+    assert 0.95 * 60.0 <= clock.now - began + budget._reserve() <= 1.02 * 60.0
+    assert stage_runner.stages[3].steps > 200
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(12.5, 0), (17.0, 1), (21.0, 2)])
+def test_ways_are_tried_only_where_an_epoch_of_tuning_has_time_too(clock: Clock, seconds: float, tried: int) -> None:
+    planned = budget_of(clock, seconds, trial=4.0).plan(stages(**PRETRAINED))
+    assert sum(stage.steps > 0 for stage in planned[1:3]) == tried
+    assert planned[3].steps >= planned[3].steps_per_epoch
+
+
+def test_a_step_of_larger_batches_takes_as_much_longer(clock: Clock) -> None:
+    budget, given = budget_of(clock, 60.0), stages(**PRETRAINED)
+    budget.plan(given)
+    other = given[3].other
+    assert other is not None
+    assert budget._with_evaluations(other) / budget._with_evaluations(given[3]) == pytest.approx(2, rel=0.05)

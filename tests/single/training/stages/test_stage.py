@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto import JUDGING, Costs, epochs_of_rounds, stages_of
+from hvfreeze.training.auto import Costs, epochs_of_rounds, stages_of
 from hvfreeze.training.stages import Stage, single_stage
-from hvfreeze.training.trial import Trial
+from hvfreeze.training.trial import JUDGING, Trial
 
 COSTS = Costs(views=2, frozen=0.25)
 DEEPEST = 5

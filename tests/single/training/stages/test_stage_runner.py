@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+from logging import getLogger
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto import Costs, stages_of
+from hvfreeze.training.auto import Costs, end_trial, stages_of
 from hvfreeze.training.stages import StageRunner, joined
+from hvfreeze.training.trial import Trial
 
 CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_saved": 0.5}
 
@@ -86,6 +90,33 @@ def test_one_tuning_takes_the_steps_of_all_that_are_left_and_one_solution_follow
     assert [stage.steps for stage in made.stages] == [*before[:5], before[5] + before[7], before[6], 0, 0, 0]
     tuned = made.stages[5]
     assert tuned.config.optimizer.epochs == tuned.epochs
+
+
+@pytest.mark.parametrize(
+    ("loss", "accuracy", "rounds"),
+    [(0.75, 0.6, 1), (0.9, 0.6, 3), (0.75, 0.97, 3)],
+    ids=["much is gained", "little is gained", "little is left"],
+)
+def test_one_tuning_follows_a_trial_that_gains_much_where_much_is_left(
+    loss: float, accuracy: float, rounds: int
+) -> None:
+    made = tried_runner()
+    made.number = 2
+    chain = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    made.opened = cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0), chain=chain))
+    best = SimpleNamespace(verdict=SimpleNamespace(held_out_accuracy=accuracy))
+    guard = SimpleNamespace(
+        trial=Trial(before=1.0, after={"adamw at 0.0003": 0.95}), best=best, before_trial=None, after_first=None
+    )
+    job = SimpleNamespace(
+        guard=guard,
+        stage_runner=made,
+        judge=SimpleNamespace(loss=lambda chain: loss),
+        clock=SimpleNamespace(within=lambda phase: nullcontext()),
+        logger=getLogger(__name__),
+    )
+    end_trial(cast(Any, job))
+    assert sum(stage.steps > 0 for stage in made.stages if stage.name == "tune") == rounds
 
 
 def test_reports_of_stages_add_up() -> None:

@@ -16,6 +16,7 @@ from analysis import (
     caching,
     communication,
     compression,
+    criteria,
     exact_head,
     grounds,
     peers,
@@ -31,7 +32,7 @@ EXPERIMENTS = tuple(
     module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication, scaling, pixels64)
 )
 LONGER = (
-    *(module.EXPERIMENT for module in (exact_head, compression, auto_parts, grounds, strategies)),
+    *(module.EXPERIMENT for module in (exact_head, compression, auto_parts, grounds, criteria, strategies)),
     *peers.EXPERIMENTS.values(),
 )
 """What heads that are solved give, what a compressed exchange and a chain on several ranks cost, and what else a user

@@ -152,13 +152,16 @@ def draw_front(axes: Axes, results: Results) -> None:
     axes.plot(times, accuracies, "-", color=BASELINE, marker=".", label="all layers, other numbers of epochs")
 
 
-def ways_chart(panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str]) -> Figure:
+def ways_chart(
+    panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str], x: str = "training time (s)"
+) -> Figure:
     """Return a panel for each title, side by side, with one legend; seconds on a logarithmic axis.
 
     Args:
         panels: title -> its ways; a label looks alike in every panel.
         reference: the label of what all others are held against.
         ours: the labels that are to catch the eye.
+        x: what the points have in place of seconds.
     """
     labels = list(dict.fromkeys(way.label for ways in panels.values() for way in ways))
     looks = looks_of(labels, reference=reference, ours=ours)
@@ -175,7 +178,7 @@ def ways_chart(panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Seq
                     label=way.label,
                     **looks[way.label],
                 )
-            axes.set(title=title, xlabel="training time (s)")
+            axes.set(title=title, xlabel=x)
             set_log_scale(axes)
         figure.axes[0].set_ylabel("test accuracy (%)")
         handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}

@@ -14,6 +14,7 @@ from analysis.sweeps.sweep import carry_out
 from tests.single.report.run_directories import vote, write_run
 
 FAST = {
+    "coherence": 1.0,
     "none": 1.0,
     "auto": 8.0,
     "static": 1.5,

@@ -182,6 +182,7 @@ def stages_of(
         steps=batches_per_epoch,
         batches_per_epoch=batches_per_epoch,
         shown_cut=deepest,
+        worth=costs.solution / costs.tuning_step if costs else 0.0,
     )
     # Without a last solution the guard judges the tuned model itself.
     last_solve, guarded = freeze.has("last-solve"), freeze.has("guard")

@@ -56,6 +56,8 @@ class Stage:
     """Whether another stage judges what comes of it, so that it ends without an evaluation of its own."""
     shown_cut: int | None = None
     """How the run calls the cut of a stage that freezes all blocks but the head; None where it is the stage's own."""
+    worth: float = 0.0
+    """Of a solution: epochs of tuning that take as long."""
     other: Stage | None = None
     """Another way to tune for as many epochs, which is taken where a trial finds it better."""
 
@@ -220,12 +222,13 @@ class StageRunner:
         )
 
     def tune_at_once(self) -> None:
-        """Give the next stage that trains the steps of all that do, and leave one solution behind it. Equal on all."""
+        """Let one tuning take the time of all stages to come but for one solution behind it. Equal on all ranks."""
         steps, coming = [stage.steps for stage in self.stages], range(self.number + 1, len(self.stages))
         tuning = [number for number in coming if not self.stages[number].solves]
-        last = next((number for number in coming if number > tuning[0] and self.stages[number].solves), None)
-        merged = sum(steps[number] for number in tuning)
-        kept = {tuning[0]: merged} | ({} if last is None else {last: steps[last]})
+        solutions = [number for number in coming if self.stages[number].solves and steps[number]]
+        spared = sum(self.stages[number].worth for number in solutions[1:])
+        merged = sum(steps[number] for number in tuning) + int(spared * self.stages[tuning[0]].steps_per_epoch)
+        kept = {tuning[0]: merged} | {number: steps[number] for number in solutions[:1]}
         self.plan([kept.get(number, 0) if number in coming else count for number, count in enumerate(steps)])
 
     def turn_back(self) -> None:

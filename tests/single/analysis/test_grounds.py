@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from analysis import dots, grounds
+from analysis import dots, grounds, rotated
 from analysis.sweeps.experiment import made as made_how
 from analysis.sweeps.experiment import write_up
 from analysis.sweeps.kept import KeptRuns, write_rows
@@ -25,6 +27,22 @@ def test_an_image_has_as_many_dots_as_its_label_says() -> None:
     bright = (images.min(axis=3) >= dots.BRIGHT[0]).sum(axis=(1, 2))
     assert list(bright) == [dots.DOT**2 * label for label in labels]
     assert set(labels) == set(range(1, dots.MOST + 1))
+
+
+def test_a_turned_image_is_in_the_folder_of_its_angle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotated, "PARTS", {"train": (8, 0), "test": (4, 1)})
+    original = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    for part in rotated.PARTS:
+        place = tmp_path / "cifar" / part / "cat"
+        place.mkdir(parents=True)
+        for number in range(8):
+            Image.fromarray(original).save(place / f"{number}.png")
+    assert rotated.main([str(tmp_path / "cifar"), str(tmp_path / "turned")]) == 0
+    written = sorted((tmp_path / "turned").glob("*/*/*.png"))
+    assert len(written) == 12 and len({path.parent.name for path in written}) > 1
+    for path in written:
+        turned = np.rot90(original, int(path.parent.name) // 90)
+        assert np.array_equal(np.asarray(Image.open(path)), turned)
 
 
 def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:

@@ -195,31 +195,44 @@ def stages_of(
     half = max(2, settings.batch_size // 2)
     many = batches * settings.batch_size // half
     tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
+    ends_solved = last_solve
     if costs is not None:
-        room, each = settings.epochs * costs.full_step - costs.solution, costs.solution if last_solve else 0.0
-        rounds: list[float] = []
-        # Where there is no room to try all ways, the first alone is.
-        while ways and not rounds:
-            left = room - len(ways) * tries / many * (costs.tuning_step + JUDGING)
-            rounds = epochs_of_rounds(left / costs.tuning_step, each / costs.tuning_step, several=several)
-            ways = ways if rounds else ways[:-1]
+        room, rounds = settings.epochs * costs.full_step - costs.solution, list[float]()
+        # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
+        for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
+            left = room - count * tries / many * (costs.tuning_step + JUDGING)
+            each = costs.solution if ends_solved else 0.0
+            rounds = epochs_of_rounds(
+                left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
+            )
+            if rounds:
+                ways = ways[:count]
+                break
         steps = [int(per_epoch * epochs) for epochs in rounds]
     for way in ways if tries and steps else ():
         small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
         stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
     for count in steps:
-        tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=last_solve)
+        tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=ends_solved)
         for way in ways[1:] if tries else ():
             own = batches * settings.batch_size // way.optimizer.batch_size
             if own == 0:
                 # Too few samples for a larger batch.
                 way, own = replace(way, optimizer=replace(way.optimizer, batch_size=settings.batch_size)), batches
             lasts = max(1, count * way.optimizer.steps_per_epoch(own) // per_epoch)
-            tuned = replace(tuned, other=tune_stage(way, cut, steps=lasts, batches=own))
-        stages += [tuned, solve] if last_solve else [tuned]
+            other = tune_stage(way, cut, steps=lasts, batches=own, guarded=guarded, is_followed=ends_solved)
+            tuned = replace(tuned, other=other)
+        stages += [tuned, solve] if ends_solved else [tuned]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].is_trial or not last_solve)
     return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
+
+
+def plans(ways: int, *, several: bool, last_solve: bool) -> list[tuple[int, bool]]:
+    """Return what there may be room for, the best first: how many ways are tried, whether the head is solved again."""
+    if not several:
+        return [(ways, last_solve)]
+    return [(count, ends_solved) for count in range(ways, 0, -1) for ends_solved in (True, False)]
 
 
 def epochs_of_rounds(room: float, solution: float, *, several: bool) -> list[float]:

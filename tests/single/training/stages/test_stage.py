@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,10 +37,21 @@ def tuned_epochs(stages: tuple[Stage, ...]) -> list[float]:
 def test_stages_take_what_epochs_have_room_for_and_no_more(epochs: int) -> None:
     stages = planned(epochs=epochs)
     names = [stage.name for stage in stages if stage.steps]
-    assert names == ["solve"] + (["try"] + ["tune", "solve"] * (len(names) // 2 - 1) if epochs > 3 else [])
+    rounds = ["tune", "solve"] * (len(names) // 2 - 1)
+    room_for = {1: ["solve"], 2: ["solve"], 3: ["solve", "try", "tune"]}
+    assert names == room_for.get(epochs, ["solve", "try", *rounds])
     assert cost(stages) <= epochs
-    assert epochs <= 3 or cost(stages) > epochs - 1 / 10
-    assert (stages[-1].name, stages[-1].steps) == (("solve", 20) if epochs <= 3 else ("back", 0))
+    assert epochs <= 2 or cost(stages) > epochs - 1 / 10
+    assert (stages[-1].name, stages[-1].steps) == (("solve", 20) if epochs <= 2 else ("back", 0))
+
+
+def test_where_no_solution_has_room_behind_it_the_tuned_model_itself_is_judged() -> None:
+    config, dear = from_dict({"freeze": "auto", "weights": "some.pt", "epochs": 4}), replace(COSTS, comparing=1.5)
+    stages = stages_of(config, batches_per_epoch=62, guarded_batches=56, cut=2, deepest=5, costs=dear, replicas=2)
+    assert [stage.name for stage in stages] == ["solve", "try", "try", "tune", "back"]
+    tuned = stages[3]
+    assert tuned.other is not None and not (tuned.is_followed or tuned.other.is_followed)
+    assert tuned.guarded and tuned.other.guarded
 
 
 def test_each_tuning_lasts_twice_as_long_as_the_one_before_and_the_last_takes_the_rest() -> None:

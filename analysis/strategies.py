@@ -75,7 +75,7 @@ EXPERIMENT = Experiment(
         "Some runs of the ring, and of the perceptron with J = 1 and 50 or on 4 ranks, are planned and not made yet.",
         "Critics and ring ran while other programs computed on the machine: their times say little.",
         "Critics: scikit-learn's digits at 16 pixels, on which all are accurate; 15 epochs.",
-        "The ring: 400 steps of 8 windows of 32 characters; the text is Python's standard library.",
+        "The ring: steps of 8 windows of 32 characters; the text is Python's standard library.",
         "The perceptron's learning rate was the best of 0.01, 0.03 and 0.1 for replicas, on the test set of one seed.",
         "A perceptron's seconds at a bandwidth are a model: the bytes that a rank sends over the bandwidth, no more.",
         "A head's forward pass has no clock of its own; the prediction takes it for half of its backward pass.",

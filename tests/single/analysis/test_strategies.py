@@ -130,9 +130,9 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monk
     assert {row[0]: row[-1] for row in memory.rows} == {"grid-1x1-m2": "NO", "grid-2x1-m2": "NO"}
     assert [row[1] for row in memory.rows] == ["2.0 MB", "1.0 MB 1.0 MB"]
     assert [row[1] for row in dealt.rows] == ["1 x 2", "1 x 2 then 2 x 1"] * 2 and dealt.rows[3][3] == "2.00x"
-    missing = ["not measured"] * 4
+    missing = ["not measured"] * 6
     assert [row[1:] for row in ring.rows] == [
-        ("0.600", "-", "not measured", "-", "not measured", "-"),
+        ("0.600", "-", *["not measured", "-"] * 3),
         ("0.612", "+2.0 %", *missing),
     ]
     # 0.1 s of data, 1 s forward, 2.3 s backward with the update, in 10 steps.

@@ -24,8 +24,9 @@ from hvfreeze.runs.reading import Run
 MODEST, HIGH = 0.00025, (0.001, 0.003, 0.01)
 """Learning rates: the paper's, with its cosine decay and a warm-up, and others, which stay constant."""
 RATES = (MODEST, *HIGH)
-PARTS = (1, 3, 4)
+PARTS, SMOKE_PARTS = (1, 3, 4), (1, 2)
 """Modules; 1 is plain backpropagation in one process."""
+EVERY = tuple(sorted({*PARTS, *SMOKE_PARTS}))
 BATCH, CONTEXT, STEPS, MODEST_STEPS = 8, 32, 400, 1200
 TIMED_PARTS, TIMED_STEPS = 3, 28
 TIMED: dict[str, dict[str, Value]] = {
@@ -40,10 +41,11 @@ MOST_LOST, LEAST_GAINED = 1.03, 1.3
 def planned(preset: Preset) -> list[PlannedRun]:
     """Return the runs, of one seed where what is asked is large or nothing."""
     seed = preset.seeds[0]
-    points = [(1, MODEST), (2, MODEST)] if preset.is_smoke else [(parts, rate) for rate in HIGH for parts in PARTS]
-    losses = [run(preset, parts, rate, seed=seed) for parts, rate in points]
-    if not preset.is_smoke:
-        losses += [run(preset, parts, MODEST, seed=seed) for seed in preset.seeds for parts in PARTS]
+    if preset.is_smoke:
+        losses = [run(preset, parts, MODEST, seed=seed) for parts in SMOKE_PARTS]
+    else:
+        losses = [run(preset, parts, rate, seed=seed) for rate in HIGH for parts in PARTS]
+        losses += [run(preset, parts, MODEST, seed=other) for other in preset.seeds for parts in PARTS]
     return [*losses, *(timed(preset, label, seed=seed) for label in TIMED)]
 
 
@@ -128,14 +130,14 @@ def by_seed(runs: list[Run], value: Callable[[Run], float]) -> dict[int, float]:
 def answers(results: Results) -> list[Answer]:
     """Return what old gradients cost and bring."""
     found = []
-    modest = {parts: gap(results, parts, MODEST) for parts in PARTS[1:] if gap(results, parts, MODEST).n}
+    modest = {parts: gap(results, parts, MODEST) for parts in EVERY[1:] if gap(results, parts, MODEST).n}
     if modest:
         each = "; ".join(f"K = {parts}: {shown(ratio, lost)}" for parts, ratio in modest.items())
         worst = max(modest.values(), key=lambda ratio: ratio.mean)
         text = f"Held-out loss against backpropagation with Adam at {MODEST:g} and cosine decay: {each}."
         question = "What do old gradients cost at a modest learning rate?"
         found.append(Answer(question=question, text=text, n=worst.n, negative=worst.mean > MOST_LOST))
-    high = {(parts, rate): gap(results, parts, rate) for rate in HIGH for parts in PARTS[1:]}
+    high = {(parts, rate): gap(results, parts, rate) for rate in HIGH for parts in EVERY[1:]}
     measured = {point: ratio for point, ratio in high.items() if ratio.n}
     if measured:
         each = "; ".join(
@@ -178,7 +180,7 @@ def lost(ratio: float) -> str:
 def tables(results: Results) -> list[Table]:
     """Return losses by modules and learning rate, and seconds of a step beside the prediction."""
     found, rows = [], []
-    for parts in PARTS:
+    for parts in EVERY:
         cells = [shown(of_seeds(losses(results, parts, rate)), nats) for rate in RATES]
         if any(cell != "not measured" for cell in cells):
             ratios = [shown(gap(results, parts, rate), lost) if parts > 1 else "-" for rate in RATES]
@@ -211,7 +213,7 @@ def drawings(results: Results) -> list[Drawing]:
     """Return the loss over the modules, a line for each learning rate."""
     lines = []
     for rate, colour in zip(RATES, COLOURS):
-        points = {parts: of_seeds(losses(results, parts, rate)) for parts in PARTS if losses(results, parts, rate)}
+        points = {parts: of_seeds(losses(results, parts, rate)) for parts in EVERY if losses(results, parts, rate)}
         if points:
             lines.append(Line(label=f"Adam, {rate:g}", points=points, colour=colour))
     if not lines:

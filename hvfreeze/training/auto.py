@@ -32,7 +32,7 @@ from hvfreeze.training.guard import HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import TRY, Stage
-from hvfreeze.training.trial import JUDGING, TUNED
+from hvfreeze.training.trial import TUNED, judging
 
 WARMUP = 0.1
 """Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
@@ -62,6 +62,8 @@ class Costs:
     """Part of the forward pass in front of the cut at which tuning begins."""
     comparing: float = 0.0
     """Of a view of a sample with all views that a solution compares it with."""
+    judging: float = 0.0
+    """Of a trial, for each sample that it tunes on."""
 
     @property
     def full_step(self) -> float:
@@ -97,6 +99,7 @@ def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
         views=max(1, factory.augment(solved).num_views),
         frozen=sum(work[:cut]) / sum(work),
         comparing=compared * PAIR / sum(work),
+        judging=judging(sum(work)),
     )
     return stages_of(
         config,
@@ -200,7 +203,7 @@ def stages_of(
         room, rounds = settings.epochs * costs.full_step - costs.solution, list[float]()
         # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
         for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
-            left = room - count * tries / many * (costs.tuning_step + JUDGING)
+            left = room - count * tries / many * (costs.tuning_step + costs.judging)
             each = costs.solution if ends_solved else 0.0
             rounds = epochs_of_rounds(
                 left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved

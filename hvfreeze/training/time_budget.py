@@ -26,9 +26,10 @@ from hvfreeze.heads.points import MOST_DIRECTIONS
 from hvfreeze.heads.rows import CHUNK_ROWS
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
+from hvfreeze.model.segments import work_of
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, with_steps
-from hvfreeze.training.trial import JUDGING
+from hvfreeze.training.trial import judging
 
 TIMES = 2
 """Tries of everything, the first of which brings libraries and memory up to speed."""
@@ -384,7 +385,7 @@ def open_budget(
         step=timing.step * config.optimizer.accumulate,
         evaluation=timing.forward * evaluated,
         judging=timing.forward * judged,
-        trial=expected_trial(stages, timing, images_of_step(trained)),
+        trial=expected_trial(factory, stages, timing, images_of_step(trained)),
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
     return TimeBudget(
@@ -402,14 +403,14 @@ def images_of_step(stage: Stage) -> int:
     return stage.config.optimizer.batch_size * stage.config.optimizer.accumulate
 
 
-def expected_trial(stages: Sequence[Stage], timing: Timing, images: int) -> float:
+def expected_trial(factory: StageFactory, stages: Sequence[Stage], timing: Timing, images: int) -> float:
     """Return the seconds of a trial and of judging it, by the timing of batches of so many images."""
     stage = next((stage for stage in stages if stage.is_trial), None)
-    return (
-        0.0
-        if stage is None
-        else stage.steps * images_of_step(stage) / images * (timing.step + JUDGING * timing.forward)
-    )
+    if stage is None:
+        return 0.0
+    forward = sum(work_of(factory.context.chain, torch.zeros(1, *factory.blueprint.image_shape)))
+    batches = stage.steps * images_of_step(stage) / images
+    return batches * (timing.step + judging(forward) * timing.forward)
 
 
 def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> float:

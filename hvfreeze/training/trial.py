@@ -30,12 +30,18 @@ from hvfreeze.model.modes import in_evaluation
 FITTED, HELD_OUT, TUNED = 1024, 512, 1280
 """Samples of all ranks, about, so that a trial on many samples costs no more than on few: those that heads are solved
 for, those that judge them, and those that the trial tunes on."""
-JUDGING = 3.0
-"""What judging a trial takes, in forward passes of the samples that it tunes on."""
+SEEN, SOLVED = 1.8, 9e8
+"""What judging a trial takes for each sample that it tunes on: forward passes, and floating-point operations of the
+forward pass in whose time the heads are solved, as measured."""
 PENALTY = 0.01
 """Of the last layer under which tuning begins."""
 LEAST_GAIN = 0.04
 """Part by which the loss of held-out samples falls where tuning pays."""
+
+
+def judging(forward: float) -> float:
+    """Return what judging takes for each sample tuned on, in forward passes of so many floating-point operations."""
+    return SEEN + SOLVED / forward
 
 
 @dataclass

@@ -9,9 +9,9 @@ import pytest
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import Costs, epochs_of_rounds, stages_of
 from hvfreeze.training.stages import Stage, single_stage
-from hvfreeze.training.trial import JUDGING, Trial
+from hvfreeze.training.trial import Trial
 
-COSTS = Costs(views=2, frozen=0.25)
+COSTS = Costs(views=2, frozen=0.25, judging=3.0)
 DEEPEST = 5
 
 
@@ -25,7 +25,7 @@ def cost(stages: tuple[Stage, ...]) -> float:
     solutions = sum(stage.name == "solve" for stage in stages)
     tuned = sum(stage.batches(stage.steps) for stage in stages if stage.name in ("try", "tune"))
     tuned -= sum(stage.batches(stage.steps) / 2 for stage in stages if stage.name == "try")
-    judging = sum(JUDGING * stage.batches(stage.steps) / 36 for stage in stages if stage.name == "try")
+    judging = sum(COSTS.judging * stage.batches(stage.steps) / 36 for stage in stages if stage.name == "try")
     return (solutions * COSTS.solution + judging + tuned / 18 * COSTS.tuning_step) / COSTS.full_step
 
 

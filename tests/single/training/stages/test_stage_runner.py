@@ -13,7 +13,7 @@ from hvfreeze.training.auto import Costs, end_trial, stages_of
 from hvfreeze.training.stages import StageRunner, joined
 from hvfreeze.training.trial import Trial
 
-COSTS = Costs(views=2, frozen=0.0)
+COSTS = Costs(views=2, frozen=0.0, judging=3.0)
 CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_saved": 0.5}
 
 

@@ -307,18 +307,27 @@ class TimeBudget:
     def _chosen(self, stages: Sequence[Stage], first: int) -> list[int]:
         """Return every stage's steps, those from `first` on as there is time; a solution that nothing precedes goes.
 
-        A trial goes where there is no time for it and for an epoch of tuning, the last one first.
+        Where there is no time for all trials, an epoch of tuning and the solution behind it, that solution goes first,
+        then the last trial.
         """
-        steps = self._with_trials(stages, first)
-        trials = [number for number in range(first, len(stages)) if stages[number].is_trial and stages[number].steps]
-        if not trials or any(steps[trials[-1] + 1 :]):
+        coming = range(first, len(stages))
+        trials = [number for number in coming if stages[number].is_trial and stages[number].steps]
+        solutions = [number for number in coming if stages[number].solves and number]
+        tuning = [number for number in coming if not (stages[number].solves or stages[number].is_trial)]
+        steps = found = [stage.steps for stage in stages]
+        if not tuning:
             return steps
-        return self._chosen(
-            with_steps(stages, [0 if n == trials[-1] else s.steps for n, s in enumerate(stages)]), first
-        )
+        for tried in range(len(trials), -1, -1):
+            for solved in (True, False) if any(stage.is_trial for stage in stages) else (True,):
+                left_out = {*trials[tried:], *(() if solved else solutions)}
+                wanted = [0 if number in left_out else count for number, count in enumerate(steps)]
+                found = self._filled(with_steps(stages, wanted), first)
+                if any(found[number] for number in tuning):
+                    return found
+        return [count if number < max(first, 1) else 0 for number, count in enumerate(found)]
 
-    def _with_trials(self, stages: Sequence[Stage], first: int) -> list[int]:
-        """Return the same where every trial is made."""
+    def _filled(self, stages: Sequence[Stage], first: int) -> list[int]:
+        """Return the same with all the stages that have steps."""
         steps = [stage.steps for stage in stages]
         for number in range(first, len(stages)):
             stage = stages[number]
@@ -333,7 +342,7 @@ class TimeBudget:
         """Return how many steps stage `number`, of which `done` are made, has time for in all."""
         stage = stages[number]
         after = sum(self._takes(stages, later) for later in range(number + 1, len(stages)))
-        room = self.seconds - elapsed - after - self._reserve() - self._ends(stage)
+        room = self.seconds - elapsed - after - self._reserve() - self._ends(stages, number)
         return done + max(0, int(room / self._with_evaluations(stage)))
 
     def _takes(self, stages: Sequence[Stage], number: int) -> float:
@@ -345,11 +354,12 @@ class TimeBudget:
             return self.expected.solve + self.expected.evaluation
         if stage.is_trial:
             return self.expected.trial
-        return stage.steps * self._with_evaluations(stage) + self._ends(stage)
+        return stage.steps * self._with_evaluations(stage) + self._ends(stages, number)
 
-    def _ends(self, stage: Stage) -> float:
+    def _ends(self, stages: Sequence[Stage], number: int) -> float:
         """Return the seconds that a stage of training ends with: nothing where another judges what came of it."""
-        return 0.0 if stage.is_followed else self.expected.evaluation + self.expected.judging
+        is_judged = any(stage.solves and stage.steps for stage in stages[number + 1 :])
+        return 0.0 if is_judged else self.expected.evaluation + self.expected.judging
 
     def _with_evaluations(self, stage: Stage) -> float:
         step = self.expected.step * images_of_step(stage) / self._images

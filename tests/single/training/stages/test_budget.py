@@ -213,11 +213,19 @@ def test_both_ways_are_tried_where_there_is_time_and_tuning_takes_the_rest(clock
     assert stage_runner.stages[3].steps > 200
 
 
-@pytest.mark.parametrize(("seconds", "tried"), [(12.5, 0), (17.0, 1), (21.0, 2)])
-def test_ways_are_tried_only_where_an_epoch_of_tuning_has_time_too(clock: Clock, seconds: float, tried: int) -> None:
-    planned = budget_of(clock, seconds, trial=4.0).plan(stages(**PRETRAINED))
+@pytest.mark.parametrize(
+    ("seconds", "tried", "solved"), [(11.0, 0, False), (13.0, 1, False), (17.0, 2, False), (21.0, 2, True)]
+)
+def test_ways_are_tried_only_where_an_epoch_of_tuning_has_time_too(
+    clock: Clock, seconds: float, tried: int, solved: bool
+) -> None:
+    began, budget = clock.now, budget_of(clock, seconds, trial=4.0)
+    planned = budget.plan(stages(**PRETRAINED))
     assert sum(stage.steps > 0 for stage in planned[1:3]) == tried
     assert planned[3].steps >= planned[3].steps_per_epoch
+    assert (planned[0].steps, planned[4].steps > 0) == (20, solved), "the solution in front is always made"
+    follow(budget, clock, planned, solve=SOLVE, step=lambda done: 4.0 / planned[1].steps if done < 0 else STEP)
+    assert clock.now - began <= 1.02 * seconds
 
 
 def test_a_step_of_larger_batches_takes_as_much_longer(clock: Clock) -> None:

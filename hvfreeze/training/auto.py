@@ -32,7 +32,7 @@ from hvfreeze.training.guard import HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import TRY, Stage
-from hvfreeze.training.trial import TUNED, judging
+from hvfreeze.training.trial import LEAST_WORK, TUNED, judging
 
 WARMUP = 0.1
 """Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
@@ -98,8 +98,8 @@ def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
     costs = Costs(
         views=max(1, factory.augment(solved).num_views),
         frozen=sum(work[:cut]) / sum(work),
-        comparing=compared * PAIR / sum(work),
-        judging=judging(sum(work)),
+        comparing=compared * PAIR / max(sum(work), LEAST_WORK),
+        judging=judging(sum(work), samples=feed.plan.samples),
     )
     return stages_of(
         config,

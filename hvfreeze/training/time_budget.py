@@ -419,8 +419,8 @@ def expected_trial(factory: StageFactory, stages: Sequence[Stage], timing: Timin
     if stage is None:
         return 0.0
     forward = sum(work_of(factory.context.chain, torch.zeros(1, *factory.blueprint.image_shape)))
-    batches = stage.steps * images_of_step(stage) / images
-    return batches * (timing.step + judging(forward) * timing.forward)
+    passes = judging(forward, samples=factory.context.feed.plan.samples)
+    return stage.steps * images_of_step(stage) / images * (timing.step + passes * timing.forward)
 
 
 def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> float:

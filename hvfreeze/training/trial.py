@@ -30,6 +30,8 @@ from hvfreeze.model.modes import in_evaluation
 FITTED, HELD_OUT, TUNED = 1024, 512, 1280
 """Samples of all ranks, about, so that a trial on many samples costs no more than on few: those that heads are solved
 for, those that judge them, and those that the trial tunes on."""
+LEAST_WORK = 5e7
+"""Floating-point operations of a forward pass; one of fewer takes no less time, because it calls as many operators."""
 SEEN, SOLVED = 1.8, 9e8
 """What judging a trial takes for each sample that it tunes on: forward passes, and floating-point operations of the
 forward pass in whose time the heads are solved, as measured."""
@@ -39,9 +41,9 @@ LEAST_GAIN = 0.04
 """Part by which the loss of held-out samples falls where tuning pays."""
 
 
-def judging(forward: float) -> float:
+def judging(forward: float, *, samples: int) -> float:
     """Return what judging takes for each sample tuned on, in forward passes of so many floating-point operations."""
-    return SEEN + SOLVED / forward
+    return SEEN + SOLVED * min(1.0, samples / (FITTED + HELD_OUT)) / max(forward, LEAST_WORK)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import Costs, epochs_of_rounds, stages_of
 from hvfreeze.training.stages import Stage, single_stage
-from hvfreeze.training.trial import Trial
+from hvfreeze.training.trial import Trial, judging
 
 COSTS = Costs(views=2, frozen=0.25, judging=3.0)
 DEEPEST = 5
@@ -110,6 +110,11 @@ def test_the_better_way_is_that_after_which_the_loss_is_least() -> None:
 
 def test_a_trial_is_as_long_for_many_samples_as_for_few() -> None:
     assert [planned(epochs=9, batches=count, guarded=count)[1].steps for count in (20, 100, 1000)] == [40, 80, 80]
+
+
+def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_time() -> None:
+    assert judging(1e6, samples=5000) == judging(2e7, samples=5000) > judging(1e9, samples=5000)
+    assert judging(1e6, samples=60) < judging(1e6, samples=5000) / 4, "few samples are soon solved for"
 
 
 def test_a_run_without_stages_is_one() -> None:

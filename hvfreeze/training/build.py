@@ -46,6 +46,7 @@ from hvfreeze.torch_imports import load_compiler
 from hvfreeze.training.auto import auto_stages, notes_on_stages
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
+from hvfreeze.training.mirror_trial import Finding, find_out, is_open
 from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, reads_images, statistics_of
@@ -93,8 +94,12 @@ def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
     return notes
 
 
-def notes_on_mirror_images(asked: str, image_set: ImageSet, stages: Sequence[Stage]) -> list[str]:
-    """Return a note on which views are mirror images; `asked` is --mirror."""
+def notes_on_mirror_images(
+    asked: str, image_set: ImageSet, stages: Sequence[Stage], finding: Finding | None
+) -> list[str]:
+    """Return a note on which views are mirror images; `asked` is --mirror, `finding` what was found out about them."""
+    if finding is not None:
+        return [finding.line()]
     shown = [stage.config for stage in stages if stage.config.data.mirrors(image_set.flips)]
     where = []
     if any(config.head.solved for config in shown):
@@ -225,7 +230,13 @@ def assemble(
     guard = open_guard(factory, stages) if auto else None
     judged = len(guard.held_out.batches) if guard and guard.held_out else 0
     budget = open_budget(factory, stages, evaluated=len(evaluation_batches), judged=judged, started=started)
-    stage_runner = StageRunner(stages if budget is None else budget.plan(stages), factory.open)
+    stages = stages if budget is None else budget.plan(stages)
+    trained = config.model.weights != "none"
+    finding = None
+    if is_open(stages, flips=corpus.train.flips):
+        place = world.rank % (world.size // replicas)
+        finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
+    stage_runner = StageRunner(stages, factory.open, mirror=None if finding is None else finding.mirror)
     shown = chain if auto else stage_runner.opened.chain
     return Job(
         data_identities=content,
@@ -243,6 +254,7 @@ def assemble(
         logger=logger,
         called=corpus.train.called,
         judge=factory.judge(stages) if auto and len(stages) > 1 else None,
+        mirror=finding,
     )
 
 
@@ -347,7 +359,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
         *corpus.notes,
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),
-        *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages),
+        *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages, job.mirror),
         *without_effect(plan, given),
         *crowding(world),
         *bound_apart(world),

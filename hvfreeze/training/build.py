@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,15 +13,13 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
-from hvfreeze.comm.horovod_world import HorovodWorld
-from hvfreeze.comm.mpi_environment import CYCLE_TIME
+from hvfreeze.comm.cycle_time import rest_longer_where_cores_are_full
 from hvfreeze.comm.replica_sync import broadcast_model
 from hvfreeze.comm.resources import (
     bound_apart,
     count_in,
     crowding,
     memory_budget,
-    sharing_ranks,
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
@@ -53,33 +50,6 @@ from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, rea
 from hvfreeze.training.stages import Stage, StageRunner
 from hvfreeze.training.time_budget import open_budget
 from hvfreeze.user_code import code_sha256, is_named_code
-
-LONG_CYCLE_MS = 5
-"""Instead of Horovod's 1: on two nodes whose cores are full, a step takes 3/4 of the time where nothing is sent."""
-JOBS_CORES = "HVFREEZE_CORES"
-"""Cores of a node that the job may use, where its launcher has said so."""
-
-
-def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
-    """Let Horovod rest longer between two looks for work where threads fill the cores of a node of several. Collective.
-
-    In every cycle all ranks wait for each other, and occupy a core meanwhile. Where a thread that waits has to take its
-    core from one that computes, a cycle soon lasts longer than its time: there is then no rest at all, every rank's
-    thread waits for one that has no core, and this goes on by itself. On one node, through shared memory, it does not
-    come to this. What the user has set stays.
-
-    Nothing else may be on its way, and nobody may ask for sets of ranks later: Horovod cannot be started anew again.
-    Returns notes for the user, the same on every rank.
-    """
-    if not isinstance(world, HorovodWorld) or len(set(world.hosts)) == 1:
-        return []
-    _, cores, ranks = sharing_ranks(world)[world.rank]
-    full = ranks * threads >= min(cores, count_in(JOBS_CORES) or cores)
-    told = world.allgather_object((full, CYCLE_TIME in os.environ), name="cycle")
-    if not any(filled for filled, _ in told) or any(given for _, given in told):
-        return []
-    world.start_anew(CYCLE_TIME, str(LONG_CYCLE_MS))
-    return [f"computing threads fill the nodes' cores: Horovod looks for work every {LONG_CYCLE_MS} ms (${CYCLE_TIME})"]
 
 
 def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:

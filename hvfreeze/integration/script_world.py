@@ -119,6 +119,8 @@ def script_world(process_set: Any = None, *, threads: int | None = None) -> Worl
     Raises:
         UsageError: a launcher started several tasks that cannot talk to each other, or the process set is not known.
     """
+    if process_set is not None and process_set.process_set_id is None:
+        raise UsageError(f"process_set ({process_set}) is not known to Horovod: hvd.add_process_set() comes before it")
     hvd: Any = sys.modules.get(HOROVOD)
     if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
         return _running_world(hvd, None if process_set is hvd.global_process_set else process_set, threads)
@@ -136,8 +138,6 @@ def script_world(process_set: Any = None, *, threads: int | None = None) -> Worl
 
 
 def _running_world(hvd: Any, process_set: Any, threads: int | None) -> World:
-    if process_set is not None and process_set.process_set_id is None:
-        raise UsageError(f"process_set ({process_set}) is not known to Horovod: hvd.add_process_set() comes before it")
     if process_set is not None and (not process_set.included() or len(process_set.ranks) == 1):
         return SoloWorld()
     key = () if process_set is None else (process_set.process_set_id, *process_set.ranks)

@@ -32,11 +32,11 @@ from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
 from analysis.sweeps.launching import ROOT, nodes_up, on_nodes, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.sweep import main as main_of
+from hvfreeze.comm.cycle_time import LONG_CYCLE_MS
 from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
-from hvfreeze.training.build import LONG_CYCLE_MS
 
 Rounds = dict[str, list[list[float]]]
 """Seconds of the steps of each way, round by round."""

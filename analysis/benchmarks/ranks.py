@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED
+from hvfreeze.comm.cycle_time import rest_longer_where_cores_are_full
 from hvfreeze.comm.horovod_world import HorovodWorld
-from hvfreeze.training.build import rest_longer_where_cores_are_full
 
 FUSION_BYTES = {UNFUSED: "0", FUSED: str(128 * 2**20)}
 REST_SECONDS = 0.01

@@ -76,11 +76,11 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def prepare_directory(directory: Path, *, private: bool = True) -> None:
+def prepare_directory(directory: Path, *, private: bool = True, way_out: str = "give another --cache-dir") -> None:
     """Make `directory` and the folders above it where they are missing, and try to make a file in it.
 
     What is made is for this user alone if `private`, else as the umask says. A full disk is no reason to refuse: the
-    rows there may still be read.
+    rows there may still be read. `way_out` ends a refusal.
 
     Raises:
         CacheFault: it cannot be used, or anybody may replace what lies in it.
@@ -98,7 +98,7 @@ def prepare_directory(directory: Path, *, private: bool = True) -> None:
         if error.errno in FULL:
             return
         raise CacheFault(
-            f"cache directory {directory} cannot be used ({error.strerror or error}); give another --cache-dir"
+            f"cache directory {directory} cannot be used ({error.strerror or error}); {way_out}"
         ) from error
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise CacheFault(

@@ -91,7 +91,7 @@ class DataConfig:
         "auto",
         "WHETHER",
         "mirror images among the views, and for a solved head beside every sample: on (unless the data set rules them "
-        "out), auto (the same, but for a solved head held-out samples decide) or off (left and right differ)",
+        "out), auto (the same, unless training samples show that left and right differ) or off (they differ)",
         read_by="mirror-images",
     )
 

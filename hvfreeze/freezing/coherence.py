@@ -126,10 +126,12 @@ class Coherence:
     def observe(self, slot: int, gradient: Tensor) -> None:
         """Look at this rank's own gradient of the `slot`-th carried parameter, before it is averaged."""
         name, parameter = self.reducer.carried[slot]
-        if name in self._kept:
+        if self.steps % self.every == 0:
+            # Anew where a step was skipped, as one whose gradients are infinite.
+            if name in self._blocks:
+                self._kept[name] = piece(gradient, self.turn, like=parameter)[0].clone()
+        elif name in self._kept:
             self._multiply(name, parameter, gradient)
-        elif self.steps % self.every == 0 and name in self._blocks:
-            self._kept[name] = piece(gradient, self.turn, like=parameter)[0].clone()
 
     def compare(self) -> None:
         """Look at the averages, which the parameters' gradients are now, where ranks are compared."""
@@ -138,12 +140,20 @@ class Coherence:
                 if name in self._kept and parameter.grad is not None:
                     self._multiply(name, parameter, self.reducer.average_of(parameter.grad))
 
-    def end_step(self) -> None:
-        """Count a step; a sample that is complete is kept."""
+    def end_step(self, *, scale: float = 1.0) -> None:
+        """Count a step; a sample that is complete is kept, unless it is not finite.
+
+        `scale` is by what the gradients of this step that were looked at are too large.
+        """
         if self._products:
-            self.latest.append(self._by_block())
+            row = self._by_block(scale)
+            if all(map(math.isfinite, row)):
+                self.latest.append(row)
             self._kept, self._products = {}, {}
             self.turn += 1
+        elif scale != 1.0:
+            for gradient in self._kept.values():
+                gradient.div_(scale)
         self.steps += 1
 
     def end_interval(self) -> None:
@@ -238,12 +248,14 @@ class Coherence:
             product = (size * product - mine) / (size - 1)
         self._products[name] = (product * times, square * times)
 
-    def _by_block(self) -> list[float]:
+    def _by_block(self, scale: float) -> list[float]:
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
         gains = [0.0] * len(self.prefix.chain.blocks)
         parameters = dict(self.reducer.carried)
+        # What waits for the gradient of another step has been divided by the scale of its own.
+        of_product = scale**2 if self._across else scale
         for name, (product, square) in self._products.items():
-            parameter = parameters[name]
+            product, square, parameter = product / of_product, square / scale**2, parameters[name]
             if (group := groups.get(parameter)) is not None:
                 rate = rate_of(self.optimizer, group, elements=parameter.numel(), norm=math.sqrt(square))
                 gains[self._blocks[name]] += rate * product

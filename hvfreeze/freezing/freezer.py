@@ -113,10 +113,11 @@ class Freezer:
         """The cut at the start and after every move."""
         return self.prefix.history
 
-    def after_step(self, loss: float) -> Decision | None:
+    def after_step(self, loss: float, *, scale: float = 1.0) -> Decision | None:
         """Count an optimizer step; at the end of an interval, vote and apply the outcome.
 
-        Collective: every rank of the world must call this after every step, with its own mean loss.
+        Collective: every rank of the world must call this after every step, with its own mean loss. `scale` is by what
+        the loss was multiplied before its backward pass, as `torch.amp.GradScaler` does.
 
         Returns:
             The decision where a vote was held, else None.
@@ -130,7 +131,7 @@ class Freezer:
             return None
         self._seen.add_step(loss, self.prefix.carried)
         if self._coherence is not None:
-            self._coherence.end_step()
+            self._coherence.end_step(scale=scale)
         if not self._proposers or not self.cadence.ends_interval(self.step):
             return None
         self._seen.end_interval()

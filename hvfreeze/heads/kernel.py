@@ -129,6 +129,12 @@ class KernelFit(Solution):
 LEADING_BYTES, FOLLOWING_BYTES = 64, 12
 """For each number of a vector: on rank 0 eight in float64, with those that the solver adds them up in; elsewhere three
 in float32, as they come, as they are multiplied, and their product."""
+LEADING_WHOLE_BYTES, FOLLOWING_WHOLE_BYTES = 56, 16
+"""For each number of a solution whose vectors are not all solved at a time: on rank 0 right sides, solutions and what
+is left of them in float64, and their product as it travels; elsewhere that, or the head as it comes."""
+CENTRE_BYTES = 48
+"""For each number of a vector on the centres, which are all solved at a time: the product's two sums in float64, of
+this rank, as they travel and of all."""
 
 
 def fit_kernel(
@@ -180,8 +186,9 @@ def fit_kernel(
     check_choice(int(marks.held_out.sum()), len(values))
     few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1
     part = everyones(mine.points, marks, marks.part(MOST_LEFT_OUT if few else MOST_COMPARED), world=world)
-    memory_bytes = beside_vectors(memory_bytes, rows=len(marks.labels), columns=classes * len(values), world=world)
-    open_gram = partial(Gram, world=world, memory_bytes=memory_bytes, watch=watch)
+    beside = partial(beside_vectors, memory_bytes, rows=len(marks.labels), world=world)
+    beside_them = beside(columns=classes * len(values), classes=classes)
+    open_gram = partial(Gram, world=world, memory_bytes=beside_them, watch=watch)
     choosing = partial(
         chosen,
         classes=classes,
@@ -208,8 +215,12 @@ def fit_kernel(
     fitted[mine.used] = own
     used = marks.only(taken)
     share = Share(mine.points[own] if not own.all() else mine.points, used, classes, found.choice)
-    ends = Ends(tolerance, most_steps, memory_bytes, watch)
     count = centres_for(len(used.labels), centres)
+    if count < len(used.labels):
+        beside_them = beside_centres(
+            memory_bytes, centres=count, rows=len(share.points), columns=classes * (1 + share.judged), world=world
+        )
+    ends = Ends(tolerance, most_steps, beside_them, watch)
     end = (
         compare_all(share, ends, world=world)
         if count == len(used.labels)
@@ -236,10 +247,22 @@ def fit_kernel(
     )
 
 
-def beside_vectors(memory_bytes: int, *, rows: int, columns: int, world: World) -> int:
-    """Return what the vectors of a solution for `columns` right sides of so many rows leave of the memory."""
-    each = LEADING_BYTES if world.rank == 0 else FOLLOWING_BYTES
-    return max(0, memory_bytes - each * rows * min(columns, columns_at_once(rows)))
+def beside_vectors(memory_bytes: int, *, rows: int, columns: int, classes: int, world: World) -> int:
+    """Return what the vectors of a solution for `columns` right sides of so many rows leave of the memory.
+
+    The `classes` of one penalty are kept together, also where they are solved a few at a time.
+    """
+    leads, at_once = world.rank == 0, columns_at_once(rows)
+    each, whole = (LEADING_BYTES, LEADING_WHOLE_BYTES) if leads else (FOLLOWING_BYTES, FOLLOWING_WHOLE_BYTES)
+    kept = classes if classes > at_once else 0
+    return max(0, memory_bytes - rows * (each * min(columns, at_once) + whole * kept))
+
+
+def beside_centres(memory_bytes: int, *, centres: int, rows: int, columns: int, world: World) -> int:
+    """Return what a solution for so many centres leaves of the memory, with the answers to this rank's `rows`."""
+    each = CENTRE_BYTES + (LEADING_BYTES if world.rank == 0 else FOLLOWING_BYTES)
+    # Targets as whole numbers and in float64, then as answers in float32.
+    return max(0, memory_bytes - columns * (each * centres + 16 * rows))
 
 
 class Spent(NamedTuple):

@@ -226,8 +226,8 @@ def evaluate(
 
     Raises:
         UsageError: a number makes no sense, or is for another kind of model.
-        RefusedError: there is no finished model, the data is missing or does not fit, images cannot be used and
-            `skip_bad` was not given, which names all of them, or `out` cannot be written.
+        RefusedError: there is no finished model, the data is missing or does not fit, or `out` cannot be written; or,
+            once the result of all others is told, images cannot be used and `skip_bad` was not given, or none can.
     """
     check_numbers(batch_size=batch_size)
     applied = load_model(run_dir, name=name, trust_code=trust_code)
@@ -239,7 +239,7 @@ def evaluate(
     samples = (
         own_samples(applied, run_dir, trust_code=trust_code) if data_dir is None else samples_in(applied, data_dir)
     )
-    result = measure(applied, samples, answer, batch_size=batch_size, skip_bad=skip_bad)
+    result = measure(applied, samples, answer, batch_size=batch_size)
     print(describe(applied, samples, result))
     if answer.told():
         print(printable(answer.told()))
@@ -249,6 +249,9 @@ def evaluate(
     if out is not None:
         write_result(applied, samples, result, out=out)
         print(f"tables and figures: {printable(str(out))}")
+    if result.left_out and not skip_bad:
+        # Whoever compares results must not take one of fewer samples for one of all.
+        raise BrokenImagesError([printable(reason) for reason in result.left_out])
     return 0
 
 
@@ -258,12 +261,11 @@ def measure(
     answer: Answering | None = None,
     *,
     batch_size: int | None = None,
-    skip_bad: bool = False,
 ) -> Result:
-    """Return the model's answers for all samples, with `skip_bad` for those that can be used.
+    """Return the model's answers for all samples that can be used.
 
     Raises:
-        BrokenImagesError: some cannot be used, or none can; names all of them.
+        BrokenImagesError: none can; names all of them.
     """
     answer, count = answer or Whole(applied), len(samples.labels)
     answered, sure = torch.full_like(samples.labels, -1), torch.empty(count, dtype=torch.float64)
@@ -277,7 +279,7 @@ def measure(
         among_best += int((best == labels[:, None]).any(1).sum())
         loss += float(functional.cross_entropy(logits.double(), labels)) * len(labels)
     used = answered >= 0
-    if bad and not (skip_bad and bool(used.any())):
+    if bad and not used.any():
         raise BrokenImagesError([printable(reason) for reason in bad.values()])
     labels, loss = samples.labels[used], loss / int(used.sum())
     result = judge(labels, answered[used], applied.classes, among_best=among_best, loss=loss, sure=sure[used])

@@ -40,6 +40,7 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.samples import Ids, Remembered, Samples, Split, data_identity, inputs_and_labels
 from hvfreeze.integration.split_model import Halves, autocast, halves_of, whole
+from hvfreeze.integration.telling import tell
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs
 from hvfreeze.prefix.operations import operations_digest
@@ -189,7 +190,7 @@ def ranks_that_see(directory: Path, world: World) -> tuple[int, int]:
             if world.rank == 0:
                 path.touch(mode=0o600)
         except OSError as error:
-            raise RefusedError(f"cache directory {directory} cannot be used ({error.strerror})") from error
+            raise RefusedError(f"cache directory {directory} cannot be used ({error.strerror}); {WAY_OUT}") from error
 
     raise_on_all_ranks(world, leave_token, name="loader.token")
     found = world.allgather_object((name in os.listdir(directory), socket.gethostname()), name="loader.seen")
@@ -202,6 +203,41 @@ def ranks_that_see(directory: Path, world: World) -> tuple[int, int]:
 
 
 logger = logging.getLogger("hvfreeze")
+WAY_OUT = "give another with directory="
+_told: set[Path] = set()
+"""Directories that nobody had named, and that a line has."""
+
+
+def default_directory() -> Path:
+    """Return where activations lie that nobody has named a directory for.
+
+    Raises:
+        UsageError: nothing tells where the user's files are.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvfreeze" / "activations"
+    except RuntimeError as error:
+        raise UsageError(f"directory must be given: the user's cache directory is not known ({error})") from error
+
+
+def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> Path:
+    """Return the directory that a script has given, or rank 0's default, which is told once. Collective."""
+    named = world.allgather_object(given is not None, name="loader.named")
+    if given is not None and all(named):
+        return Path(given)
+    if any(named):
+        raise UsageError("directory= must be given on all ranks, or on none").on_all_ranks()
+    found = raise_on_all_ranks(world, lambda: default_directory() if world.rank == 0 else Path(), name="loader.default")
+    common = world.broadcast_object(found, name="loader.directory")
+    if told and common not in _told:
+        _told.add(common)
+        tell(
+            world,
+            "activations are cached in %s, where they stay until 'hvfreeze cache rm' removes them; directory= names "
+            "another place",
+            common,
+        )
+    return common
 
 
 class CachedLoader:
@@ -218,7 +254,7 @@ class CachedLoader:
         loader: DataLoader[Any],
         frozen_by: DistributedOptimizer | Freezer,
         *,
-        directory: str | Path,
+        directory: str | Path | None = None,
         views: int = 1,
         split: Split = inputs_and_labels,
         data: str | None = None,
@@ -235,6 +271,7 @@ class CachedLoader:
                 same number, unless there are views.
             frozen_by: what moves the cut.
             directory: where cache files lie, and stay for later runs; that of one file system for the ranks of a host.
+                None is the user's cache directory as rank 0 has it, which a line names.
             views: with more than one, random draws in the data set become so many fixed views of each sample, one an
                 epoch in turn.
             split: takes a batch apart into the model's inputs and the labels; by default the last entry is the labels.
@@ -247,15 +284,16 @@ class CachedLoader:
             UsageError: the loader's samples cannot be numbered, or come out differently each time; on all ranks.
             RefusedError: the directory cannot be used; on all ranks.
         """
-        self.loader, self._directory = loader, Path(directory)
+        self.loader = loader
         self._freezer = frozen_by.freezer if isinstance(frozen_by, DistributedOptimizer) else frozen_by
         self._world, self._dtype, self._store = self._freezer.world, autocast_dtype, store
+        self._directory = _agreed_directory(self._world, directory, told=store)
 
         def look() -> None:
             self._samples = Samples(loader, split, num_views=views, seed=seed)
             self._data = data_identity(self._samples, name=data)
             if store:
-                prepare_directory(self._directory)
+                prepare_directory(self._directory, way_out=WAY_OUT)
 
         raise_on_all_ranks(self._world, look, name="loader")
         self._group = ranks_that_see(self._directory, self._world) if store else (0, 1)

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -135,16 +136,17 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Te
     return names
 
 
-def called_by(module: str) -> bool:
-    """Tell whether a function of `module` called the optimizer's `step`; a scheduler may stand in between."""
-    frame = sys._getframe(2)
+def called_by(module: str) -> FrameType | None:
+    """Return the call of a function of `module` that called the optimizer's `step`; a scheduler may stand in between.
+
+    None where no such function did.
+    """
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(CALLS_BETWEEN):
-        if frame.f_globals.get("__name__") == module:
-            return True
-        if frame.f_back is None:
-            return False
+        if frame is None or frame.f_globals.get("__name__") == module:
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 def create_state(optimizer: torch.optim.Optimizer, world: World) -> None:

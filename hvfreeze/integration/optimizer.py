@@ -202,7 +202,7 @@ class DistributedOptimizer(OptimizerWrapper):
             ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
         """
         self._stand_for(optimizer)
-        self.world = script_world(process_set) if world is None else world
+        self.world = script_world(process_set, threads=torch.get_num_threads()) if world is None else world
         report_errors(self.world)
         if process_set is not None and not process_set.included():
             settings = FreezeConfig()
@@ -336,13 +336,14 @@ class DistributedOptimizer(OptimizerWrapper):
             create_state(self._inner, self.world)
             self._created = self.world.size > 1
             return None
+        scaler = called_by(SCALER)
         if closure is None:
-            self._average()
+            self._average(scaled=scaler is not None)
             result = self._inner.step()
         else:
             result = self._inner.step(lambda: self._averaged(closure))
         self._synchronized = False
-        self._vote()
+        self._vote(scale=1.0 if scaler is None else float(scaler.f_locals["self"].get_scale()))
         return result
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -370,7 +371,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self.reducer.load_state_dict(state["reducer"])
         self._began = True
 
-    def _average(self) -> None:
+    def _average(self, *, scaled: bool = False) -> None:
         if self._synchronized and not self.reducer.exchanging:
             if not self._skips:
                 warnings.warn(
@@ -379,7 +380,7 @@ class DistributedOptimizer(OptimizerWrapper):
                     stacklevel=3,
                 )
             return
-        if self.world.size > 1 and called_by(SCALER):
+        if self.world.size > 1 and scaled:
             raise UsageError(
                 "GradScaler.step() without synchronize() before it, which scales gradients that are on their way to "
                 "the other ranks: call optimizer.synchronize() after the backward pass, and GradScaler.step(optimizer) "
@@ -397,14 +398,14 @@ class DistributedOptimizer(OptimizerWrapper):
         self._average()
         return loss
 
-    def _vote(self) -> None:
+    def _vote(self, *, scale: float) -> None:
         if self.freezer.settings.vote_weight == "loss" and math.isnan(self._loss):
             raise UsageError(
                 "--vote-weight (loss) needs the loss: call optimizer.report_loss(loss.item()) before step()"
             )
         self._blocks.settle(self.freezer)
         self._heed_others()
-        decision = self.freezer.after_step(self._loss)
+        decision = self.freezer.after_step(self._loss, scale=scale)
         self._loss = math.nan
         if decision is not None:
             names = ", ".join(block.name for block in self.freezer.chain.blocks[: decision.cut_after])

@@ -15,11 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
+from hvfreeze.comm.cycle_time import advice_on_longer_rest, rest_longer_where_cores_are_full
 from hvfreeze.comm.horovod_world import HorovodWorld, open_world
 from hvfreeze.comm.mpi_environment import seconds_in, start_mpi
 from hvfreeze.comm.stall_watch import STALL_SECONDS, StallWatch
 from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.integration.telling import tell
 
 HOROVOD = "horovod.torch"
 GRACE_SECONDS = 3.0
@@ -104,22 +106,29 @@ _opened: dict[tuple[int, ...], HorovodWorld] = {}
 """The script's worlds, by the number of a process set and its ranks; the job's own by nothing."""
 
 
-def script_world(process_set: Any = None) -> World:
+def script_world(process_set: Any = None, *, threads: int | None = None) -> World:
     """Return the script's world, and start what it needs: Horovod too where the script has imported it.
 
     Collective: every rank of the job must call this, or of the process set.
 
     Args:
         process_set: one of Horovod's that has been added; None is all ranks. A rank outside of it is alone.
+        threads: that this rank computes with; None is not known yet. Where they fill the nodes, Horovod rests longer if
+            it is started here, and can then not be started anew; else a line tells what to set.
 
     Raises:
         UsageError: a launcher started several tasks that cannot talk to each other, or the process set is not known.
     """
+    if process_set is not None and process_set.process_set_id is None:
+        raise UsageError(f"process_set ({process_set}) is not known to Horovod: hvd.add_process_set() comes before it")
     hvd: Any = sys.modules.get(HOROVOD)
     if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
-        return _running_world(hvd, None if process_set is hvd.global_process_set else process_set)
+        return _running_world(hvd, None if process_set is hvd.global_process_set else process_set, threads)
     world = open_world()
     if isinstance(world, HorovodWorld):
+        if threads is not None:
+            for line in rest_longer_where_cores_are_full(world, threads):
+                tell(world, line)
         _opened[()] = world
         # Before Horovod's own end, which was registered earlier: no thread may call MPI after it.
         atexit.register(world.watch.disconnect)
@@ -128,14 +137,15 @@ def script_world(process_set: Any = None) -> World:
     return world
 
 
-def _running_world(hvd: Any, process_set: Any) -> World:
-    if process_set is not None and process_set.process_set_id is None:
-        raise UsageError(f"process_set ({process_set}) is not known to Horovod: hvd.add_process_set() comes before it")
+def _running_world(hvd: Any, process_set: Any, threads: int | None) -> World:
     if process_set is not None and (not process_set.included() or len(process_set.ranks) == 1):
         return SoloWorld()
     key = () if process_set is None else (process_set.process_set_id, *process_set.ranks)
     if key not in _opened:
-        _opened[key] = RunningWorld(hvd, process_set, beside=next(iter(_opened.values()), None))
+        world = _opened[key] = RunningWorld(hvd, process_set, beside=next(iter(_opened.values()), None))
+        if process_set is None and threads is not None:
+            for line in advice_on_longer_rest(world, threads):
+                tell(world, line)
     return _opened[key]
 
 

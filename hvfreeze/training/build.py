@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,15 +13,13 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
-from hvfreeze.comm.horovod_world import HorovodWorld
-from hvfreeze.comm.mpi_environment import CYCLE_TIME
+from hvfreeze.comm.cycle_time import rest_longer_where_cores_are_full
 from hvfreeze.comm.replica_sync import broadcast_model
 from hvfreeze.comm.resources import (
     bound_apart,
     count_in,
     crowding,
     memory_budget,
-    sharing_ranks,
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
@@ -46,39 +43,13 @@ from hvfreeze.torch_imports import load_compiler
 from hvfreeze.training.auto import auto_stages, notes_on_stages
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
+from hvfreeze.training.mirror_trial import Finding, find_out, is_open
 from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, reads_images, statistics_of
 from hvfreeze.training.stages import Stage, StageRunner
 from hvfreeze.training.time_budget import open_budget
 from hvfreeze.user_code import code_sha256, is_named_code
-
-LONG_CYCLE_MS = 5
-"""Instead of Horovod's 1: on two nodes whose cores are full, a step takes 3/4 of the time where nothing is sent."""
-JOBS_CORES = "HVFREEZE_CORES"
-"""Cores of a node that the job may use, where its launcher has said so."""
-
-
-def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
-    """Let Horovod rest longer between two looks for work where threads fill the cores of a node of several. Collective.
-
-    In every cycle all ranks wait for each other, and occupy a core meanwhile. Where a thread that waits has to take its
-    core from one that computes, a cycle soon lasts longer than its time: there is then no rest at all, every rank's
-    thread waits for one that has no core, and this goes on by itself. On one node, through shared memory, it does not
-    come to this. What the user has set stays.
-
-    Nothing else may be on its way, and nobody may ask for sets of ranks later: Horovod cannot be started anew again.
-    Returns notes for the user, the same on every rank.
-    """
-    if not isinstance(world, HorovodWorld) or len(set(world.hosts)) == 1:
-        return []
-    _, cores, ranks = sharing_ranks(world)[world.rank]
-    full = ranks * threads >= min(cores, count_in(JOBS_CORES) or cores)
-    told = world.allgather_object((full, CYCLE_TIME in os.environ), name="cycle")
-    if not any(filled for filled, _ in told) or any(given for _, given in told):
-        return []
-    world.start_anew(CYCLE_TIME, str(LONG_CYCLE_MS))
-    return [f"computing threads fill the nodes' cores: Horovod looks for work every {LONG_CYCLE_MS} ms (${CYCLE_TIME})"]
 
 
 def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
@@ -93,8 +64,12 @@ def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
     return notes
 
 
-def notes_on_mirror_images(asked: str, image_set: ImageSet, stages: Sequence[Stage]) -> list[str]:
-    """Return a note on which views are mirror images; `asked` is --mirror."""
+def notes_on_mirror_images(
+    asked: str, image_set: ImageSet, stages: Sequence[Stage], finding: Finding | None
+) -> list[str]:
+    """Return a note on which views are mirror images; `asked` is --mirror, `finding` what was found out about them."""
+    if finding is not None:
+        return [finding.line()]
     shown = [stage.config for stage in stages if stage.config.data.mirrors(image_set.flips)]
     where = []
     if any(config.head.solved for config in shown):
@@ -225,7 +200,13 @@ def assemble(
     guard = open_guard(factory, stages) if auto else None
     judged = len(guard.held_out.batches) if guard and guard.held_out else 0
     budget = open_budget(factory, stages, evaluated=len(evaluation_batches), judged=judged, started=started)
-    stage_runner = StageRunner(stages if budget is None else budget.plan(stages), factory.open)
+    stages = stages if budget is None else budget.plan(stages)
+    trained = config.model.weights != "none"
+    finding = None
+    if is_open(stages, flips=corpus.train.flips):
+        place = world.rank % (world.size // replicas)
+        finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
+    stage_runner = StageRunner(stages, factory.open, mirror=None if finding is None else finding.mirror)
     shown = chain if auto else stage_runner.opened.chain
     return Job(
         data_identities=content,
@@ -243,6 +224,7 @@ def assemble(
         logger=logger,
         called=corpus.train.called,
         judge=factory.judge(stages) if auto and len(stages) > 1 else None,
+        mirror=finding,
     )
 
 
@@ -347,7 +329,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
         *corpus.notes,
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),
-        *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages),
+        *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages, job.mirror),
         *without_effect(plan, given),
         *crowding(world),
         *bound_apart(world),

@@ -18,6 +18,7 @@ from hvfreeze.strategies.base import Strategy
 from hvfreeze.training.checkpoint_file import Saving
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.guard import Guard
+from hvfreeze.training.mirror_trial import Finding
 from hvfreeze.training.progress import Curves, Progress, RunLogger
 from hvfreeze.training.stages import Stage, StageRunner
 from hvfreeze.training.time_budget import TimeBudget
@@ -46,6 +47,8 @@ class Job:
     logger: RunLogger
     judge: Judge | None = None
     """With --freeze auto: tells whether tuning pays."""
+    mirror: Finding | None = None
+    """What was found out about mirror images before the first step; None where that is not open, or a solution does."""
     notes: list[str] = field(default_factory=list)
     record: Record | NullRecord = field(default_factory=NullRecord)
     progress: Progress = field(default_factory=Progress)

@@ -190,6 +190,8 @@ def conclude(job: Job) -> dict[str, Any]:
         "parameter_digest": digest,
         "resumed": list(job.record.resumed),
     }
+    if job.mirror is not None:
+        summary["mirror"] = job.mirror.describe() | {"taken": job.stage_runner.mirror != "off"}
     if job.budget is not None:
         summary |= job.budget.report()
     if job.config.run.keep == "best":

@@ -141,20 +141,23 @@ class StageRunner:
     Args:
         stages: in order, at least one.
         open_stage: opens a stage; a collective.
+        mirror: what has been found out about mirror images before the first stage.
     """
 
-    def __init__(self, stages: Sequence[Stage], open_stage: Callable[[Stage], Opened]) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], open_stage: Callable[[Stage], Opened], mirror: str | None = None
+    ) -> None:
         self.stages: tuple[Stage, ...] = tuple(stages)
         self.asked = tuple(stage.steps for stage in stages)
         """Steps of each stage before any was found to gain nothing."""
         self.number = 0
-        self.mirror: str | None = None
-        """What a solution has found out about mirror images, on or off, for the stages that follow it."""
+        self.mirror = mirror
+        """What has been found out about mirror images, on or off, for the stages to come."""
         self.other_way = False
         """Whether stages that have another way to tune have taken it."""
         self._open_stage = open_stage
         self._earlier: Report = {}
-        self.opened = open_stage(self.stages[0])
+        self.opened = open_stage(with_mirror(self.stages[0], mirror))
 
     @property
     def stage(self) -> Stage:
@@ -281,8 +284,10 @@ class StageRunner:
             self.plan(state["steps"])
         moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
         earlier = {**state["earlier"], "cut_history": moves} if moves else {}
-        self.mirror = state.get("mirror")
-        if state["number"] == self.number:
+        before, self.mirror = self.mirror, state.get("mirror")
+        # A solution finds out itself, and is not opened anew for it.
+        as_opened = before == self.mirror or self.stage.solves
+        if state["number"] == self.number and as_opened:
             self._earlier = earlier
         else:
             self._enter(state["number"], earlier=earlier)

@@ -21,9 +21,9 @@ from analysis.parts.networks.tables import NOTHING_SENT
 from analysis.sweeps.kept import commit, publish, texts_of
 from analysis.sweeps.launching import finish, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
+from hvfreeze.comm.cycle_time import LONG_CYCLE_MS
 from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.report.tables import to_csv
-from hvfreeze.training.build import LONG_CYCLE_MS
 
 FULL = ((2, 2), (4, 1))
 """Nodes and threads of each that fill the cores of a machine with four."""

@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,10 +17,12 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
+from hvfreeze.integration.cached_loader import CachedLoader
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import script_world
 from tests.parallel.workers.checking import run_checks
@@ -192,6 +195,65 @@ def check_scaled_losses_train_as_there(world: World) -> None:
         for mine, reference in zip(scaled(ours, wrapped), expected, strict=True):
             assert hvd.size() > 2 or torch.equal(mine, reference)
             torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-5)
+
+
+def check_evidence_does_not_depend_on_the_scale_of_losses(world: World) -> None:
+    def evidence(*, scaler: Any) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = dense()
+        settings = FreezeConfig(freeze="coherence", interval=100)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model, settings=settings)
+        seen = optimizer.freezer._coherence
+        assert seen is not None
+        seen.every = 2
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for step in range(8):
+            loss = loss_of(model, generator)
+            if scaler is None:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                continue
+            for factor in [math.inf] * (step in (2, 5)) + [1.0]:
+                optimizer.zero_grad()
+                scaler.scale(factor * loss).backward(retain_graph=True)
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+        return seen.latest
+
+    plain = evidence(scaler=None)
+    # Doubled after every two good steps, halved after those that overflow.
+    scaled = evidence(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+    assert len(plain) == len(scaled) == 4
+    for row, other in zip(plain, scaled):
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(row), rtol=1e-4, atol=0)
+
+
+def check_ranks_cache_where_rank_0_does_if_nobody_names_a_directory(world: World) -> None:
+    caches = [f"{sys.argv[1]}/cache{rank}" for rank in range(world.size)]
+    before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), caches[world.rank]
+    try:
+        model = dense()
+        optimizer = DistributedOptimizer(momentum([*model.parameters()]), model=model)
+        data = TensorDataset(torch.zeros(8, 4), torch.zeros(8))
+        CachedLoader(DataLoader(data, batch_size=4), optimizer).close()
+        mixed = None if world.rank == 0 else caches[0]
+        if world.size > 1:
+            raises(
+                UsageError,
+                "directory= must be given on all ranks, or on none",
+                lambda: CachedLoader(DataLoader(data, batch_size=4), optimizer, directory=mixed),
+            )
+        world.barrier(name="test.cached")
+        assert [os.path.isdir(f"{cache}/hvfreeze/activations") for cache in caches] == [True] + [False] * (
+            world.size - 1
+        )
+    finally:
+        os.environ.pop("XDG_CACHE_HOME")
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
 
 
 def check_scaling_before_the_average_is_refused(world: World) -> None:

@@ -50,6 +50,48 @@ def test_one_rank_multiplies_its_gradients_of_two_steps_in_a_row() -> None:
     assert [sum(row) for row in seen.latest] == pytest.approx([0.5 * product for product in products], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_what_blocks_gain_does_not_depend_on_a_scale_of_the_loss_or_on_steps_that_overflow(kind: Any) -> None:
+    def run(*scales: float) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        freezer = freezer_of(model, kind(model.parameters(), lr=0.5), interval=100)
+        seen = freezer._coherence
+        assert seen is not None
+        seen.every = 2
+        for scale in scales:
+            inputs = torch.randn(5, 3)
+            if scale != 1:
+                # A step that a scaler skips: nobody is told that it was made.
+                freezer.reducer.begin()
+                (model(inputs).pow(2).mean() * math.inf).backward()
+                freezer.reducer.finish()
+                model.zero_grad()
+            freezer.reducer.begin()
+            (model(inputs).pow(2).mean() * scale).backward()
+            freezer.reducer.finish()
+            model.zero_grad()
+            freezer.after_step(0.0, scale=scale)
+        return seen.latest
+
+    plain, scaled = run(*[1.0] * 8), run(2.0**10, 2.0**10, 2.0**11, 2.0**10, 2.0, 2.0, 4.0, 8.0)
+    assert len(plain) == len(scaled) == 4
+    for row, other in zip(plain, scaled):
+        assert other == pytest.approx(row, rel=1e-5)
+
+
+def test_a_step_that_was_made_with_gradients_that_are_not_finite_says_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.5), interval=8)
+    seen = freezer._coherence
+    assert seen is not None
+    for number in range(8):
+        step(freezer, torch.randn(5, 3) * (math.inf if number == 2 else 1.0))
+    assert [len(rows) for rows in seen.complete] == [3] and all(map(math.isfinite, seen.peaks))
+    assert max(seen.peaks) > 0
+
+
 def test_samples_go_on_where_a_state_was_saved_between_two_steps_of_a_product() -> None:
     def run(*, interrupted: bool) -> list[list[float]]:
         torch.manual_seed(0)

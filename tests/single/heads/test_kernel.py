@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import kernel_choice
-from hvfreeze.heads.gram import gaussian
+from hvfreeze.heads.gram import Gram, gaussian
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.kernel_choice import SCALES, best_scale, left_out_answers, views_of
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
@@ -278,5 +279,26 @@ def test_gradients_reach_the_features() -> None:
 
 
 def test_likenesses_are_kept_in_what_the_vectors_of_a_solution_leave() -> None:
-    left = partial(fitting.beside_vectors, 10**6, rows=100, world=SoloWorld())
+    left = partial(fitting.beside_vectors, 10**6, rows=100, classes=3, world=SoloWorld())
     assert [left(columns=columns) for columns in (0, 10, 1000)] == [10**6, 10**6 - 64 * 1000, 0]
+
+
+def test_all_classes_count_where_they_are_solved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = partial(fitting.beside_vectors, 10**9, rows=100, columns=4000, world=SoloWorld())
+    at_once = 10**9 - 64 * 100 * 640
+    assert [left(classes=classes) for classes in (640, 641, 1000)] == [at_once, at_once - 5600 * 641, at_once - 5600000]
+    given: list[int] = []
+
+    def noted(*args: Any, memory_bytes: int, **options: Any) -> Gram:
+        given.append(memory_bytes)
+        return Gram(*args, memory_bytes=memory_bytes, **options)
+
+    monkeypatch.setattr(fitting, "Gram", noted)
+    monkeypatch.setattr(kernel_choice, "MOST_COLUMNS", 2)
+    found(labelled_table(200), penalties=[1.0], memory_bytes=10**6)
+    assert given == [10**6 - 200 * (64 * 2 + 56 * CLASSES)]
+
+
+def test_vectors_on_centres_count_for_all_columns() -> None:
+    left = partial(fitting.beside_centres, 10**6, centres=10, rows=100, world=SoloWorld())
+    assert [left(columns=columns) for columns in (0, 2, 1000)] == [10**6, 10**6 - 2 * (112 * 10 + 1600), 0]

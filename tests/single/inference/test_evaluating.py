@@ -74,12 +74,16 @@ def test_bad_images_are_all_named_and_can_be_left_out(finished: Finished, tmp_pa
     bad = [folder / part for part in ("blue/00.png", "blue/06.png", "red/03.png")]
     for path in bad:
         path.write_bytes(path.read_bytes()[:80])
-    refused = call("evaluate", str(finished.run), "--data-dir", str(folder))
-    assert refused.returncode == 3 and len(refused.messages) == 1 and "top-1" not in refused.stdout, str(refused)
+    partial = tmp_path / "partial"
+    refused = call("evaluate", str(finished.run), "--data-dir", str(folder), "--out", str(partial))
+    assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
     assert all(str(path) in refused.messages[0] for path in bad), str(refused)
+    # The others have their result all the same.
+    assert f"on 18 images of {folder}: top-1" in refused.stdout and "3 images left out" in refused.stdout, str(refused)
     outcome = call("evaluate", str(finished.run), "--data-dir", str(folder), "--skip-bad", "--out", str(classes))
     assert outcome.returncode == 0 and "3 images left out that cannot be used" in outcome.stdout, str(outcome)
     found = json.loads((classes / "evaluation.json").read_text())
+    assert json.loads((partial / "evaluation.json").read_text()) == found
     for path in bad:
         path.unlink()
     again = call("evaluate", str(finished.run), "--data-dir", str(folder), "--out", str(tmp_path / "again"))
@@ -87,6 +91,16 @@ def test_bad_images_are_all_named_and_can_be_left_out(finished: Finished, tmp_pa
     whole = json.loads((tmp_path / "again" / "evaluation.json").read_text())
     assert (found["samples"], found["left_out"], whole["left_out"]) == (18, 3, 0)
     assert found["accuracy"] == whole["accuracy"] and found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_where_no_image_can_be_used_there_is_no_result(finished: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "test"
+    (folder / "red").mkdir(parents=True)
+    (folder / "red" / "0.png").write_bytes(b"no image")
+    for flags in ([], ["--skip-bad"]):
+        refused = call("evaluate", str(finished.run), "--data-dir", str(folder), *flags)
+        assert refused.returncode == 3 and "top-1" not in refused.stdout, str(refused)
+        assert str(folder / "red" / "0.png") in refused.messages[0]
 
 
 def test_held_out_samples_are_evaluated_where_the_run_was(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.integration import cached_loader as module
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.single.integration.counted_images import EPOCHS, LOADED, ROWS, SAMPLES, Counting, image_model, images
 from tests.single.model.own_models import Text
@@ -67,7 +69,7 @@ def batch_of(data: Dataset[Any], rows: int = 2) -> tuple[Tensor, ...]:
 def train(
     case: str,
     how: str,
-    directory: Path,
+    directory: Path | None,
     *,
     moves: dict[int, int],
     epochs: int = EPOCHS,
@@ -172,3 +174,33 @@ def test_workers_read_what_is_missing(tmp_path: Path) -> None:
         assert labels == [i % 3 for i in range(SAMPLES)]
     assert len(LOADED) == ROWS, "this process read more than the batch that the cut is tried with"
     cached.close()
+
+
+def test_without_a_directory_activations_lie_in_the_users_cache_which_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "_told", set())
+    caplog.set_level("INFO", "hvfreeze")
+    there = tmp_path / "hvfreeze" / "activations"
+    for _ in range(2):
+        train("a chain of images", "cached", None, moves={4: 1})
+    assert list(there.glob("*.h5")) and there.stat().st_mode & 0o77 == 0
+    assert [str(there) in line for line in caplog.messages if "directory= names" in line] == [True]
+
+
+def test_where_the_users_cache_is_not_known_a_directory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(UsageError, match=r"directory must be given.*home directory"):
+        train("a chain of images", "cached", None, moves={})
+
+
+def test_a_directory_that_cannot_be_used_is_refused_in_a_scripts_own_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(RefusedError, match=r"cannot be used.*give another with directory="):
+        train("a chain of images", "cached", tmp_path / "file", moves={})

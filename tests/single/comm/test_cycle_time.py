@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from hvfreeze.comm.cycle_time import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
 from hvfreeze.comm.horovod_world import HorovodWorld
 from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.comm.resources import count_in
 from hvfreeze.errors import UsageError
-from hvfreeze.training.build import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
 
 
 class Made(HorovodWorld):

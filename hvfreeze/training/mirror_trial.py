@@ -1,0 +1,208 @@
+"""Whether training by steps is to see mirror images: found out on a few training samples before the first step.
+
+A head that compares samples is solved for features that cost one forward pass: of blocks with trained weights, else of
+coarse pixels, of which a network that starts at random would learn nothing else so early. Each sample is left out in
+turn, and judged as it is by heads that are fitted to the others, with their mirror images and without. No test sample
+takes part. A network can learn more than such a head, and mirror images help it against too few samples: they are left
+out only where they cost right answers by more than chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.resources import memory_budget
+from hvfreeze.comm.world import World
+from hvfreeze.data.batches import TrainFeed, announce, padded_batches
+from hvfreeze.data.decoding import Images
+from hvfreeze.data.shards import Ids, stratified_subset
+from hvfreeze.data.views import MIRRORED
+from hvfreeze.errors import NumericsError, UsageError
+from hvfreeze.heads.features import every_block
+from hvfreeze.heads.kernel import MOST_LEFT_OUT, fit_kernel
+from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.heads.solution import MirrorTrial
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation, state_kept
+from hvfreeze.training.stages import Stage
+
+SAMPLES = MOST_LEFT_OUT // 2
+"""Of all ranks, and as many mirror images: of more, held-out ones alone would judge."""
+FEWEST = 8
+"""Samples, of which fewer tell nothing."""
+BATCH = 50
+CELLS = 8
+"""A side, that pixels are averaged to."""
+POOL, WIDEST = 2, 32_768
+"""Cells a side that each block's map is averaged to, 1 where all blocks together have more features than the latter."""
+SURE = 2.0
+"""Standard errors of a part of the samples that are more than chance."""
+
+Features = Callable[[Tensor], Tensor]
+"""(B, C, H, W) images, as a model sees them -> (B, D)."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What samples say of mirror images, equal on all ranks."""
+
+    trial: MirrorTrial
+    seen: str
+    """What the heads were solved on, in words."""
+    guessed: float
+    """Part of the samples that the most frequent class has."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether mirror images are trained on: unless they cost right answers, and the loss too is higher for them."""
+        cost = self.trial.accuracy_without - self.trial.accuracy_with
+        mean = (self.trial.accuracy_with + self.trial.accuracy_without) / 2
+        return self.trial.taken or cost <= self._chance(mean)
+
+    @property
+    def mirror(self) -> str:
+        """As --mirror would say it."""
+        return "on" if self.taken else "off"
+
+    @property
+    def tells(self) -> bool:
+        """Whether some head does better than to guess."""
+        best = max(self.trial.accuracy_with, self.trial.accuracy_without)
+        return best > self.guessed + self._chance(self.guessed)
+
+    def line(self) -> str:
+        """Return it in words."""
+        ours, theirs = 100 * self.trial.accuracy_with, 100 * self.trial.accuracy_without
+        found = (
+            f"of {self.trial.samples} training samples, each left out of a head that is solved on {self.seen}, "
+            f"{ours:.1f} % are right with mirror images, {theirs:.1f} % without"
+        )
+        if not self.taken:
+            return f"mirror images are left out: {found}; --mirror on trains on them"
+        if not self.tells:
+            return f"mirror images are trained on, but not found out about: {found}, no better than a guess; {WAY_OUT}"
+        return f"mirror images are trained on: {found}; {WAY_OUT}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what summary.json says of it."""
+        return {**asdict(self.trial), "seen": self.seen, "taken": self.taken}
+
+    def _chance(self, part: float) -> float:
+        return SURE * math.sqrt(part * (1 - part) / self.trial.samples)
+
+
+WAY_OUT = "pass --mirror off where left and right differ"
+
+
+def is_open(stages: Sequence[Stage], *, flips: bool) -> bool:
+    """Tell whether steps of training may show mirror images, and no solution before them finds out about them.
+
+    `flips` is the data set's word that mirror images show the same class.
+    """
+    for stage in stages:
+        data = stage.config.data
+        if stage.steps == 0 or data.mirror != "auto":
+            continue
+        if stage.solves:
+            return False
+        if data.mirrors(flips) and data.augment != "none":
+            return True
+    return False
+
+
+def find_out(
+    chain: Chain, feed: TrainFeed, image_shape: tuple[int, ...], *, trained: bool, place: int, world: World
+) -> Finding | None:
+    """Return what training samples say of mirror images, None where there are too few. Collective.
+
+    Neither the model nor torch's generator changes.
+
+    Args:
+        chain: the model, equal on all ranks.
+        feed: all of this replica's training samples.
+        image_shape: (C, H, W) of the images that the model sees.
+        trained: whether the chain's weights were trained before.
+        place: of this rank in its replica, of which the first one reads the samples.
+        world: all ranks.
+    """
+    ids = np.unique(np.concatenate(feed.plan.shards))
+    labels = feed.labels.numpy()
+    classes = len(np.unique(labels[ids]))
+    if classes < 2 or len(ids) < FEWEST:
+        return None
+    if len(ids) > SAMPLES:
+        some = slice(None, None, -(-len(ids) // SAMPLES))
+        ids = ids[stratified_subset(labels[ids], SAMPLES, seed=feed.plan.seed) if classes <= SAMPLES else some]
+    images = feed.images.shown(MIRRORED, mirrors=True)
+    assert isinstance(images, Images), "a text has no mirror images"
+
+    def see() -> tuple[RowsInMemory, str]:
+        features, seen = features_of(chain, torch.zeros(1, *image_shape), trained=trained)
+        own = own_ids(feed, ids) if place == 0 else ids[:0]
+        return rows_of(features, images, own, ids[::10], width=features(torch.zeros(1, *image_shape)).shape[1]), seen
+
+    with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
+        rows, seen = raise_on_all_ranks(world, see, name="mirror")
+    try:
+        fit = fit_kernel(
+            rows,
+            classes=int(labels.max()) + 1,
+            world=world,
+            memory_bytes=memory_budget(world.local_size),
+            compare_mirrored=True,
+        )
+    except NumericsError:
+        # On all ranks; training says what is wrong.
+        return None
+    if fit is None or fit.mirror is None:
+        return None
+    return Finding(fit.mirror, seen, float(np.bincount(labels[ids]).max() / len(ids)))
+
+
+def own_ids(feed: TrainFeed, ids: Ids) -> Ids:
+    """Return those of `ids` that this replica alone reads."""
+    own = feed.plan.shards[feed.replica]
+    if feed.plan.shuffle == "global":
+        own = own[feed.replica :: len(feed.plan.shards)]
+    return ids[np.isin(ids, own)]
+
+
+def features_of(chain: Chain, example: Tensor, *, trained: bool) -> tuple[Features, str]:
+    """Return what makes features of images such as `example`, (1, C, H, W), and what they are in words."""
+    if trained:
+        # A model whose maps cannot be understood is judged as one without trained weights.
+        with suppress(UsageError):
+            blocks = every_block(chain, pool=POOL, example=example)
+            wide = blocks(example).shape[1] > WIDEST
+            return (every_block(chain, pool=1, example=example) if wide else blocks), "the network's blocks"
+    return coarse_pixels, f"their pixels, averaged to {CELLS} x {CELLS}"
+
+
+def coarse_pixels(images: Tensor) -> Tensor:
+    """Return (B, D) of images, (B, C, H, W): the means of `CELLS` x `CELLS` parts."""
+    return functional.adaptive_avg_pool2d(images, (CELLS, CELLS)).flatten(1)
+
+
+def rows_of(features: Features, images: Images, own: Ids, held_out: Ids, *, width: int) -> RowsInMemory:
+    """Return the rows, D wide, of the samples `own` and of their mirror images; there may be none."""
+    batches = [batch for view in (0, 1) for batch in padded_batches(own, images.labels_of, BATCH, view=view)]
+    announce(images, batches)
+    found = [features(images.load(batch.ids, batch.views))[: batch.counted] for batch in batches]
+    samples = torch.from_numpy(np.concatenate([own, own]))
+    return RowsInMemory(
+        torch.cat([torch.zeros(0, width), *found]),
+        images.labels[samples],
+        torch.isin(samples, torch.from_numpy(held_out)),
+        samples,
+        torch.arange(len(samples)) >= len(own),
+    )

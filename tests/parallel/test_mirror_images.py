@@ -1,0 +1,56 @@
+"""What training samples say of mirror images, all ranks hear alike, whoever of them has the samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.parallel.mpirun import hvfreeze
+from tests.parallel.sizes import sizes
+
+pytestmark = pytest.mark.mpi
+
+SMALL = ("--model", "tests.kept.small_model:small", "--batch-size", "4", "--epochs", "1", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images with a bright bar on the left, or on the right."""
+    root, random = tmp_path_factory.mktemp("sides"), np.random.default_rng(0)
+    for part in ("train", "test"):
+        for name, first in (("left", 1), ("right", 18)):
+            (root / part / name).mkdir(parents=True)
+            for number in range(24):
+                pixels = random.integers(0, 60, (32, 32, 3)).astype(np.uint8)
+                start = first + random.integers(0, 9)
+                pixels[:, start : start + 4] = 220
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+def found(size: int, sides: Path, run: Path, *flags: str) -> dict[str, Any]:
+    data = ("--data", "imagefolder", "--data-dir", str(sides), "--run-dir", str(run))
+    result = hvfreeze(size, "train", *SMALL, *data, *flags)
+    assert result.returncode == 0, str(result)
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())["mirror"]
+    return summary
+
+
+@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
+@pytest.mark.parametrize("shuffle", ["shard", "global"])
+def test_all_ranks_together_find_out_what_one_does(size: int, shuffle: str, sides: Path, tmp_path: Path) -> None:
+    alone = found(1, sides, tmp_path / "alone")
+    together = found(size, sides, tmp_path / "together", "--shuffle", shuffle)
+    assert together["taken"] is alone["taken"] is False
+    assert together["samples"] == alone["samples"] == 48
+    assert together["loss_without"] == pytest.approx(alone["loss_without"], rel=1e-3)
+
+
+def test_ranks_that_read_no_samples_hear_it_too(sides: Path, tmp_path: Path) -> None:
+    parted = found(2, sides, tmp_path / "parted", "--strategy", "grid", "--parts", "2", "--micro-batches", "1")
+    assert parted["taken"] is False and parted["samples"] == 48

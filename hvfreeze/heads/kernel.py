@@ -25,7 +25,15 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.centres import CENTRES_TOLERANCE, CentreProducts, solve_centres
+from hvfreeze.heads.centres import (
+    CENTRES_TOLERANCE,
+    MOST_FACTORED,
+    SAMPLED,
+    CentreProducts,
+    inverse_by_factor,
+    inverse_by_landmarks,
+    solve_centres,
+)
 from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
 from hvfreeze.heads.kernel_choice import (
     Choice,
@@ -126,6 +134,8 @@ class KernelFit(Solution):
     weight: Tensor
 
 
+FACTOR_BYTES = 8
+"""For each pair of centres, what rank 0 preconditions the solver by; the others hold half of it before."""
 LEADING_BYTES, FOLLOWING_BYTES = 64, 12
 """For each number of a vector: on rank 0 eight in float64, with those that the solver adds them up in; elsewhere three
 in float32, as they come, as they are multiplied, and their product."""
@@ -369,21 +379,31 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
     centres = everyones(points, marks, kept, world=world).points
     places = torch.full((len(points),), -1)
     places[kept[marks.own]] = marks.moved(kept)
-    held_out = marks.held_out[marks.own]
+    held_out, rows, factored = marks.held_out[marks.own], len(marks.labels), count <= MOST_FACTORED
     products = CentreProducts(
         points,
         centres,
         places=places,
         left_out=held_out,
         columns=classes,
-        rounded=len(marks.labels) >= ROUNDED_FROM,
+        rounded=rows >= ROUNDED_FROM,
         world=world,
-        memory_bytes=ends.memory_bytes,
+        memory_bytes=max(0, ends.memory_bytes - (FACTOR_BYTES * count**2 if factored else 0)),
         watch=ends.watch,
     )
-    right = products.right_sides(targets(marks.labels[marks.own], classes).float().repeat(1, 1 + share.judged))
-    rows = len(marks.labels)
-    solving = partial(solve_centres, products, centres, right, penalty=penalty, rows=rows, most_steps=ends.most_steps)
+    if factored:
+        sampled = min(rows, SAMPLED * count)
+        normal = products.normal_matrix(points[marks.spread(sampled)[marks.own]]).mul_(rows / sampled)
+    right = products.right_sides(marks.labels[marks.own], classes, copies=1 + share.judged)
+
+    def solving() -> Solved:
+        inverse = (
+            inverse_by_factor(centres, normal, penalty)
+            if factored
+            else inverse_by_landmarks(centres, penalty, rows=rows)
+        )
+        return solve_centres(products, right, inverse=inverse, penalty=penalty, most_steps=ends.most_steps)
+
     solved = world.broadcast_object(products.lead(solving), name="head.fit")
     if solved is None:
         return None

@@ -35,6 +35,7 @@ from hvfreeze.heads.centres import (
     solve_centres,
 )
 from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
+from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.kernel_choice import (
     Choice,
     Tried,
@@ -153,6 +154,7 @@ def fit_kernel(
     centres: int | None = None,
     trained: bool = False,
     compare_mirrored: bool = False,
+    kept: KeptPoints | None = None,
     read: Callable[[int], bool] = lambda rows: False,
     watch: Callable[[str], bool] = lambda note: False,
 ) -> KernelFit | None:
@@ -173,6 +175,7 @@ def fit_kernel(
         trained: whether the network was trained on the rows that are not held out, whose features know their labels:
             then only held-out rows choose, also of few.
         compare_mirrored: whether mirror images are left out where the head is better without them.
+        kept: the rows' points where they are kept, else keeps them; None keeps nothing.
         read: called with how many of this rank's rows have their features, as they come; true on some rank ends it all.
         watch: called with how far the solution is, often; true on some rank ends the search.
 
@@ -183,9 +186,13 @@ def fit_kernel(
     values = list(penalties)
     if not values or min(values) <= 0 or len(set(values)) < len(values):
         raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
-    mine = points_of(rows, world=world, stop=read)
+    mine = None if kept is None else kept.load()
     if mine is None:
-        return None
+        mine = points_of(rows, world=world, stop=read)
+        if mine is None:
+            return None
+        if kept is not None:
+            kept.keep(mine)
     marks = marks_of(mine, world=world)
     check_choice(int(marks.held_out.sum()), len(values))
     few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1

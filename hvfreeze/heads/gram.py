@@ -194,7 +194,7 @@ class Solved(NamedTuple):
     """The residual B - A X, (N, C) float64."""
     steps: int
     error: float
-    """The largest |left| of a column as a part of its right side."""
+    """The largest |left| of a column as a part of its right side, or as `solve` was asked to measure it."""
 
 
 def solve(
@@ -205,6 +205,7 @@ def solve(
     tolerance: float,
     most_steps: int,
     tell: Callable[[float, float], None],
+    inverse_is_close: bool = False,
 ) -> Solved:
     """Return X with A X = B by conjugate gradients, for A symmetric and positive; each column is solved by itself.
 
@@ -215,17 +216,24 @@ def solve(
         tolerance: for `Solved.error`.
         most_steps: after which it ends all the same.
         tell: takes `Solved.error` so far and the tolerance, before each product.
+        inverse_is_close: `inverse` is A^-1 but for a small factor: sizes of `Solved.error` are then roots of
+            V' A^-1 V. Of a least squares problem this measures how far its answers are off.
     """
 
     def ratio(above: Tensor, below: Tensor) -> Tensor:
         # 0 where a column is solved and nothing is left to divide by.
         return torch.where(below > 0, above / below, 0.0)
 
-    size = right.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
     found, left = torch.zeros_like(right), right.clone()
     direction = inverse(left)
     slope = (left * direction).sum(0)
-    steps, error = 0, float((left.norm(dim=0) / size).max())
+    whole = slope if inverse_is_close else right.square().sum(0)
+
+    def measured() -> float:
+        rest = slope if inverse_is_close else left.square().sum(0)
+        return float(ratio(rest, whole).clamp(min=0).sqrt().max())
+
+    steps, error = 0, measured()
     while error > tolerance and steps < most_steps:
         tell(error, tolerance)
         moved = product(direction)
@@ -235,5 +243,5 @@ def solve(
         closer = inverse(left)
         before, slope = slope, (left * closer).sum(0)
         direction = closer + ratio(slope, before) * direction
-        steps, error = steps + 1, float((left.norm(dim=0) / size).max())
+        steps, error = steps + 1, measured()
     return Solved(found, left, steps, error)

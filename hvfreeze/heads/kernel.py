@@ -26,13 +26,13 @@ from torch.nn import functional
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.centres import (
-    CENTRES_TOLERANCE,
     MOST_FACTORED,
     SAMPLED,
     CentreProducts,
     inverse_by_factor,
     inverse_by_landmarks,
     solve_centres,
+    tolerance_of,
 )
 from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
 from hvfreeze.heads.kept_points import KeptPoints
@@ -169,7 +169,7 @@ def fit_kernel(
         memory_bytes: for the solver's vectors, and for as many of this rank's likenesses as fit beside them; the others
             are computed anew for each product.
         penalties: above 0; with one, nothing is chosen.
-        tolerance: for the residual, as a part of the right sides; with centres `CENTRES_TOLERANCE`.
+        tolerance: for the residual, as a part of the right sides; with centres `centres.tolerance_of` tells it.
         most_steps: of the solver; `KernelFit.converged` tells whether they sufficed.
         centres: of the rows, that all rows are compared with; None chooses, see `centres_for`.
         trained: whether the network was trained on the rows that are not held out, whose features know their labels:
@@ -409,7 +409,14 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
             if factored
             else inverse_by_landmarks(centres, penalty, rows=rows)
         )
-        return solve_centres(products, right, inverse=inverse, penalty=penalty, most_steps=ends.most_steps)
+        return solve_centres(
+            products,
+            right,
+            inverse=inverse,
+            inverse_is_close=factored,
+            penalty=penalty,
+            most_steps=ends.most_steps,
+        )
 
     solved = world.broadcast_object(products.lead(solving), name="head.fit")
     if solved is None:
@@ -427,7 +434,7 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
     mine = functional.cross_entropy(answers.double(), marks.labels[marks.own], reduction="sum")
     loss = float(world.allreduce_sum(mine.reshape(1), name="head.loss")) / rows
     solution = solution_of(
-        share, tried, loss=loss, steps=solved.steps, error=solved.error, tolerance=CENTRES_TOLERANCE, centres=count
+        share, tried, loss=loss, steps=solved.steps, error=solved.error, tolerance=tolerance_of(factored), centres=count
     )
     weight = (scale * solved.vectors[:, :classes]).t().float().contiguous()
     return End(solution, centres, weight, answers, Spent(products.passes, products.exchanged_bytes))

@@ -43,6 +43,7 @@ def dense(centres: Tensor, points: Tensor, labels: Tensor, penalty: float) -> Te
 def exactly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the solver go on until nothing is left to gain, and the penalty be chosen by held-out rows of a part."""
     monkeypatch.setattr("hvfreeze.heads.centres.CENTRES_TOLERANCE", 1e-5)
+    monkeypatch.setattr("hvfreeze.heads.centres.ANSWERS_TOLERANCE", 1e-5)
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
     monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
     yield
@@ -114,6 +115,16 @@ def test_equal_centres_do_no_harm() -> None:
     matrix = torch.ones(5, 5, dtype=torch.float64)
     factor = cholesky(matrix.clone() - 1e-6 * torch.eye(5, dtype=torch.float64))
     torch.testing.assert_close(factor @ factor.t(), matrix, atol=1e-3, rtol=0)
+
+
+def test_the_solver_ends_where_answers_are_off_by_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = labelled_table(2403)
+    fit = found(table, penalties=[0.03], centres=100)
+    monkeypatch.setattr("hvfreeze.heads.centres.ANSWERS_TOLERANCE", 1e-6)
+    exact = found(table, penalties=[0.03], centres=100)
+    # Both scales were chosen on the answers, which are nearly the same.
+    off = float((fit.answers - exact.answers).norm() / exact.answers.norm())
+    assert fit.steps < exact.steps and fit.error / 4 < off < 4 * fit.error, (off, fit.error)
 
 
 def test_rounding_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,13 @@ def made_words(run: Planned) -> list[str]:
 
 def image_words(run: Planned, folder: str, data_dir: Path | None, weights: Path | None) -> list[str]:
     """Return the arguments of a rank of `hvfreeze train` on images."""
-    flags = {"data": "imagefolder", "data-dir": data_dir, "model": "resnet18", "weights": weights, "freeze": "auto"}
+    flags: dict[str, object] = {
+        "data": "imagefolder",
+        "data-dir": data_dir,
+        "model": "resnet18",
+        "weights": weights,
+        "freeze": "auto",
+    }
     flags |= {"train-samples": run.rows} if run.rows < max(IMAGES) else {}
     words = [f"--{name}={value}" for name, value in flags.items()]
     return ["train", *words, "--quiet", f"--run-dir={folder}/run"]

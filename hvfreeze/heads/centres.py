@@ -199,6 +199,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     mean, added = float(matrix.diagonal().mean()), JITTER
     matrix.diagonal().add_(JITTER * mean)
     while True:
+        factor: Tensor
         factor, failed = torch.linalg.cholesky_ex(matrix)
         if not failed:
             return factor

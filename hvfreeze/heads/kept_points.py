@@ -22,7 +22,7 @@ from torch import Tensor
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.format import Keys, pack_keys
-from hvfreeze.cache.fingerprint import Fingerprint, digest_tensors
+from hvfreeze.cache.fingerprint import JSON, Fingerprint, digest_tensors
 from hvfreeze.cache.store import MOST_DIFFERENT, Store
 from hvfreeze.comm.world import World
 from hvfreeze.heads.points import DISTANCE, MOST_DIRECTIONS, WHITENED, OwnPoints
@@ -79,7 +79,12 @@ class KeptPoints:
         self._keys = pack_keys(bare.samples, views)
         mine = digest_tensors([("keys", torch.from_numpy(self._keys)), ("marks", self._marks)])
         everyones = world.allgather_object(mine, name="points.rows")
-        made = {"version": VERSION, "directions": MOST_DIRECTIONS, "whitened": WHITENED, "distance": DISTANCE}
+        made: dict[str, JSON] = {
+            "version": VERSION,
+            "directions": MOST_DIRECTIONS,
+            "whitened": WHITENED,
+            "distance": DISTANCE,
+        }
         made |= {"rows": hashlib.sha256("".join(everyones).encode()).hexdigest(), "sampled": rows.sample() is not None}
         # Points of other bits would make another head.
         self._fingerprint = Fingerprint.of(

@@ -213,8 +213,8 @@ def fit_kernel(
         return None
     spent, mirror, taken = found.spent, None, torch.ones_like(marks.mirrored)
     if compare_mirrored and can_do_without(part):
-        kept = ~part.mirrored
-        without = choosing(part.only(kept), choosing=choosing.keywords["choosing"][kept])
+        plain = ~part.mirrored
+        without = choosing(part.only(plain), choosing=choosing.keywords["choosing"][plain])
         if without is None:
             return None
         mirror, spent = compared(found.choice, without.choice), spent + without.spent

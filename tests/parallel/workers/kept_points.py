@@ -39,7 +39,7 @@ class Fetched:
             self.batches += features.source.split.name == "train"
             return of(features, batch)
 
-        Features.of = counting  # type: ignore[method-assign]
+        Features.of = counting  # type: ignore[method-assign,assignment]
 
     def of(self, work: Any) -> int:
         """Return how many `work` asks for."""

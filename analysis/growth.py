@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.parts.growth_pages import Line, growth_figure, readme
+from analysis.parts.growth_pages import RUNS, Line, growth_figure, kept, readme
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, commit, publish
 from analysis.sweeps.launching import follow
@@ -33,7 +33,6 @@ MEMORY_BYTES = 6 * 10**9
 """Of a rank."""
 SECONDS = 4 * 3600.0
 """After which a run hangs."""
-RUNS = "runs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"growth: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def kept(path: Path) -> list[Line]:
-    """Return the lines of runs that were made; none where there is no file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def missing(planned: Sequence[Planned], lines: Sequence[Line]) -> Iterator[Planned]:

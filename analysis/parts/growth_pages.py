@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -14,7 +16,13 @@ from hvfreeze.report.tables import Table, megabytes, percent, seconds
 
 Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
+RUNS = "runs.jsonl"
 KINDS = {"made": "made rows, the solver", "images": "images, the whole command"}
+
+
+def kept(path: Path) -> list[Line]:
+    """Return the lines of runs that were made; none where there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def growth_figure(lines: Sequence[Line]) -> Figure:

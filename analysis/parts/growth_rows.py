@@ -34,8 +34,8 @@ TESTED = 2_000
 """Rows that nobody is fitted to."""
 SPREAD, APART = 0.5, 0.2
 """How fast the variance of directions falls, and how far classes are apart: about as features of images are."""
-PROCESS_BYTES = 700 * 10**6
-"""Of a rank before it has a row: Python, torch, Horovod."""
+PROCESS_BYTES = 10**9
+"""Of a rank beside its rows: Python, torch, Horovod, and what is copied for a moment."""
 
 
 class MadeRows:

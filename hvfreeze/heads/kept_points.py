@@ -3,6 +3,8 @@
 A file a rank, of the cache's own format: a row for each sample's view that was used, `MOST_DIRECTIONS` numbers at most.
 Behind the samples' keys stand those of P^T, a row a feature, and of p, by which points are made: `points.OwnPoints`.
 What points depend on beside a rank's own rows, all ranks' rows and how they are dealt out, is in the fingerprint.
+
+A solver that is stopped lies beside them, until it is done.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from torch import Tensor
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.format import Keys, pack_keys
-from hvfreeze.cache.fingerprint import JSON, Fingerprint, digest_tensors
+from hvfreeze.cache.fingerprint import JSON, Fingerprint, canonical, digest_tensors
 from hvfreeze.cache.store import MOST_DIFFERENT, Store
 from hvfreeze.comm.world import World
+from hvfreeze.files import open_new, replace_file
+from hvfreeze.heads.gram import Iterate
 from hvfreeze.heads.points import DISTANCE, MOST_DIRECTIONS, WHITENED, OwnPoints
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsOfBatches
+from hvfreeze.plain_load import load_plain
 
 FOLDER = "points"
 """In the cache directory."""
@@ -66,6 +71,47 @@ class _Found(NamedTuple):
     """(rows,) bool."""
     matrix: Tensor
     shift: Tensor
+
+
+class StoppedSolver:
+    """A solver that was stopped, in a file whose name says what it solves; a damaged file is none."""
+
+    def __init__(self, path: Path, right: Tensor, say: Callable[[str], None]) -> None:
+        self._path, self._right, self._say = path, right, say
+
+    def load(self) -> Iterate | None:
+        """Return from where to go on, None where nothing is kept."""
+        rows, columns = self._right.shape
+        shapes = [(rows, columns)] * 3 + [(columns,)] * 2
+        try:
+            *tensors, steps = load_plain(self._path)
+            assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == [
+                (shape, torch.float64) for shape in shapes
+            ] and type(steps) is int
+        except FileNotFoundError:
+            return None
+        # Whatever the unpickler raises.
+        except Exception:
+            self._say(f"{self._path} is damaged: the solver begins anew")
+            return None
+        self._say(f"the solver goes on after {steps} steps")
+        return Iterate._make([*tensors, steps])
+
+    def keep(self, iterate: Iterate) -> None:
+        """Write from where to go on; where that cannot be done, the next run begins anew."""
+        temporary = self._path.with_suffix(".part")
+        try:
+            with open(open_new(temporary), "wb") as file:
+                torch.save([*iterate], file)
+                file.flush()
+                replace_file(file.fileno(), temporary, self._path)
+        # `torch.save` raises RuntimeError where a disk is full.
+        except (OSError, RuntimeError) as error:
+            self._say(f"{self._path} cannot be written ({error}): a resumed run begins its solver anew")
+
+    def remove(self) -> None:
+        """Remove what is kept."""
+        self._path.unlink(missing_ok=True)
 
 
 class KeptPoints:
@@ -133,6 +179,11 @@ class KeptPoints:
         if faults:
             self._fault = faults[0]
             self._give_up()
+
+    def solver(self, right: Tensor, problem: dict[str, JSON]) -> StoppedSolver:
+        """Return where a solver for the right sides (M, C) is kept when it is stopped. Not a collective: rank 0's."""
+        digest = digest_tensors([(self._fingerprint.digest + canonical(problem), right)])
+        return StoppedSolver(self._store.directory / FOLDER / f"solver-{digest[:16]}.pt", right, self._store.say)
 
     def _give_up(self) -> None:
         if self._store.stop:

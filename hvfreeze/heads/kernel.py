@@ -135,8 +135,8 @@ class KernelFit(Solution):
     weight: Tensor
 
 
-FACTOR_BYTES = 8
-"""For each pair of centres, what rank 0 preconditions the solver by; the others hold half of it before."""
+FACTOR_BYTES = 12
+"""For each pair of centres, what rank 0 preconditions the solver by; the others hold a third of it."""
 LEADING_BYTES, FOLLOWING_BYTES = 64, 12
 """For each number of a vector: on rank 0 eight in float64, with those that the solver adds them up in; elsewhere three
 in float32, as they come, as they are multiplied, and their product."""
@@ -225,7 +225,7 @@ def fit_kernel(
     fitted[mine.used] = own
     used = marks.only(taken)
     share = Share(mine.points[own] if not own.all() else mine.points, used, classes, found.choice)
-    ends = Ends(tolerance, most_steps, memory_bytes, watch)
+    ends = Ends(tolerance, most_steps, memory_bytes, watch, kept)
     count = centres_for(len(used.labels), centres)
     end = (
         compare_all(share, ends, world=world)
@@ -339,6 +339,8 @@ class Ends(NamedTuple):
     most_steps: int
     memory_bytes: int
     watch: Callable[[str], bool]
+    kept: KeptPoints | None
+    """Beside which a solver that is stopped is kept."""
 
 
 class End(NamedTuple):
@@ -409,14 +411,20 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
             if factored
             else inverse_by_landmarks(centres, penalty, rows=rows)
         )
-        return solve_centres(
+        stopped = None if ends.kept is None else ends.kept.solver(right, {"penalty": penalty, "centres": count})
+        result = solve_centres(
             products,
             right,
             inverse=inverse,
             inverse_is_close=factored,
             penalty=penalty,
             most_steps=ends.most_steps,
+            begun=stopped.load() if stopped else None,
+            keep=stopped.keep if stopped else lambda iterate: None,
         )
+        if stopped:
+            stopped.remove()
+        return result
 
     solved = world.broadcast_object(products.lead(solving), name="head.fit")
     if solved is None:

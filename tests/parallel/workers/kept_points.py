@@ -9,7 +9,7 @@ from typing import Any
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted, RefusedError
-from hvfreeze.heads import kernel
+from hvfreeze.heads import centres, kernel
 from hvfreeze.heads.solution import Stop
 from hvfreeze.prefix.features import Features
 from hvfreeze.strategies.data_parallel import DataParallel
@@ -48,13 +48,17 @@ class Fetched:
         return self.batches - before
 
 
-def stopped_in_the_solver(runs: Runs, name: str, **changes: Any) -> None:
-    """Make a run that the last rank is asked to leave when all features are points."""
+def stopped_in_the_solver(runs: Runs, name: str, *, at: str = "", **changes: Any) -> None:
+    """Make a run that the last rank is asked to leave when all features are points, and a note has `at` in it."""
     solve = DataParallel.solve_head
 
     def solve_head(self: DataParallel, *args: Any, stop: Stop, **rest: Any) -> Any:
         last = runs.world.rank == runs.world.size - 1
-        return solve(self, *args, stop=lambda rows, note="": stop(rows, note) or (last and rows == 0), **rest)
+
+        def stopping(rows: int, note: str = "") -> bool:
+            return stop(rows, note) or (last and rows == 0 and at in note)
+
+        return solve(self, *args, stop=stopping, **rest)
 
     DataParallel.solve_head = solve_head  # type: ignore[method-assign]
     try:
@@ -107,6 +111,37 @@ def check_points_that_are_kept_make_the_same_head_and_no_others_are_used(world: 
         for told in (summary["head"], straight["head"]):
             told["passes"] = told["exchanged_bytes"] = 0
         assert summary["head"] == straight["head"] and summary["test_accuracy"] == straight["test_accuracy"], name
+
+
+def check_a_solver_that_is_stopped_goes_on_where_it_was(world: World) -> None:
+    let_models_be_small()
+    root = Path(sys.argv[1]) / "centres"
+    # A poor sample and a small tolerance, for many steps; the penalty is chosen without passes.
+    kernel.MOST_LEFT_OUT, kernel.SAMPLED, centres.ANSWERS_TOLERANCE = 1_000, 1, 1e-6
+    runs = Runs(world, root, {**SETTINGS, "centres": 40})
+    kept = {"cache": "auto", "cache_dir": str(root / "rows")}
+    straight, folder = runs("straight"), root / "rows" / "points"
+    steps = straight["head"]["steps"]
+    assert steps > 3, straight["head"]
+    for resume in (False, True):
+        # Its first product is made, and its second one not.
+        stopped_in_the_solver(runs, "stopped", at="pass 2, 0 %", resume=resume, **kept)
+        world.barrier(name=f"stopped.{resume}")
+        assert len(list(folder.glob("solver-*"))) == 1
+    resumed = runs("stopped", resume=True, **kept)
+    assert resumed["parameter_digest"] == straight["parameter_digest"], "another head"
+    assert resumed["head"]["steps"] == steps
+    # A pass for each step, and of the run that was never stopped those that make points.
+    assert resumed["head"]["passes"] == steps - 2 < straight["head"]["passes"] - 2
+    assert not list(folder.glob("solver-*"))
+    # A file that is damaged is none.
+    stopped_in_the_solver(runs, "damaged", at="pass 2, 0 %", **kept)
+    world.barrier(name="stopped")
+    if world.rank == 0:
+        (mine,) = folder.glob("solver-*")
+        mine.write_bytes(mine.read_bytes()[:-100])
+    world.barrier(name="cut")
+    assert runs("damaged", resume=True, **kept)["parameter_digest"] == straight["parameter_digest"]
 
 
 if __name__ == "__main__":

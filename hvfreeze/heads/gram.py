@@ -185,18 +185,6 @@ class Gram(Led):
 MOST_STEPS = 200
 
 
-class Solved(NamedTuple):
-    """Where the solver ended."""
-
-    vectors: Tensor
-    """X, (N, C) float64."""
-    left: Tensor
-    """The residual B - A X, (N, C) float64."""
-    steps: int
-    error: float
-    """The largest |left| of a column as a part of its right side, or as `solve` was asked to measure it."""
-
-
 class Iterate(NamedTuple):
     """How far conjugate gradients have come: from here they go on as if they had never stopped, bit for bit."""
 
@@ -208,6 +196,24 @@ class Iterate(NamedTuple):
     whole: Tensor
     """(C,) float64 each: the squared size of the residual, and of what `Solved.error` is a part of."""
     steps: int
+
+
+class Solved(NamedTuple):
+    """Where the solver ended."""
+
+    vectors: Tensor
+    """X, (N, C) float64."""
+    left: Tensor
+    """The residual B - A X, (N, C) float64."""
+    whole: Tensor
+    """(C,) float64, the squared size of what `error` is a part of."""
+    steps: int
+    error: float
+    """The largest |left| of a column as a part of its right side, or as `solve` was asked to measure it."""
+
+    def as_iterate(self) -> Iterate:
+        """Return from where a solver that measures the residual has nothing to do."""
+        return Iterate(self.vectors, self.left, torch.zeros_like(self.left), self.whole, self.whole, self.steps)
 
 
 def solve(
@@ -268,4 +274,4 @@ def solve(
         before, slope = slope, (left * closer).sum(0)
         direction = closer + ratio(slope, before) * direction
         steps, error = steps + 1, measured()
-    return Solved(found, left, steps, error)
+    return Solved(found, left, whole, steps, error)

@@ -76,13 +76,12 @@ class _Found(NamedTuple):
 class StoppedSolver:
     """A solver that was stopped, in a file whose name says what it solves; a damaged file is none."""
 
-    def __init__(self, path: Path, right: Tensor, say: Callable[[str], None]) -> None:
-        self._path, self._right, self._say = path, right, say
+    def __init__(self, path: Path, rows: int, say: Callable[[str], None]) -> None:
+        self._path, self._rows, self._say = path, rows, say
 
-    def load(self) -> Iterate | None:
-        """Return from where to go on, None where nothing is kept."""
-        rows, columns = self._right.shape
-        shapes = [(rows, columns)] * 3 + [(columns,)] * 2
+    def load(self, columns: int) -> Iterate | None:
+        """Return from where to go on with so many right sides, None where nothing is kept."""
+        shapes = [(self._rows, columns)] * 3 + [(columns,)] * 2
         try:
             *tensors, steps = load_plain(self._path)
             assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == [
@@ -183,7 +182,7 @@ class KeptPoints:
     def solver(self, right: Tensor, problem: dict[str, JSON]) -> StoppedSolver:
         """Return where a solver for the right sides (M, C) is kept when it is stopped. Not a collective: rank 0's."""
         digest = digest_tensors([(self._fingerprint.digest + canonical(problem), right)])
-        return StoppedSolver(self._store.directory / FOLDER / f"solver-{digest[:16]}.pt", right, self._store.say)
+        return StoppedSolver(self._store.directory / FOLDER / f"solver-{digest[:16]}.pt", len(right), self._store.say)
 
     def _give_up(self) -> None:
         if self._store.stop:

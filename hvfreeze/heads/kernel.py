@@ -49,7 +49,7 @@ from hvfreeze.heads.landmarks import leading
 from hvfreeze.heads.moments import check_choice
 from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, everyones, marks_of, points_of
 from hvfreeze.heads.rows import WholeRows
-from hvfreeze.heads.solution import MirrorTrial, Solution
+from hvfreeze.heads.solution import MirrorTrial, Solution, Stopped
 
 
 class KernelHead(nn.Module):
@@ -419,7 +419,7 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
             inverse_is_close=factored,
             penalty=penalty,
             most_steps=ends.most_steps,
-            begun=stopped.load() if stopped else None,
+            begun=stopped.load(right.shape[1]) if stopped else None,
             keep=stopped.keep if stopped else lambda iterate: None,
         )
         if stopped:
@@ -458,6 +458,9 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
     right, everything = targets(rows.labels, classes), torch.ones(len(rows.labels), 1, dtype=torch.bool)
     together = share.judged and 2 * classes <= columns_at_once(len(right))
     known, others = leading(rows.points), ~rows.held_out[:, None]
+    # What is solved in pieces begins anew.
+    in_one = (together or not share.judged) and classes <= columns_at_once(len(right))
+    stopped = ends.kept.solver(right, {"penalty": penalty}) if ends.kept is not None and in_one else None
 
     def fitted_to(*masks: Tensor) -> Solved:
         columns = classes * len(masks)
@@ -469,14 +472,23 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
             known=known,
             tolerance=ends.tolerance,
             most_steps=ends.most_steps,
+            begun=stopped.load(columns) if stopped else None,
+            keep=stopped.keep if stopped else lambda iterate: None,
         )
 
     solved, tried = fitted_to(everything, others) if together else fitted_to(everything), None
     if share.judged:
         judged = solved.vectors[:, classes:] if together else fitted_to(others).vectors
-        answers = gram.times(judged).double()
+        try:
+            answers = gram.times(judged).double()
+        except Stopped:
+            if stopped:
+                stopped.keep(solved.as_iterate())
+            raise
         tried = Tried.of(penalty, answers, rows, choosing=rows.held_out, steps=solved.steps, whole=True)
         scale = tried.scale
+    if stopped:
+        stopped.remove()
     vectors, left = solved.vectors[:, :classes], solved.left[:, :classes]
     # With the residual the answers need no other product.
     sums = right - left - penalty * vectors

@@ -127,7 +127,7 @@ def check_a_solver_that_is_stopped_goes_on_where_it_was(world: World) -> None:
         # Its first product is made, and its second one not.
         stopped_in_the_solver(runs, "stopped", at="pass 2, 0 %", resume=resume, **kept)
         world.barrier(name=f"stopped.{resume}")
-        assert len(list(folder.glob("solver-*"))) == 1
+        assert len(list(folder.glob("solver-*"))) == 1, (resume, [(str(f), f.stat().st_size) for f in folder.glob("solver-*")])
     resumed = runs("stopped", resume=True, **kept)
     assert resumed["parameter_digest"] == straight["parameter_digest"], "another head"
     assert resumed["head"]["steps"] == steps

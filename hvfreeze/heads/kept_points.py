@@ -1,7 +1,8 @@
 """Points of a rank's rows kept in a cache directory: the next run with equal features begins with the solver.
 
 A file a rank, of the cache's own format: a row for each sample's view that was used, `MOST_DIRECTIONS` numbers at most.
-Behind the samples' keys stand those of P^T, a row a feature, and of p, by which points are made: `points.OwnPoints`.
+Behind the samples' keys stand those of P^T, a row a feature, and of p, by which points are made (`points.OwnPoints`),
+and of their number.
 What points depend on beside a rank's own rows, all ranks' rows and how they are dealt out, is in the fingerprint.
 
 A solver that is stopped lies beside them, until it is done.
@@ -196,8 +197,10 @@ class KeptPoints:
 
     @cached_property
     def _making(self) -> Keys:
-        """The keys of P^T and p, (D + 1,)."""
-        return pack_keys(BEHIND + np.arange(self._rows.width + 1), np.zeros(self._rows.width + 1, np.int64))
+        """The keys of P^T, p and a row with the number of points, (D + 2,)."""
+        # No two ranks' are the same: a store also reads the files of others.
+        count = self._rows.width + 2
+        return pack_keys(BEHIND + self._world.rank * count + np.arange(count), np.zeros(count, np.int64))
 
     def _open(self) -> Store:
         store, world = self._store, self._world
@@ -220,7 +223,9 @@ class KeptPoints:
             used = ~store.missing(self._keys)
             making = self._rows_of(store, self._making)
             points = self._rows_of(store, self._keys[used], width=making.shape[1])
-        matrix, shift = making[:-1].t().contiguous(), making[-1].clone()
+        if int(making[-1, 0]) != len(points):
+            raise CacheFault(f"points in {self._store.directory / FOLDER} are not whole; remove them")
+        matrix, shift = making[:-2].t().contiguous(), making[-2].clone()
         found = _Found(points, torch.from_numpy(used), matrix, shift)
         self._compare(found)
         return found
@@ -253,7 +258,7 @@ class KeptPoints:
         with closing(self._open()) as store:
             if not store.missing(self._making).any():
                 return
-            making = torch.cat([mine.matrix.t(), mine.shift[None]])
+            making = torch.cat([mine.matrix.t(), mine.shift[None], torch.full_like(mine.shift, len(mine.points))[None]])
             done = 0
             for part in (*mine.points.split(CHUNK_ROWS), *making.split(CHUNK_ROWS)):
                 store.append(keys[done : done + len(part)], part.contiguous())

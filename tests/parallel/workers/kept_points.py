@@ -10,6 +10,8 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted, RefusedError
 from hvfreeze.heads import centres, kernel
+from hvfreeze.heads.kept_points import KeptPoints
+from hvfreeze.heads.points import OwnPoints
 from hvfreeze.heads.solution import Stop
 from hvfreeze.prefix.features import Features
 from hvfreeze.strategies.data_parallel import DataParallel
@@ -82,6 +84,16 @@ def check_points_that_are_kept_make_the_same_head_and_no_others_are_used(world: 
     def make(name: str, **changes: Any) -> int:
         return fetched.of(lambda: found.update({name: runs(name, **{**kept, **changes})}))
 
+    write = KeptPoints._write
+
+    def in_turn(self: KeptPoints, mine: OwnPoints) -> None:
+        for rank in range(world.size):
+            if rank == world.rank:
+                write(self, mine)
+            world.barrier(name=f"turn.{rank}")
+
+    # One rank's file is there before the next one looks whether its own is.
+    KeptPoints._write = in_turn  # type: ignore[method-assign]
     whole = make("writes")
     assert whole > 1, whole
     assert make("reads") == 1, "one batch is compared"
@@ -127,7 +139,10 @@ def check_a_solver_that_is_stopped_goes_on_where_it_was(world: World) -> None:
         # Its first product is made, and its second one not.
         stopped_in_the_solver(runs, "stopped", at="pass 2, 0 %", resume=resume, **kept)
         world.barrier(name=f"stopped.{resume}")
-        assert len(list(folder.glob("solver-*"))) == 1, (resume, [(str(f), f.stat().st_size) for f in folder.glob("solver-*")])
+        assert len(list(folder.glob("solver-*"))) == 1, (
+            resume,
+            [(str(f), f.stat().st_size) for f in folder.glob("solver-*")],
+        )
     resumed = runs("stopped", resume=True, **kept)
     assert resumed["parameter_digest"] == straight["parameter_digest"], "another head"
     assert resumed["head"]["steps"] == steps

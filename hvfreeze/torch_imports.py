@@ -1,6 +1,7 @@
 """Imports that start faster: without the garbage collector, and without torch's compiler where nothing is compiled.
 
-Torch loads it to hide a method from it, and torchvision for a function that detection calls.
+Torch loads it to hide a method from it and to tell it of an optimizer's step, and torchvision for a function that
+detection calls.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -76,6 +78,7 @@ def leave_compiler_out() -> None:
     """Have methods that a run calls outside of all that is compiled called as they are, without hiding them first."""
     if COMPILER in sys.modules:
         return
+    import torch
     from torch.optim import Optimizer
     from torch.utils.flop_counter import _FlopCounterMode
 
@@ -84,8 +87,23 @@ def leave_compiler_out() -> None:
         plain = getattr(method, "__wrapped__", None)
         if plain is not None:
             setattr(plain, HIDDEN, plain)
+    for kind in vars(torch.optim).values():
+        step = vars(kind).get("step") if isinstance(kind, type) else None
+        if step is not None and step.__code__.co_name == TELLING:
+            kind.step = _not_telling(step.__wrapped__)
 
 
-def load_compiler() -> None:
-    """Load it, which every optimizer of torch does in its first step."""
-    importlib.import_module(COMPILER)
+TELLING = "_use_grad"
+"""Torch's name for an optimizer's step that tells the compiler that a graph ends there."""
+
+
+def _not_telling(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimizer's step in the gradient mode in which torch makes it, not told to the compiler."""
+    import torch
+
+    @wraps(step)
+    def in_its_mode(self: Any, *rest: Any, **named: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *rest, **named)
+
+    return in_its_mode

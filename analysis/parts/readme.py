@@ -11,6 +11,9 @@ from analysis.parts import vote_pages
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
+from analysis.parts.growth_pages import RUNS, largest
+from analysis.parts.growth_pages import kept as kept_growth
+from analysis.parts.growth_pages import verdict as growth_verdict
 from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.parts.peers import TIMED, Cell, best_full, by_samples, cell_of
 from analysis.parts.strategies import critic_runs, ring_runs, subnet_runs
@@ -174,6 +177,15 @@ def milliseconds(what: str) -> str:
     return timed.partition(" against ")[0]
 
 
+def growth(root: Path) -> str:
+    """Return what the head of the most rows took."""
+    lines = [line for line in kept_growth(root / "growth" / RUNS) if line["kind"] == "made"]
+    if not lines:
+        return NOTHING_YET
+    told, folder = growth_verdict(largest(lines)[0]), "analysis/results/growth"
+    return f"![growth]({folder}/figures/growth.svg)\n\n{told} [All runs]({folder}/README.md)."
+
+
 def network(root: Path) -> str:
     """Return images a second on 1, 2 and 4 nodes, by network and by way of exchanging gradients."""
     rows = kept(root / "network" / "rows.csv")
@@ -274,6 +286,7 @@ PARTS = {
     "front": front,
     "cache": cache,
     "bench": bench,
+    "growth": growth,
     "network": network,
     "critics": strategy(critic_runs.answers),
     "ring": strategy(ring_runs.answers),

@@ -12,6 +12,7 @@ import typing
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,7 @@ class Config:
         return self.run.seed if self.data.data_seed is None else self.data.data_seed
 
 
+@cache
 def leaves() -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return for each flag (with underscores) its section, its dataclass field and its type."""
     found: dict[str, tuple[str, dataclasses.Field[Any], Any]] = {}

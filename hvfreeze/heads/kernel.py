@@ -25,8 +25,17 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.centres import CENTRES_TOLERANCE, CentreProducts, solve_centres
+from hvfreeze.heads.centres import (
+    MOST_FACTORED,
+    SAMPLED,
+    CentreProducts,
+    inverse_by_factor,
+    inverse_by_landmarks,
+    solve_centres,
+    tolerance_of,
+)
 from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
+from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.kernel_choice import (
     Choice,
     Tried,
@@ -40,7 +49,7 @@ from hvfreeze.heads.landmarks import leading
 from hvfreeze.heads.moments import check_choice
 from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, everyones, marks_of, points_of
 from hvfreeze.heads.rows import WholeRows
-from hvfreeze.heads.solution import MirrorTrial, Solution
+from hvfreeze.heads.solution import MirrorTrial, Solution, Stopped
 
 
 class KernelHead(nn.Module):
@@ -126,6 +135,8 @@ class KernelFit(Solution):
     weight: Tensor
 
 
+FACTOR_BYTES = 12
+"""For each pair of centres, what rank 0 preconditions the solver by; the others hold a third of it."""
 LEADING_BYTES, FOLLOWING_BYTES = 64, 12
 """For each number of a vector: on rank 0 eight in float64, with those that the solver adds them up in; elsewhere three
 in float32, as they come, as they are multiplied, and their product."""
@@ -149,6 +160,7 @@ def fit_kernel(
     centres: int | None = None,
     trained: bool = False,
     compare_mirrored: bool = False,
+    kept: KeptPoints | None = None,
     read: Callable[[int], bool] = lambda rows: False,
     watch: Callable[[str], bool] = lambda note: False,
 ) -> KernelFit | None:
@@ -163,12 +175,13 @@ def fit_kernel(
         memory_bytes: for the solver's vectors, and for as many of this rank's likenesses as fit beside them; the others
             are computed anew for each product.
         penalties: above 0; with one, nothing is chosen.
-        tolerance: for the residual, as a part of the right sides; with centres `CENTRES_TOLERANCE`.
+        tolerance: for the residual, as a part of the right sides; with centres `centres.tolerance_of` tells it.
         most_steps: of the solver; `KernelFit.converged` tells whether they sufficed.
         centres: of the rows, that all rows are compared with; None chooses, see `centres_for`.
         trained: whether the network was trained on the rows that are not held out, whose features know their labels:
             then only held-out rows choose, also of few.
         compare_mirrored: whether mirror images are left out where the head is better without them.
+        kept: the rows' points where they are kept, else keeps them; None keeps nothing.
         read: called with how many of this rank's rows have their features, as they come; true on some rank ends it all.
         watch: called with how far the solution is, often; true on some rank ends the search.
 
@@ -179,9 +192,13 @@ def fit_kernel(
     values = list(penalties)
     if not values or min(values) <= 0 or len(set(values)) < len(values):
         raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
-    mine = points_of(rows, world=world, stop=read)
+    mine = None if kept is None else kept.load()
     if mine is None:
-        return None
+        mine = points_of(rows, world=world, stop=read)
+        if mine is None:
+            return None
+        if kept is not None:
+            kept.keep(mine)
     marks = marks_of(mine, world=world)
     check_choice(int(marks.held_out.sum()), len(values))
     few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1
@@ -203,8 +220,8 @@ def fit_kernel(
         return None
     spent, mirror, taken = found.spent, None, torch.ones_like(marks.mirrored)
     if compare_mirrored and can_do_without(part):
-        kept = ~part.mirrored
-        without = choosing(part.only(kept), choosing=choosing.keywords["choosing"][kept])
+        plain = ~part.mirrored
+        without = choosing(part.only(plain), choosing=choosing.keywords["choosing"][plain])
         if without is None:
             return None
         mirror, spent = compared(found.choice, without.choice), spent + without.spent
@@ -220,7 +237,7 @@ def fit_kernel(
         beside_them = beside_centres(
             memory_bytes, centres=count, rows=len(share.points), columns=classes * (1 + share.judged), world=world
         )
-    ends = Ends(tolerance, most_steps, beside_them, watch)
+    ends = Ends(tolerance, most_steps, beside_them, watch, kept)
     end = (
         compare_all(share, ends, world=world)
         if count == len(used.labels)
@@ -345,6 +362,8 @@ class Ends(NamedTuple):
     most_steps: int
     memory_bytes: int
     watch: Callable[[str], bool]
+    kept: KeptPoints | None
+    """Beside which a solver that is stopped is kept."""
 
 
 class End(NamedTuple):
@@ -392,21 +411,44 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
     centres = everyones(points, marks, kept, world=world).points
     places = torch.full((len(points),), -1)
     places[kept[marks.own]] = marks.moved(kept)
-    held_out = marks.held_out[marks.own]
+    held_out, rows, factored = marks.held_out[marks.own], len(marks.labels), count <= MOST_FACTORED
     products = CentreProducts(
         points,
         centres,
         places=places,
         left_out=held_out,
         columns=classes,
-        rounded=len(marks.labels) >= ROUNDED_FROM,
+        rounded=rows >= ROUNDED_FROM,
         world=world,
-        memory_bytes=ends.memory_bytes,
+        memory_bytes=max(0, ends.memory_bytes - (FACTOR_BYTES * count**2 if factored else 0)),
         watch=ends.watch,
     )
-    right = products.right_sides(targets(marks.labels[marks.own], classes).float().repeat(1, 1 + share.judged))
-    rows = len(marks.labels)
-    solving = partial(solve_centres, products, centres, right, penalty=penalty, rows=rows, most_steps=ends.most_steps)
+    if factored:
+        sampled = min(rows, SAMPLED * count)
+        normal = products.normal_matrix(points[marks.spread(sampled)[marks.own]]).mul_(rows / sampled)
+    right = products.right_sides(marks.labels[marks.own], classes, copies=1 + share.judged)
+
+    def solving() -> Solved:
+        inverse = (
+            inverse_by_factor(centres, normal, penalty)
+            if factored
+            else inverse_by_landmarks(centres, penalty, rows=rows)
+        )
+        stopped = None if ends.kept is None else ends.kept.solver(right, {"penalty": penalty, "centres": count})
+        result = solve_centres(
+            products,
+            right,
+            inverse=inverse,
+            inverse_is_close=factored,
+            penalty=penalty,
+            most_steps=ends.most_steps,
+            begun=stopped.load(right.shape[1]) if stopped else None,
+            keep=stopped.keep if stopped else lambda iterate: None,
+        )
+        if stopped:
+            stopped.remove()
+        return result
+
     solved = world.broadcast_object(products.lead(solving), name="head.fit")
     if solved is None:
         return None
@@ -423,7 +465,7 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
     mine = functional.cross_entropy(answers.double(), marks.labels[marks.own], reduction="sum")
     loss = float(world.allreduce_sum(mine.reshape(1), name="head.loss")) / rows
     solution = solution_of(
-        share, tried, loss=loss, steps=solved.steps, error=solved.error, tolerance=CENTRES_TOLERANCE, centres=count
+        share, tried, loss=loss, steps=solved.steps, error=solved.error, tolerance=tolerance_of(factored), centres=count
     )
     weight = (scale * solved.vectors[:, :classes]).t().float().contiguous()
     return End(solution, centres, weight, answers, Spent(products.passes, products.exchanged_bytes))
@@ -439,6 +481,9 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
     right, everything = targets(rows.labels, classes), torch.ones(len(rows.labels), 1, dtype=torch.bool)
     together = share.judged and 2 * classes <= columns_at_once(len(right))
     known, others = leading(rows.points), ~rows.held_out[:, None]
+    # What is solved in pieces begins anew.
+    in_one = (together or not share.judged) and classes <= columns_at_once(len(right))
+    stopped = ends.kept.solver(right, {"penalty": penalty}) if ends.kept is not None and in_one else None
 
     def fitted_to(*masks: Tensor) -> Solved:
         columns = classes * len(masks)
@@ -450,14 +495,23 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
             known=known,
             tolerance=ends.tolerance,
             most_steps=ends.most_steps,
+            begun=stopped.load(columns) if stopped else None,
+            keep=stopped.keep if stopped else lambda iterate: None,
         )
 
     solved, tried = fitted_to(everything, others) if together else fitted_to(everything), None
     if share.judged:
         judged = solved.vectors[:, classes:] if together else fitted_to(others).vectors
-        answers = gram.times(judged).double()
+        try:
+            answers = gram.times(judged).double()
+        except Stopped:
+            if stopped:
+                stopped.keep(solved.as_iterate())
+            raise
         tried = Tried.of(penalty, answers, rows, choosing=rows.held_out, steps=solved.steps, whole=True)
         scale = tried.scale
+    if stopped:
+        stopped.remove()
     vectors, left = solved.vectors[:, :classes], solved.left[:, :classes]
     # With the residual the answers need no other product.
     sums = right - left - penalty * vectors

@@ -7,14 +7,14 @@ held-out samples are left out at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.heads.gram import MOST_STEPS, Gram, Solved, gaussian, solve
+from hvfreeze.heads.gram import MOST_STEPS, Gram, Iterate, Solved, gaussian, solve
 from hvfreeze.heads.landmarks import Leading, leading
 from hvfreeze.heads.points import AllRows, Marks
 from hvfreeze.heads.solution import PenaltyTrial, doubt
@@ -87,6 +87,8 @@ def solve_ridge(
     known: Leading,
     tolerance: float,
     most_steps: int,
+    begun: Iterate | None = None,
+    keep: Callable[[Iterate], None] = lambda iterate: None,
 ) -> Solved:
     """Return X, (N, C), with (K + penalty) X = `right`; rows that are not fitted are left out of K, X and `right`.
 
@@ -100,6 +102,8 @@ def solve_ridge(
         known: K's largest eigenvalues.
         tolerance: see `gram.solve`.
         most_steps: see `gram.solve`.
+        begun: see there; only where all right sides are solved at a time.
+        keep: see there, and `begun`.
     """
     most, columns = columns_at_once(len(right)), right.shape[1]
     if columns > most:
@@ -115,8 +119,8 @@ def solve_ridge(
             )
             for some in (slice(first, first + most) for first in range(0, columns, most))
         ]
-        vectors, left, steps, errors = zip(*pieces)
-        return Solved(torch.cat(vectors, 1), torch.cat(left, 1), max(steps), max(errors))
+        vectors, left, whole, steps, errors = zip(*pieces)
+        return Solved(torch.cat(vectors, 1), torch.cat(left, 1), torch.cat(whole), max(steps), max(errors))
     mask = fitted.double()
     factors, rest = 1 / (known.values[:, None] + penalties), 1 / (known.rest + penalties)
     return solve(
@@ -126,6 +130,8 @@ def solve_ridge(
         tolerance=tolerance,
         most_steps=most_steps,
         tell=gram.tell,
+        begun=begun,
+        keep=keep,
     )
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
+from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.multilevel import SolvableHead, take
@@ -31,6 +32,7 @@ def solve(
     trained: bool,
     centres: int | None,
     compare_mirrored: bool,
+    kept: KeptPoints | None,
     stop: Stop,
     count: Callable[[Tensor, Tensor, float], None],
 ) -> Solution | None:
@@ -43,6 +45,7 @@ def solve(
         trained: whether the network was trained on the rows that are not held out.
         compare_mirrored: whether mirror images are left out where the head is better without them.
         centres: that a kernel head compares rows with; None chooses.
+        kept: a kernel head's points, kept or to be kept; None keeps nothing.
         stop: called after every few batches with the number of rows that have their features, and with 0, often, while
             the solution is computed, then perhaps with how far it is; true on some rank ends it all.
         count: called at the end with the logits, (B, classes), labels and mean loss of every batch.
@@ -57,7 +60,8 @@ def solve(
     if isinstance(layer, KernelHead):
         # Half of what is available beside the rows: to compute likenesses anew takes ten times as long as to use them.
         memory = memory_budget(world.local_size) * 3 // 2
-        fit = fit_kernel(rows, memory_bytes=memory, centres=centres, read=stop, watch=partial(stop, 0), **terms)
+        terms |= {"centres": centres, "kept": kept}
+        fit = fit_kernel(rows, memory_bytes=memory, read=stop, watch=partial(stop, 0), **terms)
     elif gather(rows, world=world, stop=stop):
         return None
     else:

@@ -32,6 +32,7 @@ from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.freezing.coherence import LEAST_PARTS, batches_of_a_look
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.heads.kept_points import KeptPoints, PointStore
 from hvfreeze.heads.kernel import KernelHead
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
@@ -269,6 +270,7 @@ class DataParallel:
                 trained=trained,
                 centres=self.centres,
                 compare_mirrored=compare_mirrored,
+                kept=self._kept_points(rows) if isinstance(layer, KernelHead) and not trained else None,
                 stop=stop,
                 count=lambda *of: add(Answers(*of[:2]), of[2]),
             )
@@ -276,6 +278,22 @@ class DataParallel:
             self.reducer.payload_bytes += fit.exchanged_bytes
             self._solved = {"head": fit.summary()}
         return fit
+
+    def _kept_points(self, rows: RowsOfBatches) -> KeptPoints | None:
+        """Return where the points of an untrained network's rows are kept, None where nothing is cached. Collective."""
+        terms = self.training.terms
+        if not terms.cacheable:
+            return None
+        store = PointStore(
+            directory=terms.costs.directory,
+            features=self.training.source.fingerprint([self.cut]),
+            stop=terms.settings.cache_failure == "stop",
+            private=not terms.settings.cache_shared,
+            budget=terms.costs.budget,
+            owner=terms.owner,
+            say=terms.say,
+        )
+        return KeptPoints(rows, store, world=self.freezer.world)
 
     def settle(self) -> None:
         """Average the running statistics; everything else is equal on all ranks after every step. Collective."""

@@ -39,7 +39,6 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.torch_imports import load_compiler
 from hvfreeze.training.auto import auto_stages, notes_on_stages
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
@@ -194,9 +193,6 @@ def assemble(
     evaluation_batches = padded_batches(share, evaluated.labels_of, config.optimizer.batch_size)
     auto = config.freeze.auto
     stages = raise_on_all_ranks(world, lambda: auto_stages(factory) if auto else factory.stages(), name="stages")
-    if not all(stage.solves for stage in stages):
-        # Here, and not in a step whose time is measured.
-        load_compiler()
     guard = open_guard(factory, stages) if auto else None
     judged = len(guard.held_out.batches) if guard and guard.held_out else 0
     budget = open_budget(factory, stages, evaluated=len(evaluation_batches), judged=judged, started=started)

@@ -26,6 +26,7 @@ CHECKS: dict[str, list[Any]] = {
     "runs all": sizes(of=(2,)),
     "cached": sizes(2, 3),
     "solved": sizes(1, 3, of=(1, 2, 3)),
+    "kept_points": sizes(2, 3, of=(1, 2, 3)),
     "updating": sizes(3),
     **{f"contract {name}": sizes(2, 3) for name in CHOICES},
     "grid": sizes(2, 3, 4),

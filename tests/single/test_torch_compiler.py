@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.program import ROOT
 
 LOADED = "import sys\nprint('torch._dynamo' in sys.modules)\n"
@@ -17,8 +19,9 @@ def said_by(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_run_that_solves_its_head_never_loads_the_compiler(tmp_path: Path) -> None:
-    words = f"train --data digits --epochs 1 --freeze auto --quiet --run-dir {tmp_path / 'run'}".split()
+@pytest.mark.parametrize("flags", ["--freeze auto", "--optimizer sgd", "--optimizer adamw"])
+def test_a_run_never_loads_the_compiler(tmp_path: Path, flags: str) -> None:
+    words = f"train --data digits --epochs 1 {flags} --quiet --run-dir {tmp_path / 'run'}".split()
     assert said_by(f"from hvfreeze.__main__ import main\nassert main({words}) == 0\n{LOADED}") == ["False"]
 
 
@@ -62,3 +65,24 @@ def test_optimizers_and_compiled_models_work_behind_it() -> None:
         "print(len(optimizer.state), layer.bias.grad)\n"
     )
     assert said == ["False", "2 None"]
+
+
+def test_an_optimizer_behind_it_makes_the_same_steps_in_the_same_gradient_mode() -> None:
+    steps = (
+        "import torch\n"
+        "layer = torch.nn.Linear(3, 2)\n"
+        "torch.nn.init.constant_(layer.weight, 0.5)\n"
+        "torch.nn.init.constant_(layer.bias, 0.5)\n"
+        "def closure():\n"
+        "    optimizer.zero_grad()\n"
+        "    with torch.enable_grad():\n"
+        "        loss = layer(torch.ones(1, 3)).square().sum()\n"
+        "    loss.backward()\n"
+        "    return loss\n"
+        "for make in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):\n"
+        "    optimizer = make(layer.parameters(), lr=0.1)\n"
+        "    print(optimizer.step(closure), torch.is_grad_enabled(), layer.weight.tolist(), layer.bias.tolist())\n"
+    )
+    without = "from hvfreeze.torch_imports import leave_compiler_out\nleave_compiler_out()\n"
+    plain, behind = said_by(steps + LOADED), said_by(without + steps + LOADED)
+    assert plain[:-1] == behind[:-1] and (plain[-1], behind[-1]) == ("True", "False")

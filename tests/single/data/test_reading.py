@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 import hvfreeze
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.data.images import COARSE, SCALED, TURNED, FileSource, count_odd, digest_of_files
+from hvfreeze.data.images import COARSE, SCALED, TURNED, FileSource, count_odd, digest_of_files, head_of, is_plain
 from hvfreeze.data.reading import ORIENTATION, read_rgb
 from tests.program import call, save_photos
 
@@ -55,6 +55,21 @@ def test_a_picture_is_turned_as_its_exif_orientation_says(tmp_path: Path, suffix
     turned = orientation > 1 and suffix != "tif"
     assert (np.asarray(read_rgb(path, reading=1)).shape != expected.shape) == (turned and orientation > 4)
     assert count_odd(source(path))[TURNED] == turned
+
+
+@pytest.mark.parametrize("name", ["1.jpg", "1.webp", "2.jpg", "1.png", "lossless.webp", "progressive.jpg"])
+def test_the_first_bytes_of_a_file_rule_out_what_is_special_only_where_pillow_finds_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    Image.fromarray(FRUIT).save(path, lossless=name.startswith("lossless"), progressive=name.startswith("progressive"))
+    assert is_plain(head_of(str(path))) == (path.suffix != ".png")
+    xmp = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x='adobe:ns:meta/' tiff:Orientation='6'/>"
+    for more in ({"exif": b"Exif\0\0" + Image.Exif().tobytes()}, {"xmp": xmp}):
+        Image.fromarray(FRUIT).save(path, **more)
+        assert not is_plain(head_of(str(path)))
+    for damaged in (b"", b"RIFF", b"\xff\xd8", b"\xff\xd8\xff\xe0\0", path.read_bytes()[:20]):
+        assert not is_plain(damaged)
 
 
 def test_an_orientation_behind_the_pixels_of_a_png_counts(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import NumericsError
 from hvfreeze.heads import gram, landmarks
 from hvfreeze.heads import kernel as fitting
+from hvfreeze.heads.centres import cholesky
 from hvfreeze.heads.gram import gaussian, solve
 from hvfreeze.heads.kernel import ALL_COMPARED, FEWEST_CENTRES, KernelFit, centres_for, fit_kernel
 from hvfreeze.heads.kernel_choice import best_scale
@@ -42,6 +43,7 @@ def dense(centres: Tensor, points: Tensor, labels: Tensor, penalty: float) -> Te
 def exactly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the solver go on until nothing is left to gain, and the penalty be chosen by held-out rows of a part."""
     monkeypatch.setattr("hvfreeze.heads.centres.CENTRES_TOLERANCE", 1e-5)
+    monkeypatch.setattr("hvfreeze.heads.centres.ANSWERS_TOLERANCE", 1e-5)
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
     monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
     yield
@@ -91,9 +93,38 @@ def test_likenesses_that_do_not_fit_into_memory_are_computed_anew_with_the_same_
     table = labelled_table(1203)
     for centres in (300, None):
         kept = found(table, centres=centres)
-        for memory_bytes in (0, 2 * 300 * 700):
+        for memory_bytes in (0, 2 * 300 * 700 + fitting.FACTOR_BYTES * 300**2):
             anew = found(table, centres=centres, memory_bytes=memory_bytes)
             assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
+
+
+def test_a_sample_of_rows_saves_passes_where_there_are_many_for_each_centre(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = labelled_table(2403)
+    many = found(table, penalties=[0.03], centres=100)
+    monkeypatch.setattr(fitting, "SAMPLED", 1)
+    few = found(table, penalties=[0.03], centres=100)
+    assert many.converged and few.converged and many.steps <= few.steps * 2 / 3, (many.steps, few.steps)
+    monkeypatch.setattr(fitting, "MOST_FACTORED", 99)
+    none = found(table, penalties=[0.03], centres=100)
+    assert none.converged and many.steps <= none.steps * 2 / 3, (many.steps, none.steps)
+    for other in (few, none):
+        assert float((many.answers - other.answers).norm() / other.answers.norm()) < 0.05
+
+
+def test_equal_centres_do_no_harm() -> None:
+    matrix = torch.ones(5, 5, dtype=torch.float64)
+    factor = cholesky(matrix.clone() - 1e-6 * torch.eye(5, dtype=torch.float64))
+    torch.testing.assert_close(factor @ factor.t(), matrix, atol=1e-3, rtol=0)
+
+
+def test_the_solver_ends_where_answers_are_off_by_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = labelled_table(2403)
+    fit = found(table, penalties=[0.03], centres=100)
+    monkeypatch.setattr("hvfreeze.heads.centres.ANSWERS_TOLERANCE", 1e-6)
+    exact = found(table, penalties=[0.03], centres=100)
+    # Both scales were chosen on the answers, which are nearly the same.
+    off = float((fit.answers - exact.answers).norm() / exact.answers.norm())
+    assert fit.steps < exact.steps and fit.error / 4 < off < 4 * fit.error, (off, fit.error)
 
 
 def test_rounding_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:

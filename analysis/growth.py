@@ -1,0 +1,155 @@
+"""How do time, memory and bytes grow with the rows that a head is solved on: from 1 000 to 1 000 000, on 1, 2, 4 ranks?
+
+    python -m analysis.growth [--preset smoke|reduced|full] [--out DIR]
+    python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
+
+Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
+command, with a ResNet-18 that was trained at 32 pixels. DIR gets runs.jsonl, a line a run, with figure and README.md. A
+run whose line is there is not made again, so the same command goes on where it was stopped. An idle machine, please.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.parts.growth_pages import RUNS, Line, growth_figure, kept, readme
+from analysis.sweeps.experiment import save_figure
+from analysis.sweeps.kept import RESULTS, commit, publish
+from analysis.sweeps.launching import follow
+from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.runs.environment import facts_of_this_rank
+
+CLASSES = 100
+MEMORY_BYTES = 6 * 10**9
+"""Of a rank."""
+SECONDS = 4 * 3600.0
+"""After which a run hangs."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run: `rows` of all ranks, made or images of CIFAR-10."""
+
+    kind: str
+    """`made` or `images`."""
+    rows: int
+    ranks: int
+    centres_asked: int | None = None
+    """None leaves it to the solver."""
+
+
+PRESETS = {
+    "smoke": [Planned("made", 1_000, 1, 100), Planned("made", 6_000, 2, 500)],
+    "reduced": [
+        *(Planned("made", rows, ranks) for rows in (1_000, 10_000) for ranks in (1, 2, 4)),
+        Planned("made", 50_000, 2, 2_000),
+    ],
+    "full": [
+        *(Planned("made", rows, ranks) for rows in (1_000, 10_000) for ranks in (1, 2, 4)),
+        *(Planned("made", 100_000, ranks, 5_000) for ranks in (1, 2, 4)),
+        Planned("made", 1_000_000, 2, 5_000),
+    ],
+}
+"""With 5 000 centres, rows of 100 000 and of 1 000 000 cost the same a row, so that what grows with rows shows."""
+IMAGES = (40, 400, 5_000, 20_000, 50_000)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the runs that are missing, and write them up one by one; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.growth", description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, default="reduced", help="which runs (reduced)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "growth", help=f"folder for {RUNS} and README.md")
+    parser.add_argument("--data-dir", type=Path, help="CIFAR-10; without it no images")
+    parser.add_argument("--weights", type=Path, help="of a ResNet-18 trained at 32 pixels")
+    options = parser.parse_args(arguments)
+    if (options.data_dir is None) != (options.weights is None):
+        parser.error("--data-dir and --weights go together")
+    planned = [*PRESETS[options.preset]]
+    if options.data_dir is not None:
+        planned += [Planned("images", count, 2) for count in IMAGES]
+    lines = kept(options.out / RUNS)
+    try:
+        for run in missing(planned, lines):
+            found = measure(run, options.data_dir, options.weights)
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            lines.append({**asdict(run), **found, "commit": commit(), "finished": now})
+            publish(options.out / RUNS, "".join(json.dumps(line) + "\n" for line in lines))
+            print(", ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
+        save_figure(growth_figure(lines), options.out / "figures" / "growth.svg")
+        publish(options.out / "README.md", readme(lines, machine(), preset=options.preset))
+    except HvfreezeError as error:
+        print(f"growth: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def missing(planned: Sequence[Planned], lines: Sequence[Line]) -> Iterator[Planned]:
+    """Yield the runs that have no line."""
+    for run in planned:
+        if not any(asdict(run).items() <= line.items() for line in lines):
+            yield run
+
+
+def measure(run: Planned, data_dir: Path | None, weights: Path | None) -> dict[str, Any]:
+    """Return what a run took: seconds by phase, peak memory of every rank, bytes that each gave to the others.
+
+    Raises:
+        RefusedError: it failed or hangs, or ranks have different heads.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        module, words = (
+            ("analysis.parts.growth_rows", made_words(run))
+            if run.kind == "made"
+            else ("analysis.parts.growth_images", image_words(run, folder, data_dir, weights))
+        )
+        log, program = Path(folder) / "log.txt", [sys.executable, "-m", module, folder, *words]
+        launcher = ["mpirun", "-n", str(run.ranks), "--bind-to", "none", "--oversubscribe"] if run.ranks > 1 else []
+        start = time.perf_counter()
+        if follow([*launcher, *program], log, timeout=SECONDS) != 0:
+            last = log.read_text(errors="replace").splitlines()[-3:]
+            raise RefusedError(f"{run.rows} rows on {run.ranks} ranks failed: {' / '.join(last)}")
+        whole = time.perf_counter() - start
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(run.ranks)]
+    if len({rank["digest"] for rank in ranks}) > 1:
+        raise RefusedError(f"{run.rows} rows on {run.ranks} ranks: ranks have different heads")
+    return {**ranks[0], "peak_bytes": [rank["peak_bytes"] for rank in ranks], "command_seconds": round(whole, 3)}
+
+
+def made_words(run: Planned) -> list[str]:
+    """Return the arguments of a rank that solves made rows."""
+    job = {"rows": run.rows, "classes": CLASSES, "centres": run.centres_asked, "memory_bytes": MEMORY_BYTES}
+    return [json.dumps(job)]
+
+
+def image_words(run: Planned, folder: str, data_dir: Path | None, weights: Path | None) -> list[str]:
+    """Return the arguments of a rank of `hvfreeze train` on images."""
+    flags: dict[str, object] = {
+        "data": "imagefolder",
+        "data-dir": data_dir,
+        "model": "resnet18",
+        "weights": weights,
+        "freeze": "auto",
+    }
+    flags |= {"train-samples": run.rows} if run.rows < max(IMAGES) else {}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    return ["train", *words, "--quiet", f"--run-dir={folder}/run"]
+
+
+def machine() -> str:
+    """Return where and by what the runs are made, but for the source."""
+    known = facts_of_this_rank()
+    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

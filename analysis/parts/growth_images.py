@@ -1,0 +1,27 @@
+"""One rank of `hvfreeze train` whose peak memory is kept: python -m analysis.parts.growth_images OUT train FLAGS."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from analysis.parts.growth_rows import peak_bytes
+from hvfreeze.__main__ import main as program
+
+
+def main(out: str, words: list[str]) -> int:
+    """Train, and write what it took to a file of this rank's own; return the exit code."""
+    code = program(words)
+    if code == 0:
+        summary = json.loads(Path(out, "run", "summary.json").read_text(encoding="utf-8"))
+        found = {"seconds": summary["seconds"], "peak_bytes": peak_bytes(), "digest": summary["parameter_digest"]}
+        found |= {"accuracy": summary["test_accuracy"], "exchanged_bytes": summary["allreduce_bytes"]}
+        rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+        Path(out, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

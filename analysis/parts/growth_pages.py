@@ -1,0 +1,131 @@
+"""What the measurements of `analysis.growth` came to: figure and README.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from hvfreeze.report.figures import COLOURS, STYLE, WIDE
+from hvfreeze.report.tables import Table, megabytes, percent, seconds
+
+Line = Mapping[str, Any]
+"""A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
+RUNS = "runs.jsonl"
+KINDS = {"made": "made rows, the solver", "images": "images, the whole command"}
+
+
+def kept(path: Path) -> list[Line]:
+    """Return the lines of runs that were made; none where there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def growth_figure(lines: Sequence[Line]) -> Figure:
+    """Return seconds and peak memory over rows, a line for each kind, number of ranks and number of centres."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDE, 0.45 * WIDE), layout="constrained")
+        time, memory = figure.subplots(1, 2)
+        groups = {key: list(mine) for key, mine in groupby(in_order(lines), key=of_a_line)}
+        for ((kind, ranks, centres), mine), colour in zip(groups.items(), COLOURS * len(lines)):
+            rows = [line["rows"] for line in mine]
+            label = f"{KINDS[kind]}, {ranks} rank{'s' * (ranks > 1)}" + (f", {centres} centres" if centres else "")
+            time.plot(rows, [took(line) for line in mine], "o-", markersize=4, color=colour, label=label)
+            memory.plot(rows, [max(line["peak_bytes"]) / 1e9 for line in mine], "o-", markersize=4, color=colour)
+        for axes, what in ((time, "seconds"), (memory, "peak memory of a rank (GB)")):
+            axes.set(xscale="log", yscale="log", xlabel="rows of all ranks", ylabel=what)
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def in_order(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines by kind, ranks, centres and rows."""
+    return sorted(lines, key=lambda line: (*of_a_line(line), line["rows"]))
+
+
+def of_a_line(line: Line) -> tuple[str, int, int]:
+    """Return what the runs on one line of the figure have in common; 0 centres where the solver chose."""
+    return line["kind"], line["ranks"], line["centres_asked"] or 0
+
+
+def took(line: Line) -> float:
+    """Return the seconds of the solver for made rows, of the whole command for images."""
+    return float(sum(line["seconds"].values()) if line["kind"] == "made" else line["command_seconds"])
+
+
+def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
+    """Return README.md."""
+    made = [line for line in in_order(lines) if line["kind"] == "made"]
+    images = [line for line in in_order(lines) if line["kind"] == "images"]
+    parts = ["# How time, memory and bytes grow with the rows that a head is solved on\n", *map(verdict, largest(made))]
+    parts.append("\n![growth](figures/growth.svg)\n")
+    if made:
+        parts.append(made_table(made).to_text())
+    if images:
+        parts.append(image_table(images).to_text())
+    sources = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
+    parts += [
+        "## Limits\n",
+        "- Made rows are Gaussian around the means of their classes; features of images are less regular.",
+        "- One run each; other work on the machine would show.\n",
+        "## How it was made\n",
+        f"- `python -m analysis.growth --preset {preset}`, for images with `--data-dir DIR --weights FILE`",
+        f"- {machine}; source: {sources}",
+        "- every run: [runs.jsonl](runs.jsonl)\n",
+    ]
+    return "\n".join(parts)
+
+
+def largest(made: Sequence[Line]) -> list[Line]:
+    """Return the run of the most rows, where there is one."""
+    return [max(made, key=lambda line: line["rows"])] if made else []
+
+
+def verdict(line: Line) -> str:
+    """Return the largest run in a sentence."""
+    return (
+        f"- **{line['rows']:,} rows of 512 numbers, {line['ranks']} ranks:** solved in {seconds(took(line))} with "
+        f"{line['centres']:,} centres and at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank; "
+        f"{percent(line['accuracy'])} of rows that nobody was fitted to are right."
+    )
+
+
+def made_table(lines: Sequence[Line]) -> Table:
+    """Return a row for each run of made rows."""
+    phases = ("points", "choice", "solution")
+    columns = ("rows", "ranks", "centres", *phases, "passes", "GB a rank", "MB exchanged", "right")
+    rows = [
+        (
+            str(line["rows"]),
+            str(line["ranks"]),
+            str(line["centres"]),
+            *(seconds(line["seconds"][phase]) for phase in phases),
+            str(line["passes"]),
+            f"{max(line['peak_bytes']) / 1e9:.2f}",
+            megabytes(line["exchanged_bytes"]),
+            percent(line["accuracy"]),
+        )
+        for line in lines
+    ]
+    return Table(columns=columns, rows=tuple(rows), title="Made rows: seconds of each phase")
+
+
+def image_table(lines: Sequence[Line]) -> Table:
+    """Return a row for each run on images."""
+    phases = [phase for phase in lines[-1]["seconds"] if any(line["seconds"].get(phase, 0) > 0.05 for line in lines)]
+    rows = [
+        (
+            str(line["rows"]),
+            seconds(line["command_seconds"]),
+            *(seconds(line["seconds"].get(phase, 0.0)) for phase in phases),
+            f"{max(line['peak_bytes']) / 1e9:.2f}",
+            percent(line["accuracy"]),
+        )
+        for line in lines
+    ]
+    columns = ("images", "whole command", *phases, "GB a rank", "right")
+    return Table(columns=columns, rows=tuple(rows), title="Images, `--freeze auto`")

@@ -1,0 +1,77 @@
+"""Made rows, what they are measured by, and the page that is made of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from analysis import growth
+from analysis.growth import PRESETS, Planned, missing
+from analysis.parts import growth_rows
+from analysis.parts.growth_pages import growth_figure, readme
+from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, peak_bytes, solve
+from hvfreeze.heads.rows import Chunk
+
+COUNT = 2 * growth_rows.PART + 100
+
+
+def parts(rank: int, size: int) -> list[Chunk]:
+    return list(MadeRows(COUNT, classes=5, rank=rank, size=size).chunks())
+
+
+def test_which_rows_are_made_does_not_depend_on_the_number_of_ranks() -> None:
+    whole = {int(chunk.samples[0]): chunk for chunk in parts(0, 1)}
+    shared = [chunk for rank in range(2) for chunk in parts(rank, 2)]
+    assert sum(len(chunk.labels) for chunk in shared) == COUNT == MadeRows(COUNT, classes=5, rank=0, size=1).count
+    for chunk in shared:
+        same = whole[int(chunk.samples[0])]
+        assert torch.equal(chunk.features, same.features) and torch.equal(chunk.labels, same.labels)
+    assert MadeRows(10, classes=5, rank=1, size=2).count == 0
+
+
+def test_phases_are_told_apart_by_where_passes_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
+    phases = Phases()
+    phases.read(10)
+    for number in (1, 1, 2, 3, 0, 1, 2):
+        phases.watch(f"pass {number}, 50 %")
+    found = phases.seconds()
+    assert found["points"] == 1 and (found["choice"], found["solution"]) == (2, 1)
+
+
+def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
+    plan = Planned("made", 1_500, 1, 50)
+    found = solve({"rows": 1_500, "classes": 5, "centres": 50, "memory_bytes": 10**9})
+    assert found["converged"] and found["accuracy"] > 0.6 and found["centres"] == 50
+    assert found["peak_bytes"] <= peak_bytes() and sum(found["seconds"].values()) > 0
+    line = {**asdict(plan), **found, "peak_bytes": [found["peak_bytes"]], "command_seconds": 1.0, "commit": "abc"}
+    image = {**line, "kind": "images", "seconds": {"forward": 1.0, "evaluate": 2.0}, "centres_asked": None}
+    page = readme([line, image], "a machine", preset="smoke")
+    assert "1,500 rows of 512 numbers, 1 ranks" in page and "| images |" in page
+    assert growth_figure([line, image]).axes
+    planned = [plan, Planned("made", 1_500, 2, 50)]
+    assert list(missing(planned, [line])) == planned[1:]
+
+
+def test_a_million_rows_leave_memory_for_the_solver_within_what_is_promised() -> None:
+    largest = PRESETS["full"][-1]
+    mine = largest.rows // largest.ranks
+    left = left_for_solver(growth.MEMORY_BYTES, mine, growth.CLASSES)
+    assert largest.rows == 10**6 and left > 2 * 10**9
+    assert left + mine * 4 * growth_rows.WIDTH < growth.MEMORY_BYTES
+
+
+def test_a_run_that_fails_is_told_with_its_last_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(command: object, log: Path, *, timeout: float) -> int:
+        log.write_text("no memory\n")
+        return 1
+
+    monkeypatch.setattr(growth, "follow", fail)
+    assert growth.main(["--preset", "smoke", "--out", str(tmp_path)]) == 3
+    assert "1000 rows on 1 ranks failed: no memory" in capsys.readouterr().err

@@ -49,8 +49,8 @@ OWNERS = {
 }
 """Who may import a library; the doctor asks each in a process of its own what version it is."""
 
-STANDS_ON = {"local_sgd": "data_parallel", "subnets": "data_parallel"}
-"""A strategy -> the one that it is made of."""
+STANDS_ON = {"local_sgd": "data_parallel", "subnets": "data_parallel", "rounds": "data_parallel"}
+"""A strategy, or what several share -> the one that it is made of."""
 
 Sources = dict[str, str]
 
@@ -121,7 +121,7 @@ def violations(tree: Sources) -> set[str]:
 
 def is_shared_by_strategies(path: str, module: str) -> bool:
     """Whether `module` is a file of strategies/ that its strategies share, or a part of the very same strategy."""
-    shared = ("base", "schedules", "build_parts", "compression_choice", "rounds")
+    shared = ("base", "schedules", "build_parts", "compression_choice", "model_parallel", "rounds")
     name, mine = module.split(".")[2], path.removesuffix(".py").split("/")[2]
     return name in shared or name == mine or name == STANDS_ON.get(mine)
 

@@ -65,7 +65,16 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
         context.say("note: the trunk keeps its random initialisation; --weights gives it one that was trained")
     first = context.feed.epoch(0)[:1]
     return Subnets(
-        replica, place.mlp, place.before, piece, exchange, rounds, world, seed=config.run.seed, _batches=first
+        replica,
+        world,
+        exchange.wire,
+        rounds,
+        place.mlp,
+        place.before,
+        piece,
+        exchange,
+        seed=config.run.seed,
+        _batches=first,
     )
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.replica_sync import average_running_statistics, check_replicas, running_statistics
-from hvfreeze.comm.world import World
+from hvfreeze.comm.replica_sync import average_running_statistics, running_statistics
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError
@@ -30,11 +29,11 @@ from hvfreeze.model.mlp import Mlp
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.model.steps import Call
 from hvfreeze.optim import Update, open_optimizer
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
-from hvfreeze.strategies.data_parallel import DataParallel, joined
-from hvfreeze.strategies.rounds import Rounds
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult
+from hvfreeze.strategies.data_parallel import joined
+from hvfreeze.strategies.rounds import Rounds, RoundStrategy
 from hvfreeze.strategies.subnets.dealing import Deal, deal, put
-from hvfreeze.strategies.subnets.exchange import DEALT, LANES, RETURNED, SEEN, WHOLE, Exchange
+from hvfreeze.strategies.subnets.exchange import DEALT, RETURNED, SEEN, WHOLE, Exchange
 
 
 @dataclass(eq=False)
@@ -64,19 +63,18 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Subnets:
-    """Trains pieces of an MLP on a frozen trunk, or on images; see `Strategy`."""
+class Subnets(RoundStrategy):
+    """Trains pieces of an MLP on a frozen trunk, or on images; see `Strategy`.
 
-    replica: DataParallel
-    """The whole model: the trunk's output, read or computed, and evaluation."""
+    The replica has the whole model: the trunk's output, read or computed, and evaluation. Its optimizer is not used.
+    """
+
     whole: Mlp
     """The last part of the replica's model; its parameters are there only while it is looked at."""
     before: Sequence[Call]
     """What stands between the trunk's output and the MLP; without parameters."""
     piece: Piece
     exchange: Exchange
-    rounds: Rounds
-    world: World
     seed: int
     """Of the deals."""
     _batches: list[Batch]
@@ -87,24 +85,6 @@ class Subnets:
     """Of the whole network, when it was looked at since the last step."""
     _shown: bool = False
     _collective_bytes: int = 0
-    _counts: Counter[str] = field(default_factory=Counter)
-    """Bytes that this rank sent before it was resumed, by lane."""
-
-    @property
-    def cut(self) -> int:
-        """Number of frozen blocks: all that stand before the MLP."""
-        return self.replica.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return self.replica.models
-
-    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
-        if not training:
-            self._look()
-        self.replica.begin_epoch(batches, training=training)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make a step of this rank's piece alone; where a round begins and ends, all ranks meet.
@@ -132,23 +112,10 @@ class Subnets:
         self.rounds.end()
         return StepResult(result.losses, result.answers, leave=leaves)
 
-    def settle(self) -> None:
-        """Do nothing: whoever looks at the model sees it whole, with the pieces as they are."""
-
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the logits of an evaluation batch. Collective, unless the model is looked at already."""
         self._look()
         return self.replica.predict(batch)
-
-    def check(self, *, step: int) -> str:
-        """Return the digest of the whole model; raise where it is not equal on all ranks. Collective."""
-        self._look()
-        return check_replicas(self.replica.chain.model, self.world, step=step)
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the whole model. Collective."""
-        self._look()
-        yield from self.replica.whole_models()
 
     def state_dict(self) -> State:
         """Return what this rank owns and trains, and the place in the round; also while the whole is looked at."""
@@ -163,7 +130,7 @@ class Subnets:
             "freezer": self.replica.freezer.state_dict(),
             "batches": [[torch.from_numpy(b.ids), torch.from_numpy(b.views), b.labels] for b in self._batches],
             "statistics": self._statistics,
-            "counts": dict(self._sent()),
+            "counts": self.wire.bytes_sent(),
         }
         frozen = {name: tensor.detach() for name, tensor in tensors_of(self.replica.chain, (0, self.cut))}
         return State({"frozen": frozen, "other_bytes": self._collective_bytes}, own)
@@ -190,7 +157,8 @@ class Subnets:
         if own["batches"]:
             self._batches = [Batch(i.numpy(), v.numpy(), labels, len(i)) for i, v, labels in own["batches"]]
         self._statistics, self._shown = own["statistics"], False
-        self._collective_bytes, self._counts = shared["other_bytes"], Counter(own["counts"])
+        self._collective_bytes = shared["other_bytes"]
+        self.wire.count_on(own["counts"])
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -224,9 +192,7 @@ class Subnets:
 
     def report(self) -> dict[str, Any]:
         """Return what the replica reports, and how often, by how many bytes and for how much ranks met. Collective."""
-        table, sent = self.exchange.table, Counter[str]()
-        for theirs in self.world.allgather_object(dict(self._sent()), name="subnets.report"):
-            sent.update(theirs)
+        table, sent = self.exchange.table, self._sent_by_all()
         ranks = range(table.size)
         own = [4 * sum(math.prod(table.own_shape(p, rank)) for p in table.parameters) for rank in ranks]
         pieces = [sum(table.message_bytes(owner=owner, rank=rank) for owner in ranks) for rank in ranks]
@@ -244,10 +210,6 @@ class Subnets:
                 "piece_bytes": pieces,
             },
         }
-
-    def close(self) -> None:
-        """Keep what is cached and let go of all files."""
-        self.replica.close()
 
     def _deal(self) -> Deal:
         return deal(self.whole.widths, size=self.world.size, seed=self.seed, number=self.rounds.ended)
@@ -345,7 +307,3 @@ class Subnets:
                 ]
                 put(whole[p.name], indices, own["piece"]["weights"][p.name])
         return whole
-
-    def _sent(self) -> Counter[str]:
-        counts = self.exchange.wire.counts
-        return self._counts + Counter({lane: counts[lane].bytes_sent for lane in LANES})

@@ -29,7 +29,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
-from hvfreeze.errors import NumericsError, UsageError
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.coherence import LEAST_PARTS, batches_of_a_look
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.heads.kernel import KernelHead
@@ -42,7 +42,7 @@ from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithme
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
 from hvfreeze.prefix.splits import Recipe
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, WholeModel
+from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, WholeModel, not_finite
 from hvfreeze.strategies.build_parts import check_rows, open_cost_inputs, open_freezer
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
 
@@ -363,10 +363,7 @@ class DataParallel:
             what = "the gradients are not finite"
         else:
             return
-        step = self.freezer.step
-        raise NumericsError(
-            f"step {step}: {what}; no update was made; {self.advice}, and go on from the last checkpoint"
-        )
+        raise not_finite(self.freezer.step, what, self.advice)
 
     def _look(self) -> None:
         """Let the freezer see what frozen blocks would gain, from images, whatever is cached. Not a collective."""

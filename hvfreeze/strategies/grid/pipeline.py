@@ -28,6 +28,7 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import Answers
 from hvfreeze.strategies.grid.cached_rows import CachedRows
 from hvfreeze.strategies.grid.partitioning import LocalStage
+from hvfreeze.strategies.model_parallel import expect, receive
 from hvfreeze.strategies.schedules import SCHEDULES, Operation
 
 
@@ -166,8 +167,7 @@ class Pipeline:
         depth, lane, source = self._need(operation)
         if source is not None:
             boundary = self.boundaries[len(self._micro_batches[operation.batch].batch.labels)][depth]
-            shape, seq = (boundary.num_elements,), self._sequence + operation.batch
-            self.stage.wire.expect(shape, dtype=boundary.dtype, source=source, lane=lane, seq=seq)
+            expect(self.stage.wire, boundary, source=source, lane=lane, seq=self._sequence + operation.batch)
 
     def _need(self, operation: Operation) -> tuple[int, str, int | None]:
         if operation.kind == "forward":
@@ -234,12 +234,8 @@ class Pipeline:
     def _get(self, depth: int, rows: int, lane: str, seq: int) -> Tensor:
         source = self.stage.mesh.after if lane == "errors" else self.stage.mesh.before
         assert source is not None, "only neighbours send"
-        boundary = self.boundaries[rows][depth]
         with self.clock.within("allreduce"):
-            memory = self.stage.wire.get(
-                (boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq
-            )
-        return boundary.formed(memory)
+            return receive(self.stage.wire, self.boundaries[rows][depth], source=source, lane=lane, seq=seq)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep N
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -160,12 +160,6 @@ class LayerGroup:
         if self.critic_optimizer is not None:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self._random = state["random"]
-
-    def optimizer_bytes(self) -> int:
-        """Return the bytes of what both optimizers remember."""
-        both: Sequence[torch.optim.Optimizer | None] = (self.optimizer, self.critic_optimizer)
-        values = [value for one in both if one is not None for state in one.state.values() for value in state.values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def _each(self, logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self._smoothing)

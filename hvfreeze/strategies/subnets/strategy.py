@@ -23,13 +23,12 @@ from torch import Tensor
 from hvfreeze.comm.replica_sync import average_running_statistics, running_statistics
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import NumericsError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.mlp import Mlp
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.model.steps import Call
 from hvfreeze.optim import Update, open_optimizer
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, not_finite
 from hvfreeze.strategies.data_parallel import joined
 from hvfreeze.strategies.rounds import Rounds, RoundStrategy
 from hvfreeze.strategies.subnets.dealing import Deal, deal, put
@@ -239,10 +238,7 @@ class Subnets(RoundStrategy):
             loss.backward()
         if not math.isfinite(value) or not self.piece.gradients_are_finite():
             what = "the gradients are" if math.isfinite(value) else "the loss is"
-            raise NumericsError(
-                f"step {step}: {what} not finite; no update was made; {self.replica.advice}, and go on from the last "
-                "checkpoint"
-            )
+            raise not_finite(step, f"{what} not finite", self.replica.advice)
         clock.enter("optimizer")
         self.piece.update.make(rate)
         clock.enter("data")

@@ -39,11 +39,15 @@ from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import solve, times_asked_for
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
-from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
-from hvfreeze.prefix.splits import Recipe
+from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, WholeModel, not_finite
-from hvfreeze.strategies.build_parts import check_rows, open_cost_inputs, open_freezer
+from hvfreeze.strategies.build_parts import (
+    check_rows,
+    open_both_features,
+    open_cost_inputs,
+    open_freezer,
+)
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
 
 
@@ -73,25 +77,14 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
         world, lambda: open_freezer(context, named, settings, config.freeze, world=exchanging), name="freezer"
     )
     halves = Halves(context.chain, settings.precision)
-    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
-    costs = open_cost_inputs(context, config.cache, settings, freezer, size=world.size)
-    terms = CacheTerms(
-        settings=config.cache,
-        data=config.data,
-        world=world,
-        costs=costs,
-        owner=str(context.directory),
-        say=context.say,
-    )
+    costs = open_cost_inputs(context, config, freezer, size=world.size)
     passes = passes_to_solve(context, memory_bytes=costs.memory_bytes) if config.head.solved else 1.0
-    trained = context.trained(passes_per_epoch=passes)
-    tested = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
+    training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
     return DataParallel(
         freezer,
         halves,
-        training=open_features(terms, halves.rows_of(trained, recipe), clock=context.clock),
-        # Seconds of an evaluation are counted as a whole, by the loop.
-        evaluation=open_features(terms, halves.rows_of(tested, recipe), clock=PhaseClock()),
+        training,
+        evaluation,
         update=Update(freezer.optimizer, settings),
         objective=Objective(
             smoothing=settings.label_smoothing,

@@ -25,8 +25,8 @@ from hvfreeze.comm.replica_sync import average_running_statistics, running_stati
 from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import UsageError
 from hvfreeze.strategies.base import Answers, BuildContext, State, StepResult
+from hvfreeze.strategies.build_parts import check_left_out
 from hvfreeze.strategies.data_parallel import open_replicas, pooled
 from hvfreeze.strategies.rounds import Rounds, RoundStrategy
 
@@ -52,13 +52,13 @@ def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
 
 def check_settings(config: Config) -> None:
     """Refuse settings that need ranks to meet in every step."""
-    for flag, value, fits, why in (
-        ("freeze", config.freeze.freeze, not config.freeze.votes, "votes need equal models; choose none or static"),
-        ("shadow", config.freeze.shadow, config.freeze.shadow == "none", "votes need equal models"),
-        ("compression", config.optimizer.compression, config.optimizer.compression == "none", "no gradient travels"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy local-sgd: {why}")
+    freeze, compression = config.freeze, config.optimizer.compression
+    check_left_out(
+        "local-sgd",
+        ("freeze", freeze.freeze, not freeze.votes, "votes need equal models; choose none or static"),
+        ("shadow", freeze.shadow, freeze.shadow == "none", "votes need equal models"),
+        ("compression", compression, compression == "none", "no gradient travels"),
+    )
 
 
 @dataclass(eq=False)

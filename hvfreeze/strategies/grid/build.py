@@ -31,6 +31,7 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import (
     block_costs,
+    check_left_out,
     check_not_tied,
     check_rows,
     example_images,
@@ -105,9 +106,7 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
         # Both splits pay from one budget.
         now = stage.partitioning
         if now not in cost_inputs:
-            cost_inputs[now] = open_cost_inputs(
-                context, config.cache, settings, stage.freezer, size=stage.mesh.replicas
-            )
+            cost_inputs[now] = open_cost_inputs(context, config, stage.freezer, size=stage.mesh.replicas)
         return cost_inputs[now]
 
     def remote(reader: int) -> RemotePrefix:
@@ -184,14 +183,13 @@ def check_settings(config: Config) -> None:
     optimizer, weight = config.optimizer, config.freeze.vote_weight
     weight_fits = weight in VOTE_WEIGHTS or not config.strategy.redeals
     kind = optimizer.compression.partition(":")[0]
-    for flag, value, fits, why in (
+    check_left_out(
+        "grid",
         ("vote-weight", weight, weight_fits, "with --redeal on other ranks vote"),
         ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
         ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
         ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy grid: {why}")
+    )
 
 
 def check_segments(segments: Sequence[Segment], facts: GridFacts, config: Config, chain: Chain) -> None:

@@ -310,7 +310,7 @@ class CachedRows:
             split = replace(split, ids=split.ids[np.arange(len(split.ids)) // rows % stage.lines == stage.line])
         source = RowSource(
             split=split,
-            recipe=Recipe(batch_rows=rows, precision=config.optimizer.precision, kept_as=config.cache.cache_dtype),
+            recipe=replace(Recipe.of(config), batch_rows=rows),
             chain=stage.chain,
             digest=self.digests.of,
             load_images=lambda ids, views: remote.load(split.images, ids, views),

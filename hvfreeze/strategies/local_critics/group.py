@@ -60,9 +60,8 @@ class LayerGroup:
         self.plan, self.critic, self._chain, self._halves = plan, critic, chain, Halves(chain, settings.precision)
         named = chain.named_parameters(plan.start, plan.blocks[1])
         last = critic is None
-        (head_lr,) = settings.head_rates() or [settings.lr]
         head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)} if last else set[str]()
-        self.optimizer = open_optimizer(named, settings, head=head, head_lr=head_lr)
+        self.optimizer = open_optimizer(named, settings, head=head)
         self._update, self._objective = Update(self.optimizer, settings), Objective(smoothing=settings.label_smoothing)
         self._smoothing, self._bfloat16 = settings.label_smoothing, settings.precision == "bfloat16"
         self._weights = [] if critic is None else list(critic.parameters())

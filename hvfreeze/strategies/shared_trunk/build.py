@@ -72,7 +72,6 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
     place = plan.place_of(0 if whole else world.rank)
     segment = (0, 0) if place is None else plan.segments[place]
     cached = config.cache.cache != "off" and config.data.cacheable()
-    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
     facts = TrunkFacts(
         names=tuple(task.name for task in tasks),
         classes=tuple(each.classes for each in labels),
@@ -95,7 +94,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
         budget = open_budget(config.cache, context.cache_directory(config.cache), size=world.size)
         for features in (training, evaluation):
             if cached:
-                features.open_stores(context, config.cache, recipe, budget=budget, exact=facts.exact)
+                features.open_stores(context, config.cache, Recipe.of(config), budget=budget, exact=facts.exact)
         for features in (training, evaluation):
             features.source.whole = False
         drop_tensors(chain, 0, segment[0])

@@ -16,6 +16,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.mlp import Mlp, mlp_of
 from hvfreeze.model.steps import Call
 from hvfreeze.strategies.base import BuildContext
+from hvfreeze.strategies.build_parts import check_left_out
 from hvfreeze.strategies.data_parallel import open_replicas
 from hvfreeze.strategies.rounds import Rounds
 from hvfreeze.strategies.subnets.dealing import Table
@@ -49,10 +50,9 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
     table = Table.of(place.mlp, size=world.size)
     with torch.random.fork_rng(devices=[]):
         narrow = Mlp(place.mlp.inputs, table.hand_sizes(world.rank), place.mlp.classes)
-    (head_lr,) = settings.head_rates() or [settings.lr]
     last = {name for name, _ in context.chain.named_parameters(len(context.chain.blocks) - 1)}
     head = {name for name, _ in narrow.named_parameters() if f"{place.name}{name}" in last}
-    piece = Piece(narrow, settings, head, head_lr)
+    piece = Piece(narrow, settings, head)
     exchange = Exchange(table, place.mlp, narrow, open_wire(world, LANES), rank=world.rank)
     exchange.give_up_whole()
     rounds = Rounds(world, config.strategy.steps_alone)
@@ -89,16 +89,15 @@ def find(chain: Chain, config: Config, *, ranks: int) -> Place:
         )
     name, mlp = found
     cut = len(chain.blocks) - 1 if name else 0
-    for flag, value, fits, why in (
+    check_left_out(
+        "subnets",
         ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), "all blocks before the MLP are frozen"),
         ("cut", freeze.cut, freeze.cut in (None, cut), "all blocks before the MLP are frozen"),
         ("shadow", freeze.shadow, freeze.shadow == "none", "there is no vote"),
         ("statistics", freeze.statistics, freeze.statistics != "kept", "each rank normalises its own batches"),
         ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
         ("optimizer", optimizer.optimizer, optimizer.optimizer == "sgd", "what others remember is other neurons'"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy subnets: {why}")
+    )
     least = min(mlp.widths)
     if least < ranks:
         flag, value = ("head", config.head.head) if name else ("model", config.model.model)

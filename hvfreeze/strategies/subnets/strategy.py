@@ -43,7 +43,6 @@ class Piece:
     settings: OptimizerConfig
     head: Collection[str]
     """Names of the parameters that have the head's learning rate."""
-    head_lr: float
     update: Update = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +51,7 @@ class Piece:
     def begin(self) -> None:
         """Forget what the optimizer remembers of other neurons."""
         named = self.mlp.named_parameters()
-        optimizer = open_optimizer(named, self.settings, head=self.head, head_lr=self.head_lr)
+        optimizer = open_optimizer(named, self.settings, head=self.head)
         self.update = Update(optimizer, self.settings)
 
     def gradients_are_finite(self) -> bool:

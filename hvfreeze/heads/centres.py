@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.heads.gram import Led, Solved, Tiles, solve
-from hvfreeze.heads.landmarks import MORE_LANDMARKS, leading
+from hvfreeze.heads.gram import MORE_LANDMARKS, Led, Solved, Tiles, leading, solve
 
 STRIP = 256
 """Rows that are compared with all centres at a time."""

@@ -26,7 +26,7 @@ from torch.nn import functional
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.centres import CENTRES_TOLERANCE, CentreProducts, solve_centres
-from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
+from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian, leading
 from hvfreeze.heads.kernel_choice import (
     Choice,
     Tried,
@@ -36,7 +36,6 @@ from hvfreeze.heads.kernel_choice import (
     solve_ridge,
     targets,
 )
-from hvfreeze.heads.landmarks import leading
 from hvfreeze.heads.moments import check_choice
 from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, everyones, marks_of, points_of
 from hvfreeze.heads.rows import WholeRows

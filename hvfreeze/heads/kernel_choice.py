@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.heads.gram import MOST_STEPS, Gram, Solved, gaussian, solve
-from hvfreeze.heads.landmarks import Leading, leading
+from hvfreeze.heads.gram import MOST_STEPS, Gram, Leading, Solved, gaussian, leading, solve
 from hvfreeze.heads.points import AllRows, Marks
 from hvfreeze.heads.solution import PenaltyTrial, doubt
 

@@ -32,10 +32,9 @@ from hvfreeze.strategies.build_parts import (
     example_images,
     open_both_features,
 )
-from hvfreeze.strategies.local_critics.exits import ExitCounts
 from hvfreeze.strategies.local_critics.group import GroupPlan, LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, LinePlan
-from hvfreeze.strategies.local_critics.strategy import CriticFacts, LocalCritics, StepCount
+from hvfreeze.strategies.local_critics.strategy import CriticFacts, ExitCounts, LocalCritics, StepCount
 
 PARTS = 4
 CRITIC_LR = 3e-4

@@ -24,13 +24,12 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
-from hvfreeze.model.early_exits import CRITICS, EarlyExits
+from hvfreeze.model.early_exits import CRITICS, EarlyExits, first_sure
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT, Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
-from hvfreeze.strategies.local_critics.exits import ExitCounts
 from hvfreeze.strategies.local_critics.group import LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, batches_ahead
 from hvfreeze.strategies.model_parallel import (
@@ -340,3 +339,64 @@ class LocalCritics:
 
     def _identity(self) -> dict[str, Any]:
         return {"groups": [list(group) for group in self.exits.groups], "cut": self.cut}
+
+
+CONFIDENCE = 0.9
+"""Probability at which a sample leaves, for what a run reports."""
+
+
+@dataclass
+class ExitCounts:
+    """Sums over samples, on the rank that has the logits of all exits.
+
+    Args:
+        work: floating-point operations of every exit, see `work_until`.
+        whole: those of the model without critics.
+    """
+
+    work: Sequence[int]
+    whole: int
+    samples: int = 0
+    correct: list[int] = field(default_factory=list)
+    """By exit."""
+    ensemble: int = 0
+    """Samples that the mean of all exits' probabilities gets right."""
+    left: list[int] = field(default_factory=list)
+    """By exit, how many samples leave there."""
+    early: int = 0
+    """Samples that are right where they leave."""
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        self.samples = self.ensemble = self.early = 0
+        self.correct, self.left = [0] * len(self.work), [0] * len(self.work)
+
+    def add(self, logits: Sequence[Tensor], labels: Tensor) -> None:
+        """Add the (B, classes) logits of every exit for samples of (B,) labels."""
+        probabilities = torch.stack(list(logits)).softmax(2)
+        leaves = first_sure(probabilities, CONFIDENCE)
+        answers = probabilities.argmax(2)
+        for number, each in enumerate(answers):
+            self.correct[number] += int((each == labels).sum())
+            self.left[number] += int((leaves == number).sum())
+        self.ensemble += int((probabilities.mean(0).argmax(1) == labels).sum())
+        self.early += int((answers.gather(0, leaves[None])[0] == labels).sum())
+        self.samples += len(labels)
+
+    def summary(self) -> dict[str, Any]:
+        """Return accuracies and shares, 0-1; nothing where nothing was evaluated."""
+        if not self.samples:
+            return {}
+        parts = [count / self.samples for count in self.left]
+        return {
+            "exit_accuracy": [count / self.samples for count in self.correct],
+            "ensemble_accuracy": self.ensemble / self.samples,
+            "exit_confidence": CONFIDENCE,
+            "early_accuracy": self.early / self.samples,
+            "samples_by_exit": parts,
+            "flops_by_exit": [work / max(1, self.whole) for work in self.work],
+            "early_flops": sum(part * work for part, work in zip(parts, self.work)) / max(1, self.whole),
+        }

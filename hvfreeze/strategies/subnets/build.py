@@ -19,8 +19,7 @@ from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import check_left_out
 from hvfreeze.strategies.data_parallel import open_replicas
 from hvfreeze.strategies.rounds import Rounds
-from hvfreeze.strategies.subnets.dealing import Table
-from hvfreeze.strategies.subnets.exchange import LANES, Exchange
+from hvfreeze.strategies.subnets.dealing import LANES, Exchange, Table
 from hvfreeze.strategies.subnets.strategy import Piece, Subnets
 
 

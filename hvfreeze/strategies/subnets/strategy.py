@@ -31,8 +31,7 @@ from hvfreeze.optim import Update, open_optimizer
 from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, not_finite
 from hvfreeze.strategies.data_parallel import joined
 from hvfreeze.strategies.rounds import Rounds, RoundStrategy
-from hvfreeze.strategies.subnets.dealing import Deal, deal, put
-from hvfreeze.strategies.subnets.exchange import DEALT, RETURNED, SEEN, WHOLE, Exchange
+from hvfreeze.strategies.subnets.dealing import DEALT, RETURNED, SEEN, WHOLE, Deal, Exchange, deal, put
 
 
 @dataclass(eq=False)

@@ -14,12 +14,11 @@ from torch.nn import functional
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import NumericsError
-from hvfreeze.heads import gram, landmarks
+from hvfreeze.heads import gram
 from hvfreeze.heads import kernel as fitting
-from hvfreeze.heads.gram import gaussian, solve
+from hvfreeze.heads.gram import gaussian, leading, solve
 from hvfreeze.heads.kernel import ALL_COMPARED, FEWEST_CENTRES, KernelFit, centres_for, fit_kernel
 from hvfreeze.heads.kernel_choice import best_scale
-from hvfreeze.heads.landmarks import leading
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
 from tests.single.heads.table import CLASSES, labelled_table
 from tests.single.heads.test_kernel import PLENTY, Table, answers, found
@@ -135,7 +134,7 @@ def test_landmarks_tell_the_largest_eigenvalues_and_save_steps(monkeypatch: pyte
     random = torch.Generator().manual_seed(0)
     points = torch.randn(700, 6, generator=random) * torch.tensor([1.0, 0.6, 0.4, 0.2, 0.1, 0.1])
     kernel = gaussian(points.double(), points.double())
-    monkeypatch.setattr(landmarks, "DIRECTIONS", 60)
+    monkeypatch.setattr(gram, "DIRECTIONS", 60)
     known = leading(points, landmarks=350)
     exact = torch.linalg.eigvalsh(kernel).flip(0)
     torch.testing.assert_close(known.values[:20], exact[:20], rtol=0.02, atol=0)

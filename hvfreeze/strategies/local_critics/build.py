@@ -64,7 +64,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
     )
     with in_evaluation(chain.model):
         boundaries = dry_run(halves.prefix, images, depth=len(chain.blocks))
-    hold_still(chain, 0, cut)
+    hold_still(chain, cut)
     counts = ExitCounts(work_until(exits.work(images[:1])), sum(operations))
     features = raise_on_all_ranks(
         world,

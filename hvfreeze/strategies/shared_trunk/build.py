@@ -64,7 +64,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
         lambda: [Head(tasks[i], labels[i], settings, build=context.build) for i in mine],
         name="trunk.heads",
     )
-    hold_still(chain, 0, blocks)
+    hold_still(chain, blocks)
     halves = Halves(chain, settings.precision)
     images = example_images(context, rows=settings.batch_size)
     boundaries = dry_run(halves.prefix, images, depth=depth)

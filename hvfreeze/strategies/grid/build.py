@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -100,6 +100,22 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     )
     stage = raise_on_all_ranks(world, opened, name="grid.freezer")
     digests = FrozenDigests(world, chain)
+    pipelines = open_pipelines(context, config, stage, digests, halves, boundaries, keeps=keeps)
+    both, clock, say = (context.feed.images, context.evaluated), context.clock, context.say
+    return Grid(facts, stage, pipelines, both, digests, world, clock, say, clip_grad=settings.clip_grad)
+
+
+def open_pipelines(
+    context: BuildContext,
+    config: Config,
+    stage: LocalStage,
+    digests: FrozenDigests,
+    halves: Halves,
+    boundaries: Mapping[int, Sequence[Boundary]],
+    *,
+    keeps: bool,
+) -> tuple[Pipeline, Pipeline]:
+    """Return this rank's part in its line, in training and in evaluation. Not a collective."""
     cost_inputs: dict[Partitioning, CostInputs] = {}
 
     def present_cost_inputs() -> CostInputs:
@@ -111,7 +127,7 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
 
     def remote(reader: int) -> RemotePrefix:
         now = stage.partitioning.segments
-        return RemotePrefix(stage.mesh, now, reader, halves=halves, wire=wire, boundaries=boundaries)
+        return RemotePrefix(stage.mesh, now, reader, halves=halves, wire=stage.wire, boundaries=boundaries)
 
     def pipeline(name: str, images: Inputs, clock: PhaseClock) -> Pipeline:
         return Pipeline(
@@ -120,15 +136,12 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
             boundaries=boundaries,
             load=lambda batch: images.load(batch.ids, batch.views),
             rows=CachedRows(name, context, config, stage, digests, remote, present_cost_inputs, clock, keeps),
-            objective=Objective(smoothing=settings.label_smoothing),
+            objective=Objective(smoothing=config.optimizer.label_smoothing),
             clock=clock,
         )
 
-    both = context.feed.images, context.evaluated
     # Seconds of an evaluation are counted as a whole, by the loop.
-    pipelines = pipeline("train", both[0], context.clock), pipeline("test", both[1], PhaseClock())
-    clock, say = context.clock, context.say
-    return Grid(facts, stage, pipelines, both, digests, world, clock, say, clip_grad=settings.clip_grad)
+    return pipeline("train", context.feed.images, context.clock), pipeline("test", context.evaluated, PhaseClock())
 
 
 def facts_of(config: Config, context: BuildContext) -> GridFacts:

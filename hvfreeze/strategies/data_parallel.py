@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -146,6 +146,7 @@ def passes_to_solve(context: BuildContext, *, memory_bytes: int) -> float:
 class DataParallel:
     """Trains equal replicas; see `Strategy` for what its methods promise."""
 
+    models: ClassVar[Sequence[str]] = (MODEL,)
     freezer: Freezer
     """Decides the cut; holds the chain, the optimizer, the reducer and the world."""
     halves: Halves
@@ -174,11 +175,6 @@ class DataParallel:
     def cut(self) -> int:
         """Number of frozen blocks."""
         return self.freezer.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches. Collective."""

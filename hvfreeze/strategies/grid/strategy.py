@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
@@ -45,6 +45,7 @@ from hvfreeze.strategies.model_parallel import (
 class Grid:
     """Trains this rank's blocks; see `Strategy` for what its methods promise."""
 
+    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: GridFacts
     stage: LocalStage
     """This rank's blocks."""
@@ -77,11 +78,6 @@ class Grid:
     def cut(self) -> int:
         """Number of frozen blocks."""
         return self.freezer.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches; between epochs blocks may change hands. Collective."""

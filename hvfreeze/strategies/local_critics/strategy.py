@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,7 @@ class Signal(NamedTuple):
 class LocalCritics:
     """Trains this rank's groups; see `Strategy` for what its methods promise."""
 
+    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: CriticFacts
     exits: EarlyExits
     """Of the whole model; this rank has only its own groups' tensors."""
@@ -108,11 +109,6 @@ class LocalCritics:
     def cut(self) -> int:
         """Number of frozen blocks."""
         return self.facts.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model, with its critics."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches. Collective."""

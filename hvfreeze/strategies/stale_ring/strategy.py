@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -102,6 +102,9 @@ class RingFacts:
 class StaleRing:
     """Trains this rank's modules; see `Strategy` for what its methods promise."""
 
+    cut: ClassVar[int] = 0
+    """No block is ever frozen."""
+    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: RingFacts
     modules: Mapping[int, RingModule]
     """This rank's, by number."""
@@ -135,16 +138,6 @@ class StaleRing:
     def chain(self) -> Chain:
         """The whole model's; this rank has only its own modules' tensors."""
         return self.halves.chain
-
-    @property
-    def cut(self) -> int:
-        """No block is frozen."""
-        return 0
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches; those of the epoch before stay under way."""

@@ -11,25 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.agreement import gather_tensors
+from hvfreeze.comm.agreement import TensorLayout, gather_tensors
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.segments import Boundary, tensors_of
+from hvfreeze.model.segments import RunBlocks, tensors_of
 from hvfreeze.runs.clock import PhaseClock
 
 Named = Iterable[tuple[str, nn.Parameter]]
 """Parameters by name."""
 
 
-def expect(wire: Wire, boundary: Boundary, *, source: int, lane: str, seq: int) -> None:
+@torch.no_grad()
+def dry_run(run: RunBlocks, images: Tensor, *, depth: int) -> list[TensorLayout]:
+    """Return the layouts of what crosses between blocks: [d] is that behind the first d, for `images`, (B, C, H, W)."""
+    boundaries, x = [TensorLayout.of(images)], images
+    for block in range(depth):
+        x = run(x, block, block + 1)
+        boundaries.append(TensorLayout.of(x))
+    return boundaries
+
+
+def expect(wire: Wire, boundary: TensorLayout, *, source: int, lane: str, seq: int) -> None:
     """Start to receive what a later `receive` with the same arguments returns."""
     wire.expect((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq)
 
 
-def receive(wire: Wire, boundary: Boundary, *, source: int, lane: str, seq: int) -> Tensor:
+def receive(wire: Wire, boundary: TensorLayout, *, source: int, lane: str, seq: int) -> Tensor:
     """Return what rank `source` has sent, with the shape and strides of `boundary`."""
     return boundary.formed(wire.get((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.mesh import open_line, open_mesh
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.comm.world import World
@@ -23,7 +23,7 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
-from hvfreeze.model.segments import Boundary, RunBlocks, Segment
+from hvfreeze.model.segments import RunBlocks, Segment
 from hvfreeze.optim import Objective
 from hvfreeze.prefix.cache_decision import CostInputs
 from hvfreeze.prefix.features import Halves
@@ -111,7 +111,7 @@ def open_pipelines(
     stage: LocalStage,
     digests: FrozenDigests,
     halves: Halves,
-    boundaries: Mapping[int, Sequence[Boundary]],
+    boundaries: Mapping[int, Sequence[TensorLayout]],
     *,
     keeps: bool,
 ) -> tuple[Pipeline, Pipeline]:
@@ -225,7 +225,7 @@ TIMES = 3
 class BlockTrial(NamedTuple):
     """The tensors between blocks for images of one shape, from before block 0, and each block's seconds."""
 
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[TensorLayout, ...]
     seconds: tuple[float, ...]
     """Of each block, forward and backward, the least of `TIMES` times."""
 
@@ -244,7 +244,7 @@ def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
         UsageError: a block cannot train on so few images.
     """
     blocks = len(chain.blocks)
-    least, boundaries = [math.inf] * blocks, [Boundary.of(images)]
+    least, boundaries = [math.inf] * blocks, [TensorLayout.of(images)]
     with state_kept(chain.model):
         chain.model.train()
         for _ in range(TIMES):
@@ -253,7 +253,7 @@ def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
                 start = time.perf_counter()
                 x = one_block(run, x, block, name=chain.blocks[block].name)
                 least[block] = min(least[block], time.perf_counter() - start)
-                boundaries.append(Boundary.of(x))
+                boundaries.append(TensorLayout.of(x))
     for parameter in chain.model.parameters():
         parameter.grad = None
     return BlockTrial(tuple(boundaries), tuple(least))
@@ -301,7 +301,7 @@ def join_of(line: World | None) -> Join:
 
 
 def introduce(
-    context: BuildContext, facts: GridFacts, segments: tuple[Segment, ...], batch: Sequence[Boundary]
+    context: BuildContext, facts: GridFacts, segments: tuple[Segment, ...], batch: Sequence[TensorLayout]
 ) -> None:
     """Tell the user each rank's part, and the bytes that the ranks of one line send for a batch."""
     cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in segments)

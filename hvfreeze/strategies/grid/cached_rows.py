@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.mesh import Mesh
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.world import World
@@ -27,7 +27,7 @@ from hvfreeze.data.decoding import Inputs
 from hvfreeze.data.shards import Ids
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.segments import Boundary, Segment
+from hvfreeze.model.segments import Segment
 from hvfreeze.prefix.cache_decision import CostInputs
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
 from hvfreeze.prefix.splits import Recipe, RowSource
@@ -56,7 +56,7 @@ class RemotePrefix:
         *,
         halves: Halves,
         wire: Wire,
-        boundaries: Mapping[int, Sequence[Boundary]],
+        boundaries: Mapping[int, Sequence[TensorLayout]],
     ) -> None:
         self._mesh, self._reader, self._segment = mesh, reader, segments[mesh.partition]
         self._halves, self._wire, self._boundaries = halves, wire, boundaries

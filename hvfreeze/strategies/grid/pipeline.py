@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.file.format import is_dense
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.data.batches import Batch
-from hvfreeze.model.segments import Boundary
 from hvfreeze.optim import Mixture, Objective
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -78,7 +78,7 @@ class Pipeline:
 
     stage: LocalStage
     halves: Halves
-    boundaries: Mapping[int, Sequence[Boundary]]
+    boundaries: Mapping[int, Sequence[TensorLayout]]
     """By the rows of a batch or micro-batch, and then by depth."""
     load: Callable[[Batch], Tensor]
     """Returns the images of a batch, (B, C, H, W); asked of the first partition alone."""

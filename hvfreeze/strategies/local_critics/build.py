@@ -19,7 +19,7 @@ from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, dry_run, segment_bytes, work_of
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, segment_bytes, work_of
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -35,6 +35,7 @@ from hvfreeze.strategies.build_parts import (
 from hvfreeze.strategies.local_critics.group import GroupPlan, LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, LinePlan
 from hvfreeze.strategies.local_critics.strategy import CriticFacts, ExitCounts, LocalCritics, StepCount
+from hvfreeze.strategies.model_parallel import dry_run
 
 PARTS = 4
 CRITIC_LR = 3e-4

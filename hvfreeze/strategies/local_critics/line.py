@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
-from hvfreeze.model.segments import Boundary, Segment
+from hvfreeze.model.segments import Segment
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.model_parallel import expect, receive
 
@@ -48,7 +49,7 @@ class LinePlan:
         start, stop = self.ranks[rank]
         return self.groups[start][0], self.groups[stop - 1][1]
 
-    def bytes_per_batch(self, boundaries: Sequence[Boundary]) -> dict[str, int]:
+    def bytes_per_batch(self, boundaries: Sequence[TensorLayout]) -> dict[str, int]:
         """Return what all ranks together send for a batch that critics learn from, by lane; boundaries are by depth."""
         inner = [self.blocks(rank)[0] for rank in range(1, len(self.ranks))]
         rows = boundaries[0].shape[0]
@@ -65,7 +66,7 @@ class Line:
     plan: LinePlan
     rank: int
     wire: Wire
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[TensorLayout]
     """By depth, of a batch."""
     clock: PhaseClock
     lanes: tuple[str, str] = LANES
@@ -126,7 +127,7 @@ class Line:
         return [*found, *logits]
 
     @property
-    def _input(self) -> Boundary:
+    def _input(self) -> TensorLayout:
         return self.boundaries[self.plan.blocks(self.rank)[0]]
 
     def _get(self, elements: int, source: int, seq: int) -> Tensor:

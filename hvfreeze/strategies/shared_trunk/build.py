@@ -11,18 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
 from hvfreeze.config.sections import OptimizerConfig, StrategyConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.freezing.frozen_prefix import hold_still
-from hvfreeze.model.segments import Boundary, RunBlocks, block_seconds, drop_tensors, dry_run
+from hvfreeze.model.segments import RunBlocks, block_seconds, drop_tensors
 from hvfreeze.prefix.cache_decision import open_budget, try_prefix
 from hvfreeze.prefix.features import Halves
 from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_images, open_segments
+from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.shared_trunk.features import FeatureSource, TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
 from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, TrunkFacts
@@ -157,7 +158,7 @@ def open_both_features(
     halves: Halves,
     facts: TrunkFacts,
     plan: LinePlan,
-    boundaries: list[Boundary],
+    boundaries: list[TensorLayout],
     labels: list[Labels],
 ) -> tuple[TrunkFeatures, TrunkFeatures]:
     """Return the features of training and of evaluation. Collective."""
@@ -188,7 +189,7 @@ def open_both_features(
     )
 
 
-def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[Boundary], facts: TrunkFacts) -> None:
+def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[TensorLayout], facts: TrunkFacts) -> None:
     """Tell the user each rank's part."""
     names = ", ".join(facts.names)
     if facts.whole:

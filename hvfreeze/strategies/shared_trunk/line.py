@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.data.batches import Batch
-from hvfreeze.model.segments import Boundary, RunBlocks, Segment
+from hvfreeze.model.segments import RunBlocks, Segment
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.model_parallel import expect, receive
 from hvfreeze.strategies.schedules import Operation, batches_begun, tick_schedule
@@ -55,7 +56,7 @@ class LinePlan:
         """Return the ranks with a head at `depth`."""
         return [rank for rank, depths in enumerate(self.depths) if depth in depths]
 
-    def bytes_per_batch(self, boundaries: Sequence[Boundary], *, rows: int) -> dict[str, int]:
+    def bytes_per_batch(self, boundaries: Sequence[TensorLayout], *, rows: int) -> dict[str, int]:
         """Return what all ranks together send for a batch, by lane; `rows` are the batch's samples."""
         inner = [stop for _, stop in self.segments[:-1]]
         served = [(d, rank) for rank, depths in enumerate(self.depths) for d in depths if rank != self.source_of(d)]
@@ -90,7 +91,7 @@ class Line:
     plan: LinePlan
     rank: int
     wire: Wire
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[TensorLayout]
     """By depth, of a training batch."""
     run: RunBlocks
     load: Callable[[Batch], Tensor]

@@ -9,16 +9,17 @@ from itertools import accumulate, combinations, pairwise
 
 from torch import Tensor
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Boundary, Segment, cut_at, cut_evenly, drop_tensors, dry_run
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors
 from hvfreeze.optim import Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import check_left_out, check_parameters, check_rows, counted_costs, example_images
+from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.schedules import ring_period
 from hvfreeze.strategies.stale_ring.module import RingModule
 from hvfreeze.strategies.stale_ring.strategy import EVALUATION, LANES, RingFacts, StaleRing
@@ -145,7 +146,7 @@ def check_settings(config: Config) -> None:
     )
 
 
-def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[Boundary]) -> None:
+def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[TensorLayout]) -> None:
     """Tell the user each module's blocks and delay, and what ranks send for a batch."""
     modules = ", ".join(
         f"{start}..{stop - 1} on rank {facts.rank_of(part)}, {facts.delay(part)} steps old"

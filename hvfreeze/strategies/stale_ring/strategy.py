@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
@@ -29,7 +30,7 @@ from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.errors import RefusedError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.segments import Boundary, Segment, tensors_of
+from hvfreeze.model.segments import Segment, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update
 from hvfreeze.prefix.features import NOTHING_KEPT, Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -109,7 +110,7 @@ class StaleRing:
     modules: Mapping[int, RingModule]
     """This rank's, by number."""
     halves: Halves
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[TensorLayout]
     """Of a batch, by depth."""
     images: tuple[Inputs, Inputs]
     """In training and in evaluation; read on the first rank alone."""

@@ -105,25 +105,22 @@ def block_costs(
     context: BuildContext, settings: StrategyConfig, measure: Callable[[], Sequence[float]]
 ) -> Sequence[float]:
     """Return each block's cost by --cut-by, seconds where cuts are given; the same on all ranks. Collective."""
-    world, chain, by = context.world, context.chain, settings.cut_by
-    depth = len(chain.blocks)
-    if by == "params":
-        return [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)]
-    if by == "count":
-        return [1.0] * depth
+    world, by = context.world, settings.cut_by
+    if by in ("params", "count"):
+        return counted_costs(context.chain, by, ())
     # Times differ between ranks and runs; where the cut is changes no bit.
     return world.broadcast_object(list(measure()) if world.rank == 0 else [], name="cutting.seconds")
 
 
-def counted_costs(context: BuildContext, images: Tensor, by: str) -> list[float]:
+def counted_costs(chain: Chain, by: str, operations: Sequence[int]) -> list[float]:
     """Return each block's cost by --cut-by where cuts decide what is trained: no clock does, so equal runs are equal.
 
-    `images` are an example, of any number of samples.
+    `operations` are those of each block, see `work_of`.
     """
-    chain = context.chain
-    if by == "params":
-        return [float(segment_bytes(chain, (block, block + 1))) for block in range(len(chain.blocks))]
-    return [1.0] * len(chain.blocks) if by == "count" else [float(each) for each in work_of(chain, images)]
+    if by == "compute":
+        return [float(each) for each in operations]
+    blocks = range(len(chain.blocks))
+    return [float(segment_bytes(chain, (block, block + 1))) if by == "params" else 1.0 for block in blocks]
 
 
 def open_freezer(

@@ -19,7 +19,7 @@ from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, segment_bytes, work_of
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, work_of
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -29,6 +29,7 @@ from hvfreeze.strategies.build_parts import (
     check_not_tied,
     check_parameters,
     check_rows,
+    counted_costs,
     example_images,
     open_both_features,
 )
@@ -163,12 +164,8 @@ def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks:
                 f"({cut})"
             )
         return [start for start, _ in segments[1:]]
-    costs: Mapping[str, Sequence[float]] = {
-        "compute": [float(each) for each in operations],
-        "params": [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)],
-        "count": [1.0] * depth,
-    }
-    return [cut + start for start, _ in cut_evenly(costs[by][cut:], parts=parts)[1:]]
+    costs = counted_costs(chain, by, operations)[cut:]
+    return [cut + start for start, _ in cut_evenly(costs, parts=parts)[1:]]
 
 
 def open_line_features(

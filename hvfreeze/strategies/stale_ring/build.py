@@ -14,7 +14,7 @@ from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, work_of
 from hvfreeze.optim import Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.strategies.base import BuildContext
@@ -106,7 +106,7 @@ def segments_of(context: BuildContext, config: Config, images: Tensor) -> tuple[
             raise UsageError(f"--cut-at ({settings.cut_at}) must be {parts - 1} numbers with --parts {parts}")
     else:
         by = settings.cut_by or "compute"
-        costs = counted_costs(context, images, by)
+        costs = counted_costs(chain, by, work_of(chain, images))
         segments = cut_for_ring(costs, parts=parts) if by == "compute" else cut_evenly(costs, parts=parts)
     check_parameters(chain, segments, parts=len(segments), what="module")
     return segments

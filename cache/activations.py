@@ -48,8 +48,6 @@ class Counters:
     rows_advanced: dict[int, int] = field(default_factory=dict)
     """Cut -> rows that were read there and computed on from there to the current cut."""
     forwards: int = 0
-    comparisons: int = 0
-    """Forwards beside these, of rows that are there, to see whether they are right."""
     read_seconds: float = 0.0
     write_seconds: float = 0.0
 
@@ -423,7 +421,6 @@ class PrefixActivations:
         """Compare a few rows of every file that has come into use with computed ones; CacheFault where they differ."""
         store = self._levels.current.store if self._levels.current else None
         while store is not None and len(keys := store.to_compare()):
-            self.counters.comparisons += 1
             images = self._load_images(*unpack_keys(self._pad(keys)))
             store.compare(self._run(images, 0, self._levels.stops(0)), batch_invariant=self._batch_invariant)
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from typing_extensions import Self
-
-E = TypeVar("E", bound="HvfreezeError")
 
 
 class HvfreezeError(Exception):

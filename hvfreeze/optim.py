@@ -169,7 +169,6 @@ def open_optimizer(
     *,
     lr: float | None = None,
     head: Collection[str] = (),
-    head_lr: float | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that the settings name.
 
@@ -177,13 +176,13 @@ def open_optimizer(
         named: all parameters, by name.
         settings: the optimizer, its momentum and its weight decay.
         lr: the learning rate at which the schedule begins; None is --lr.
-        head: names of the head's parameters.
-        head_lr: their learning rate; None is `lr`.
+        head: names of the parameters that have --head-lr, one number, where it is given.
     """
     base = settings.lr if lr is None else lr
+    head_lr = (settings.head_rates() or [base])[0]
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, parameter in named:
-        rate = head_lr if head_lr is not None and name in head else base
+        rate = head_lr if name in head else base
         spared = settings.no_decay_norms and parameter.dim() <= 1
         groups.setdefault((rate, 0.0 if spared else settings.weight_decay), []).append(parameter)
     parts = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,27 +102,43 @@ def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies in memory, so that it can be put together from its bytes with the same strides."""
+    """How a tensor lies in memory.
 
-    name: str
+    It travels as it lies, and is put together with the same strides: a block that is given the same numbers in another
+    order of the dimensions may compute other bits.
+    """
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """Dense: the elements fill their memory without gaps."""
     dtype: torch.dtype
-    num_bytes: int
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> TensorLayout:
+    def of(cls, x: Tensor) -> TensorLayout:
         """Return a tensor's layout, contiguous where it is not dense."""
         # What is dense keeps its strides in a new tensor, what is not does not.
-        strides = torch.empty_like(tensor, device="meta").stride()
-        return cls(name, tuple(tensor.shape), tuple(strides), tensor.dtype, tensor.nbytes)
+        strides = torch.empty_like(x, device="meta").stride()
+        return cls(tuple(x.shape), tuple(strides), x.dtype)
 
-    def bytes_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's memory, uint8 [bytes]; shared with it where it lies right."""
-        if tensor.stride() != self.strides:
-            tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(tensor)
-        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    @property
+    def num_elements(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return self.num_elements * self.dtype.itemsize
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return the memory of `x`, a tensor of this layout, as a vector; shared with `x` where it lies right."""
+        if x.stride() != self.strides:
+            x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(x)
+        return x.as_strided((self.num_elements,), (1,))
+
+    def formed(self, memory: Tensor) -> Tensor:
+        """Undo `flat`, sharing the vector's memory."""
+        return memory.as_strided(self.shape, self.strides)
 
 
 def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
@@ -132,18 +149,19 @@ def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: s
     """
     own = {key: tensor.detach() for key, tensor in named}
     found = own if world.rank == 0 else {}
-    mine = [] if world.rank == 0 else [(TensorLayout.of(key, tensor), tensor) for key, tensor in own.items()]
-    packs = list(packs_of(mine, lambda one: one[0].num_bytes, PACK_BYTES))
-    everyone = world.allgather_object([[layout for layout, _ in pack] for pack in packs], name=f"{name}.layouts")
-    for rank, theirs in enumerate(everyone):
-        for number, layouts in enumerate(theirs):
-            given = [layout.bytes_of(tensor) for layout, tensor in packs[number]] if rank == world.rank else [NOTHING]
+    mine = [] if world.rank == 0 else [(key, TensorLayout.of(tensor)) for key, tensor in own.items()]
+    packs = list(packs_of(mine, lambda one: one[1].num_bytes, PACK_BYTES))
+    for rank, theirs in enumerate(world.allgather_object(packs, name=f"{name}.layouts")):
+        for number, pack in enumerate(theirs):
+            given = (
+                [layout.flat(own[key]).view(torch.uint8) for key, layout in pack] if rank == world.rank else [NOTHING]
+            )
             parts = world.gather_bytes(torch.cat(given), name=f"{name}.{rank}.{number}")
             if world.rank == 0:
-                memories = parts[rank].split([layout.num_bytes for layout in layouts])
-                for layout, memory in zip(layouts, memories, strict=True):
-                    memory = memory if len(layouts) == 1 else memory.clone()
-                    found[layout.name] = memory.view(layout.dtype).as_strided(layout.shape, layout.strides)
+                memories = parts[rank].split([layout.num_bytes for _, layout in pack])
+                for (key, layout), memory in zip(pack, memories, strict=True):
+                    memory = memory if len(pack) == 1 else memory.clone()
+                    found[key] = layout.formed(memory.view(layout.dtype))
     return found
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.gradient_places import place_in
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 
@@ -240,3 +239,13 @@ def fits(parameter: Tensor, *, rank: int) -> bool:
 def seed_of(name: str) -> int:
     """Return a seed that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+
+
+def place_in(flat: Tensor, parameter: nn.Parameter, offset: int) -> Tensor:
+    """Return the part of `flat`, from `offset` on, that has the gradient of `parameter`.
+
+    It has the parameter's own strides: a channels_last weight keeps its format in the flat buffer. It shares the memory
+    of `flat`, but to PyTorch it is no view: scripts may call `detach_()` on gradients, which PyTorch refuses for views.
+    """
+    place: Tensor = flat.new_empty(0).set_(flat.untyped_storage(), offset, parameter.size(), parameter.stride())
+    return place

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,9 @@ SEQUENCES = 2**15
 
 @dataclass
 class LaneCounts:
-    """What one rank sent and received on a lane, and how long it waited there; messages are tensors."""
+    """What one rank sent on a lane, and how long it waited there."""
 
     bytes_sent: int = 0
-    messages_sent: int = 0
-    bytes_received: int = 0
-    messages_received: int = 0
     wait_seconds: float = 0.0
 
 
@@ -44,6 +41,19 @@ class Wire:
     def __init__(self, lanes: Sequence[str]) -> None:
         self.counts = {lane: LaneCounts() for lane in lanes}
         self._queues: dict[tuple[str, int], deque[Tensor]] = defaultdict(deque)
+
+    def bytes_sent(self, lanes: Iterable[str] | None = None) -> dict[str, int]:
+        """Return the bytes that this rank has sent on each of `lanes`, by default on all."""
+        return {lane: self.counts[lane].bytes_sent for lane in (self.counts if lanes is None else lanes)}
+
+    def count_on(self, sent: Mapping[str, int]) -> None:
+        """Count on from what a run had sent, by lane, when it was stopped."""
+        for lane, number in sent.items():
+            self.counts[lane].bytes_sent = number
+
+    def wait_seconds(self, lanes: Iterable[str] | None = None) -> float:
+        """Return the seconds for which this rank has waited on `lanes`, by default on all."""
+        return sum(self.counts[lane].wait_seconds for lane in (self.counts if lanes is None else lanes))
 
     def put(self, tensor: Tensor, *, to: int, lane: str, seq: int = 0) -> None:
         """Start to send `tensor`, of any type, to rank `to`; it must not change until `drain`."""
@@ -110,7 +120,6 @@ class MpiWire(Wire):
             request = self._comms[lane].Isend([piece, self._mpi.BYTE], dest=to, tag=seq % SEQUENCES)
             self._sent.append((lane, request, tensor))
         self.counts[lane].bytes_sent += tensor.nbytes
-        self.counts[lane].messages_sent += 1
 
     def expect(self, shape: Sequence[int], *, dtype: torch.dtype, source: int, lane: str, seq: int = 0) -> None:
         """Start to receive."""
@@ -135,8 +144,6 @@ class MpiWire(Wire):
         received = sum(self._wait(lane, request, f"wire.{lane} from rank {source}") for request in requests)
         if received != buffer.nbytes:
             raise DivergedError(f"rank {source} sent {received} bytes on lane {lane}, not {buffer.nbytes}")
-        self.counts[lane].bytes_received += buffer.nbytes
-        self.counts[lane].messages_received += 1
         return buffer
 
     def drain(self) -> None:

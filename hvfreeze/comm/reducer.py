@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.gradient_exchange import Bucket, GradientExchange, Scaling, check_types, lay_out
+from hvfreeze.comm.gradient_exchange import Bucket, GradientExchange, Scaling, check_types, exchange_sparse, lay_out
 from hvfreeze.comm.low_rank import check_arithmetic
 from hvfreeze.comm.mpi_environment import TCP_MESSAGE_BYTES
-from hvfreeze.comm.sparse_gradients import exchange_sparse
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import parse_compression
 from hvfreeze.errors import DivergedError, UsageError

@@ -633,12 +633,8 @@ class StrategyConfig:
         for flag in {flag for flags in OWN_FLAGS.values() for flag in flags}:
             self._belongs(flag, getattr(self, flag))
         rule(self.heads is None or 1 <= self.heads <= 4096, "heads", self.heads, "in 1..4096")
-        rule(
-            self.heads is None or self.tasks is None,
-            "heads",
-            self.heads,
-            "left out with --tasks, which names the models",
-        )
+        alone = self.heads is None or self.tasks is None
+        rule(alone, "heads", self.heads, "left out with --tasks, which names the models")
         blocks = self.head_blocks
         rule(blocks is None or blocks >= 1, "head-blocks", blocks, "at least 1")
         for flag, choices in (
@@ -660,13 +656,8 @@ class StrategyConfig:
         rule(self.critic_every is None or self.critic_every >= 1, "critic-every", self.critic_every, "at least 1")
         lr = self.critic_lr
         rule(lr is None or (math.isfinite(lr) and lr > 0), "critic-lr", lr, "a positive number")
-        given = self.cut_by == "given"
-        rule(
-            given == (self.cut_at is not None),
-            "cut-at",
-            self.cut_at,
-            "given together with --cut-by given, and only then",
-        )
+        together = (self.cut_by == "given") == (self.cut_at is not None)
+        rule(together, "cut-at", self.cut_at, "given together with --cut-by given, and only then")
         self.starts()
 
     def starts(self) -> list[int]:

@@ -107,48 +107,39 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
 
     def __post_init__(self) -> None:
-        if self.cache.cache == "on" and not self.freeze.auto:
+        data, cache, head, freeze = self.data, self.cache, self.head, self.freeze
+        if cache.cache == "on" and not freeze.auto:
             wanted = "used with --augment none or views:K"
-            rule(self.data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
-        if self.data.shuffle == "global" and self.cache.cache == "on":
-            rule(self.cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
+            rule(data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
+        if data.shuffle == "global" and cache.cache == "on":
+            rule(cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
         self._check_text()
-        held_out = self.data.validation_fraction > 0
+        held_out = data.validation_fraction > 0
         why = "what is chosen must be chosen on held-out samples, never on the test set"
         with_it = "given together with --validation-fraction F, such as 0.1"
         rule(held_out or self.run.keep == "last", "keep", self.run.keep, with_it, why)
         rule(held_out or self.run.early_stop is None, "early-stop", self.run.early_stop, with_it, why)
-        heads = self.optimizer.head_rates() or []
-        many = self.strategy.strategy == "shared-trunk"
+        heads, many = self.optimizer.head_rates() or [], self.strategy.strategy == "shared-trunk"
         rule(many or len(heads) < 2, "head-lr", self.optimizer.head_lr, "one number: there is one head")
         rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
-        kernel = self.head.head_fit == "kernel"
-        rule(self.head.head != "last" or not kernel, "head", self.head.head, "multi-level with --head-fit kernel")
-        optimizer, found = self.optimizer, "sgd, adamw or lars"
-        rule(self.freeze.auto or optimizer.optimizer != AUTO, "optimizer", AUTO, f"{found} unless --freeze is auto")
-        if self.freeze.auto:
+        compares = head.head_fit == "kernel"
+        rule(head.head != "last" or not compares, "head", head.head, "multi-level with --head-fit kernel")
+        named = freeze.auto or self.optimizer.optimizer != AUTO
+        rule(named, "optimizer", AUTO, "sgd, adamw or lars unless --freeze is auto")
+        if freeze.auto:
             self._check_auto()
-        elif self.head.solved:
-            fixed = "none or views:K with --head-fit exact or kernel"
-            rule(self.data.cacheable(), "augment", self.data.augment, fixed, "it fits fixed views of each sample")
-            given = (self.freeze.freeze, self.freeze.cut)
-            alone = "left out with --head-fit exact or kernel, which freezes every block but the head"
-            rule(given in (("none", None), SOLVED), "freeze", self.freeze.freeze, alone)
-            rule(
-                self.optimizer.accumulate == 1,
-                "accumulate",
-                self.optimizer.accumulate,
-                "1 with --head-fit exact or kernel",
-            )
-            settings = self.optimizer
-            rule(
-                not settings.mixup,
-                "mixup",
-                settings.mixup,
-                "left out with --head-fit exact or kernel, which fits every sample",
-            )
-            replicas = self.strategy.strategy == "replicas"
-            rule(replicas, "strategy", self.strategy.strategy, "replicas with --head-fit exact or kernel")
+        elif head.solved:
+            self._check_solved()
+
+    def _check_solved(self) -> None:
+        solved, settings, strategy = "with --head-fit exact or kernel", self.optimizer, self.strategy.strategy
+        why = "it fits fixed views of each sample"
+        rule(self.data.cacheable(), "augment", self.data.augment, f"none or views:K {solved}", why)
+        freeze, alone = self.freeze, f"left out {solved}, which freezes every block but the head"
+        rule((freeze.freeze, freeze.cut) in (("none", None), SOLVED), "freeze", freeze.freeze, alone)
+        rule(settings.accumulate == 1, "accumulate", settings.accumulate, f"1 {solved}")
+        rule(not settings.mixup, "mixup", settings.mixup, f"left out {solved}, which fits every sample")
+        rule(strategy == "replicas", "strategy", strategy, f"replicas {solved}")
 
     def _check_text(self) -> None:
         model, text = self.model.model, self.data.data == TEXT
@@ -163,14 +154,10 @@ class Config:
         rule(not (text and self.head.solved), "head-fit", fit, f"sgd with --data {TEXT}, and --freeze not auto")
 
     def _check_auto(self) -> None:
-        rule(
-            self.head.solved,
-            "head-fit",
-            self.head.head_fit,
-            "exact or kernel with --freeze auto, which solves its head",
-        )
-        rule(self.strategy.strategy == "replicas", "strategy", self.strategy.strategy, "replicas with --freeze auto")
-        rule(self.run.keep == "last", "keep", self.run.keep, "last with --freeze auto, which keeps what is best itself")
+        fit, strategy, keep = self.head.head_fit, self.strategy.strategy, self.run.keep
+        rule(self.head.solved, "head-fit", fit, "exact or kernel with --freeze auto, which solves its head")
+        rule(strategy == "replicas", "strategy", strategy, "replicas with --freeze auto")
+        rule(keep == "last", "keep", keep, "last with --freeze auto, which keeps what is best itself")
         settings = self.optimizer
         if settings.optimizer == AUTO:
             usual = settings.lr == LEARNING_RATES[AUTO]

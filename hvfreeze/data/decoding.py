@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,22 +40,6 @@ def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers
     with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
         found = pool.map(look, [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)])
         return {row: reason for part in found for row, reason in part.items()}
-
-
-class Pixels(Protocol):
-    """Where a batch's pixels come from."""
-
-    def fetch(self, ids: Ids) -> Tensor:
-        """Return (B, C, H, W) uint8, row i of sample ids[i].
-
-        Raises RefusedError, which names the file, where an image is damaged or cannot be read.
-        """
-
-    def prefetch(self, batches: Iterable[Ids]) -> None:
-        """Hints that these batches will be fetched, in this order, some perhaps never. Replaces the last hint."""
-
-    def close(self) -> None:
-        """End all threads. Nothing is fetched afterwards."""
 
 
 class MemoryPixels:
@@ -98,7 +81,7 @@ class MemoryPixels:
             pool.shutdown(cancel_futures=True)
 
     def fetch(self, ids: Ids) -> Tensor:
-        """See `Pixels.fetch`; raises KeyError for a sample that was not given."""
+        """Return (B, C, H, W) uint8, row i of sample ids[i]; raises KeyError for a sample that was not given."""
         rows = self._row_of[ids]
         if rows.size and rows.min() < 0:
             raise KeyError(f"sample {ids[rows.argmin()]} is not among those loaded")
@@ -138,7 +121,10 @@ class StreamedPixels:
         self._next = 0
 
     def fetch(self, ids: Ids) -> Tensor:
-        """See `Pixels.fetch`; waits only for what the threads have not decoded yet."""
+        """Return (B, C, H, W) uint8, row i of sample ids[i]; waits only for what the threads have not decoded yet.
+
+        Raises RefusedError, which names the file, where an image is damaged or cannot be read.
+        """
         # The same samples come once for each view.
         known = self._positions_of.get(ids.tobytes(), [])
         position = next((place for place in known if place > self._fetched), -1)
@@ -156,7 +142,10 @@ class StreamedPixels:
         return pixels
 
     def prefetch(self, batches: Iterable[Ids]) -> None:
-        """See `Pixels.prefetch`; only the next four batches are worked on."""
+        """Hints that these batches will be fetched, in this order, some perhaps never. Replaces the last hint.
+
+        Only the next four are worked on.
+        """
         self._forget(before=len(self._plan))
         self._plan = list(batches)
         self._positions_of = {}

@@ -50,11 +50,11 @@ def release(module: nn.Module) -> None:
         module.training = True
 
 
-def hold_still(chain: Chain, start: int, stop: int) -> None:
-    """Make blocks start..stop-1 a pure function of their input, for good."""
-    for module in chain.modules(start, stop):
+def hold_still(chain: Chain, cut: int) -> None:
+    """Make the first `cut` blocks a pure function of their input, for good."""
+    for module in chain.modules(0, cut):
         hold_in_eval(module)
-    for _, parameter in chain.named_parameters(start, stop):
+    for _, parameter in chain.named_parameters(0, cut):
         parameter.requires_grad_(False)
 
 

@@ -424,35 +424,42 @@ def fit_softmax(
             stronger = STRONGER if values == list(PENALTIES) else ()
             choosing = Choosing(loss, covariance(prepared.product), values, counts, folds, most_steps, stronger)
             choice = choosing.choose(compare_mirrored=compare_mirrored and counts.plain_samples == counts.samples)
-        subset = Subset(mirrored=choice.mirror is None or choice.mirror.taken)
-        evaluate = partial(loss.at, subset=subset)
-        point, steps = choice.search.minimise(
-            evaluate, evaluate(choice.start), penalty=choice.penalty, tolerance=tolerance, most_steps=most_steps
-        )
-        coefficients, error = point.weights.clone(), relative_error(point, choice.penalty)
-        # The same number added to every intercept changes no probability.
-        coefficients[:, -1] -= coefficients[:, -1].mean()
-        weight, bias = standard.folded(coefficients, mean=standard.mean)
-        found = HeadFit(
-            choice.penalty,
-            choice.trials,
-            point.loss,
-            standard.count if subset.mirrored else counts.plain_rows,
-            steps,
-            loss.passes + prepared.passes,
-            error,
-            error <= tolerance,
-            loss.exchanged_bytes,
-            weight.float(),
-            bias.float(),
-            coefficients,
-            prepared.used,
-            mirror=choice.mirror,
-            left_out=prepared.left_out,
-        )
+        found = solution(choice, loss, prepared, counts, tolerance=tolerance, most_steps=most_steps)
     loss.stop()
     # Folding too is arithmetic that processors may round differently: rank 0's head is everybody's.
     return with_used(world.broadcast_object(found, name="head.fit"), prepared)
+
+
+def solution(
+    choice: Choice, loss: SoftmaxLoss, prepared: Prepared, counts: Counts, *, tolerance: float, most_steps: int
+) -> HeadFit:
+    """Return the head fitted to all rows with the chosen penalty. Rank 0 calls this; see `SoftmaxLoss.at`."""
+    standard, subset = prepared.standard, Subset(mirrored=choice.mirror is None or choice.mirror.taken)
+    evaluate = partial(loss.at, subset=subset)
+    point, steps = choice.search.minimise(
+        evaluate, evaluate(choice.start), penalty=choice.penalty, tolerance=tolerance, most_steps=most_steps
+    )
+    coefficients, error = point.weights.clone(), relative_error(point, choice.penalty)
+    # The same number added to every intercept changes no probability.
+    coefficients[:, -1] -= coefficients[:, -1].mean()
+    weight, bias = standard.folded(coefficients, mean=standard.mean)
+    return HeadFit(
+        choice.penalty,
+        choice.trials,
+        point.loss,
+        standard.count if subset.mirrored else counts.plain_rows,
+        steps,
+        loss.passes + prepared.passes,
+        error,
+        error <= tolerance,
+        loss.exchanged_bytes,
+        weight.float(),
+        bias.float(),
+        coefficients,
+        prepared.used,
+        mirror=choice.mirror,
+        left_out=prepared.left_out,
+    )
 
 
 def with_used(fit: HeadFit | None, prepared: Prepared) -> HeadFit | None:

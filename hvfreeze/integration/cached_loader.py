@@ -39,8 +39,8 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.samples import Ids, Remembered, Samples, Split, data_identity, inputs_and_labels
+from hvfreeze.integration.script_world import tell
 from hvfreeze.integration.split_model import Halves, autocast, halves_of, whole
-from hvfreeze.integration.telling import tell
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs
 from hvfreeze.prefix.operations import operations_digest

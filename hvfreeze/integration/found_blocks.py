@@ -1,24 +1,33 @@
-"""The blocks of a script's model: known from its class, found by running it on an example, or in its first pass."""
+"""The blocks of a script's model: known from its class, found by running it on an example, or in its first pass.
+
+The first forward pass of training is watched by hooks that leave after it. Some scripts train in evaluation mode, as to
+keep BatchNorm's statistics. So a pass in that mode counts where gradients are computed, until one in training mode is
+seen.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.integration.telling import tell
+from hvfreeze.integration.script_world import tell
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.first_pass import FirstPass
 from hvfreeze.model.traced import (
     SCHEMES,
     IndivisibleError,
     Inputs,
+    TracedChain,
+    Watch,
+    blocks_from,
     described,
     from_description,
     in_blocks,
@@ -125,3 +134,56 @@ class FoundBlocks:
         if self._first is not None:
             self._first.close()
             self._first = None
+
+
+class FirstPass:
+    """Waits for a forward pass with gradients, in training mode where there is one, and watches it.
+
+    Attributes:
+        chain: the model in blocks, once the pass is over and where it could be divided.
+        why_not: why it is not, until it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.chain: TracedChain | None = None
+        self.why_not = (
+            f"no forward pass of {type(model).__name__} was seen before the first step: call model(...) itself, not "
+            "compiled, or give example= or blocks="
+        )
+        self._watch: Watch | None = None
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._watch is not None:
+            self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._watch, self._hooks = None, []
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        # A compiler that traces the pass would trace the hooks into what it compiles.
+        if torch.compiler.is_compiling() or self._watch is not None or not torch.is_grad_enabled():
+            return
+        if self.chain is not None and not model.training:
+            return
+        compiled = any(name.rpartition(".")[2] == "_orig_mod" for name, _ in model.named_modules())
+        if not compiled and any(parameter.requires_grad for parameter in model.parameters()):
+            self._watch = Watch(model)
+
+    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._watch is None:
+            return
+        watch, self._watch = self._watch, None
+        watch.close()
+        if watch.active or sys.exc_info()[0] is not None:
+            return  # the pass has failed; a script may try again
+        if model.training:
+            self.close()
+        try:
+            self.chain = blocks_from(model, watch.calls, known_use=True)
+        except UsageError as error:
+            self.chain, self.why_not = None, str(error)

@@ -21,7 +21,7 @@ from hvfreeze.config.rules import parse_compression
 from hvfreeze.config.sections import CRITERIA, FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.freezing.cadence import check_schedules
-from hvfreeze.integration.telling import tell
+from hvfreeze.integration.script_world import tell
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod's, by their names."""

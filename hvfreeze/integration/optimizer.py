@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks
+from hvfreeze.comm.gradient_exchange import sparse_parameters
 from hvfreeze.comm.reducer import Reducer
-from hvfreeze.comm.sparse_gradients import sparse_parameters
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
@@ -30,7 +31,6 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.vote import Voter
 from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.found_blocks import FoundBlocks
-from hvfreeze.integration.handover import take_over
 from hvfreeze.integration.horovod_compat import (
     BROADCAST,
     begin_alike,
@@ -43,8 +43,7 @@ from hvfreeze.integration.horovod_compat import (
     names_of,
     scaling_of,
 )
-from hvfreeze.integration.script_world import report_errors, script_world
-from hvfreeze.integration.telling import tell
+from hvfreeze.integration.script_world import report_errors, script_world, tell
 from hvfreeze.model.traced import Inputs
 from hvfreeze.runs.reading import Move
 
@@ -53,6 +52,8 @@ SCALER = "torch.amp.grad_scaler"
 """The module whose `GradScaler.step` calls `step`, after it has looked at the gradients."""
 _made = 0
 """Optimizers of this process so far."""
+_alive: list[weakref.ref[DistributedOptimizer]] = []
+"""In the order in which they came. Hooks on its parameters keep each alive as long as these are, on all ranks."""
 
 
 def _agreed_title(world: World) -> str:
@@ -61,6 +62,21 @@ def _agreed_title(world: World) -> str:
     number = max(world.allgather_object(_made, name="optimizer.number"))
     _made = number + 1
     return f"optimizer-{number}." if number else ""
+
+
+def _take_over(optimizer: DistributedOptimizer) -> None:
+    """Let every earlier one of one of the same parameters go: two would average the same gradients twice.
+
+    A script wraps parameters once more as for another phase of training.
+    """
+    own = optimizer.parameters()
+    for reference in list(_alive):
+        earlier = reference()
+        if earlier is None or earlier.parameters() & own:
+            _alive.remove(reference)
+            if earlier is not None:
+                earlier.let_go()
+    _alive.append(weakref.ref(optimizer))
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -238,7 +254,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 sparse=frozenset() if sparse_as_dense else sparse_parameters(model),
                 always=beside(optimizer, model),
             )
-            take_over(self)  # before anything is frozen here: what an earlier one has frozen trains again
+            _take_over(self)  # before anything is frozen here: what an earlier one has frozen trains again
             return Freezer(
                 self._blocks.chain,
                 optimizer=optimizer,

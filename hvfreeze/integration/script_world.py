@@ -1,8 +1,9 @@
-"""The world of a script that somebody wrote for Horovod: started here, or running already when we are called."""
+"""The world of a script that somebody wrote for Horovod, started here or running already, and what its user is told."""
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import sys
@@ -21,7 +22,6 @@ from hvfreeze.comm.mpi_environment import seconds_in, start_mpi
 from hvfreeze.comm.stall_watch import STALL_SECONDS, StallWatch
 from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.integration.telling import tell
 
 HOROVOD = "horovod.torch"
 GRACE_SECONDS = 3.0
@@ -181,3 +181,23 @@ def _leave(world: World, error: HvfreezeError) -> None:
     if not alone:
         world.close()
     world.abort(error.exit_code)
+
+
+logger = logging.getLogger("hvfreeze")
+
+
+def tell(world: World, message: str, *arguments: object, level: int = logging.INFO) -> None:
+    """Log a line by the logger `hvfreeze`, on rank 0. Not a collective.
+
+    Where the script has configured logging, its handlers and levels decide what becomes of the line. Where it has not,
+    logging itself would drop what is below a warning, and what is not below INFO, or the logger's own level, goes to
+    standard error through a handler of its own.
+    """
+    if world.rank > 0:
+        return
+    if logger.hasHandlers():
+        logger.log(level, message, *arguments)
+    elif level >= (logger.level or logging.INFO):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("hvfreeze: %(message)s"))
+        handler.handle(logger.makeRecord(logger.name, level, __file__, 0, message, arguments, None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,71 +17,56 @@ from hvfreeze.model.traced import Inputs, TracedChain, call
 from hvfreeze.prefix.splits import prefix_digest
 
 
-class Halves(Protocol):
-    """The two parts; `inputs` are those of the model, as `call` takes them.
+class Halves:
+    """The two parts of a chain, whose blocks run one after another; `inputs` are the model's, as `call` takes them.
 
     Attributes:
-        needs_inputs: whether the part behind the cut looks at numbers of a floating type among the inputs.
         runs_inside: whether blocks run inside the model's own forward pass, which takes the inputs.
     """
 
-    runs_inside: bool
-
-    @property
-    def needs_inputs(self) -> bool:
-        """See above."""
-
-    def check(self, inputs: Inputs, cut: int) -> None:
-        """Raise UsageError where the parts at `cut` do not give what the model gives for `inputs`."""
-
-    def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
-        """Return the output of blocks start..stop-1 for `x`, the input of block `start`, which is `inputs` at 0."""
-
-    def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
-        """Return what the model gives, from the output `x` of its first `cut` blocks and what `kept` returned."""
-
-    def kept(self, inputs: Inputs) -> list[Tensor]:
-        """Return of these inputs what the part behind the cut is given, (B, ...) each."""
-
-    def digest(self, cut: int) -> str:
-        """Return a digest of the tensors that the part before `cut` computes with."""
-
-
-class ChainHalves:
-    """Those of a chain: blocks run one after another."""
-
-    needs_inputs, runs_inside = False, False
+    runs_inside = False
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
 
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether the part behind the cut looks at numbers of a floating type among the inputs."""
+        return False
+
     def check(self, inputs: Inputs, cut: int) -> None:
-        """Do nothing: a chain was compared with its model when it was made."""
+        """Raise UsageError where the parts at `cut` do not give what the model gives for `inputs`.
+
+        A chain was compared with its model when it was made.
+        """
 
     def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
-        """Run blocks."""
+        """Return the output of blocks start..stop-1 for `x`, the input of block `start`, which is `inputs` at 0."""
         return self._chain.run(x if isinstance(x, Tensor) else x[0], start, stop)
 
     def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
-        """Run the rest."""
+        """Return what the model gives, from the output `x` of its first `cut` blocks and what `kept` returned."""
         return self._chain.run(x, cut, len(self._chain.blocks))
 
     def kept(self, inputs: Inputs) -> list[Tensor]:
-        """Return nothing: blocks see the output of the block before and nothing else."""
+        """Return of these inputs what the part behind the cut is given, (B, ...) each; nothing in a chain."""
         return []
 
     def digest(self, cut: int) -> str:
-        """Return that of the first blocks' parameters and buffers."""
+        """Return a digest of the tensors that the part before `cut` computes with."""
         return prefix_digest(self._chain, cut)
 
 
-class TracedHalves:
+class TracedHalves(Halves):
     """Those of a model that runs as it is written, left or entered in the middle."""
 
     runs_inside = True
 
+    _chain: TracedChain
+
     def __init__(self, chain: TracedChain) -> None:
-        self._chain, self._passage = chain, SplitForward(chain)
+        super().__init__(chain)
+        self._passage = SplitForward(chain)
         self._leaves: list[Any] = []
         self._spec: TreeSpec | None = None
 
@@ -120,7 +105,7 @@ class TracedHalves:
 
 def halves_of(chain: Chain) -> Halves:
     """Return the halves of a model in blocks."""
-    return TracedHalves(chain) if isinstance(chain, TracedChain) else ChainHalves(chain)
+    return TracedHalves(chain) if isinstance(chain, TracedChain) else Halves(chain)
 
 
 def whole(chain: Chain, inputs: Inputs) -> Any:

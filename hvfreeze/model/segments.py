@@ -1,8 +1,7 @@
-"""A chain cut into segments, one for each rank of a line: where, by which measure, and what crosses between two.
+"""A chain cut into segments, one for each rank of a line: where, and by which measure.
 
 costs = costs_of(chain, depth=5, by="params")              # one number a block
 cut_evenly(costs, parts=3)                                 # ((0, 3), (3, 4), (4, 5))
-boundaries = dry_run(chain.run, images, depth=5)           # boundaries[d] is the output of the first d blocks
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -25,64 +23,15 @@ Segment = tuple[int, int]
 """Blocks lo..hi-1."""
 RunBlocks = Callable[[Tensor, int, int], Tensor]
 """(x, start, stop) -> output of blocks start..stop-1."""
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The tensor between two blocks, for one shape of batch.
-
-    It travels as it lies in memory and is put together with the same strides: a block that is given the same numbers in
-    another order of the dimensions may compute other bits.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Dense: the elements fill their memory without gaps."""
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> Boundary:
-        """Return the boundary at which `x` lies, contiguous where it is not dense."""
-        # What is dense keeps its strides in a new tensor, what is not does not.
-        strides = torch.empty_like(x, device="meta").stride()
-        return cls(tuple(x.shape), tuple(strides), x.dtype)
-
-    @property
-    def num_elements(self) -> int:
-        """Of the whole batch."""
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole batch."""
-        return self.num_elements * self.dtype.itemsize
-
-    def flat(self, x: Tensor) -> Tensor:
-        """Return the memory of `x`, a tensor of this boundary, as a vector; shared with `x` where it lies right."""
-        if x.stride() != self.strides:
-            x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(x)
-        return x.as_strided((self.num_elements,), (1,))
-
-    def formed(self, memory: Tensor) -> Tensor:
-        """Undo `flat`, sharing the vector's memory."""
-        return memory.as_strided(self.shape, self.strides)
+TIMES = 3
+"""A block is timed, of which the least counts."""
 
 
 @torch.no_grad()
-def dry_run(run: RunBlocks, images: Tensor, *, depth: int) -> list[Boundary]:
-    """Return the boundaries before block 0 to behind block `depth`-1, found by running `images`, (B, C, H, W)."""
-    boundaries, x = [Boundary.of(images)], images
-    for block in range(depth):
-        x = run(x, block, block + 1)
-        boundaries.append(Boundary.of(x))
-    return boundaries
-
-
-@torch.no_grad()
-def block_seconds(run: RunBlocks, images: Tensor, *, depth: int, times: int = 3) -> list[float]:
+def block_seconds(run: RunBlocks, images: Tensor, *, depth: int) -> list[float]:
     """Return the least time in seconds that each of the first `depth` blocks took for a batch of `images`."""
     least = [math.inf] * depth
-    for _ in range(times):
+    for _ in range(TIMES):
         x = images
         for block in range(depth):
             start = time.perf_counter()

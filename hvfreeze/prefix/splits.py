@@ -11,6 +11,7 @@ import torch
 from hvfreeze.cache.activations import LoadImages, RunBlocks
 from hvfreeze.cache.file.format import TYPE_BY_NAME
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, digest_tensors
+from hvfreeze.config.tree import Config
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.data.shards import Ids
@@ -31,6 +32,12 @@ class Recipe:
     """`float32` or `bfloat16`."""
     kept_as: str
     """`native`, or the type that rows are rounded to."""
+
+    @classmethod
+    def of(cls, config: Config) -> Recipe:
+        """Return the recipe of a run whose rows are computed in batches of its own size."""
+        settings = config.optimizer
+        return cls(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
 
     @property
     def stored(self) -> torch.dtype | None:

@@ -20,6 +20,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed
 from hvfreeze.data.decoding import Inputs
+from hvfreeze.errors import NumericsError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.heads.solution import Solution, Stop
@@ -109,6 +110,11 @@ class StepResult:
     def loss(self) -> float:
         """The mean over this rank's models, 0 where it has none."""
         return sum(self.losses.values()) / max(1, len(self.losses))
+
+
+def not_finite(step: int, what: str, remedy: str) -> NumericsError:
+    """Return the error of a step that was made with numbers which are not finite."""
+    return NumericsError(f"step {step}: {what}; no update was made; {remedy}, and go on from the last checkpoint")
 
 
 class State(NamedTuple):

@@ -13,31 +13,32 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import TEXT_STRATEGIES, CacheConfig, FreezeConfig, OptimizerConfig, StrategyConfig
+from hvfreeze.config.sections import TEXT_STRATEGIES, FreezeConfig, OptimizerConfig, StrategyConfig
+from hvfreeze.config.tree import Config
 from hvfreeze.data.views import blank, seen_shape
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
 from hvfreeze.freezing.vote import Voter, coverage
+from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import Segment, cut_at, cut_evenly, segment_bytes, work_of
 from hvfreeze.optim import open_optimizer
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
+from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
+from hvfreeze.prefix.splits import Recipe
+from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 
 
-def open_cost_inputs(
-    context: BuildContext, settings: CacheConfig, optimizer: OptimizerConfig, freezer: Freezer, *, size: int
-) -> CostInputs:
+def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *, size: int) -> CostInputs:
     """Return the costs by which the cache is planned; training and evaluation pay from its one budget.
 
     --cache-limit is shared by `size` ranks.
     """
-    directory, per_epoch = context.cache_directory(settings), context.corpus.plan.batches_per_epoch
-
-    def batches_trained(steps: int) -> float:
-        return steps * per_epoch / optimizer.steps_per_epoch(per_epoch)
+    directory, per_epoch = context.cache_directory(config.cache), context.corpus.plan.batches_per_epoch
+    batches_of_a_step = per_epoch / config.optimizer.steps_per_epoch(per_epoch)
 
     def horizon() -> Horizon:
         epoch = freezer.cadence.epoch(freezer.step)
@@ -45,11 +46,33 @@ def open_cost_inputs(
 
     return CostInputs(
         horizon=horizon,
-        suffix_seconds=lambda: suffix_seconds(context.clock, batches=batches_trained(freezer.step)),
-        budget=open_budget(settings, directory, size=size),
+        suffix_seconds=lambda: suffix_seconds(context.clock, batches=freezer.step * batches_of_a_step),
+        budget=open_budget(config.cache, directory, size=size),
         directory=directory,
         memory_bytes=memory_budget(context.world.local_size),
     )
+
+
+def open_both_features(
+    context: BuildContext, config: Config, halves: Halves, costs: CostInputs, *, world: World, passes: float = 1.0
+) -> tuple[Features, Features]:
+    """Return the frozen blocks' output in training and in evaluation, on ranks of `world` that have all blocks.
+
+    An epoch asks for the training samples `passes` times. Collective.
+    """
+    terms = CacheTerms(
+        settings=config.cache,
+        data=config.data,
+        world=world,
+        costs=costs,
+        owner=str(context.directory),
+        say=context.say,
+    )
+    recipe = Recipe.of(config)
+    trained = halves.rows_of(context.trained(passes_per_epoch=passes), recipe)
+    tested = halves.rows_of(context.tested(passes_per_epoch=1 / config.run.evaluate_every), recipe)
+    # Seconds of an evaluation are counted as a whole, by the loop.
+    return open_features(terms, trained, clock=context.clock), open_features(terms, tested, clock=PhaseClock())
 
 
 def example_images(context: BuildContext, *, rows: int) -> Tensor:
@@ -82,25 +105,22 @@ def block_costs(
     context: BuildContext, settings: StrategyConfig, measure: Callable[[], Sequence[float]]
 ) -> Sequence[float]:
     """Return each block's cost by --cut-by, seconds where cuts are given; the same on all ranks. Collective."""
-    world, chain, by = context.world, context.chain, settings.cut_by
-    depth = len(chain.blocks)
-    if by == "params":
-        return [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)]
-    if by == "count":
-        return [1.0] * depth
+    world, by = context.world, settings.cut_by
+    if by in ("params", "count"):
+        return counted_costs(context.chain, by, ())
     # Times differ between ranks and runs; where the cut is changes no bit.
     return world.broadcast_object(list(measure()) if world.rank == 0 else [], name="cutting.seconds")
 
 
-def counted_costs(context: BuildContext, images: Tensor, by: str) -> list[float]:
+def counted_costs(chain: Chain, by: str, operations: Sequence[int]) -> list[float]:
     """Return each block's cost by --cut-by where cuts decide what is trained: no clock does, so equal runs are equal.
 
-    `images` are an example, of any number of samples.
+    `operations` are those of each block, see `work_of`.
     """
-    chain = context.chain
-    if by == "params":
-        return [float(segment_bytes(chain, (block, block + 1))) for block in range(len(chain.blocks))]
-    return [1.0] * len(chain.blocks) if by == "count" else [float(each) for each in work_of(chain, images)]
+    if by == "compute":
+        return [float(each) for each in operations]
+    blocks = range(len(chain.blocks))
+    return [float(segment_bytes(chain, (block, block + 1))) if by == "params" else 1.0 for block in blocks]
 
 
 def open_freezer(
@@ -120,14 +140,13 @@ def open_freezer(
     """
     corpus, chain = context.corpus, context.chain
     head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
-    (head_lr,) = settings.head_rates() or [settings.lr]
     steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
     # A rank that holds some blocks only cannot run the others.
     weighs = held is None and "coherence" in freeze.criteria()
     labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[context.replica])]
     return Freezer(
         chain,
-        optimizer=open_optimizer(named, settings, head=head, head_lr=head_lr),
+        optimizer=open_optimizer(named, settings, head=head),
         reducer=Reducer(world, compression=settings.compression),
         world=world,
         settings=freeze,
@@ -137,6 +156,23 @@ def open_freezer(
         join=join,
         work=work_of(chain, example_images(context, rows=1)) if weighs else (),
     )
+
+
+def check_left_out(strategy: str, *settings: tuple[str, object, bool, str]) -> None:
+    """Refuse settings, each (flag, value, whether it fits, why it does not), that do not go with a strategy."""
+    for flag, value, fits, why in settings:
+        if not fits:
+            raise UsageError(f"--{flag} ({value}) must be left out with --strategy {strategy}: {why}")
+
+
+def check_parameters(chain: Chain, segments: Sequence[Segment], *, parts: int, what: str = "part") -> None:
+    """Refuse segments that have nothing to train."""
+    for start, stop in segments:
+        if not any(parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
+            names = ", ".join(block.name for block in chain.blocks[start:stop])
+            raise UsageError(
+                f"--parts ({parts}): one {what}, {names}, has no parameters to train; cut it elsewhere (--cut-at)"
+            )
 
 
 def check_not_tied(context: BuildContext, *, strategy: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
-from hvfreeze.errors import NumericsError, UsageError
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.coherence import LEAST_PARTS, batches_of_a_look
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.heads.kept_points import KeptPoints, PointStore
@@ -40,11 +40,15 @@ from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import solve, times_asked_for
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
-from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
-from hvfreeze.prefix.splits import Recipe
+from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, WholeModel
-from hvfreeze.strategies.build_parts import check_rows, open_cost_inputs, open_freezer
+from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, WholeModel, not_finite
+from hvfreeze.strategies.build_parts import (
+    check_rows,
+    open_both_features,
+    open_cost_inputs,
+    open_freezer,
+)
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
 
 
@@ -74,25 +78,14 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
         world, lambda: open_freezer(context, named, settings, config.freeze, world=exchanging), name="freezer"
     )
     halves = Halves(context.chain, settings.precision)
-    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
-    costs = open_cost_inputs(context, config.cache, settings, freezer, size=world.size)
-    terms = CacheTerms(
-        settings=config.cache,
-        data=config.data,
-        world=world,
-        costs=costs,
-        owner=str(context.directory),
-        say=context.say,
-    )
+    costs = open_cost_inputs(context, config, freezer, size=world.size)
     passes = passes_to_solve(context, memory_bytes=costs.memory_bytes) if config.head.solved else 1.0
-    trained = context.trained(passes_per_epoch=passes)
-    tested = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
+    training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
     return DataParallel(
         freezer,
         halves,
-        training=open_features(terms, halves.rows_of(trained, recipe), clock=context.clock),
-        # Seconds of an evaluation are counted as a whole, by the loop.
-        evaluation=open_features(terms, halves.rows_of(tested, recipe), clock=PhaseClock()),
+        training,
+        evaluation,
         update=Update(freezer.optimizer, settings),
         objective=Objective(
             smoothing=settings.label_smoothing,
@@ -154,6 +147,7 @@ def passes_to_solve(context: BuildContext, *, memory_bytes: int) -> float:
 class DataParallel:
     """Trains equal replicas; see `Strategy` for what its methods promise."""
 
+    models: ClassVar[Sequence[str]] = (MODEL,)
     freezer: Freezer
     """Decides the cut; holds the chain, the optimizer, the reducer and the world."""
     halves: Halves
@@ -182,11 +176,6 @@ class DataParallel:
     def cut(self) -> int:
         """Number of frozen blocks."""
         return self.freezer.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches. Collective."""
@@ -381,10 +370,7 @@ class DataParallel:
             what = "the gradients are not finite"
         else:
             return
-        step = self.freezer.step
-        raise NumericsError(
-            f"step {step}: {what}; no update was made; {self.advice}, and go on from the last checkpoint"
-        )
+        raise not_finite(self.freezer.step, what, self.advice)
 
     def _look(self) -> None:
         """Let the freezer see what frozen blocks would gain, from images, whatever is cached. Not a collective."""

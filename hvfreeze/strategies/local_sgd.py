@@ -2,9 +2,9 @@
 
     round:  step -> step -> ... -> step (nothing travels) -> mean of parameters over ranks, and the next round begins
 
-A round may last over the end of an epoch. Where the model is looked at in the middle of one, for an evaluation, a
-checkpoint or the end, ranks take the mean for that and then go on from their own copies, so that looking changes
-nothing. Source: Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv 1805.09767).
+A round may last over the end of an epoch. Where the model is looked at in the middle of one, ranks take the mean for
+that and then go on from their own copies, so that looking changes nothing. Source: Stich 2019, "Local SGD Converges
+Fast and Communicates Little" (arXiv 1805.09767).
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
-from hvfreeze.comm.ordered_mean import average_
 from hvfreeze.comm.point_to_point import Wire, open_wire
-from hvfreeze.comm.replica_sync import average_running_statistics, check_replicas, running_statistics
-from hvfreeze.comm.world import LoneRank, World
+from hvfreeze.comm.replica_sync import average_running_statistics, running_statistics
+from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import UsageError
-from hvfreeze.strategies.base import Answers, BuildContext, State, StepResult, WholeModel
-from hvfreeze.strategies.data_parallel import DataParallel, open_replicas, pooled
-from hvfreeze.strategies.rounds import Rounds
+from hvfreeze.strategies.base import Answers, BuildContext, State, StepResult
+from hvfreeze.strategies.build_parts import check_left_out
+from hvfreeze.strategies.data_parallel import open_replicas, pooled
+from hvfreeze.strategies.rounds import Rounds, RoundStrategy
 
 LANES = ("parts", "means")
 LOOKING = "evaluation."
@@ -52,48 +51,24 @@ def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
 
 def check_settings(config: Config) -> None:
     """Refuse settings that need ranks to meet in every step."""
-    for flag, value, fits, why in (
-        ("freeze", config.freeze.freeze, not config.freeze.votes, "votes need equal models; choose none or static"),
-        ("shadow", config.freeze.shadow, config.freeze.shadow == "none", "votes need equal models"),
-        ("compression", config.optimizer.compression, config.optimizer.compression == "none", "no gradient travels"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy local-sgd: {why}")
+    freeze, compression = config.freeze, config.optimizer.compression
+    check_left_out(
+        "local-sgd",
+        ("freeze", freeze.freeze, not freeze.votes, "votes need equal models; choose none or static"),
+        ("shadow", freeze.shadow, freeze.shadow == "none", "votes need equal models"),
+        ("compression", compression, compression == "none", "no gradient travels"),
+    )
 
 
 @dataclass(eq=False)
-class LocalSgd:
+class LocalSgd(RoundStrategy):
     """Trains a replica on each rank, and averages them at the end of every round; see `Strategy`."""
 
-    replica: DataParallel
-    """This rank's, alone in its own world."""
-    world: World
-    """All ranks."""
-    wire: Wire
-    rounds: Rounds
     _payload_bytes: int = 0
     """Of parameters that this rank handed over at the ends of rounds."""
     _statistics_bytes: int = 0
-    _counts: Counter[str] = field(default_factory=Counter)
-    """Bytes that this rank sent before it was resumed, by lane."""
     _kept: list[Tensor] = field(default_factory=list)
     """While the mean is looked at, what this rank goes on from, in the order of `_moving`."""
-
-    @property
-    def cut(self) -> int:
-        """Number of frozen blocks."""
-        return self.replica.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return self.replica.models
-
-    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
-        if not training:
-            self._look()
-        self.replica.begin_epoch(batches, training=training)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make a step of this rank alone; at the end of a round all ranks meet.
@@ -111,22 +86,9 @@ class LocalSgd:
         self.rounds.end()
         return StepResult(result.losses, result.answers, leave=leaves)
 
-    def settle(self) -> None:
-        """Do nothing: whoever looks at the model sees the mean."""
-
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the logits of an evaluation batch, of this rank's own model before `begin_epoch`. Not a collective."""
         return self.replica.predict(batch)
-
-    def check(self, *, step: int) -> str:
-        """Return the digest of the mean; raise where it is not equal on all ranks. Collective."""
-        self._look()
-        return check_replicas(self.replica.chain.model, self.world, step=step)
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the mean. Collective."""
-        self._look()
-        yield from self.replica.whole_models()
 
     def state_dict(self) -> State:
         """Return this rank's model and optimizer, and the place in the round; also while the mean is looked at."""
@@ -139,7 +101,7 @@ class LocalSgd:
             "statistics": moving[parameters:],
             "optimizer": state.shared["optimizer"],
             "rounds": self.rounds.state_dict(),
-            "counts": dict(self._sent()),
+            "counts": self.wire.bytes_sent(),
         }
         shared = {key: value for key, value in state.shared.items() if key != "optimizer"}
         return State({**shared, "exchanged": [self._payload_bytes, self._statistics_bytes]}, own)
@@ -158,7 +120,7 @@ class LocalSgd:
                 tensor.copy_(saved)
         self.rounds.load_state_dict(own["rounds"])
         self._payload_bytes, self._statistics_bytes = shared["exchanged"]
-        self._counts = Counter(own["counts"])
+        self.wire.count_on(own["counts"])
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -186,9 +148,7 @@ class LocalSgd:
 
     def report(self) -> dict[str, Any]:
         """Return what the replica reports, and how often and by how many bytes ranks met. Collective."""
-        sent = Counter[str]()
-        for theirs in self.world.allgather_object(dict(self._sent()), name="local.report"):
-            sent.update(theirs)
+        sent = self._sent_by_all()
         return {
             **self.replica.report(),
             "allreduce_bytes": self._payload_bytes,
@@ -200,10 +160,6 @@ class LocalSgd:
                 "evaluation_wire_bytes": sum(sent[LOOKING + lane] for lane in LANES),
             },
         }
-
-    def close(self) -> None:
-        """Keep what is cached and let go of all files."""
-        self.replica.close()
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for _, parameter in self.replica.reducer.carried]
@@ -246,9 +202,6 @@ class LocalSgd:
                 tensor.copy_(mean.view(tensor.shape))
         return sum(tensor.nbytes for tensor in parameters) if self.world.size > 1 else 0
 
-    def _sent(self) -> Counter[str]:
-        return self._counts + Counter({lane: count.bytes_sent for lane, count in self.wire.counts.items()})
-
 
 def added(one: Any, other: Any) -> Any:
     """Return two optimizers' states, or other trees of one shape, as one: tensors summed, all else as in the first."""
@@ -270,3 +223,38 @@ def divided(total: Any, number: int) -> Any:
     if isinstance(total, (list, tuple)):
         return type(total)(divided(part, number) for part in total)
     return total
+
+
+def average_(flat: Tensor, wire: Wire, *, rank: int, size: int, lanes: tuple[str, str]) -> None:
+    """Make `flat` the mean over all ranks' vectors: ((v_0 + v_1) + ...) / n. Collective.
+
+    The sum is taken in the order of ranks: the same bits everywhere, as in one process. What MPI adds in which order
+    would depend on its version, the size and the network. Each rank is given one part of everybody's vector, adds the
+    parts up, and hands the mean back: the bytes of a ring allreduce.
+
+    Args:
+        flat: (N,) floats, of one length and type on all ranks.
+        wire: between the ranks.
+        rank: this one.
+        size: how many there are.
+        lanes: one for the parts of vectors, one for their means.
+    """
+    gathering, returning = lanes
+    parts = list(flat.tensor_split(size))
+    others = [other for other in range(size) if other != rank]
+    for other in others:
+        wire.put(parts[other], to=other, lane=gathering)
+    mine = parts[rank]
+    received = [
+        mine.clone() if source == rank else wire.get(mine.shape, dtype=flat.dtype, source=source, lane=gathering)
+        for source in range(size)
+    ]
+    *_, total = accumulate(received, torch.add)
+    mine.copy_(total / size)
+    for other in others:
+        wire.put(mine, to=other, lane=returning)
+        wire.expect(parts[other].shape, dtype=flat.dtype, source=other, lane=returning)
+    # What was put of `flat` must have gone before means are written over it.
+    wire.drain()
+    for other in others:
+        parts[other].copy_(wire.get(parts[other].shape, dtype=flat.dtype, source=other, lane=returning))

@@ -1,16 +1,25 @@
-"""Rounds: steps that every rank makes alone, at whose end all ranks meet and hear what happened to each."""
+"""Rounds: steps that every rank makes alone, at whose end all ranks meet and hear what happened to each.
+
+Where the model is looked at in the middle of a round, for an evaluation, a checkpoint or the end, all ranks see one
+model for that, and then go on from their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hvfreeze.comm.point_to_point import Wire
+from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import World
+from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError
-from hvfreeze.strategies.base import StepResult
+from hvfreeze.strategies.base import StepResult, WholeModel
+from hvfreeze.strategies.data_parallel import DataParallel
 
 SIGNAL_BYTES = 8
 """That a rank hands over when ranks meet."""
@@ -77,3 +86,59 @@ class Rounds:
         """Return the state at the beginning of the next round."""
         unfinished = int(state["done"] > 0)
         return {**state, "ended": state["ended"] + unfinished, "done": 0}
+
+
+@dataclass(eq=False)
+class RoundStrategy:
+    """What strategies have in common whose ranks train alone in rounds; see `Strategy`."""
+
+    replica: DataParallel
+    """This rank's, alone in its own world."""
+    world: World
+    """All ranks."""
+    wire: Wire
+    rounds: Rounds
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks."""
+        return self.replica.cut
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The one model."""
+        return self.replica.models
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches. Collective."""
+        if not training:
+            self._look()
+        self.replica.begin_epoch(batches, training=training)
+
+    def settle(self) -> None:
+        """Do nothing: whoever looks at the model sees one that all ranks share."""
+
+    def check(self, *, step: int) -> str:
+        """Return the digest of what is seen; raise where it is not equal on all ranks. Collective."""
+        self._look()
+        return check_replicas(self.replica.chain.model, self.world, step=step)
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield what is seen. Collective."""
+        self._look()
+        yield from self.replica.whole_models()
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        self.replica.close()
+
+    def _look(self) -> None:
+        """Show one model on all ranks, until the next step. Collective."""
+        raise NotImplementedError
+
+    def _sent_by_all(self) -> Counter[str]:
+        """Return the bytes that all ranks have sent, by lane. Collective."""
+        sent = Counter[str]()
+        for theirs in self.world.allgather_object(self.wire.bytes_sent(), name="round.report"):
+            sent.update(theirs)
+        return sent

@@ -19,6 +19,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.heads.moments import FeaturesError
+from hvfreeze.heads.solution import Solution
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.base import MODEL, Answers, SolvesHeads
 from hvfreeze.training.auto import begin_stage, end_trial, give_up_trial, judge, judge_tuned
@@ -131,6 +132,13 @@ def solve_epoch(job: Job, epoch: int) -> None:
         leave(job)
         return
     job.step, job.solved = job.stage_runner.first_step + job.stage.steps, fit
+    tell_solution(job, fit)
+    if fit.mirror is not None:
+        job.stage_runner.mirror = "on" if fit.mirror.taken else "off"
+
+
+def tell_solution(job: Job, fit: Solution) -> None:
+    """Tell the user how a head was solved. Not a collective."""
     reached = "" if fit.converged else f", which is not converged: off by {100 * fit.error:.0f} % at most"
     compared = "" if fit.compared_with in (None, fit.rows) else f", each compared with {fit.compared_with} of them"
     job.logger.info(
@@ -144,7 +152,6 @@ def solve_epoch(job: Job, epoch: int) -> None:
         )
     if fit.mirror is not None:
         job.logger.info(fit.mirror.line())
-        job.stage_runner.mirror = "on" if fit.mirror.taken else "off"
 
 
 EPOCHS = {"sgd": train_epoch, "exact": solve_epoch, "kernel": solve_epoch}
@@ -161,29 +168,44 @@ def rate(job: Job) -> float:
 
 def end_epoch(job: Job, epoch: int) -> None:
     """Evaluate on all ranks when that is due and write the epoch's line. Collective."""
-    stage, stage_epoch = job.stage, job.stage_epoch
-    is_last = stage_epoch + 1 == stage.epochs and (job.solved is not None or job.stage_runner.is_last)
-    tested: Scores = {}
     with job.clock.within("evaluate"):
         # Also where nothing is evaluated: how often that is done must not change one bit of the training.
         job.strategy.settle()
-        if is_last or job.config.run.evaluates(epoch):
-            began = time.monotonic()
-            tested = evaluate(job.strategy, job.evaluation_batches, job.world)
-            if job.budget is not None:
-                job.budget.after_evaluation(time.monotonic() - began)
-            job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
-            job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
-            follow_best(job, epoch)
+        tested = evaluate_if_due(job, epoch)
         trained = reduce(job.totals, job.strategy.models, job.world, name="train")
         report = job.stage_runner.report()
+    line = epoch_line(job, epoch, trained=trained, tested=tested, report=report)
+    job.record.metrics(line)
+    if job.curves is not None:
+        job.curves.epoch(line, rate=rate(job))
+    job.totals = {}
+    job.epochs_done = epoch + 1
+    tell_epoch(job, line)
+
+
+def evaluate_if_due(job: Job, epoch: int) -> Scores:
+    """Return the scores of each model on what is evaluated; none where that is not due. Collective."""
+    last_of_stage = job.stage_epoch + 1 == job.stage.epochs
+    is_last = last_of_stage and (job.solved is not None or job.stage_runner.is_last)
+    if not is_last and not job.config.run.evaluates(epoch):
+        return {}
+    began = time.monotonic()
+    tested = evaluate(job.strategy, job.evaluation_batches, job.world)
+    if job.budget is not None:
+        job.budget.after_evaluation(time.monotonic() - began)
+    job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
+    job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
+    follow_best(job, epoch)
+    return tested
+
+
+def epoch_line(job: Job, epoch: int, *, trained: Scores, tested: Scores, report: dict[str, Any]) -> dict[str, Any]:
+    """Return the epoch's line of metrics.jsonl; its seconds are those since the line before."""
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
-    images = job.images(job.step) - job.images(job.stage_runner.first_step + stage_epoch * job.steps_per_epoch)
+    images = job.images(job.step) - job.images(job.stage_runner.first_step + job.stage_epoch * job.steps_per_epoch)
     train_loss, train_accuracy = mean(trained)
-    fitted = f"loss {train_loss:.4f} | train {100 * train_accuracy:.2f} %"
-    held_out = job.solved.chosen if job.solved is not None else None
     loss, accuracy = mean(tested) if tested else (None, None)
     line = {
         "epoch": epoch,
@@ -199,26 +221,29 @@ def end_epoch(job: Job, epoch: int) -> None:
         "allreduce_bytes": report["allreduce_bytes"],
         "cache": report["cache"],
     }
+    held_out = job.solved.chosen if job.solved is not None else None
     if held_out is not None:
-        # A head that is solved is right on what it was fitted to, whatever it has learnt.
-        fitted = f"held-out loss {held_out.held_out_loss:.4f} | held-out {100 * held_out.held_out_accuracy:.2f} %"
         line |= {"held_out_loss": held_out.held_out_loss, "held_out_accuracy": held_out.held_out_accuracy}
     if job.config.data.data == TEXT:
         line |= {f"train_{name}": value for name, value in per_character(train_loss).items()}
         line |= {f"test_{name}": value for name, value in ({} if loss is None else per_character(loss)).items()}
-    line |= own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
-    job.record.metrics(line)
-    if job.curves is not None:
-        job.curves.epoch(line, rate=rate(job))
-    job.totals = {}
-    job.epochs_done = epoch + 1
+    return line | own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
+
+
+def tell_epoch(job: Job, line: dict[str, Any]) -> None:
+    """Tell the user of an epoch, given its line of metrics.jsonl. Not a collective."""
+    fitted = f"loss {line['train_loss']:.4f} | train {100 * line['train_accuracy']:.2f} %"
+    if "held_out_loss" in line:
+        # A head that is solved is right on what it was fitted to, whatever it has learnt.
+        fitted = f"held-out loss {line['held_out_loss']:.4f} | held-out {100 * line['held_out_accuracy']:.2f} %"
+    loss, accuracy = line["test_loss"], line["test_accuracy"]
     shown = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
-    samples = "windows" if job.config.data.data == TEXT else "images"
     if "test_bits_per_character" in line:
         shown += f", {line['test_bits_per_character']:.3f} bits per character"
+    samples = "windows" if job.config.data.data == TEXT else "images"
     job.logger.info(
-        f"epoch {epoch:3d} | cut {job.stage_runner.cut} | {fitted} | {shown} | "
-        f"{train_seconds(spent):.1f} s | {line['images_per_second']:.0f} {samples}/s"
+        f"epoch {line['epoch']:3d} | cut {line['cut']} | {fitted} | {shown} | "
+        f"{line['train_seconds']:.1f} s | {line['images_per_second']:.0f} {samples}/s"
     )
     if loss is not None and not math.isfinite(loss):
         job.logger.info("note: the loss on what was evaluated is not finite: its answers overflow; lower --lr")

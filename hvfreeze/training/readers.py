@@ -121,16 +121,6 @@ def order(plan: Plan, value: Any) -> Found:
     return None if plan.trained else shards(plan, value) and plan.solves_alone
 
 
-def files(plan: Plan, value: Any) -> Found:
-    """Look for a folder in which the data lies."""
-    return unless(plan.config.data.data != "digits", "the digits come with scikit-learn")
-
-
-def decoding(plan: Plan, value: Any) -> Found:
-    """Look for images that may be broken."""
-    return unless(plan.decodes, f"no image of {plan.config.data.data} is decoded from a file of its own")
-
-
 def views(plan: Plan, value: str) -> Found:
     """Look for training, or for fixed views: --freeze auto solves a head on each sample as it is without them."""
     read = bool(plan.trained) or not plan.config.freeze.auto or value.startswith("views")
@@ -144,11 +134,6 @@ def drawn_views(plan: Plan, value: str) -> Found:
     return unless(is_drawn, "no view is drawn: every sample is shown as it is")
 
 
-def trained_weights(plan: Plan, value: Any) -> Found:
-    """Look for weights, which may have a head."""
-    return unless(plan.config.model.weights != "none", "without --weights the head starts afresh anyway")
-
-
 def cuts(plan: Plan, value: Any) -> Found:
     """Look for a place at which the model is cut into blocks."""
     config = plan.config
@@ -157,34 +142,12 @@ def cuts(plan: Plan, value: Any) -> Found:
     return unless(frozen or read or config.strategy.strategy != "replicas", "the model is used as a whole")
 
 
-def kernel(plan: Plan, value: Any) -> Found:
-    """Look for a solved head that compares samples."""
-    read = any(stage.config.head.head_fit == "kernel" for stage in plan.solved)
-    return unless(read, "no head compares samples, as with --head-fit kernel or --freeze auto")
-
-
-def multi_level(plan: Plan, value: Any) -> Found:
-    """Look for a head that reads every block."""
-    read = any(stage.config.head.head == "multi-level" for stage in plan.solved)
-    return unless(read, "no head reads every block's map, as --head multi-level does")
-
-
 def mirror_images(plan: Plan, value: Any) -> Found:
     """Look for mirror images: among views that are drawn, or beside every sample that a head is solved on."""
     if not plan.flips:
         return f"the mirror image of a sample of {plan.config.data.data} need not show its class"
     drawn = any(stage.config.data.augment != "none" for stage in plan.trained)
     return unless(drawn or bool(plan.solved), "no view is drawn: every sample is shown as it is")
-
-
-def larger_images(plan: Plan, value: int) -> Found:
-    """Look for images large enough to be cropped."""
-    return unless(value <= plan.side, InPart(f"images of {plan.side} pixels are not enlarged before they are cropped"))
-
-
-def decay(plan: Plan, value: Any) -> Found:
-    """Look for weight decay."""
-    return unless(plan.config.optimizer.weight_decay > 0, "--weight-decay is 0")
 
 
 def warmup(plan: Plan, value: int) -> Found:
@@ -258,11 +221,6 @@ def shadows(plan: Plan, value: str) -> Found:
     return criteria(plan, value) or unless(bool(others) or value == "none", f"{value} decides, and is logged as that")
 
 
-def freezing(plan: Plan, value: str) -> Found:
-    """Look for votes, where --freeze names a criterion."""
-    return scored(plan, shadows=False) if value in CRITERIA else None
-
-
 def gradients(plan: Plan, value: Any) -> Found:
     """Look for a criterion that looks at the norms of gradients."""
     settings = [stage.config.freeze for stage in plan.trained]
@@ -285,24 +243,9 @@ def observed(plan: Plan, value: Any) -> Found:
     return criteria(plan, value) if weighs else gradients(plan, value)
 
 
-def voters(plan: Plan, value: Any) -> Found:
-    """Look for votes of more than one rank."""
-    return unless(plan.replicas > 1, "there is one voter")
-
-
-def cut(plan: Plan, value: Any) -> Found:
-    """Look for blocks that are frozen from the start; with --freeze auto, while others are tuned."""
-    return tuning(plan, value) if plan.config.freeze.auto else None
-
-
 def tuning(plan: Plan, value: Any) -> Found:
     """Look for the stage of --freeze auto in which blocks are tuned."""
     return unless(bool(plan.trained) or value == "none", plan.solves_alone)
-
-
-def cache(plan: Plan, value: Any) -> Found:
-    """Look for a cache."""
-    return unless(plan.config.cache.cache != "off", "--cache is off")
 
 
 def cached_rows(plan: Plan, value: Any) -> Found:
@@ -323,11 +266,6 @@ def cached_rows(plan: Plan, value: Any) -> Found:
     return why
 
 
-def sharing(plan: Plan, value: Any) -> Found:
-    """Look for others whose rows may be read."""
-    return unless(plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is one rank")
-
-
 def line(plan: Plan, value: Any) -> Found:
     """Look for several ranks that pass a batch on to each other."""
     settings = plan.config.strategy
@@ -337,16 +275,6 @@ def line(plan: Plan, value: Any) -> Found:
         return unless(settings.parts != 1, "--parts is 1")
     count = settings.grid_parts(plan.ranks) if settings.strategy == "grid" else plan.ranks
     return ranks(plan, value) or unless(count > 1, "--parts is 1")
-
-
-def parts(plan: Plan, value: int) -> Found:
-    """Look for parts of the model that there may be several of."""
-    return None if plan.config.strategy.strategy in OWN_PARTS else ranks(plan, value)
-
-
-def rounds(plan: Plan, value: int) -> Found:
-    """Look for rounds after which ranks meet, or are dealt other neurons."""
-    return None if plan.config.strategy.strategy == "subnets" else ranks(plan, value)
 
 
 def redealing(plan: Plan, value: str) -> Found:
@@ -361,11 +289,6 @@ def optional_evaluations(plan: Plan, value: Any) -> Found:
     return unless(sum(stage.epochs for stage in plan.trained) > always, "every epoch is evaluated that there is")
 
 
-def evaluations(plan: Plan, value: Any) -> Found:
-    """Look for evaluations between which there is a choice."""
-    return unless(value == "last" or plan.evaluations > 1, "there is one evaluation")
-
-
 def patience(plan: Plan, value: int) -> Found:
     """Look for evaluations enough to find nothing better so many times in a row."""
     most = plan.evaluations - 1
@@ -374,44 +297,61 @@ def patience(plan: Plan, value: int) -> Found:
 
 READERS: dict[str, Reader] = {
     "run": lambda plan, value: None,
-    "rounds": rounds,
-    "cache": cache,
+    # Rounds after which ranks meet, or are dealt other neurons.
+    "rounds": lambda plan, value: None if plan.config.strategy.strategy == "subnets" else ranks(plan, value),
+    "cache": lambda plan, value: unless(plan.config.cache.cache != "off", "--cache is off"),
     "cached-rows": cached_rows,
     "cadence": cadence,
     "criteria": criteria,
-    "cut": cut,
+    # Blocks that are frozen from the start; with --freeze auto, while others are tuned.
+    "cut": lambda plan, value: tuning(plan, value) if plan.config.freeze.auto else None,
     "cuts": cuts,
-    "decay": decay,
-    "decoding": decoding,
+    "decay": lambda plan, value: unless(plan.config.optimizer.weight_decay > 0, "--weight-decay is 0"),
+    "decoding": lambda plan, value: unless(
+        plan.decodes, f"no image of {plan.config.data.data} is decoded from a file of its own"
+    ),
     "drawn-views": drawn_views,
     "epochs": epochs,
-    "evaluations": evaluations,
+    "evaluations": lambda plan, value: unless(value == "last" or plan.evaluations > 1, "there is one evaluation"),
     "exchange": exchange,
-    "files": files,
-    "freezing": freezing,
+    "files": lambda plan, value: unless(plan.config.data.data != "digits", "the digits come with scikit-learn"),
+    # Votes, where --freeze names a criterion.
+    "freezing": lambda plan, value: scored(plan, shadows=False) if value in CRITERIA else None,
     "gains": gains,
     "gradients": gradients,
-    "larger-images": larger_images,
-    "kernel": kernel,
+    "larger-images": lambda plan, value: unless(
+        value <= plan.side, InPart(f"images of {plan.side} pixels are not enlarged before they are cropped")
+    ),
+    "kernel": lambda plan, value: unless(
+        any(stage.config.head.head_fit == "kernel" for stage in plan.solved),
+        "no head compares samples, as with --head-fit kernel or --freeze auto",
+    ),
     "line": line,
     "mirror-images": mirror_images,
-    "multi-level": multi_level,
+    "multi-level": lambda plan, value: unless(
+        any(stage.config.head.head == "multi-level" for stage in plan.solved),
+        "no head reads every block's map, as --head multi-level does",
+    ),
     "norms": norms,
     "observed": observed,
     "optional-evaluations": optional_evaluations,
     "order": order,
-    "parts": parts,
+    "parts": lambda plan, value: None if plan.config.strategy.strategy in OWN_PARTS else ranks(plan, value),
     "patience": patience,
     "ranks": ranks,
     "redealing": redealing,
     "shards": shards,
     "shadows": shadows,
-    "sharing": sharing,
+    "sharing": lambda plan, value: unless(
+        plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is one rank"
+    ),
     "steps": steps,
-    "trained-weights": trained_weights,
+    "trained-weights": lambda plan, value: unless(
+        plan.config.model.weights != "none", "without --weights the head starts afresh anyway"
+    ),
     "tuning": tuning,
     "views": views,
-    "voters": voters,
+    "voters": lambda plan, value: unless(plan.replicas > 1, "there is one voter"),
     "warmup": warmup,
 }
 """By the names that settings give in `read_by`."""

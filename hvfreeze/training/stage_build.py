@@ -144,7 +144,7 @@ CHOICES = {
         lambda settings, world: world.size,
         lambda settings, place: place == 0,
     ),
-    "subnets": Choice("hvfreeze.strategies.subnets.build:open_subnets", lambda settings, world: 1),
+    "subnets": Choice("hvfreeze.strategies.subnets.strategy:open_subnets", lambda settings, world: 1),
 }
 
 

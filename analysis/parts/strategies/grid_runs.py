@@ -17,9 +17,9 @@ from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.model_sources import build_model
-from hvfreeze.model.segments import dry_run
 from hvfreeze.report.tables import Table, factor, megabytes
 from hvfreeze.runs.reading import Run
+from hvfreeze.strategies.model_parallel import dry_run
 
 MODEL = "resnet20"
 BATCH = 64

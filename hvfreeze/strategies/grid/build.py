@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.mesh import open_line, open_mesh
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.comm.world import World
@@ -23,7 +23,7 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
-from hvfreeze.model.segments import Boundary, RunBlocks, Segment
+from hvfreeze.model.segments import RunBlocks, Segment
 from hvfreeze.optim import Objective
 from hvfreeze.prefix.cache_decision import CostInputs
 from hvfreeze.prefix.features import Halves
@@ -31,6 +31,7 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import (
     block_costs,
+    check_left_out,
     check_not_tied,
     check_rows,
     example_images,
@@ -99,20 +100,34 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     )
     stage = raise_on_all_ranks(world, opened, name="grid.freezer")
     digests = FrozenDigests(world, chain)
+    pipelines = open_pipelines(context, config, stage, digests, halves, boundaries, keeps=keeps)
+    both, clock, say = (context.feed.images, context.evaluated), context.clock, context.say
+    return Grid(facts, stage, pipelines, both, digests, world, clock, say, clip_grad=settings.clip_grad)
+
+
+def open_pipelines(
+    context: BuildContext,
+    config: Config,
+    stage: LocalStage,
+    digests: FrozenDigests,
+    halves: Halves,
+    boundaries: Mapping[int, Sequence[TensorLayout]],
+    *,
+    keeps: bool,
+) -> tuple[Pipeline, Pipeline]:
+    """Return this rank's part in its line, in training and in evaluation. Not a collective."""
     cost_inputs: dict[Partitioning, CostInputs] = {}
 
     def present_cost_inputs() -> CostInputs:
         # Both splits pay from one budget.
         now = stage.partitioning
         if now not in cost_inputs:
-            cost_inputs[now] = open_cost_inputs(
-                context, config.cache, settings, stage.freezer, size=stage.mesh.replicas
-            )
+            cost_inputs[now] = open_cost_inputs(context, config, stage.freezer, size=stage.mesh.replicas)
         return cost_inputs[now]
 
     def remote(reader: int) -> RemotePrefix:
         now = stage.partitioning.segments
-        return RemotePrefix(stage.mesh, now, reader, halves=halves, wire=wire, boundaries=boundaries)
+        return RemotePrefix(stage.mesh, now, reader, halves=halves, wire=stage.wire, boundaries=boundaries)
 
     def pipeline(name: str, images: Inputs, clock: PhaseClock) -> Pipeline:
         return Pipeline(
@@ -121,15 +136,12 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
             boundaries=boundaries,
             load=lambda batch: images.load(batch.ids, batch.views),
             rows=CachedRows(name, context, config, stage, digests, remote, present_cost_inputs, clock, keeps),
-            objective=Objective(smoothing=settings.label_smoothing),
+            objective=Objective(smoothing=config.optimizer.label_smoothing),
             clock=clock,
         )
 
-    both = context.feed.images, context.evaluated
     # Seconds of an evaluation are counted as a whole, by the loop.
-    pipelines = pipeline("train", both[0], context.clock), pipeline("test", both[1], PhaseClock())
-    clock, say = context.clock, context.say
-    return Grid(facts, stage, pipelines, both, digests, world, clock, say, clip_grad=settings.clip_grad)
+    return pipeline("train", context.feed.images, context.clock), pipeline("test", context.evaluated, PhaseClock())
 
 
 def facts_of(config: Config, context: BuildContext) -> GridFacts:
@@ -184,14 +196,13 @@ def check_settings(config: Config) -> None:
     optimizer, weight = config.optimizer, config.freeze.vote_weight
     weight_fits = weight in VOTE_WEIGHTS or not config.strategy.redeals
     kind = optimizer.compression.partition(":")[0]
-    for flag, value, fits, why in (
+    check_left_out(
+        "grid",
         ("vote-weight", weight, weight_fits, "with --redeal on other ranks vote"),
         ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
         ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
         ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy grid: {why}")
+    )
 
 
 def check_segments(segments: Sequence[Segment], facts: GridFacts, config: Config, chain: Chain) -> None:
@@ -214,7 +225,7 @@ TIMES = 3
 class BlockTrial(NamedTuple):
     """The tensors between blocks for images of one shape, from before block 0, and each block's seconds."""
 
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[TensorLayout, ...]
     seconds: tuple[float, ...]
     """Of each block, forward and backward, the least of `TIMES` times."""
 
@@ -233,7 +244,7 @@ def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
         UsageError: a block cannot train on so few images.
     """
     blocks = len(chain.blocks)
-    least, boundaries = [math.inf] * blocks, [Boundary.of(images)]
+    least, boundaries = [math.inf] * blocks, [TensorLayout.of(images)]
     with state_kept(chain.model):
         chain.model.train()
         for _ in range(TIMES):
@@ -242,7 +253,7 @@ def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
                 start = time.perf_counter()
                 x = one_block(run, x, block, name=chain.blocks[block].name)
                 least[block] = min(least[block], time.perf_counter() - start)
-                boundaries.append(Boundary.of(x))
+                boundaries.append(TensorLayout.of(x))
     for parameter in chain.model.parameters():
         parameter.grad = None
     return BlockTrial(tuple(boundaries), tuple(least))
@@ -290,7 +301,7 @@ def join_of(line: World | None) -> Join:
 
 
 def introduce(
-    context: BuildContext, facts: GridFacts, segments: tuple[Segment, ...], batch: Sequence[Boundary]
+    context: BuildContext, facts: GridFacts, segments: tuple[Segment, ...], batch: Sequence[TensorLayout]
 ) -> None:
     """Tell the user each rank's part, and the bytes that the ranks of one line send for a batch."""
     cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in segments)

@@ -7,7 +7,6 @@ are cached.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.mesh import Mesh
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.world import World
@@ -29,18 +27,19 @@ from hvfreeze.data.decoding import Inputs
 from hvfreeze.data.shards import Ids
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.segments import Boundary, Segment, tensors_of
+from hvfreeze.model.segments import Segment
 from hvfreeze.prefix.cache_decision import CostInputs
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
 from hvfreeze.prefix.splits import Recipe, RowSource
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.grid.partitioning import GridFacts, LocalStage, Partitioning
+from hvfreeze.strategies.model_parallel import block_digests, digest_of, receive
 
 REMOTE_ROWS = "errands"
 """The lane of rows that other ranks compute for a cache; checkpoints count its bytes by this name."""
-"""The lane of remote forwards. Its messages: how many rows come next, none to end; their images; their output."""
 COUNT, IMAGES, OUTPUT = range(3)
+"""Its messages: how many rows come next, none to end; their images; their output."""
 
 
 class RemotePrefix:
@@ -57,7 +56,7 @@ class RemotePrefix:
         *,
         halves: Halves,
         wire: Wire,
-        boundaries: Mapping[int, Sequence[Boundary]],
+        boundaries: Mapping[int, Sequence[TensorLayout]],
     ) -> None:
         self._mesh, self._reader, self._segment = mesh, reader, segments[mesh.partition]
         self._halves, self._wire, self._boundaries = halves, wire, boundaries
@@ -125,9 +124,7 @@ class RemotePrefix:
         self._wire.put(self._boundaries[len(x)][depth].flat(x.detach()), to=to, lane=REMOTE_ROWS, seq=seq)
 
     def _get(self, depth: int, rows: int, *, source: int, seq: int) -> Tensor:
-        boundary = self._boundaries[rows][depth]
-        shape = (boundary.num_elements,)
-        return boundary.formed(self._wire.get(shape, dtype=boundary.dtype, source=source, lane=REMOTE_ROWS, seq=seq))
+        return receive(self._wire, self._boundaries[rows][depth], source=source, lane=REMOTE_ROWS, seq=seq)
 
 
 class FrozenDigests:
@@ -144,9 +141,8 @@ class FrozenDigests:
         if known == cut:
             return
         blocks = range(max(held[0], known), min(held[1], cut))
-        mine = {block: digest_tensors(tensors_of(self._chain, (block, block + 1))) for block in blocks}
         found: dict[int, str] = {}
-        for theirs in self._world.allgather_object(mine, name="grid.frozen"):
+        for theirs in self._world.allgather_object(block_digests(self._chain, blocks), name="grid.frozen"):
             found |= theirs
         self._known += [found[block] for block in range(known, cut)]
 
@@ -156,7 +152,7 @@ class FrozenDigests:
 
     def of(self, blocks: int) -> str:
         """Return the digest of the first `blocks` blocks; after `learn`."""
-        return hashlib.sha256("\n".join(self._known[:blocks]).encode()).hexdigest()
+        return digest_of(self._known[:blocks])
 
 
 def keeps_rows(config: Config, facts: GridFacts, world: World) -> bool:
@@ -314,7 +310,7 @@ class CachedRows:
             split = replace(split, ids=split.ids[np.arange(len(split.ids)) // rows % stage.lines == stage.line])
         source = RowSource(
             split=split,
-            recipe=Recipe(batch_rows=rows, precision=config.optimizer.precision, kept_as=config.cache.cache_dtype),
+            recipe=replace(Recipe.of(config), batch_rows=rows),
             chain=stage.chain,
             digest=self.digests.of,
             load_images=lambda ids, views: remote.load(split.images, ids, views),

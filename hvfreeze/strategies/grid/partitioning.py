@@ -24,6 +24,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, tensors_of
 from hvfreeze.optim import Update
 from hvfreeze.plain_load import load_plain
+from hvfreeze.strategies.model_parallel import optimizer_state, put_optimizer_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,10 +356,9 @@ class LocalStage:
     def state(self) -> dict[str, Any]:
         """Return the state of this rank's blocks and of their training."""
         optimizer, reducer = self.freezer.optimizer, self.freezer.reducer
-        named = self.chain.named_parameters(*self.segment)
         return {
             "tensors": {name: tensor.detach() for name, tensor in tensors_of(self.chain, self.segment)},
-            "optimizer": {name: dict(optimizer.state[p]) for name, p in named if p in optimizer.state},
+            "optimizer": optimizer_state(optimizer, self.chain.named_parameters(*self.segment)),
             "freezer": self.freezer.state_dict(),
             "reducer": reducer.state_dict(),
             "bytes": [reducer.payload_bytes, reducer.other_bytes],
@@ -373,11 +373,7 @@ class LocalStage:
         freezer = self.freezer
         # The freezer first: it takes frozen parameters out of the optimizer.
         freezer.load_state_dict(state["freezer"])
-        for name, parameter in self.chain.named_parameters(*self.segment):
-            if name in state["optimizer"]:
-                kept = state["optimizer"][name].items()
-                copy = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept}
-                freezer.optimizer.state[parameter] = copy
+        put_optimizer_state(freezer.optimizer, self.chain.named_parameters(*self.segment), state["optimizer"])
         freezer.reducer.load_state_dict(state["reducer"])
         freezer.reducer.payload_bytes, freezer.reducer.other_bytes = state["bytes"]
         freezer.prefix.seal()

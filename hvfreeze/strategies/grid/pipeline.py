@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.file.format import is_dense
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.data.batches import Batch
-from hvfreeze.model.segments import Boundary
 from hvfreeze.optim import Mixture, Objective
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import Answers
 from hvfreeze.strategies.grid.cached_rows import CachedRows
 from hvfreeze.strategies.grid.partitioning import LocalStage
+from hvfreeze.strategies.model_parallel import expect, receive
 from hvfreeze.strategies.schedules import SCHEDULES, Operation
 
 
@@ -77,7 +78,7 @@ class Pipeline:
 
     stage: LocalStage
     halves: Halves
-    boundaries: Mapping[int, Sequence[Boundary]]
+    boundaries: Mapping[int, Sequence[TensorLayout]]
     """By the rows of a batch or micro-batch, and then by depth."""
     load: Callable[[Batch], Tensor]
     """Returns the images of a batch, (B, C, H, W); asked of the first partition alone."""
@@ -166,8 +167,7 @@ class Pipeline:
         depth, lane, source = self._need(operation)
         if source is not None:
             boundary = self.boundaries[len(self._micro_batches[operation.batch].batch.labels)][depth]
-            shape, seq = (boundary.num_elements,), self._sequence + operation.batch
-            self.stage.wire.expect(shape, dtype=boundary.dtype, source=source, lane=lane, seq=seq)
+            expect(self.stage.wire, boundary, source=source, lane=lane, seq=self._sequence + operation.batch)
 
     def _need(self, operation: Operation) -> tuple[int, str, int | None]:
         if operation.kind == "forward":
@@ -234,12 +234,8 @@ class Pipeline:
     def _get(self, depth: int, rows: int, lane: str, seq: int) -> Tensor:
         source = self.stage.mesh.after if lane == "errors" else self.stage.mesh.before
         assert source is not None, "only neighbours send"
-        boundary = self.boundaries[rows][depth]
         with self.clock.within("allreduce"):
-            memory = self.stage.wire.get(
-                (boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq
-            )
-        return boundary.formed(memory)
+            return receive(self.stage.wire, self.boundaries[rows][depth], source=source, lane=lane, seq=seq)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -9,55 +9,43 @@ Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.agreement import gather_tensors
-from hvfreeze.comm.reducer import Reducer
-from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
+from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Inputs
-from hvfreeze.errors import DivergedError, NumericsError, RefusedError
+from hvfreeze.errors import DivergedError, RefusedError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel, not_finite
 from hvfreeze.strategies.grid.cached_rows import REMOTE_ROWS, FrozenDigests, merged
 from hvfreeze.strategies.grid.partitioning import MOVING, GridFacts, LocalStage, Partitioning, repartitioned
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, LineResult, Pipeline, joined
-
-
-def digest_of(everyone: Sequence[Mapping[int, str]], names: Sequence[str], *, step: int) -> str:
-    """Return the digest over all blocks, from each rank's digests of its own; equal wherever they are cut.
-
-    Raises:
-        DivergedError: ranks hold different values of one block.
-    """
-    found: dict[int, str] = {}
-    for rank, digests in enumerate(everyone):
-        for block, digest in digests.items():
-            if found.setdefault(block, digest) != digest:
-                other = next(r for r, theirs in enumerate(everyone) if block in theirs)
-                raise DivergedError(
-                    f"block {names[block]} differs between ranks {other} and {rank} after step {step}; parameters must "
-                    "change by updates only"
-                )
-    return hashlib.sha256("\n".join(found[block] for block in sorted(found)).encode()).hexdigest()
+from hvfreeze.strategies.model_parallel import (
+    SIGNAL_BYTES,
+    block_digests,
+    clip,
+    cost_of_rank,
+    digest_of,
+    digests_of_all,
+    gather_model,
+    gradients_of,
+    optimizer_bytes,
+    signal,
+)
 
 
 @dataclass(eq=False)
 class Grid:
     """Trains this rank's blocks; see `Strategy` for what its methods promise."""
 
+    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: GridFacts
     stage: LocalStage
     """This rank's blocks."""
@@ -74,8 +62,6 @@ class Grid:
     clip_grad: float | None
     """The largest norm of all blocks' gradients."""
     _signal_bytes: int = 0
-    _before: dict[str, int] = field(default_factory=dict)
-    """Bytes sent by lane before the run was resumed."""
     _others: list[Batch] = field(default_factory=list)
     """The evaluation batches for which other lines of this replica answer."""
 
@@ -92,11 +78,6 @@ class Grid:
     def cut(self) -> int:
         """Number of frozen blocks."""
         return self.freezer.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches; between epochs blocks may change hands. Collective."""
@@ -122,9 +103,7 @@ class Grid:
         mean_loss, any_leaves, norm = self._agree(result, leave=leave)
 
         clock.enter("optimizer")
-        if self.clip_grad is not None and norm > self.clip_grad:
-            for gradient in gradients_of(reducer):
-                gradient.mul_(self.clip_grad / norm)
+        clip(gradients_of(reducer.carried), norm, self.clip_grad)
         self.stage.update.make(rate)
 
         # All ranks, at the end of an interval: the vote, and the same cut in the same step.
@@ -151,16 +130,15 @@ class Grid:
 
     def check(self, *, step: int) -> str:
         """Return a digest over all blocks, equal wherever they are cut; raise where replicas differ. Collective."""
-        mine = {b: digest_tensors(tensors_of(self.chain, (b, b + 1))) for b in range(*self.stage.segment)}
-        everyone = self.world.allgather_object(mine, name="grid.digest")
-        return digest_of(everyone, [block.name for block in self.chain.blocks], step=step)
+        mine = block_digests(self.chain, range(*self.stage.segment))
+        found = digests_of_all(self.world, self.chain, mine, name="grid.digest", step=step)
+        return digest_of(found[block] for block in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield the model, put together on rank 0 from the ranks of its line. Collective."""
         mine = self.stage.segment if self.stage.mesh.replica == 0 else (0, 0)
-        found = gather_tensors(self.world, tensors_of(self.chain, mine), name="grid.model")
-        order = self.chain.model.state_dict() if self.world.rank == 0 else {}
-        yield WholeModel(MODEL, {name: found[name] for name in order})
+        tensors = tensors_of(self.chain, mine)
+        yield WholeModel(MODEL, gather_model(self.world, self.chain, tensors, name="grid.model"))
 
     def state_dict(self) -> State:
         """Return this rank's blocks with their optimizer state; a checkpoint holds a copy of each replica's."""
@@ -168,7 +146,7 @@ class Grid:
             "grid": {**self.facts.identity(), "deals": [each.plain() for each in self.stage.partitionings]},
             **self.stage.state(),
             "signals": self._signal_bytes,
-            "sent": self._bytes_sent(),
+            "sent": self.stage.wire.bytes_sent(),
         }
         return State({}, own)
 
@@ -186,8 +164,7 @@ class Grid:
         self.stage.put_back(partitionings, own)
         self._signal_bytes = own["signals"]
         self.digests.forget()
-        counts = self.stage.wire.counts
-        self._before = {lane: sent - counts[lane].bytes_sent for lane, sent in own["sent"].items()}
+        self.stage.wire.count_on(own["sent"])
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -200,22 +177,20 @@ class Grid:
 
     def report(self) -> dict[str, Any]:
         """Return the cut's history, what was exchanged, and what each rank had and did. Collective."""
-        freezer, facts, sent = self.freezer, self.facts, self._bytes_sent()
-        values = [value for state in freezer.optimizer.state.values() for value in state.values()]
+        freezer, facts, wire = self.freezer, self.facts, self.stage.wire
         by_rank = {
             "allreduce_bytes": freezer.reducer.payload_bytes,
             "parameter_bytes": sum(tensor.nbytes for _, tensor in tensors_of(self.chain, self.stage.segment)),
-            "optimizer_bytes": sum(value.nbytes for value in values if isinstance(value, Tensor)),
-            "peak_memory_bytes": peak_memory_bytes(),
-            "cpu_seconds": self.clock.processor_seconds(),
-            "wait_seconds": sum(self.stage.wire.counts[lane].wait_seconds for lane in LANES),
+            "optimizer_bytes": optimizer_bytes(freezer.optimizer),
+            **cost_of_rank(self.clock, wire, LANES),
         }
-        mine = (by_rank, freezer.reducer.other_bytes + self._signal_bytes, sent, self.pipelines[0].rows.report())
+        other_bytes = freezer.reducer.other_bytes + self._signal_bytes
+        mine = (by_rank, other_bytes, wire.bytes_sent(), self.pipelines[0].rows.report())
         ranks, others, every_sent, caches = zip(*self.world.allgather_object(mine, name="grid.report"))
         cache: dict[str, Any] = {}
         for each in caches:
             cache = merged(cache, each) if each else cache
-        total = {lane: sum(each[lane] for each in every_sent) for lane in sent}
+        total = {lane: sum(each[lane] for each in every_sent) for lane in wire.counts}
         return {
             "cut_history": freezer.cut_history,
             # Partitions differ in size: those of the rank with most.
@@ -252,25 +227,22 @@ class Grid:
             NumericsError: a loss or a gradient is not finite; on all ranks.
         """
         reducer, replicas = self.freezer.reducer, self.stage.mesh.replicas
-        finite = result is None or math.isfinite(result.share)
-        sound, squares = reducer.gradients_are_finite(), 0.0
-        if sound and self.clip_grad is not None:
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients_of(reducer)]
-            squares = float((torch.stack(norms) ** 2).sum()) if norms else 0.0
-        # The first three are whole numbers, whose sums are exact.
-        numbers = [not finite, not sound, leave, result.share if result is not None and finite else 0.0, squares]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        losses, broken, leaving, total, squares = self.world.allreduce_sum(mine, name="grid.signals").tolist()
-        self._signal_bytes += mine.nbytes if self.world.size > 1 else 0
-        if losses or broken:
-            what = f"the loss is not finite on {int(losses)} of {replicas} replicas"
-            if not losses:
-                what = f"the gradients are not finite on {int(broken)} of {self.world.size} ranks"
-            raise NumericsError(
-                f"step {self.freezer.step}: {what}; no update was made; lower --lr, or add --lr-warmup or --clip-grad, "
-                "and go on from the last checkpoint"
-            )
-        return total / replicas, bool(leaving), math.sqrt(squares / replicas)
+        told = signal(
+            self.world,
+            name="grid.signals",
+            loss=0.0 if result is None else result.share,
+            sound=reducer.gradients_are_finite(),
+            gradients=gradients_of(reducer.carried),
+            leave=leave,
+            with_norm=self.clip_grad is not None,
+        )
+        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
+        if told.broken_losses or told.broken_gradients:
+            what = f"the loss is not finite on {told.broken_losses} of {replicas} replicas"
+            if not told.broken_losses:
+                what = f"the gradients are not finite on {told.broken_gradients} of {self.world.size} ranks"
+            raise not_finite(self.freezer.step, what, "lower --lr, or add --lr-warmup or --clip-grad")
+        return told.loss / replicas, told.leave, math.sqrt(told.squares / replicas)
 
     def _check_cut(self) -> None:
         """Raise DivergedError on all ranks where a vote, which each partition counts, had two outcomes. Collective.
@@ -315,12 +287,3 @@ class Grid:
         why = f"the first {self.cut} blocks are {'cached' if cached else 'frozen'}"
         self.say(f"grid: {after.describe()} in {self.stage.mesh.replicas} lines from here on: {why}")
         return True
-
-    def _bytes_sent(self) -> dict[str, int]:
-        counts = self.stage.wire.counts
-        return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in counts}
-
-
-def gradients_of(reducer: Reducer) -> list[Tensor]:
-    """Return this rank's gradients, averaged."""
-    return [parameter.grad for _, parameter in reducer.carried if parameter.grad is not None]

@@ -19,17 +19,24 @@ from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, dry_run, segment_bytes, work_of
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, work_of
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
-from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
-from hvfreeze.prefix.splits import Recipe
+from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_images
-from hvfreeze.strategies.local_critics.exits import ExitCounts
+from hvfreeze.strategies.build_parts import (
+    check_left_out,
+    check_not_tied,
+    check_parameters,
+    check_rows,
+    counted_costs,
+    example_images,
+    open_both_features,
+)
 from hvfreeze.strategies.local_critics.group import GroupPlan, LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, LinePlan
-from hvfreeze.strategies.local_critics.strategy import CriticFacts, LocalCritics, StepCount
+from hvfreeze.strategies.local_critics.strategy import CriticFacts, ExitCounts, LocalCritics, StepCount
+from hvfreeze.strategies.model_parallel import dry_run
 
 PARTS = 4
 CRITIC_LR = 3e-4
@@ -59,11 +66,11 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
     )
     with in_evaluation(chain.model):
         boundaries = dry_run(halves.prefix, images, depth=len(chain.blocks))
-    hold_still(chain, 0, cut)
+    hold_still(chain, cut)
     counts = ExitCounts(work_until(exits.work(images[:1])), sum(operations))
     features = raise_on_all_ranks(
         world,
-        lambda: open_both_features(context, config, halves, done) if world.rank == 0 else None,
+        lambda: open_line_features(context, config, halves, done) if world.rank == 0 else None,
         name="critics.features",
     )
     groups = [
@@ -106,13 +113,8 @@ def open_exits(context: BuildContext, config: Config, images: Tensor, operations
     check_not_tied(context, strategy="local-critics")
     check_rows(context, start=cut, rows=rows, asked=f"--batch-size ({rows})")
     starts = starts_of(config, chain, operations, ranks=context.world.size)
-    for start, stop in pairwise((cut, *starts, len(chain.blocks))):
-        if not any(parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
-            names = ", ".join(block.name for block in chain.blocks[start:stop])
-            raise UsageError(
-                f"--parts ({len(starts) + 1}): one part, {names}, has no parameters to train; cut it elsewhere "
-                "(--cut-at)"
-            )
+    segments = tuple(pairwise((cut, *starts, len(chain.blocks))))
+    check_parameters(chain, segments, parts=len(segments))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed + 1)
         return add_exits(chain, starts, example=images[:2], classes=len(context.corpus.train.classes))
@@ -122,15 +124,14 @@ def check_settings(config: Config) -> None:
     """Refuse settings that do not go with groups that learn by themselves."""
     optimizer, freeze = config.optimizer, config.freeze
     alone = "no rank has the gradients of another, or of the whole model"
-    for flag, value, fits, why in (
+    check_left_out(
+        "local-critics",
         ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), f"{alone}, to vote by; choose none or static"),
         ("shadow", freeze.shadow, not freeze.shadow_names(), f"no criterion is scored: {alone}"),
         ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
         ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
         ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch updates at once"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy local-critics: {why}")
+    )
 
 
 def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks: int) -> list[int]:
@@ -163,46 +164,29 @@ def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks:
                 f"({cut})"
             )
         return [start for start, _ in segments[1:]]
-    costs: Mapping[str, Sequence[float]] = {
-        "compute": [float(each) for each in operations],
-        "params": [float(segment_bytes(chain, (block, block + 1))) for block in range(depth)],
-        "count": [1.0] * depth,
-    }
-    return [cut + start for start, _ in cut_evenly(costs[by][cut:], parts=parts)[1:]]
+    costs = counted_costs(chain, by, operations)[cut:]
+    return [cut + start for start, _ in cut_evenly(costs, parts=parts)[1:]]
 
 
-def open_both_features(
+def open_line_features(
     context: BuildContext, config: Config, halves: Halves, done: StepCount
 ) -> tuple[Features, Features]:
     """Return on the first rank what comes into the line: images, or the frozen blocks' output, which may be cached."""
-    settings, directory = config.optimizer, context.cache_directory(config.cache)
     batches = context.corpus.plan.batches_per_epoch
 
     def horizon() -> Horizon:
         return Horizon(context.length.epochs - done.steps / batches, math.inf, done.steps // batches)
 
+    directory = context.cache_directory(config.cache)
+    costs = CostInputs(
+        horizon=horizon,
+        suffix_seconds=lambda: suffix_seconds(context.clock, batches=done.steps),
+        budget=open_budget(config.cache, directory, size=1),
+        directory=directory,
+        memory_bytes=memory_budget(context.world.local_size),
+    )
     # The only rank with a cache: it decides alone.
-    alone = LoneRank(context.world)
-    terms = CacheTerms(
-        settings=config.cache,
-        data=config.data,
-        world=alone,
-        costs=CostInputs(
-            horizon=horizon,
-            suffix_seconds=lambda: suffix_seconds(context.clock, batches=done.steps),
-            budget=open_budget(config.cache, directory, size=1),
-            directory=directory,
-            memory_bytes=memory_budget(context.world.local_size),
-        ),
-        owner=str(context.directory),
-        say=context.say,
-    )
-    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
-    tested = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
-    return (
-        open_features(terms, halves.rows_of(context.trained(), recipe), clock=context.clock),
-        open_features(terms, halves.rows_of(tested, recipe), clock=PhaseClock()),
-    )
+    return open_both_features(context, config, halves, costs, world=LoneRank(context.world))
 
 
 def drop_elsewhere(exits: EarlyExits, plan: LinePlan, *, rank: int) -> None:

@@ -11,7 +11,7 @@ Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep N
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +60,8 @@ class LayerGroup:
         self.plan, self.critic, self._chain, self._halves = plan, critic, chain, Halves(chain, settings.precision)
         named = chain.named_parameters(plan.start, plan.blocks[1])
         last = critic is None
-        (head_lr,) = settings.head_rates() or [settings.lr]
         head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)} if last else set[str]()
-        self.optimizer = open_optimizer(named, settings, head=head, head_lr=head_lr)
+        self.optimizer = open_optimizer(named, settings, head=head)
         self._update, self._objective = Update(self.optimizer, settings), Objective(smoothing=settings.label_smoothing)
         self._smoothing, self._bfloat16 = settings.label_smoothing, settings.precision == "bfloat16"
         self._weights = [] if critic is None else list(critic.parameters())
@@ -160,12 +159,6 @@ class LayerGroup:
         if self.critic_optimizer is not None:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self._random = state["random"]
-
-    def optimizer_bytes(self) -> int:
-        """Return the bytes of what both optimizers remember."""
-        both: Sequence[torch.optim.Optimizer | None] = (self.optimizer, self.critic_optimizer)
-        values = [value for one in both if one is not None for state in one.state.values() for value in state.values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def _each(self, logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self._smoothing)

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
-from hvfreeze.model.segments import Boundary, Segment
+from hvfreeze.model.segments import Segment
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.model_parallel import expect, receive
 
 LANES = ("activations", "losses")
 EVALUATION = ("evaluation.activations", "evaluation.logits")
@@ -47,7 +49,7 @@ class LinePlan:
         start, stop = self.ranks[rank]
         return self.groups[start][0], self.groups[stop - 1][1]
 
-    def bytes_per_batch(self, boundaries: Sequence[Boundary]) -> dict[str, int]:
+    def bytes_per_batch(self, boundaries: Sequence[TensorLayout]) -> dict[str, int]:
         """Return what all ranks together send for a batch that critics learn from, by lane; boundaries are by depth."""
         inner = [self.blocks(rank)[0] for rank in range(1, len(self.ranks))]
         rows = boundaries[0].shape[0]
@@ -64,7 +66,7 @@ class Line:
     plan: LinePlan
     rank: int
     wire: Wire
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[TensorLayout]
     """By depth, of a batch."""
     clock: PhaseClock
     lanes: tuple[str, str] = LANES
@@ -83,18 +85,15 @@ class Line:
     def expect_input(self, seq: int) -> None:
         """Let the input for batch `seq` arrive while this rank computes."""
         if self.before is not None:
-            boundary = self._input
-            self.wire.expect(
-                (boundary.num_elements,), dtype=boundary.dtype, source=self.before, lane=self.lanes[0], seq=seq
-            )
+            expect(self.wire, self._input, source=self.before, lane=self.lanes[0], seq=seq)
 
     def input(self, seq: int, load: Callable[[], Tensor]) -> Tensor:
         """Return this rank's input for batch `seq`: what the rank before has sent, on the first what is loaded."""
         if self.before is None:
             with self.clock.within("data"):
                 return load()
-        boundary = self._input
-        return boundary.formed(self._get(boundary.num_elements, boundary.dtype, self.before, 0, seq))
+        with self.clock.within("allreduce"):
+            return receive(self.wire, self._input, source=self.before, lane=self.lanes[0], seq=seq)
 
     def pass_on(self, output: Tensor, seq: int) -> None:
         """Send the output of this rank's groups to the next rank, where there is one."""
@@ -110,7 +109,7 @@ class Line:
     def losses(self, seq: int) -> Tensor:
         """Return the (B,) losses of the group after this rank's last one."""
         assert self.after is not None, "the last rank's groups are followed by none"
-        return self._get(self.boundaries[0].shape[0], torch.float32, self.after, 1, seq)
+        return self._get(self.boundaries[0].shape[0], self.after, seq)
 
     def gather(self, logits: Sequence[Tensor]) -> list[Tensor]:
         """Return on the last rank the (B, classes) logits of all exits, given each rank's own; elsewhere nothing."""
@@ -121,16 +120,16 @@ class Line:
             return []
         rows, classes = logits[-1].shape
         found = [
-            self._get(rows * classes, torch.float32, rank, 1, number).view(rows, classes)
+            self._get(rows * classes, rank, number).view(rows, classes)
             for rank, groups in enumerate(self.plan.ranks[:-1])
             for number in range(*groups)
         ]
         return [*found, *logits]
 
     @property
-    def _input(self) -> Boundary:
+    def _input(self) -> TensorLayout:
         return self.boundaries[self.plan.blocks(self.rank)[0]]
 
-    def _get(self, elements: int, dtype: torch.dtype, source: int, lane: int, seq: int) -> Tensor:
+    def _get(self, elements: int, source: int, seq: int) -> Tensor:
         with self.clock.within("allreduce"):
-            return self.wire.get((elements,), dtype=dtype, source=source, lane=self.lanes[lane], seq=seq)
+            return self.wire.get((elements,), source=source, lane=self.lanes[1], seq=seq)

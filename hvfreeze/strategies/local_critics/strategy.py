@@ -9,31 +9,37 @@ Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep N
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.agreement import gather_tensors, raise_on_all_ranks
-from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
-from hvfreeze.model.early_exits import CRITICS, EarlyExits
+from hvfreeze.model.early_exits import CRITICS, EarlyExits, first_sure
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT, Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
-from hvfreeze.strategies.local_critics.exits import ExitCounts
 from hvfreeze.strategies.local_critics.group import LayerGroup
-from hvfreeze.strategies.local_critics.line import LANES, Line, batches_ahead
+from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, batches_ahead
+from hvfreeze.strategies.model_parallel import (
+    block_digests,
+    cost_of_rank,
+    digest_of,
+    digests_of_all,
+    gather_model,
+    optimizer_bytes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,7 @@ class Signal(NamedTuple):
 class LocalCritics:
     """Trains this rank's groups; see `Strategy` for what its methods promise."""
 
+    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: CriticFacts
     exits: EarlyExits
     """Of the whole model; this rank has only its own groups' tensors."""
@@ -92,8 +99,6 @@ class LocalCritics:
     """The batch from whose next losses this rank's last critic is still to learn."""
     _coming: int = 0
     """Batches of the epoch that have not come in."""
-    _before: Mapping[str, int] = field(default_factory=dict)
-    """Bytes sent by lane before the run was resumed."""
 
     def __post_init__(self) -> None:
         self.chain = self.exits.chain
@@ -104,11 +109,6 @@ class LocalCritics:
     def cut(self) -> int:
         """Number of frozen blocks."""
         return self.facts.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model, with its critics."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches. Collective."""
@@ -206,29 +206,26 @@ class LocalCritics:
         """Return a digest over all blocks and critics, equal for any number of ranks. Collective."""
         mine: dict[tuple[str, int], str] = {}
         for group in self.groups:
-            for block in range(*group.plan.blocks):
-                mine["block", block] = digest_tensors(tensors_of(self.chain, (block, block + 1)))
+            digests = block_digests(self.chain, range(*group.plan.blocks))
+            mine |= {("block", block): digest for block, digest in digests.items()}
             critic = [] if group.critic is None else list(group.critic.named_parameters())
             mine["critic", group.plan.number] = digest_tensors(critic)
-        found: dict[tuple[str, int], str] = {}
-        for theirs in self.world.allgather_object(mine, name="critics.digest"):
-            found |= theirs
-        return hashlib.sha256("\n".join(found[key] for key in sorted(found)).encode()).hexdigest()
+        # Each lies on one rank.
+        found = digests_of_all(self.world, self.chain, mine, name="critics.digest", step=step)
+        return digest_of(found[key] for key in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield the model with its critics, put together on rank 0. Collective."""
         mine = [pair for group in self.groups for pair in group.named(CRITICS)]
-        found = gather_tensors(self.world, mine, name="critics.model")
-        order = self.chain.model.state_dict() if self.world.rank == 0 else {}
         starts = tuple(start for start, _ in self.exits.groups[1:])
-        yield WholeModel(MODEL, {name: found[name] for name in order}, exits=starts)
+        yield WholeModel(MODEL, gather_model(self.world, self.chain, mine, name="critics.model"), exits=starts)
 
     def state_dict(self) -> State:
         """Return this rank's groups, which have learnt all that they are to."""
         self._finish_learning()
         own = {
             "groups": {group.plan.number: group.state_dict() for group in self.groups},
-            "counts": {"signals": self._signal_bytes, **self._bytes_sent()},
+            "counts": {"signals": self._signal_bytes, **self.training.wire.bytes_sent(LANES)},
         }
         return State({"local_critics": self._identity(), "steps": self.done.steps}, own)
 
@@ -246,8 +243,7 @@ class LocalCritics:
         self.done.steps = state.shared["steps"]
         sent = dict(state.own["counts"])
         self._signal_bytes = sent.pop("signals")
-        counts = self.training.wire.counts
-        self._before = {lane: sent[lane] - counts[lane].bytes_sent for lane in LANES}
+        self.training.wire.count_on(sent)
         self._frozen = Seal(tensors_of(self.chain, (0, self.facts.cut)) if self.training.before is None else [])
 
     def repartitioned(
@@ -265,18 +261,15 @@ class LocalCritics:
 
     def report(self) -> dict[str, Any]:
         """Return what was exchanged, what each rank had and did, and how right exits were. Collective."""
-        wire_counts, sent = self.training.wire.counts, self._bytes_sent()
+        wire = self.training.wire
         by_rank = {
             "parameter_bytes": sum(tensor.nbytes for group in self.groups for _, tensor in group.named(CRITICS)),
-            "optimizer_bytes": sum(group.optimizer_bytes() for group in self.groups),
-            "peak_memory_bytes": peak_memory_bytes(),
-            "cpu_seconds": self.clock.processor_seconds(),
-            "wait_seconds": sum(wire_counts[lane].wait_seconds for lane in LANES),
+            "optimizer_bytes": sum(optimizer_bytes(each.optimizer, each.critic_optimizer) for each in self.groups),
+            **cost_of_rank(self.clock, wire, LANES),
         }
-        evaluating = sum(count.bytes_sent for lane, count in wire_counts.items() if lane not in LANES)
         cache = dict(NOTHING_KEPT) if self.features is None else self.features[0].report()
-        mine = (by_rank, self._signal_bytes, sent, evaluating, cache, self.counts.summary())
-        ranks, others, every_sent, every_evaluating, caches, found = zip(
+        mine = (by_rank, self._signal_bytes, wire.bytes_sent(), cache, self.counts.summary())
+        ranks, others, every_sent, caches, found = zip(
             *self.world.allgather_object(mine, name="critics.report"), strict=True
         )
         return {
@@ -290,7 +283,7 @@ class LocalCritics:
                 "critic_every": self.facts.critic_every,
                 **found[-1],
                 "wire_bytes": {lane: sum(each[lane] for each in every_sent) for lane in LANES},
-                "evaluation_wire_bytes": sum(every_evaluating),
+                "evaluation_wire_bytes": sum(each[lane] for each in every_sent for lane in EVALUATION),
                 **{key: [each[key] for each in ranks] for key in by_rank},
             },
         }
@@ -343,6 +336,63 @@ class LocalCritics:
     def _identity(self) -> dict[str, Any]:
         return {"groups": [list(group) for group in self.exits.groups], "cut": self.cut}
 
-    def _bytes_sent(self) -> dict[str, int]:
-        counts = self.training.wire.counts
-        return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in LANES}
+
+CONFIDENCE = 0.9
+"""Probability at which a sample leaves, for what a run reports."""
+
+
+@dataclass
+class ExitCounts:
+    """Sums over samples, on the rank that has the logits of all exits.
+
+    Args:
+        work: floating-point operations of every exit, see `work_until`.
+        whole: those of the model without critics.
+    """
+
+    work: Sequence[int]
+    whole: int
+    samples: int = 0
+    correct: list[int] = field(default_factory=list)
+    """By exit."""
+    ensemble: int = 0
+    """Samples that the mean of all exits' probabilities gets right."""
+    left: list[int] = field(default_factory=list)
+    """By exit, how many samples leave there."""
+    early: int = 0
+    """Samples that are right where they leave."""
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        self.samples = self.ensemble = self.early = 0
+        self.correct, self.left = [0] * len(self.work), [0] * len(self.work)
+
+    def add(self, logits: Sequence[Tensor], labels: Tensor) -> None:
+        """Add the (B, classes) logits of every exit for samples of (B,) labels."""
+        probabilities = torch.stack(list(logits)).softmax(2)
+        leaves = first_sure(probabilities, CONFIDENCE)
+        answers = probabilities.argmax(2)
+        for number, each in enumerate(answers):
+            self.correct[number] += int((each == labels).sum())
+            self.left[number] += int((leaves == number).sum())
+        self.ensemble += int((probabilities.mean(0).argmax(1) == labels).sum())
+        self.early += int((answers.gather(0, leaves[None])[0] == labels).sum())
+        self.samples += len(labels)
+
+    def summary(self) -> dict[str, Any]:
+        """Return accuracies and shares, 0-1; nothing where nothing was evaluated."""
+        if not self.samples:
+            return {}
+        parts = [count / self.samples for count in self.left]
+        return {
+            "exit_accuracy": [count / self.samples for count in self.correct],
+            "ensemble_accuracy": self.ensemble / self.samples,
+            "exit_confidence": CONFIDENCE,
+            "early_accuracy": self.early / self.samples,
+            "samples_by_exit": parts,
+            "flops_by_exit": [work / max(1, self.whole) for work in self.work],
+            "early_flops": sum(part * work for part, work in zip(parts, self.work)) / max(1, self.whole),
+        }

@@ -11,18 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
 from hvfreeze.config.sections import OptimizerConfig, StrategyConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.freezing.frozen_prefix import hold_still
-from hvfreeze.model.segments import Boundary, RunBlocks, block_seconds, drop_tensors, dry_run
+from hvfreeze.model.segments import RunBlocks, block_seconds, drop_tensors
 from hvfreeze.prefix.cache_decision import open_budget, try_prefix
 from hvfreeze.prefix.features import Halves
 from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_images, open_segments
+from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.shared_trunk.features import FeatureSource, TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
 from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, TrunkFacts
@@ -64,7 +65,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
         lambda: [Head(tasks[i], labels[i], settings, build=context.build) for i in mine],
         name="trunk.heads",
     )
-    hold_still(chain, 0, blocks)
+    hold_still(chain, blocks)
     halves = Halves(chain, settings.precision)
     images = example_images(context, rows=settings.batch_size)
     boundaries = dry_run(halves.prefix, images, depth=depth)
@@ -72,7 +73,6 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
     place = plan.place_of(0 if whole else world.rank)
     segment = (0, 0) if place is None else plan.segments[place]
     cached = config.cache.cache != "off" and config.data.cacheable()
-    recipe = Recipe(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
     facts = TrunkFacts(
         names=tuple(task.name for task in tasks),
         classes=tuple(each.classes for each in labels),
@@ -95,7 +95,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
         budget = open_budget(config.cache, context.cache_directory(config.cache), size=world.size)
         for features in (training, evaluation):
             if cached:
-                features.open_stores(context, config.cache, recipe, budget=budget, exact=facts.exact)
+                features.open_stores(context, config.cache, Recipe.of(config), budget=budget, exact=facts.exact)
         for features in (training, evaluation):
             features.source.whole = False
         drop_tensors(chain, 0, segment[0])
@@ -158,7 +158,7 @@ def open_both_features(
     halves: Halves,
     facts: TrunkFacts,
     plan: LinePlan,
-    boundaries: list[Boundary],
+    boundaries: list[TensorLayout],
     labels: list[Labels],
 ) -> tuple[TrunkFeatures, TrunkFeatures]:
     """Return the features of training and of evaluation. Collective."""
@@ -189,7 +189,7 @@ def open_both_features(
     )
 
 
-def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[Boundary], facts: TrunkFacts) -> None:
+def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[TensorLayout], facts: TrunkFacts) -> None:
     """Tell the user each rank's part."""
     names = ", ".join(facts.names)
     if facts.whole:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.data.batches import Batch
-from hvfreeze.model.segments import Boundary, RunBlocks, Segment
+from hvfreeze.model.segments import RunBlocks, Segment
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.model_parallel import expect, receive
 from hvfreeze.strategies.schedules import Operation, batches_begun, tick_schedule
 
 LANES = ("activations", "features", "labels")
@@ -54,7 +56,7 @@ class LinePlan:
         """Return the ranks with a head at `depth`."""
         return [rank for rank, depths in enumerate(self.depths) if depth in depths]
 
-    def bytes_per_batch(self, boundaries: Sequence[Boundary], *, rows: int) -> dict[str, int]:
+    def bytes_per_batch(self, boundaries: Sequence[TensorLayout], *, rows: int) -> dict[str, int]:
         """Return what all ranks together send for a batch, by lane; `rows` are the batch's samples."""
         inner = [stop for _, stop in self.segments[:-1]]
         served = [(d, rank) for rank, depths in enumerate(self.depths) for d in depths if rank != self.source_of(d)]
@@ -89,7 +91,7 @@ class Line:
     plan: LinePlan
     rank: int
     wire: Wire
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[TensorLayout]
     """By depth, of a training batch."""
     run: RunBlocks
     load: Callable[[Batch], Tensor]
@@ -211,20 +213,18 @@ class Line:
             wanted.append(("activations", plan.segments[self.rank][0], self.rank - 1, index + 1))
         for lane, depth, source, batch in wanted:
             if source != self.rank:
-                boundary = self.boundaries[depth]
-                shape, seq = (boundary.num_elements,), self._first + batch
-                self.wire.expect(shape, dtype=boundary.dtype, source=source, lane=self.lanes + lane, seq=seq)
+                seq = self._first + batch
+                expect(self.wire, self.boundaries[depth], source=source, lane=self.lanes + lane, seq=seq)
 
     def _put(self, tensor: Tensor, to: int, lane: str, index: int) -> None:
         self.wire.put(tensor, to=to, lane=self.lanes + lane, seq=self._first + index)
 
-    def _get(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, lane: str, index: int) -> Tensor:
-        with self.clock.within("allreduce"):
-            return self.wire.get(shape, dtype=dtype, source=source, lane=self.lanes + lane, seq=self._first + index)
-
     def _get_boundary(self, depth: int, source: int, lane: str, index: int) -> Tensor:
-        boundary = self.boundaries[depth]
-        return boundary.formed(self._get((boundary.num_elements,), boundary.dtype, source, lane, index))
+        seq = self._first + index
+        with self.clock.within("allreduce"):
+            return receive(self.wire, self.boundaries[depth], source=source, lane=self.lanes + lane, seq=seq)
 
     def _get_labels(self, models: int, source: int, index: int, rows: int) -> Tensor:
-        return self._get((models, rows), torch.int64, source, "labels", index)
+        lane, seq = self.lanes + "labels", self._first + index
+        with self.clock.within("allreduce"):
+            return self.wire.get((models, rows), dtype=torch.int64, source=source, lane=lane, seq=seq)

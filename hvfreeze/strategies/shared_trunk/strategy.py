@@ -8,7 +8,6 @@ Source: McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pi
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,11 +19,11 @@ from torch import Tensor
 
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import gather_tensors
-from hvfreeze.comm.resources import end_set_up, give_back, peak_memory_bytes
+from hvfreeze.comm.resources import end_set_up, give_back
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import DivergedError, NumericsError, RefusedError
+from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import Segment, drop_tensors, segment_bytes, tensors_of
@@ -32,7 +31,8 @@ from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
-from hvfreeze.strategies.base import Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.base import Answers, State, StepResult, WholeModel, not_finite
+from hvfreeze.strategies.model_parallel import block_digests, cost_of_rank, digest_of, digests_of_all
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
@@ -162,7 +162,6 @@ class SharedTrunk:
         self.training, self.evaluation, self.world, self.clock = training, evaluation, world, clock
         self._settle_in: Callable[[], None] | None = settle_in
         self._steps, self._signal_bytes = 0, 0
-        self._before: dict[str, int] = {}
         self._seal = Seal(tensors_of(chain, segment))
 
     @property
@@ -227,17 +226,10 @@ class SharedTrunk:
 
     def check(self, *, step: int) -> str:
         """Return a digest over the trunk's blocks and every head, equal for any number of ranks. Collective."""
-        blocks = {b: digest_tensors(tensors_of(self.chain, (b, b + 1))) for b in range(*self.segment)}
-        heads = {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
-        everyone = self.world.allgather_object((blocks, heads), name="trunk.digest")
-        found: dict[int | str, str] = {}
-        for rank, parts in enumerate(everyone):
-            for part in parts:
-                for key, digest in part.items():
-                    if found.setdefault(key, digest) != digest:
-                        raise DivergedError(f"block {key} of the trunk on rank {rank} differs after step {step}")
-        order = [*range(self.facts.depth), *self.facts.names]
-        return hashlib.sha256("\n".join(f"{key} {found[key]}" for key in order).encode()).hexdigest()
+        mine: dict[Any, str] = block_digests(self.chain, range(*self.segment))
+        mine |= {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
+        found = digests_of_all(self.world, self.chain, mine, name="trunk.digest", step=step)
+        return digest_of(f"{key} {found[key]}" for key in [*range(self.facts.depth), *self.facts.names])
 
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield each model; on rank 0 with the one copy of the trunk, and one head at a time. Collective."""
@@ -254,7 +246,8 @@ class SharedTrunk:
 
     def state_dict(self) -> State:
         """Return this rank's heads; the trunk is not kept, but what it was is."""
-        counts = {"forwards": self.training.line.forwards, "signals": self._signal_bytes, **self._bytes_sent()}
+        line = self.training.line
+        counts = {"forwards": line.forwards, "signals": self._signal_bytes, **line.wire.bytes_sent(LANES)}
         own = {"heads": {head.task.name: head.state_dict() for head in self.heads}, "counts": counts}
         return State({"shared_trunk": self.facts.identity, "steps": self._steps}, own)
 
@@ -273,7 +266,7 @@ class SharedTrunk:
         self._steps = state.shared["steps"]
         counts = dict(state.own["counts"])
         self.training.line.forwards, self._signal_bytes = counts.pop("forwards"), counts.pop("signals")
-        self._before = counts
+        self.training.line.wire.count_on(counts)
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -290,7 +283,7 @@ class SharedTrunk:
 
     def report(self) -> dict[str, Any]:
         """Return what was exchanged, what the cache did, and what each rank had and did. Collective."""
-        facts, training, wire_counts = self.facts, self.training, self.training.line.wire.counts
+        facts, training, wire = self.facts, self.training, self.training.line.wire
         stores = list((training.stores or {}).values())
         both = [*stores, *(self.evaluation.stores or {}).values()]
         took = sum(store.counters.read_seconds + store.counters.write_seconds for store in stores)
@@ -305,15 +298,11 @@ class SharedTrunk:
         by_rank = {
             "trunk_bytes": segment_bytes(self.chain, self.segment),
             "forwards": training.line.forwards,
-            "cpu_seconds": self.clock.processor_seconds(),
             "forward_seconds": self.clock.seconds["forward"],
-            "peak_memory_bytes": peak_memory_bytes(),
-            "wait_seconds": sum(count.wait_seconds for count in wire_counts.values()),
+            **cost_of_rank(self.clock, wire),
         }
-        sent = self._bytes_sent()
-        sent_evaluating = sum(count.bytes_sent for lane, count in wire_counts.items() if lane not in LANES)
-        mine = (all(store.exact for store in both), cache, by_rank, sent, sent_evaluating)
-        exact, caches, ranks, every_sent, evaluating = zip(*self.world.allgather_object(mine, name="trunk.report"))
+        mine = (all(store.exact for store in both), cache, by_rank, wire.bytes_sent())
+        exact, caches, ranks, every_sent = zip(*self.world.allgather_object(mine, name="trunk.report"))
         return {
             "other_collective_bytes": self._signal_bytes,
             "cut_history": [Move(0, 0, self.cut)],
@@ -330,7 +319,7 @@ class SharedTrunk:
                 "segments": [list(segment) for segment in facts.segments],
                 "labels": facts.labels,
                 "wire_bytes": {lane: sum(each[lane] for each in every_sent) for lane in LANES},
-                "evaluation_wire_bytes": sum(evaluating),
+                "evaluation_wire_bytes": sum(each[lane] for each in every_sent for lane in each if lane not in LANES),
                 **{key: [each[key] for each in ranks] for key in by_rank},
             },
         }
@@ -343,15 +332,9 @@ class SharedTrunk:
     def _labels(self, batch: Batch, *, training: bool) -> list[Tensor]:
         return [head.labels.of(batch, training=training) for head in self.heads]
 
-    def _bytes_sent(self) -> dict[str, int]:
-        counts = self.training.line.wire.counts
-        return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in LANES}
-
     def _stop(self, broken: list[str]) -> None:
         """Raise NumericsError on all ranks. Collective."""
         self.training.line.finish()
         names = [n for theirs in self.world.allgather_object(broken, name="trunk.broken") for n in theirs]
-        raise NumericsError(
-            f"step {self._steps}: the loss or the gradients of {', '.join(names)} are not finite; no update was made; "
-            "lower --lr or add --lr-warmup, and go on from the last checkpoint"
-        )
+        what = f"the loss or the gradients of {', '.join(names)} are not finite"
+        raise not_finite(self._steps, what, "lower --lr or add --lr-warmup")

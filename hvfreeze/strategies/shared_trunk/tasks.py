@@ -40,6 +40,7 @@ from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.images import FileSource
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
+from hvfreeze.strategies.build_parts import check_left_out
 
 LOSSES = ("cross-entropy", "balanced")
 MOST_TABLE_BYTES = 2**30
@@ -169,15 +170,14 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
 
 def check_settings(freeze: FreezeConfig, optimizer: OptimizerConfig, cache: CacheConfig) -> None:
     """Refuse settings that do not go with a shared trunk."""
-    for flag, value, fit, why in (
-        ("freeze", freeze.freeze, "none", "the trunk is frozen from the start, and stays so"),
-        ("compression", optimizer.compression, "none", "no gradient travels"),
-        ("accumulate", optimizer.accumulate, 1, "no gradient travels"),
-        ("mixup", optimizer.mixup, 0, "the line computes features of samples, not of pairs"),
-        ("cache-shared", cache.cache_shared, False, "every rank keeps the features of its own heads"),
-    ):
-        if value != fit:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy shared-trunk: {why}")
+    check_left_out(
+        "shared-trunk",
+        ("freeze", freeze.freeze, freeze.freeze == "none", "the trunk is frozen from the start, and stays so"),
+        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
+        ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "no gradient travels"),
+        ("mixup", optimizer.mixup, optimizer.mixup == 0, "the line computes features of samples, not of pairs"),
+        ("cache-shared", cache.cache_shared, not cache.cache_shared, "every rank keeps the features of its own heads"),
+    )
 
 
 def check_depths(tasks: list[Task], chain: Chain) -> None:

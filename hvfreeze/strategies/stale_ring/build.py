@@ -9,17 +9,17 @@ from itertools import accumulate, combinations, pairwise
 
 from torch import Tensor
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
-from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Boundary, Segment, cut_at, cut_evenly, drop_tensors, dry_run
+from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, work_of
 from hvfreeze.optim import Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.build_parts import check_rows, counted_costs, example_images
+from hvfreeze.strategies.build_parts import check_left_out, check_parameters, check_rows, counted_costs, example_images
+from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.schedules import ring_period
 from hvfreeze.strategies.stale_ring.module import RingModule
 from hvfreeze.strategies.stale_ring.strategy import EVALUATION, LANES, RingFacts, StaleRing
@@ -53,9 +53,8 @@ def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
         if part not in modules:
             drop_tensors(chain, *segment)
     named = [pair for segment in mine for pair in chain.named_parameters(*segment)]
-    (head_lr,) = settings.head_rates() or [settings.lr]
     head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
-    optimizer = open_optimizer(named, settings, head=head, head_lr=head_lr)
+    optimizer = open_optimizer(named, settings, head=head)
     return StaleRing(
         facts,
         modules,
@@ -107,9 +106,9 @@ def segments_of(context: BuildContext, config: Config, images: Tensor) -> tuple[
             raise UsageError(f"--cut-at ({settings.cut_at}) must be {parts - 1} numbers with --parts {parts}")
     else:
         by = settings.cut_by or "compute"
-        costs = counted_costs(context, images, by)
+        costs = counted_costs(chain, by, work_of(chain, images))
         segments = cut_for_ring(costs, parts=parts) if by == "compute" else cut_evenly(costs, parts=parts)
-    check_parameters(chain, segments)
+    check_parameters(chain, segments, parts=len(segments), what="module")
     return segments
 
 
@@ -132,21 +131,11 @@ def cut_for_ring(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
     return tuple(pairwise((0, *starts, depth)))
 
 
-def check_parameters(chain: Chain, segments: Sequence[Segment]) -> None:
-    """Refuse modules that have nothing to train."""
-    for start, stop in segments:
-        if not any(parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
-            names = ", ".join(block.name for block in chain.blocks[start:stop])
-            raise UsageError(
-                f"--parts ({len(segments)}): one module, {names}, has no parameters to train; cut it elsewhere "
-                "(--cut-at)"
-            )
-
-
 def check_settings(config: Config) -> None:
     """Refuse settings that do not go with gradients that are some steps old."""
     optimizer, freeze = config.optimizer, config.freeze
-    for flag, value, fits, why in (
+    check_left_out(
+        "stale-ring",
         ("freeze", freeze.freeze, freeze.freeze == "none", "the first module trains to the end, with the last one"),
         ("shadow", freeze.shadow, not freeze.shadow_names(), "no criterion is scored"),
         ("cache", config.cache.cache, config.cache.cache != "on", "nothing is frozen whose output could be kept"),
@@ -154,12 +143,10 @@ def check_settings(config: Config) -> None:
         ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
         ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch goes around the ring alone"),
         ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-    ):
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy stale-ring: {why}")
+    )
 
 
-def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[Boundary]) -> None:
+def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[TensorLayout]) -> None:
     """Tell the user each module's blocks and delay, and what ranks send for a batch."""
     modules = ", ".join(
         f"{start}..{stop - 1} on rank {facts.rank_of(part)}, {facts.delay(part)} steps old"

@@ -13,31 +13,45 @@ Source: Yang et al., "Ouroboros: On Accelerating Training of Transformer-Based L
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.agreement import gather_tensors
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
-from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
+from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Inputs
-from hvfreeze.errors import NumericsError, RefusedError
+from hvfreeze.errors import RefusedError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.segments import Boundary, Segment, tensors_of
+from hvfreeze.model.segments import Segment, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update
 from hvfreeze.prefix.features import NOTHING_KEPT, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel, not_finite
+from hvfreeze.strategies.model_parallel import (
+    SIGNAL_BYTES,
+    block_digests,
+    clip,
+    cost_of_rank,
+    digest_of,
+    digests_of_all,
+    expect,
+    gather_model,
+    gradients_of,
+    optimizer_bytes,
+    optimizer_state,
+    put_optimizer_state,
+    receive,
+    signal,
+)
 from hvfreeze.strategies.schedules import stale_batch
 from hvfreeze.strategies.stale_ring.module import RingModule
 
@@ -89,11 +103,14 @@ class RingFacts:
 class StaleRing:
     """Trains this rank's modules; see `Strategy` for what its methods promise."""
 
+    cut: ClassVar[int] = 0
+    """No block is ever frozen."""
+    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: RingFacts
     modules: Mapping[int, RingModule]
     """This rank's, by number."""
     halves: Halves
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[TensorLayout]
     """Of a batch, by depth."""
     images: tuple[Inputs, Inputs]
     """In training and in evaluation; read on the first rank alone."""
@@ -114,8 +131,6 @@ class StaleRing:
     _expected: set[int] = field(default_factory=set)
     """Modules for which an error is on its way."""
     _signal_bytes: int = 0
-    _before: dict[str, int] = field(default_factory=dict)
-    """Bytes sent by lane before the run was resumed."""
 
     def __post_init__(self) -> None:
         end_set_up()
@@ -124,16 +139,6 @@ class StaleRing:
     def chain(self) -> Chain:
         """The whole model's; this rank has only its own modules' tensors."""
         return self.halves.chain
-
-    @property
-    def cut(self) -> int:
-        """No block is frozen."""
-        return 0
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return (MODEL,)
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches; those of the epoch before stay under way."""
@@ -164,7 +169,7 @@ class StaleRing:
         clock.enter("allreduce")
         loss, any_leaves, norm = self._agree(loss, leave=leave)
         clock.enter("optimizer")
-        self._clip(norm)
+        clip(gradients_of(self._named()), norm, self.clip_grad)
         self.update.make(rate)
         self.steps += 1
         self._expect()
@@ -190,21 +195,14 @@ class StaleRing:
 
     def check(self, *, step: int) -> str:
         """Return a digest over all blocks, equal wherever they lie. Collective."""
-        mine = {
-            block: digest_tensors(tensors_of(self.chain, (block, block + 1)))
-            for module in self.modules.values()
-            for block in range(*module.segment)
-        }
-        found: dict[int, str] = {}
-        for theirs in self.world.allgather_object(mine, name="ring.digest"):
-            found |= theirs
-        return hashlib.sha256("\n".join(found[block] for block in sorted(found)).encode()).hexdigest()
+        mine = [block for module in self.modules.values() for block in range(*module.segment)]
+        digests = block_digests(self.chain, mine)
+        found = digests_of_all(self.world, self.chain, digests, name="ring.digest", step=step)
+        return digest_of(found[block] for block in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield the model, put together on rank 0. Collective."""
-        found = gather_tensors(self.world, self._tensors(), name="ring.model")
-        order = self.chain.model.state_dict() if self.world.rank == 0 else {}
-        yield WholeModel(MODEL, {name: found[name] for name in order})
+        yield WholeModel(MODEL, gather_model(self.world, self.chain, self._tensors(), name="ring.model"))
 
     def state_dict(self) -> State:
         """Return this rank's modules, their optimizer state, and the batches that are under way."""
@@ -212,13 +210,11 @@ class StaleRing:
         own = {
             "ring": self.facts.identity(),
             "tensors": {name: tensor.detach() for name, tensor in self._tensors()},
-            "optimizer": {
-                name: dict(self.optimizer.state[p]) for name, p in self._named() if p in self.optimizer.state
-            },
+            "optimizer": optimizer_state(self.optimizer, self._named()),
             "steps": [self.steps, self._since],
             "passes": {part: module.state_dict() for part, module in self.modules.items()},
             "errors": dict(self._errors),
-            "counts": {"signals": self._signal_bytes, **self._bytes_sent()},
+            "counts": {"signals": self._signal_bytes, **self.wire.bytes_sent()},
         }
         return State({}, own)
 
@@ -235,19 +231,14 @@ class StaleRing:
             )
         for name, tensor in self._tensors():
             tensor.data = own["tensors"][name].detach().clone()
-        for name, parameter in self._named():
-            if name in own["optimizer"]:
-                kept = own["optimizer"][name].items()
-                self.optimizer.state[parameter] = {
-                    key: value.clone() if isinstance(value, Tensor) else value for key, value in kept
-                }
+        put_optimizer_state(self.optimizer, self._named(), own["optimizer"])
         self.steps, self._since = own["steps"]
         for part, module in self.modules.items():
             module.load_state_dict(own["passes"].get(part, {}))
         self._errors, self._expected = dict(own["errors"]), set()
         sent = dict(own["counts"])
         self._signal_bytes = sent.pop("signals")
-        self._before = {lane: sent[lane] - self.wire.counts[lane].bytes_sent for lane in sent}
+        self.wire.count_on(sent)
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -277,17 +268,14 @@ class StaleRing:
 
     def report(self) -> dict[str, Any]:
         """Return what was exchanged, and what each rank had and did. Collective."""
-        values = [value for state in self.optimizer.state.values() for value in state.values()]
         by_rank = {
             "parameter_bytes": sum(tensor.nbytes for _, tensor in self._tensors()),
-            "optimizer_bytes": sum(value.nbytes for value in values if isinstance(value, Tensor)),
+            "optimizer_bytes": optimizer_bytes(self.optimizer),
             "stash_bytes": sum(module.stash_bytes() for module in self.modules.values()),
             "waiting": sum(module.waiting for module in self.modules.values()),
-            "peak_memory_bytes": peak_memory_bytes(),
-            "cpu_seconds": self.clock.processor_seconds(),
-            "wait_seconds": sum(self.wire.counts[lane].wait_seconds for lane in LANES),
+            **cost_of_rank(self.clock, self.wire, LANES),
         }
-        mine = (by_rank, self._signal_bytes, self._bytes_sent())
+        mine = (by_rank, self._signal_bytes, self.wire.bytes_sent())
         ranks, others, every_sent = zip(*self.world.allgather_object(mine, name="ring.report"), strict=True)
         total = {lane: sum(each[lane] for each in every_sent) for lane in (*LANES, EVALUATION)}
         return {
@@ -351,7 +339,7 @@ class StaleRing:
             due = self._due(part)
             if due is not None:
                 boundary, source = self.boundaries[module.segment[1]], self.facts.rank_of(part + 1)
-                self.wire.expect((boundary.num_elements,), dtype=boundary.dtype, source=source, lane="errors", seq=due)
+                expect(self.wire, boundary, source=source, lane="errors", seq=due)
                 self._expected.add(part)
 
     def _collect(self) -> None:
@@ -376,26 +364,25 @@ class StaleRing:
         Raises:
             NumericsError: the loss or a gradient is not finite; on all ranks.
         """
-        gradients = [parameter.grad for _, parameter in self._named() if parameter.grad is not None]
-        sound, squares = all(bool(torch.isfinite(gradient).all()) for gradient in gradients), 0.0
-        if sound and self.clip_grad is not None and gradients:
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-            squares = float((torch.stack(norms) ** 2).sum())
-        finite = math.isfinite(loss)
-        # The first three are whole numbers, whose sums are exact, and all but one rank adds 0 to the loss.
-        numbers = [not finite, not sound, leave, loss if finite else 0.0, squares]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        losses, broken, leaving, total, squares = self.world.allreduce_sum(mine, name="ring.signals").tolist()
-        self._signal_bytes += mine.nbytes if self.world.size > 1 else 0
-        if losses or broken:
+        # All but one rank add 0 to the loss.
+        gradients = gradients_of(self._named())
+        told = signal(
+            self.world,
+            name="ring.signals",
+            loss=loss,
+            sound=all(bool(torch.isfinite(gradient).all()) for gradient in gradients),
+            gradients=gradients,
+            leave=leave,
+            with_norm=self.clip_grad is not None,
+        )
+        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
+        if told.broken_losses or told.broken_gradients:
             what = "the loss is not finite"
-            if not losses:
-                what = f"the gradients are not finite on {int(broken)} of {self.world.size} ranks"
-            raise NumericsError(
-                f"step {self.steps}: {what}; no update was made; lower --lr, raise --stale-after, or add --lr-warmup "
-                "or --clip-grad, and go on from the last checkpoint"
-            )
-        return total, bool(leaving), math.sqrt(squares)
+            if not told.broken_losses:
+                what = f"the gradients are not finite on {told.broken_gradients} of {self.world.size} ranks"
+            remedy = "lower --lr, raise --stale-after, or add --lr-warmup or --clip-grad"
+            raise not_finite(self.steps, what, remedy)
+        return told.loss, told.leave, math.sqrt(told.squares)
 
     def _weigh_tied(self) -> None:
         """Halve the gradients of parameters that both ends use, where that is asked for."""
@@ -403,12 +390,6 @@ class StaleRing:
             for name, parameter in self._named():
                 if name in self.facts.tied and parameter.grad is not None:
                     parameter.grad.mul_(0.5)
-
-    def _clip(self, norm: float) -> None:
-        if self.clip_grad is not None and norm > self.clip_grad:
-            for _, parameter in self._named():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.clip_grad / norm)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return what this rank holds."""
@@ -425,11 +406,5 @@ class StaleRing:
 
     def _get(self, depth: int, part: int, lane: str, seq: int) -> Tensor:
         """Return what the rank of module `part` has sent."""
-        boundary, source = self.boundaries[depth], self.facts.rank_of(part)
         with self.clock.within("allreduce"):
-            memory = self.wire.get((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq)
-        return boundary.formed(memory)
-
-    def _bytes_sent(self) -> dict[str, int]:
-        counts = self.wire.counts
-        return {lane: self._before.get(lane, 0) + counts[lane].bytes_sent for lane in counts}
+            return receive(self.wire, self.boundaries[depth], source=self.facts.rank_of(part), lane=lane, seq=seq)

@@ -15,26 +15,124 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.replica_sync import average_running_statistics, check_replicas, running_statistics
-from hvfreeze.comm.world import World
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.point_to_point import open_wire
+from hvfreeze.comm.replica_sync import average_running_statistics, running_statistics
+from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import NumericsError
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.model.mlp import Mlp
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.mlp import Mlp, mlp_of
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.model.steps import Call
 from hvfreeze.optim import Update, open_optimizer
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
-from hvfreeze.strategies.data_parallel import DataParallel, joined
-from hvfreeze.strategies.rounds import Rounds
-from hvfreeze.strategies.subnets.dealing import Deal, deal, put
-from hvfreeze.strategies.subnets.exchange import DEALT, LANES, RETURNED, SEEN, WHOLE, Exchange
+from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, not_finite
+from hvfreeze.strategies.build_parts import check_left_out
+from hvfreeze.strategies.data_parallel import joined, open_replicas
+from hvfreeze.strategies.rounds import Rounds, RoundStrategy
+from hvfreeze.strategies.subnets.dealing import DEALT, LANES, RETURNED, SEEN, WHOLE, Deal, Exchange, Table, deal, put
+
+
+class Place(NamedTuple):
+    """Where the MLP stands in a chain."""
+
+    mlp: Mlp
+    name: str
+    """Of the module, with a dot behind it; empty where it is the whole model."""
+    cut: int
+    """Blocks before it."""
+    before: tuple[Call, ...]
+    """What runs in its block before it."""
+
+
+def open_subnets(context: BuildContext, config: Config) -> Subnets:
+    """Return the strategy for a run. Collective.
+
+    Raises:
+        UsageError: settings do not go with subnets, the model has no MLP at its end, or it has too few neurons; on all
+            ranks.
+    """
+    world, settings = context.world, config.optimizer
+    place = raise_on_all_ranks(
+        world, lambda: find_mlp(context.chain, config, ranks=world.size), name="subnets.settings"
+    )
+    freeze = replace(config.freeze, freeze="static", cut=place.cut)
+    replica = open_replicas(context, replace(config, freeze=freeze), exchanging=LoneRank(world))
+    table = Table.of(place.mlp, size=world.size)
+    with torch.random.fork_rng(devices=[]):
+        narrow = Mlp(place.mlp.inputs, table.hand_sizes(world.rank), place.mlp.classes)
+    last = {name for name, _ in context.chain.named_parameters(len(context.chain.blocks) - 1)}
+    head = {name for name, _ in narrow.named_parameters() if f"{place.name}{name}" in last}
+    piece = Piece(narrow, settings, head)
+    exchange = Exchange(table, place.mlp, narrow, open_wire(world, LANES), rank=world.rank)
+    exchange.give_up_whole()
+    rounds = Rounds(world, config.strategy.steps_alone)
+    widths = " and ".join(map(str, table.hand_sizes(0)))
+    context.say(
+        f"subnets: {widths} of {' and '.join(map(str, table.widths))} hidden neurons a rank, dealt anew every "
+        f"{rounds.local_steps} steps; {2 * table.wire_bytes()} bytes a round over all ranks"
+    )
+    if place.cut and config.model.weights == "none":
+        context.say("note: the trunk keeps its random initialisation; --weights gives it one that was trained")
+    first = context.feed.epoch(0)[:1]
+    return Subnets(
+        replica,
+        world,
+        exchange.wire,
+        rounds,
+        place.mlp,
+        place.before,
+        piece,
+        exchange,
+        seed=config.run.seed,
+        _batches=first,
+    )
+
+
+def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
+    """Return where the MLP is; refuse settings that do not go with subnets, and models that do not."""
+    freeze, optimizer = config.freeze, config.optimizer
+    found = mlp_of(chain.model)
+    if found is None:
+        raise UsageError(
+            f"--strategy (subnets) deals out the hidden neurons of an MLP, and {config.model.model} has none: pass "
+            "--model mlp-512x512, or --head mlp-2048 for one on this model, whose own blocks are then frozen"
+        )
+    name, mlp = found
+    cut = len(chain.blocks) - 1 if name else 0
+    check_left_out(
+        "subnets",
+        ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), "all blocks before the MLP are frozen"),
+        ("cut", freeze.cut, freeze.cut in (None, cut), "all blocks before the MLP are frozen"),
+        ("shadow", freeze.shadow, freeze.shadow == "none", "there is no vote"),
+        ("statistics", freeze.statistics, freeze.statistics != "kept", "each rank normalises its own batches"),
+        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
+        ("optimizer", optimizer.optimizer, optimizer.optimizer == "sgd", "what others remember is other neurons'"),
+    )
+    least = min(mlp.widths)
+    if least < ranks:
+        flag, value = ("head", config.head.head) if name else ("model", config.model.model)
+        raise UsageError(
+            f"--{flag} ({value}) must have at least {ranks} neurons in each hidden layer, one for each rank, and one "
+            f"has {least}: give it more, or start fewer ranks"
+        )
+    if not name:
+        return Place(mlp, "", 0, ())
+    block = chain.blocks[-1]
+    if block.steps[-1] is not mlp or any(not own.startswith(f"{name}.") for own in block.parameter_names):
+        raise UsageError(
+            f"--blocks ({config.model.blocks}): the last block, {block.name}, must have no parameters beside the MLP; "
+            "choose blocks of which the MLP is one"
+        )
+    return Place(mlp, f"{name}.", cut, block.steps[:-1])
 
 
 @dataclass(eq=False)
@@ -45,7 +143,6 @@ class Piece:
     settings: OptimizerConfig
     head: Collection[str]
     """Names of the parameters that have the head's learning rate."""
-    head_lr: float
     update: Update = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +151,7 @@ class Piece:
     def begin(self) -> None:
         """Forget what the optimizer remembers of other neurons."""
         named = self.mlp.named_parameters()
-        optimizer = open_optimizer(named, self.settings, head=self.head, head_lr=self.head_lr)
+        optimizer = open_optimizer(named, self.settings, head=self.head)
         self.update = Update(optimizer, self.settings)
 
     def gradients_are_finite(self) -> bool:
@@ -64,19 +161,18 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Subnets:
-    """Trains pieces of an MLP on a frozen trunk, or on images; see `Strategy`."""
+class Subnets(RoundStrategy):
+    """Trains pieces of an MLP on a frozen trunk, or on images; see `Strategy`.
 
-    replica: DataParallel
-    """The whole model: the trunk's output, read or computed, and evaluation."""
+    The replica has the whole model: the trunk's output, read or computed, and evaluation. Its optimizer is not used.
+    """
+
     whole: Mlp
     """The last part of the replica's model; its parameters are there only while it is looked at."""
     before: Sequence[Call]
     """What stands between the trunk's output and the MLP; without parameters."""
     piece: Piece
     exchange: Exchange
-    rounds: Rounds
-    world: World
     seed: int
     """Of the deals."""
     _batches: list[Batch]
@@ -87,24 +183,6 @@ class Subnets:
     """Of the whole network, when it was looked at since the last step."""
     _shown: bool = False
     _collective_bytes: int = 0
-    _counts: Counter[str] = field(default_factory=Counter)
-    """Bytes that this rank sent before it was resumed, by lane."""
-
-    @property
-    def cut(self) -> int:
-        """Number of frozen blocks: all that stand before the MLP."""
-        return self.replica.cut
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The one model."""
-        return self.replica.models
-
-    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
-        if not training:
-            self._look()
-        self.replica.begin_epoch(batches, training=training)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make a step of this rank's piece alone; where a round begins and ends, all ranks meet.
@@ -132,23 +210,10 @@ class Subnets:
         self.rounds.end()
         return StepResult(result.losses, result.answers, leave=leaves)
 
-    def settle(self) -> None:
-        """Do nothing: whoever looks at the model sees it whole, with the pieces as they are."""
-
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the logits of an evaluation batch. Collective, unless the model is looked at already."""
         self._look()
         return self.replica.predict(batch)
-
-    def check(self, *, step: int) -> str:
-        """Return the digest of the whole model; raise where it is not equal on all ranks. Collective."""
-        self._look()
-        return check_replicas(self.replica.chain.model, self.world, step=step)
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the whole model. Collective."""
-        self._look()
-        yield from self.replica.whole_models()
 
     def state_dict(self) -> State:
         """Return what this rank owns and trains, and the place in the round; also while the whole is looked at."""
@@ -163,7 +228,7 @@ class Subnets:
             "freezer": self.replica.freezer.state_dict(),
             "batches": [[torch.from_numpy(b.ids), torch.from_numpy(b.views), b.labels] for b in self._batches],
             "statistics": self._statistics,
-            "counts": dict(self._sent()),
+            "counts": self.wire.bytes_sent(),
         }
         frozen = {name: tensor.detach() for name, tensor in tensors_of(self.replica.chain, (0, self.cut))}
         return State({"frozen": frozen, "other_bytes": self._collective_bytes}, own)
@@ -190,7 +255,8 @@ class Subnets:
         if own["batches"]:
             self._batches = [Batch(i.numpy(), v.numpy(), labels, len(i)) for i, v, labels in own["batches"]]
         self._statistics, self._shown = own["statistics"], False
-        self._collective_bytes, self._counts = shared["other_bytes"], Counter(own["counts"])
+        self._collective_bytes = shared["other_bytes"]
+        self.wire.count_on(own["counts"])
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -224,9 +290,7 @@ class Subnets:
 
     def report(self) -> dict[str, Any]:
         """Return what the replica reports, and how often, by how many bytes and for how much ranks met. Collective."""
-        table, sent = self.exchange.table, Counter[str]()
-        for theirs in self.world.allgather_object(dict(self._sent()), name="subnets.report"):
-            sent.update(theirs)
+        table, sent = self.exchange.table, self._sent_by_all()
         ranks = range(table.size)
         own = [4 * sum(math.prod(table.own_shape(p, rank)) for p in table.parameters) for rank in ranks]
         pieces = [sum(table.message_bytes(owner=owner, rank=rank) for owner in ranks) for rank in ranks]
@@ -244,10 +308,6 @@ class Subnets:
                 "piece_bytes": pieces,
             },
         }
-
-    def close(self) -> None:
-        """Keep what is cached and let go of all files."""
-        self.replica.close()
 
     def _deal(self) -> Deal:
         return deal(self.whole.widths, size=self.world.size, seed=self.seed, number=self.rounds.ended)
@@ -277,10 +337,7 @@ class Subnets:
             loss.backward()
         if not math.isfinite(value) or not self.piece.gradients_are_finite():
             what = "the gradients are" if math.isfinite(value) else "the loss is"
-            raise NumericsError(
-                f"step {step}: {what} not finite; no update was made; {self.replica.advice}, and go on from the last "
-                "checkpoint"
-            )
+            raise not_finite(step, f"{what} not finite", self.replica.advice)
         clock.enter("optimizer")
         self.piece.update.make(rate)
         clock.enter("data")
@@ -345,7 +402,3 @@ class Subnets:
                 ]
                 put(whole[p.name], indices, own["piece"]["weights"][p.name])
         return whole
-
-    def _sent(self) -> Counter[str]:
-        counts = self.exchange.wire.counts
-        return self._counts + Counter({lane: counts[lane].bytes_sent for lane in LANES})

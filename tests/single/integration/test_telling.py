@@ -11,7 +11,7 @@ from torch import nn
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.telling import tell
+from hvfreeze.integration.script_world import tell
 
 
 def silent(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:

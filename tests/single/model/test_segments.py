@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.segments import Boundary, block_seconds, cut_at, cut_evenly, dry_run, segment_bytes, work_of
+from hvfreeze.model.segments import block_seconds, cut_at, cut_evenly, segment_bytes, work_of
+from hvfreeze.strategies.model_parallel import dry_run
 
 
 def test_the_dearest_segment_is_as_cheap_as_can_be() -> None:
@@ -37,7 +39,7 @@ def test_given_cuts_are_taken_or_refused() -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 6, 1, 1), (1, 1, 3, 3)])
 def test_a_boundary_is_put_together_as_it_was(memory_format: torch.memory_format, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape).contiguous(memory_format=memory_format)
-    boundary = Boundary.of(x)
+    boundary = TensorLayout.of(x)
     sent = boundary.flat(x)
     assert sent.data_ptr() == x.data_ptr() and sent.is_contiguous() and sent.nbytes == boundary.num_bytes
     found = boundary.formed(sent.clone())
@@ -46,7 +48,7 @@ def test_a_boundary_is_put_together_as_it_was(memory_format: torch.memory_format
 
 def test_what_is_not_dense_travels_as_a_copy() -> None:
     x = torch.randn(4, 6)[:, ::2]
-    boundary = Boundary.of(x)
+    boundary = TensorLayout.of(x)
     assert torch.equal(boundary.formed(boundary.flat(x).clone()), x)
 
 

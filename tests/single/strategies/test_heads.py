@@ -78,7 +78,7 @@ def test_a_head_holds_nothing_of_the_trunk_and_has_its_own_number_of_classes() -
 
 def test_what_is_frozen_stays_as_it_is_in_training_mode() -> None:
     chain = build(3)
-    hold_still(chain, 0, 2)
+    hold_still(chain, 2)
     chain.model.train()
     before = [tensor.clone() for tensor in chain.model.state_dict().values()]
     x = torch.randn(5, 4)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.data.batches import Batch
-from hvfreeze.model.segments import Boundary
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
 
-BOUNDARIES = [Boundary((2, n), (n, 1), torch.float32) for n in (10, 7, 5, 3)]
+BOUNDARIES = [TensorLayout((2, n), (n, 1), torch.float32) for n in (10, 7, 5, 3)]
 THREE = ((0, 1), (1, 2), (2, 3))
 
 
@@ -48,7 +48,7 @@ def line(
     *,
     rank: int = 0,
     wire: Wire | None = None,
-    boundaries: Sequence[Boundary] = BOUNDARIES,
+    boundaries: Sequence[TensorLayout] = BOUNDARIES,
 ) -> Line:
     def load(batch: Batch) -> Tensor:
         seen.append(int(batch.ids[0]))
@@ -133,7 +133,7 @@ def test_what_a_rank_has_begun_to_receive_comes_however_early_the_line_is_ended(
     barrier = threading.Barrier(3)
 
     def work(rank: int) -> list[float]:
-        own = line(plan, [], rank=rank, wire=wires[rank], boundaries=[Boundary((1, 1), (1, 1), torch.float32)] * 4)
+        own = line(plan, [], rank=rank, wire=wires[rank], boundaries=[TensorLayout((1, 1), (1, 1), torch.float32)] * 4)
         found = []
         for first in (0, 10):
             own.begin([batch(first + number) for number in range(6)])

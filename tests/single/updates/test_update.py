@@ -30,8 +30,7 @@ def trained(net: nn.Module, update: Update, *, steps: int = 3, rate: float = 0.0
 def ours(**settings: Any) -> list[Tensor]:
     net, config = model(), OptimizerConfig(**{"lr": 0.05, "weight_decay": 0.1, **settings})
     head = {"2.weight", "2.bias"}
-    (head_lr,) = config.head_rates() or [config.lr]
-    return trained(net, Update(open_optimizer(net.named_parameters(), config, head=head, head_lr=head_lr), config))
+    return trained(net, Update(open_optimizer(net.named_parameters(), config, head=head), config))
 
 
 def plain(groups: Any, clip: float | None = None, *, kind: Any = torch.optim.SGD, **settings: Any) -> list[Tensor]:
@@ -82,7 +81,7 @@ def test_each_setting_is_pytorchs_own_bit_for_bit(settings: dict[str, Any], expe
 
 def test_a_heads_own_rate_follows_the_schedule() -> None:
     net, config = model(), OptimizerConfig(lr=0.05, head_lr="0.2")
-    update = Update(open_optimizer(net.named_parameters(), config, head={"2.weight"}, head_lr=0.2), config)
+    update = Update(open_optimizer(net.named_parameters(), config, head={"2.weight"}), config)
     trained(net, update, steps=1, rate=0.025)
     assert [group["lr"] for group in update.optimizer.param_groups] == [0.025, 0.1]
 
@@ -109,7 +108,7 @@ def test_each_optimizer_goes_on_bit_for_bit_from_its_state(name: str) -> None:
 
     def fresh() -> tuple[nn.Module, Update]:
         net = model()
-        optimizer = open_optimizer(net.named_parameters(), config, head={"2.weight", "2.bias"}, head_lr=0.02)
+        optimizer = open_optimizer(net.named_parameters(), config, head={"2.weight", "2.bias"})
         return net, Update(optimizer, config)
 
     (straight, whole), (stopped, half), (resumed, rest) = fresh(), fresh(), fresh()

@@ -1,0 +1,169 @@
+"""What strategies share whose ranks hold different blocks: messages, digests, signals, states and reports."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.cache.fingerprint import digest_tensors
+from hvfreeze.comm.agreement import TensorLayout, gather_tensors
+from hvfreeze.comm.point_to_point import Wire
+from hvfreeze.comm.resources import peak_memory_bytes
+from hvfreeze.comm.world import World
+from hvfreeze.errors import DivergedError
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.segments import RunBlocks, tensors_of
+from hvfreeze.runs.clock import PhaseClock
+
+Named = Iterable[tuple[str, nn.Parameter]]
+"""Parameters by name."""
+
+
+@torch.no_grad()
+def dry_run(run: RunBlocks, images: Tensor, *, depth: int) -> list[TensorLayout]:
+    """Return the layouts of what crosses between blocks: [d] is that behind the first d, for `images`, (B, C, H, W)."""
+    boundaries, x = [TensorLayout.of(images)], images
+    for block in range(depth):
+        x = run(x, block, block + 1)
+        boundaries.append(TensorLayout.of(x))
+    return boundaries
+
+
+def expect(wire: Wire, boundary: TensorLayout, *, source: int, lane: str, seq: int) -> None:
+    """Start to receive what a later `receive` with the same arguments returns."""
+    wire.expect((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq)
+
+
+def receive(wire: Wire, boundary: TensorLayout, *, source: int, lane: str, seq: int) -> Tensor:
+    """Return what rank `source` has sent, with the shape and strides of `boundary`."""
+    return boundary.formed(wire.get((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq))
+
+
+def block_digests(chain: Chain, blocks: Iterable[int]) -> dict[int, str]:
+    """Return a digest of each block's parameters and buffers."""
+    return {block: digest_tensors(tensors_of(chain, (block, block + 1))) for block in blocks}
+
+
+def digests_of_all(world: World, chain: Chain, mine: Mapping[Any, str], *, name: str, step: int) -> dict[Any, str]:
+    """Return the digests of all ranks together, by block or by what else they are of. Collective.
+
+    Raises:
+        DivergedError: ranks hold different values of one block after step `step`; on all ranks.
+    """
+    everyone = world.allgather_object(mine, name=name)
+    found: dict[Any, str] = {}
+    for rank, digests in enumerate(everyone):
+        for block, digest in digests.items():
+            if found.setdefault(block, digest) != digest:
+                other = next(r for r, theirs in enumerate(everyone) if block in theirs)
+                raise DivergedError(
+                    f"block {chain.blocks[block].name} differs between ranks {other} and {rank} after step {step}; "
+                    "parameters must change by updates only"
+                )
+    return found
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """Return one digest of several."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def gather_model(world: World, chain: Chain, mine: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
+    """Return on rank 0 the model's state_dict from what all ranks hold of it, elsewhere an empty dict. Collective."""
+    found = gather_tensors(world, mine, name=name)
+    return {key: found[key] for key in (chain.model.state_dict() if world.rank == 0 else {})}
+
+
+class StepSignals(NamedTuple):
+    """What all ranks together have told of a step, before its update."""
+
+    broken_losses: int
+    """How many losses are not finite."""
+    broken_gradients: int
+    """How many ranks have gradients that are not finite."""
+    leave: bool
+    """Whether some rank was asked to leave."""
+    loss: float
+    """The sum of losses."""
+    squares: float
+    """The squared norm of all gradients, 0 where it was not asked for."""
+
+
+SIGNAL_BYTES = 5 * 8
+"""That a rank hands over for `StepSignals`."""
+
+
+def signal(
+    world: World,
+    *,
+    name: str,
+    loss: float,
+    sound: bool,
+    gradients: Sequence[Tensor],
+    leave: bool,
+    with_norm: bool,
+) -> StepSignals:
+    """Tell all ranks of this rank's step, and return what all have told, equal on all ranks. Collective.
+
+    Args:
+        world: all ranks.
+        name: of the collective.
+        loss: this rank's part of the loss.
+        sound: whether all of this rank's gradients are finite.
+        gradients: this rank's.
+        leave: this rank was asked to leave.
+        with_norm: whether the gradients' norm is asked for.
+    """
+    squares, finite = 0.0, math.isfinite(loss)
+    if sound and with_norm and gradients:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        squares = float((torch.stack(norms) ** 2).sum())
+    # The first three are whole numbers, whose sums are exact.
+    mine = torch.tensor([not finite, not sound, leave, loss if finite else 0.0, squares], dtype=torch.float64)
+    losses, broken, leaving, total, squares = world.allreduce_sum(mine, name=name).tolist()
+    return StepSignals(int(losses), int(broken), bool(leaving), total, squares)
+
+
+def gradients_of(named: Named) -> list[Tensor]:
+    """Return the gradients that there are."""
+    return [parameter.grad for _, parameter in named if parameter.grad is not None]
+
+
+def clip(gradients: Iterable[Tensor], norm: float, most: float | None) -> None:
+    """Scale gradients of this norm down to `most`, where there is such a bound."""
+    if most is not None and norm > most:
+        for gradient in gradients:
+            gradient.mul_(most / norm)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
+    """Return what an optimizer remembers of parameters, by their names, so that other ranks can go on with it."""
+    return {name: dict(optimizer.state[p]) for name, p in named if p in optimizer.state}
+
+
+def put_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Undo `optimizer_state`, with copies."""
+    for name, parameter in named:
+        if name in state:
+            kept = state[name].items()
+            optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept}
+
+
+def optimizer_bytes(*optimizers: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of what optimizers remember."""
+    states = [state for one in optimizers if one is not None for state in one.state.values()]
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def cost_of_rank(clock: PhaseClock, wire: Wire, lanes: Iterable[str] | None = None) -> dict[str, float]:
+    """Return what a rank has used, for a strategy's report; waiting counts on `lanes`, by default on all."""
+    return {
+        "peak_memory_bytes": peak_memory_bytes(),
+        "cpu_seconds": clock.processor_seconds(),
+        "wait_seconds": wire.wait_seconds(lanes),
+    }

@@ -119,11 +119,9 @@ def works(results: Results, label: str) -> dict[int, float]:
 
 
 def lost(results: Results, name: str, way: str, epochs: int) -> Interval:
-    """Return accuracy against nothing frozen for as many epochs, or for the most that were made."""
-    against = label_of(name, NONE, epochs if epochs in EPOCHS[NONE] else LONGEST)
-    return paired_difference(
-        results.values(label_of(name, way, epochs), "test_accuracy"), results.values(against, "test_accuracy")
-    )
+    """Return accuracy against nothing frozen for as many epochs; of no runs where there are none as long."""
+    mine, theirs = (results.values(label_of(name, each, epochs), "test_accuracy") for each in (way, NONE))
+    return paired_difference(mine, theirs)
 
 
 def answers(results: Results) -> list[Answer]:
@@ -132,7 +130,8 @@ def answers(results: Results) -> list[Answer]:
     for name in made(results):
         ours = label_of(name, OURS, LONGEST)
         change, spent = lost(results, name, OURS, LONGEST), of_seeds(works(results, ours))
-        text = (
+        nothing = "It froze nothing. " if spent.mean > 0.99 * LONGEST else ""
+        text = nothing + (
             f"Against nothing frozen {shown(change, signed_points, count=True)} with {spent.mean / LONGEST:.2f} of the "
             f"work, {results.accuracy_text(ours)}."
         )
@@ -186,7 +185,7 @@ def row_of(results: Results, name: str, way: str, epochs: int) -> tuple[str, ...
         way,
         str(epochs),
         shown(results.mean(label, "test_accuracy"), percent, count=True),
-        "" if way == NONE else shown(change, signed_points),
+        "" if way == NONE or not change.n else shown(change, signed_points),
         f"{spent.mean:.1f}",
         results.cut_text(label),
         "" if way == NONE else judged(change, spent.mean / epochs),
@@ -196,7 +195,7 @@ def row_of(results: Results, name: str, way: str, epochs: int) -> tuple[str, ...
 def judged(change: Interval, part: float) -> str:
     """Return whether blocks were frozen too early, or late, in words; `part` is of the work of freezing nothing."""
     saved = f"saves {100 * (1 - part):.0f} %"
-    if 100 * change.mean < -TOO_EARLY:
+    if change.n and 100 * change.mean < -TOO_EARLY:
         return f"too early: loses {-100 * change.mean:.1f} points, {saved}"
     return saved if part < 1 else "nothing"
 

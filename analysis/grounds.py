@@ -271,7 +271,7 @@ def drawings(results: Results) -> list[Drawing]:
 
 
 SHARED = (
-    "Runs of 24 November 2026 (full fine-tuning with 8 epochs, seed 0, and of photographs) were made on a machine that "
+    "Runs of 24 November 2026 (full fine-tuning of photographs) were made on a machine that "
     "was shared with other work. Training time is that of all epochs, each at the pace of the run's quickest one with "
     "the same cut and batch: what an idle machine would take, at best. Accuracies are not touched by this; the clock's "
     "times are in rows.csv."

@@ -153,10 +153,7 @@ def of_subnets(results: Results) -> list[Answer]:
     for ranks in (2, MANY):
         ratio, reached, runs = against_replicas(results, "subnets-10", ranks)
         if runs:
-            text = (
-                f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy, with "
-                f"{shown(ratio, percent)} of the bytes that these sent until then. {changes(results, 'subnets', ranks)}"
-            )
+            text = f"{reach(ratio, reached, runs)} {changes(results, 'subnets', ranks)}"
             question = f"What do subnets of a perceptron save on {ranks} ranks?"
             fails = reached < runs or ratio.mean > FEW_BYTES
             found.append(Answer(question=question, text=text, n=runs, negative=fails))
@@ -168,13 +165,15 @@ def of_local_sgd(results: Results) -> list[Answer]:
     ratio, reached, runs = against_replicas(results, "local-sgd-10", 2)
     if not runs:
         return []
-    text = (
-        f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy"
-        f"{f', with {shown(ratio, percent)} of the bytes that these sent until then' if reached else ''}. "
-        f"{changes(results, 'local-sgd', 2)}"
-    )
+    text = f"{reach(ratio, reached, runs)} {changes(results, 'local-sgd', 2)}"
     question = "What does local SGD of a perceptron save on 2 ranks?"
     return [Answer(question=question, text=text, n=runs, negative=not reached)]
+
+
+def reach(ratio: Interval, reached: int, runs: int) -> str:
+    """Return how many runs reach the replicas' best accuracy, and with which part of their bytes."""
+    part = f", with {shown(ratio, percent)} of the bytes that these sent until then" if reached else ""
+    return f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy{part}."
 
 
 def changes(results: Results, kind: str, ranks: int) -> str:

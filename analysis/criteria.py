@@ -206,6 +206,7 @@ def drawings(results: Results) -> list[Drawing]:
         GROUNDS[name].words: [
             Way(way, [point(results, label_of(name, way, n)) for n in lengths if results.of(label_of(name, way, n))])
             for way, lengths in EPOCHS.items()
+            if any(results.of(label_of(name, way, n)) for n in lengths)
         ]
         for name in made(results)
     }

@@ -23,6 +23,8 @@ MOST_INSIDE, LEGEND_COLUMNS = 4, 4
 """More lines than these have their legend above the chart, where it hides none of them."""
 QUIET, QUIET_MARKERS = ("#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#999999"), "o^vPX"
 TICKS = (1.0, 2.0, 5.0)
+MOST_BESIDE = 3
+"""Panels, of which more stand in two rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ def draw_front(axes: Axes, results: Results) -> None:
 def ways_chart(
     panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str], x: str = "training time (s)"
 ) -> Figure:
-    """Return a panel for each title, side by side, with one legend; seconds on a logarithmic axis.
+    """Return a panel for each title, at most three side by side, with one legend; seconds on a logarithmic axis.
 
     Args:
         panels: title -> its ways; a label looks alike in every panel.
@@ -166,8 +168,10 @@ def ways_chart(
     labels = list(dict.fromkeys(way.label for ways in panels.values() for way in ways))
     looks = looks_of(labels, reference=reference, ours=ours)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.62 * WIDE), layout="constrained")
-        for axes, (title, ways) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        rows = 1 if len(panels) <= MOST_BESIDE else 2
+        figure = Figure(figsize=(WIDE, 0.62 * WIDE if rows == 1 else 0.8 * WIDE), layout="constrained")
+        places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
+        for (title, ways), axes in zip(panels.items(), places):
             for way in ways:
                 accuracies = [accuracy for _, accuracy in way.points]
                 axes.errorbar(
@@ -180,6 +184,8 @@ def ways_chart(
                 )
             axes.set(title=title, xlabel=x)
             set_log_scale(axes)
+        for axes in places:
+            axes.remove()
         figure.axes[0].set_ylabel("test accuracy (%)")
         handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
         chosen = [label for label in labels if label in handles]

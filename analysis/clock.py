@@ -22,13 +22,12 @@ from typing import Any
 from analysis.parts.clock_tables import readme
 from analysis.parts.peers import Cell, by_samples, cell_of, shortest
 from analysis.peers import PEERS, Ground
-from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
+from analysis.sweeps.kept import RESULTS, commit, machine, publish, texts_of
 from analysis.sweeps.launching import Site, command_of, follow
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import open_results
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
-from hvfreeze.runs.environment import facts_of_this_rank
 
 RANKS = (2, 1, 4)
 MEASURED_IN_FULL = 2
@@ -127,13 +126,6 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
         "test_accuracy": summary["test_accuracy"],
         "commit": commit(),
     }
-
-
-def machine() -> str:
-    """Return where and by what the rows are made, but for the source."""
-    known = facts_of_this_rank()
-    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
-    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from typing import Any
 
 from analysis.parts.growth_pages import RUNS, Line, growth_figure, kept, readme
 from analysis.sweeps.experiment import save_figure
-from analysis.sweeps.kept import RESULTS, commit, publish
+from analysis.sweeps.kept import RESULTS, commit, machine, publish
 from analysis.sweeps.launching import follow
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.runs.environment import facts_of_this_rank
 
 CLASSES = 100
 MEMORY_BYTES = 6 * 10**9
@@ -142,13 +141,6 @@ def image_words(run: Planned, folder: str, data_dir: Path | None, weights: Path 
     flags |= {"train-samples": run.rows} if run.rows < max(IMAGES) else {}
     words = [f"--{name}={value}" for name, value in flags.items()]
     return ["train", *words, "--quiet", f"--run-dir={folder}/run"]
-
-
-def machine() -> str:
-    """Return where and by what the runs are made, but for the source."""
-    known = facts_of_this_rank()
-    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
-    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
 
 
 if __name__ == "__main__":

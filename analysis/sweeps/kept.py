@@ -31,6 +31,7 @@ from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.report.tables import to_csv
+from hvfreeze.runs.environment import facts_of_this_rank
 from hvfreeze.runs.reading import TRAINING_PHASES, Run, check_values
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -353,6 +354,13 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f"{known}-dirty" if changed else known
+
+
+def machine() -> str:
+    """Return where and by what runs are made, but for the source."""
+    known = facts_of_this_rank()
+    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
 
 
 def git(*arguments: str) -> str:

@@ -8,15 +8,13 @@ from typing import Any
 
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import Preempted, RefusedError
+from hvfreeze.errors import RefusedError
 from hvfreeze.heads import centres, kernel
 from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.points import OwnPoints
-from hvfreeze.heads.solution import Stop
 from hvfreeze.prefix.features import Features
-from hvfreeze.strategies.data_parallel import DataParallel
 from tests.parallel.workers.checking import let_models_be_small, run_checks
-from tests.parallel.workers.runs import Runs
+from tests.parallel.workers.runs import Runs, stopped_solving
 
 BATCH = 16
 SETTINGS: dict[str, Any] = {
@@ -52,24 +50,7 @@ class Fetched:
 
 def stopped_in_the_solver(runs: Runs, name: str, *, at: str = "", **changes: Any) -> None:
     """Make a run that the last rank is asked to leave when all features are points, and a note has `at` in it."""
-    solve = DataParallel.solve_head
-
-    def solve_head(self: DataParallel, *args: Any, stop: Stop, **rest: Any) -> Any:
-        last = runs.world.rank == runs.world.size - 1
-
-        def stopping(rows: int, note: str = "") -> bool:
-            return stop(rows, note) or (last and rows == 0 and at in note)
-
-        return solve(self, *args, stop=stopping, **rest)
-
-    DataParallel.solve_head = solve_head  # type: ignore[method-assign]
-    try:
-        runs(name, **changes)
-    except Preempted:
-        return
-    finally:
-        DataParallel.solve_head = solve  # type: ignore[method-assign]
-    raise AssertionError("the run was not stopped")
+    stopped_solving(runs, name, when=lambda count, note: count == 0 and at in note, **changes)
 
 
 def check_points_that_are_kept_make_the_same_head_and_no_others_are_used(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +19,10 @@ from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
+from hvfreeze.heads.solution import Stop
 from hvfreeze.strategies import compression_choice
 from hvfreeze.strategies.compression_choice import CompressionTrial
+from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
@@ -84,6 +86,28 @@ def lines(directory: Path, name: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
     timed = ("seconds", "train_seconds", "images_per_second", "cache", "exchange")
     return [{key: value for key, value in row.items() if key not in timed} for row in rows]
+
+
+def stopped_solving(runs: Runs, name: str, *, when: Callable[[int, str], bool], **changes: Any) -> None:
+    """Make a run whose last rank is asked to leave `when` the solver's count of rows and note say so."""
+    solve = DataParallel.solve_head
+
+    def solve_head(self: DataParallel, *args: Any, stop: Stop, **rest: Any) -> Any:
+        last = runs.world.rank == runs.world.size - 1
+
+        def stopping(count: int, note: str = "") -> bool:
+            return stop(count, note) or (last and when(count, note))
+
+        return solve(self, *args, stop=stopping, **rest)
+
+    DataParallel.solve_head = solve_head  # type: ignore[method-assign]
+    try:
+        runs(name, **changes)
+    except Preempted:
+        return
+    finally:
+        DataParallel.solve_head = solve  # type: ignore[method-assign]
+    raise AssertionError("the run was not stopped")
 
 
 def interrupted(config: Config, world: World, *, after: int) -> None:

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 
 from hvfreeze.comm.world import World
-from hvfreeze.errors import Preempted
 from hvfreeze.heads import rows
-from hvfreeze.heads.solution import Stop
 from hvfreeze.strategies import data_parallel as strategy
-from hvfreeze.strategies.data_parallel import DataParallel
 from tests.parallel.workers.checking import let_models_be_small, run_checks, small_shufflenet
-from tests.parallel.workers.runs import Runs
+from tests.parallel.workers.runs import Runs, stopped_solving
 
 MODEL = "shufflenet_v2_x0_5"
 SAMPLES, BATCH = 130, 16
@@ -29,28 +26,6 @@ SETTINGS: dict[str, Any] = {
     "head_fit": "exact",
     "pool": 2,
 }
-
-
-def stopped(runs: Runs, name: str, **changes: Any) -> None:
-    """Make a run that the last rank is asked to leave while features are computed."""
-    solve = DataParallel.solve_head
-
-    def solve_head(self: DataParallel, *args: Any, stop: Stop, **rest: Any) -> Any:
-        last = runs.world.rank == runs.world.size - 1
-
-        def stopping(count: int, note: str = "") -> bool:
-            return stop(count, note) or (last and count > 2 * BATCH)
-
-        return solve(self, *args, stop=stopping, **rest)
-
-    DataParallel.solve_head = solve_head  # type: ignore[method-assign]
-    try:
-        runs(name, **changes)
-    except Preempted:
-        return
-    finally:
-        DataParallel.solve_head = solve  # type: ignore[method-assign]
-    raise AssertionError("the run was not stopped")
 
 
 def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(world: World) -> None:
@@ -69,7 +44,8 @@ def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(worl
     same["streamed, cached"] = runs("streamed-cached", cache="on")
     strategy.memory_budget = memory
     elsewhere = {"cache": "on", "cache_dir": str(root / "stopped-rows")}
-    stopped(runs, "stopped", **elsewhere)
+    # While features are computed.
+    stopped_solving(runs, "stopped", when=lambda count, note: count > 2 * BATCH, **elsewhere)
     same["resumed"] = runs("stopped", resume=True, **elsewhere)
     same["complete"] = runs("stopped", resume=True, **elsewhere)
     for name, summary in same.items():

@@ -382,7 +382,7 @@ class HeadConfig:
         None,
         "N",
         "with --head-fit kernel: training rows, evenly spread, that all are compared with; default: all of at most "
-        "100 000 rows, of more as many as take about as long",
+        "50 000 rows, of more as many as take about as long",
         read_by="kernel",
     )
 

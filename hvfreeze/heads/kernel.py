@@ -47,9 +47,9 @@ from hvfreeze.heads.kernel_choice import (
 )
 from hvfreeze.heads.landmarks import leading
 from hvfreeze.heads.moments import check_choice
-from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, everyones, marks_of, points_of
+from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, OwnPoints, everyones, marks_of, points_of
 from hvfreeze.heads.rows import WholeRows
-from hvfreeze.heads.solution import MirrorTrial, Solution, Stopped
+from hvfreeze.heads.solution import MirrorTrial, PenaltyTrial, Solution, Stopped
 
 
 class KernelHead(nn.Module):
@@ -99,7 +99,7 @@ MOST_LEFT_OUT = 1_000
 """Rows of which each is left out in turn: all of them choose then, which takes a tenth of a second on one core."""
 MOST_COMPARED = 5_000
 """Rows on which the penalty is chosen, held-out ones among them: more rows change the choice little."""
-ALL_COMPARED = 100_000
+ALL_COMPARED = 50_000
 """Rows that are all compared with each other; of more, centres are chosen."""
 FEWEST_CENTRES = 10_000
 """That are chosen where nobody says how many: with fewer of very many rows, accuracy is lost faster than time."""
@@ -148,6 +148,85 @@ CENTRE_BYTES = 48
 this rank, as they travel and of all."""
 
 
+class Chosen(NamedTuple):
+    """What is known of a head before it is fitted to all rows."""
+
+    mine: OwnPoints
+    """This rank's rows."""
+    marks: Marks
+    """Of all ranks' rows."""
+    choice: Choice
+    mirror: MirrorTrial | None
+    """Where mirror images were compared."""
+    taken: Tensor
+    """(N,) bool, the rows of all ranks that are to be fitted: without mirror images where these do not help."""
+    spent: Spent
+
+    @property
+    def trial(self) -> PenaltyTrial:
+        """Of the chosen penalty; only where there were several."""
+        return next(trial for trial in self.choice.trials if trial.penalty == self.choice.penalty)
+
+
+def choose_head(
+    rows: WholeRows,
+    *,
+    classes: int,
+    world: World,
+    memory_bytes: int,
+    penalties: Sequence[float] = PENALTIES,
+    trained: bool = False,
+    compare_mirrored: bool = False,
+    kept: KeptPoints | None = None,
+    read: Callable[[int], bool] = lambda rows: False,
+    watch: Callable[[str], bool] = lambda note: False,
+) -> Chosen | None:
+    """Return what rows say of a head that was not fitted to them; arguments and errors are `fit_kernel`'s. Collective.
+
+    None where some rank wants to stop before.
+    """
+    values = list(penalties)
+    if not values or min(values) <= 0 or len(set(values)) < len(values):
+        raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
+    mine = None if kept is None else kept.load()
+    if mine is None:
+        mine = points_of(rows, world=world, stop=read)
+        if mine is None:
+            return None
+        if kept is not None:
+            kept.keep(mine)
+    marks = marks_of(mine, world=world)
+    check_choice(int(marks.held_out.sum()), len(values))
+    few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1
+    part = everyones(mine.points, marks, marks.part(MOST_LEFT_OUT if few else MOST_COMPARED), world=world)
+    beside = beside_vectors(
+        memory_bytes, rows=len(marks.labels), columns=classes * len(values), classes=classes, world=world
+    )
+    choosing = partial(
+        chosen,
+        classes=classes,
+        penalties=values,
+        whole=len(part.labels) == len(marks.labels),
+        choosing=part.held_out if trained and part.held_out.any() else torch.ones_like(part.held_out),
+        open_gram=None if few else partial(Gram, world=world, memory_bytes=beside, watch=watch),
+        world=world,
+    )
+    found = choosing(part)
+    if found is None:
+        return None
+    everything = torch.ones_like(marks.mirrored)
+    if not (compare_mirrored and can_do_without(part)):
+        return Chosen(mine, marks, found.choice, None, everything, found.spent)
+    plain = ~part.mirrored
+    without = choosing(part.only(plain), choosing=choosing.keywords["choosing"][plain])
+    if without is None:
+        return None
+    mirror, spent = compared(found.choice, without.choice), found.spent + without.spent
+    if mirror.taken:
+        return Chosen(mine, marks, found.choice, mirror, everything, spent)
+    return Chosen(mine, marks, without.choice, mirror, ~marks.mirrored, spent)
+
+
 def fit_kernel(
     rows: WholeRows,
     *,
@@ -189,60 +268,33 @@ def fit_kernel(
         UsageError: several penalties and no held-out rows, penalties that are not above 0, or no rows.
         NumericsError: a feature is NaN or infinite.
     """
-    values = list(penalties)
-    if not values or min(values) <= 0 or len(set(values)) < len(values):
-        raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
-    mine = None if kept is None else kept.load()
-    if mine is None:
-        mine = points_of(rows, world=world, stop=read)
-        if mine is None:
-            return None
-        if kept is not None:
-            kept.keep(mine)
-    marks = marks_of(mine, world=world)
-    check_choice(int(marks.held_out.sum()), len(values))
-    few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1
-    part = everyones(mine.points, marks, marks.part(MOST_LEFT_OUT if few else MOST_COMPARED), world=world)
-    beside = partial(beside_vectors, memory_bytes, rows=len(marks.labels), world=world)
-    beside_them = beside(columns=classes * len(values), classes=classes)
-    open_gram = partial(Gram, world=world, memory_bytes=beside_them, watch=watch)
-    choosing = partial(
-        chosen,
+    ready = choose_head(
+        rows,
         classes=classes,
-        penalties=values,
-        whole=len(part.labels) == len(marks.labels),
-        choosing=part.held_out if trained and part.held_out.any() else torch.ones_like(part.held_out),
-        open_gram=None if few else open_gram,
         world=world,
+        memory_bytes=memory_bytes,
+        penalties=penalties,
+        trained=trained,
+        compare_mirrored=compare_mirrored,
+        kept=kept,
+        read=read,
+        watch=watch,
     )
-    found = choosing(part)
-    if found is None:
+    if ready is None:
         return None
-    spent, mirror, taken = found.spent, None, torch.ones_like(marks.mirrored)
-    if compare_mirrored and can_do_without(part):
-        plain = ~part.mirrored
-        without = choosing(part.only(plain), choosing=choosing.keywords["choosing"][plain])
-        if without is None:
-            return None
-        mirror, spent = compared(found.choice, without.choice), spent + without.spent
-        if not mirror.taken:
-            found, taken = without, ~marks.mirrored
+    mine, marks, choice, mirror, taken, spent = ready
     # Where mirror images are left out, this rank's own rows that are fitted.
     fitted, own = mine.used.clone(), taken[marks.own]
     fitted[mine.used] = own
     used = marks.only(taken)
-    share = Share(mine.points[own] if not own.all() else mine.points, used, classes, found.choice)
-    count = centres_for(len(used.labels), centres)
+    share = Share(mine.points[own] if not own.all() else mine.points, used, classes, choice)
+    count, columns = centres_for(len(used.labels), centres), classes * (1 + share.judged)
     if count < len(used.labels):
-        beside_them = beside_centres(
-            memory_bytes, centres=count, rows=len(share.points), columns=classes * (1 + share.judged), world=world
-        )
-    ends = Ends(tolerance, most_steps, beside_them, watch, kept)
-    end = (
-        compare_all(share, ends, world=world)
-        if count == len(used.labels)
-        else compare_some(count, share, ends, world=world)
-    )
+        beside = beside_centres(memory_bytes, centres=count, rows=len(share.points), columns=columns, world=world)
+        end = compare_some(count, share, Ends(tolerance, most_steps, beside, watch, kept), world=world)
+    else:
+        beside = beside_vectors(memory_bytes, rows=count, columns=columns, classes=classes, world=world)
+        end = compare_all(share, Ends(tolerance, most_steps, beside, watch, kept), world=world)
     if end is None:
         return None
     solution = replace(

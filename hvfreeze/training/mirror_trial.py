@@ -29,7 +29,7 @@ from hvfreeze.data.shards import Ids, stratified_subset
 from hvfreeze.data.views import MIRRORED
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import every_block
-from hvfreeze.heads.kernel import MOST_LEFT_OUT, fit_kernel
+from hvfreeze.heads.kernel import MOST_LEFT_OUT, choose_head
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.solution import MirrorTrial
 from hvfreeze.model.blocks import Chain
@@ -154,7 +154,7 @@ def find_out(
     with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
         rows, seen = raise_on_all_ranks(world, see, name="mirror")
     try:
-        fit = fit_kernel(
+        found = choose_head(
             rows,
             classes=int(labels.max()) + 1,
             world=world,
@@ -164,9 +164,9 @@ def find_out(
     except NumericsError:
         # On all ranks; training says what is wrong.
         return None
-    if fit is None or fit.mirror is None:
+    if found is None or found.mirror is None:
         return None
-    return Finding(fit.mirror, seen, float(np.bincount(labels[ids]).max() / len(ids)))
+    return Finding(found.mirror, seen, float(np.bincount(labels[ids]).max() / len(ids)))
 
 
 def own_ids(feed: TrainFeed, ids: Ids) -> Ids:

@@ -20,7 +20,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.data.decoding import Images
 from hvfreeze.heads.features import before_last_layer, pooled
-from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.kernel import choose_head
 from hvfreeze.heads.linear import fit_softmax
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
@@ -125,9 +125,9 @@ class Judge:
     def _solved(self, chain: Chain, seen: Seen) -> float:
         rows, (_, layer) = RowsInMemory(seen.every_block, seen.labels, seen.held), before_last_layer(chain)
         memory = memory_budget(self.world.local_size)
-        fit = fit_kernel(rows, classes=layer.out_features, world=self.world, memory_bytes=memory)
-        assert fit is not None and fit.chosen is not None, "nobody stops it"
-        return fit.chosen.held_out_loss
+        found = choose_head(rows, classes=layer.out_features, world=self.world, memory_bytes=memory)
+        assert found is not None, "nobody stops it"
+        return found.trial.held_out_loss
 
     @torch.no_grad()
     def _see(self, chain: Chain) -> Seen:

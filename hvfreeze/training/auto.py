@@ -31,8 +31,8 @@ from hvfreeze.training.evaluation import Score, Totals, mean, reduce
 from hvfreeze.training.guard import HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import StageFactory
-from hvfreeze.training.stages import TRY, Stage
-from hvfreeze.training.trial import LEAST_WORK, TUNED, judging
+from hvfreeze.training.stages import TRY, TRY_LONGER, Stage
+from hvfreeze.training.trial import LEAST_WORK, MANY, TUNED, judging
 
 WARMUP = 0.1
 """Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
@@ -46,6 +46,8 @@ LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
 MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
 """Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
+LONG = 4.0
+"""Epochs of tuning that are left where one more is tried before them."""
 SGD_RATE, SGD_BATCH = 0.05, 64
 """Of the way to tune by SGD that is tried beside AdamW's: BatchNorm's own statistics want larger batches."""
 BACKWARD = 3.0
@@ -63,7 +65,7 @@ class Costs:
     comparing: float = 0.0
     """Of a view of a sample with all views that a solution compares it with."""
     judging: float = 0.0
-    """Of a trial, for each sample that it tunes on."""
+    """Of judging a trial, for each sample of an epoch."""
 
     @property
     def full_step(self) -> float:
@@ -99,7 +101,7 @@ def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
         views=max(1, factory.augment(solved).num_views),
         frozen=sum(work[:cut]) / sum(work),
         comparing=compared * PAIR / max(sum(work), LEAST_WORK),
-        judging=judging(sum(work), samples=feed.plan.samples),
+        judging=judging(sum(work), samples=feed.plan.samples) / feed.plan.samples,
     )
     return stages_of(
         config,
@@ -198,12 +200,13 @@ def stages_of(
     half = max(2, settings.batch_size // 2)
     many = batches * settings.batch_size // half
     tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
+    longer = several and batches_per_epoch * settings.batch_size * replicas >= MANY
     ends_solved = last_solve
     if costs is not None:
         room, rounds = settings.epochs * costs.full_step - costs.solution, list[float]()
         # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
         for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
-            left = room - count * tries / many * (costs.tuning_step + costs.judging)
+            left = room - count * (tries / many * costs.tuning_step + costs.judging if tries else 0)
             each = costs.solution if ends_solved else 0.0
             rounds = epochs_of_rounds(
                 left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
@@ -215,6 +218,10 @@ def stages_of(
     for way in ways if tries and steps else ():
         small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
         stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
+    if longer and (costs is None or sum(steps) >= LONG * per_epoch):
+        stages.append(tune_stage(config, cut, steps=per_epoch, batches=batches, name=TRY_LONGER))
+        if costs is not None:
+            steps[-1] -= int(per_epoch * (1 + costs.judging / costs.tuning_step))
     for count in steps:
         tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=ends_solved)
         for way in ways[1:] if tries else ():
@@ -337,7 +344,7 @@ def begin_stage(job: Job) -> None:
     runner, guard, trying = job.stage_runner, job.guard, job.stage.is_trial
     chain, judge = runner.opened.chain, job.judge
     if trying and guard is not None and guard.before_trial is not None:
-        guard.after_first = copied(chain.model)
+        guard.after_first = copied(chain.model) if job.stage.name == TRY else None
         put_back(guard.before_trial, chain.model)
         if job.stage.config.optimizer.optimizer == "sgd":
             # The large weights of a solved layer would make gradients too large for its rate.
@@ -351,14 +358,15 @@ def begin_stage(job: Job) -> None:
         loss = judge.begin(chain)
     if guard is not None and trying:
         guard.trial.before = loss
-        if runner.trial_follows:
+        if runner.trials_to_come:
             guard.before_trial = copied(chain.model)
 
 
 def end_trial(job: Job, *, failed: bool = False) -> None:
     """Judge tuning after a stage that tries it, and after the last of them, whether and how it goes on. Collective.
 
-    Where it does not, or the first way is the better, the model goes back to that.
+    Where it does not, or the first way is the better, the model goes back to that. Of many samples an epoch is tried
+    where short trials gain nothing: what it gains, a long tuning gains more of.
 
     Args:
         job: the run.
@@ -374,27 +382,33 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
             loss = math.inf if failed else judge.loss(chain)
         except NumericsError:
             loss = math.inf
-    trial.after[f"{settings.optimizer} at {settings.lr:g}"] = loss if math.isfinite(loss) else math.inf
-    if runner.trial_follows and trial.is_promising:
+    way, longer = f"{settings.optimizer} at {settings.lr:g}", runner.stage.name == TRY_LONGER
+    trial.after[f"{way}, an epoch" if longer else way] = loss if math.isfinite(loss) else math.inf
+    if TRY in runner.trials_to_come and trial.is_promising:
         return
-    job.logger.info(trial.line(runner.stage.steps))
+    assert guard.best is not None and trial.before is not None
+    epoch_follows = TRY_LONGER in runner.trials_to_come and leaves_much(guard.best.verdict)
+    job.logger.info(trial.line(runner.stage.steps, epoch_follows=epoch_follows))
+    if not trial.pays and epoch_follows:
+        runner.leave_out(TRY)
+        return
     first, guard.before_trial, guard.after_first = guard.after_first, None, None
     if not trial.pays:
         runner.drop_rest()
         go_back(job)
         return
+    runner.leave_out(TRY_LONGER)
     if first is not None and trial.best == next(iter(trial.after)):
         put_back(first, chain.model)
     elif first is not None:
         runner.take_other_way()
-    assert guard.best is not None and trial.before is not None
-    if fell_much(trial.before, trial.loss) and leaves_much(guard.best.verdict):
+    if longer or (fell_much(trial.before, trial.loss) and leaves_much(guard.best.verdict)):
         tune_at_once(job)
 
 
 def tune_at_once(job: Job) -> None:
     """Make one tuning of those to come, and tell so. Equal on all ranks."""
-    job.logger.info("much is gained, and much is left to gain: one tuning takes all steps that are left")
+    job.logger.info("one tuning takes all steps that are left")
     job.stage_runner.tune_at_once()
 
 

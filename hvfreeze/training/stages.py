@@ -35,8 +35,8 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
     return base
 
 
-TRY = "try"
-"""Name of the stages that tell whether tuning pays."""
+TRY, TRY_LONGER = "try", "try longer"
+"""Names of the stages that tell whether tuning pays, and of one of an epoch, after short ones that do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Stage:
     @property
     def is_trial(self) -> bool:
         """Whether it tells whether tuning pays."""
-        return self.name == TRY
+        return self.name in (TRY, TRY_LONGER)
 
     @property
     def solves(self) -> bool:
@@ -196,10 +196,9 @@ class StageRunner:
         return not any(stage.steps for stage in self.stages[self.number + 1 :])
 
     @property
-    def trial_follows(self) -> bool:
-        """Whether the next stage tries another way to tune."""
-        coming = self.stages[self.number + 1 :]
-        return bool(coming) and coming[0].is_trial and coming[0].steps > 0
+    def trials_to_come(self) -> tuple[str, ...]:
+        """The names of the stages after this one that try tuning."""
+        return tuple(stage.name for stage in self.stages[self.number + 1 :] if stage.is_trial and stage.steps)
 
     def plan(self, steps: Sequence[int]) -> None:
         """Let the stages last so many steps each; the strategy that is open learns of it. Equal on all ranks."""
@@ -211,6 +210,11 @@ class StageRunner:
         after = range(self.number + 1, len(self.stages))
         report = self.report()
         self._enter(next(number for number in after if self.stages[number].steps), earlier=report)
+
+    def leave_out(self, name: str) -> None:
+        """Take their steps from the stages to come that are called so. Equal on all ranks."""
+        left_out = [number > self.number and stage.name == name for number, stage in enumerate(self.stages)]
+        self.plan([0 if left else stage.steps for left, stage in zip(left_out, self.stages, strict=True)])
 
     def drop_rest(self) -> None:
         """Take their steps from the stages to come: the run ends with the one under way. Equal on all ranks."""

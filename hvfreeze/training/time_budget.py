@@ -61,7 +61,7 @@ class Expected:
     judging: float = 0.0
     """Of a tuned model that no solution follows."""
     trial: float = 0.0
-    """Of a short tuning that is tried, and of judging it."""
+    """Of judging a tuning that is tried."""
     source: str
     """What the numbers were read from."""
 
@@ -353,7 +353,7 @@ class TimeBudget:
         if stage.solves:
             return self.expected.solve + self.expected.evaluation
         if stage.is_trial:
-            return self.expected.trial
+            return stage.steps * self._step(stage) + self.expected.trial
         return stage.steps * self._with_evaluations(stage) + self._ends(stages, number)
 
     def _ends(self, stages: Sequence[Stage], number: int) -> float:
@@ -362,8 +362,11 @@ class TimeBudget:
         return 0.0 if is_judged else self.expected.evaluation + self.expected.judging
 
     def _with_evaluations(self, stage: Stage) -> float:
-        step = self.expected.step * images_of_step(stage) / self._images
-        return max(1e-6, step + self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch))
+        evaluation = self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch)
+        return max(1e-6, self._step(stage) + evaluation)
+
+    def _step(self, stage: Stage) -> float:
+        return self.expected.step * images_of_step(stage) / self._images
 
     def _reserve(self) -> float:
         return RESERVED_SECONDS + RESERVED * self.seconds
@@ -395,7 +398,7 @@ def open_budget(
         step=timing.step * config.optimizer.accumulate,
         evaluation=timing.forward * evaluated,
         judging=timing.forward * judged,
-        trial=expected_trial(factory, stages, timing, images_of_step(trained)),
+        trial=expected_judging(factory, timing, images_of_step(trained)),
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
     return TimeBudget(
@@ -413,14 +416,11 @@ def images_of_step(stage: Stage) -> int:
     return stage.config.optimizer.batch_size * stage.config.optimizer.accumulate
 
 
-def expected_trial(factory: StageFactory, stages: Sequence[Stage], timing: Timing, images: int) -> float:
-    """Return the seconds of a trial and of judging it, by the timing of batches of so many images."""
-    stage = next((stage for stage in stages if stage.is_trial), None)
-    if stage is None:
-        return 0.0
+def expected_judging(factory: StageFactory, timing: Timing, images: int) -> float:
+    """Return the seconds of judging a trial, by the timing of batches of so many images of a rank."""
+    plan = factory.context.feed.plan
     forward = sum(work_of(factory.context.chain, torch.zeros(1, *factory.blueprint.image_shape)))
-    passes = judging(forward, samples=factory.context.feed.plan.samples)
-    return stage.steps * images_of_step(stage) / images * (timing.step + passes * timing.forward)
+    return judging(forward, samples=plan.samples) * timing.forward / (images * len(plan.shards))
 
 
 def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> float:

@@ -27,23 +27,36 @@ from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 
-FITTED, HELD_OUT, TUNED = 1024, 512, 1280
-"""Samples of all ranks, about, so that a trial on many samples costs no more than on few: those that heads are solved
-for, those that judge them, and those that the trial tunes on."""
+TUNED = 1280
+"""Samples of all ranks, about, that a trial tunes on, so that on many samples it costs no more than on few."""
+MANY = 32_768
+"""Samples of which an epoch may gain what a short trial cannot show, so that one is tried where that gains nothing."""
+FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 8192, 1 / 6
+"""Samples of all ranks, about, that heads are solved for, and which part of all they are between these; half as many
+judge them. Heads for few samples gain by what blocks have learned of other samples' labels, as one for all cannot."""
 LEAST_WORK = 5e7
 """Floating-point operations of a forward pass; one of fewer takes no less time, because it calls as many operators."""
-SEEN, SOLVED = 1.8, 9e8
-"""What judging a trial takes for each sample that it tunes on: forward passes, and floating-point operations of the
-forward pass in whose time the heads are solved, as measured."""
+SEEN, SOLVED = 1.5, 7.5e8
+"""What judging a trial takes for each sample that heads are solved for or judged by: forward passes, with a part of
+those before the first trial, and floating-point operations of the forward pass in whose time the heads are solved, as
+measured."""
 PENALTY = 0.01
 """Of the last layer under which tuning begins."""
 LEAST_GAIN = 0.04
 """Part by which the loss of held-out samples falls where tuning pays."""
 
 
+def seen_by(samples: int) -> tuple[int, int]:
+    """Return for how many of so many samples heads are solved, and how many others judge them."""
+    fitted = int(min(MOST_FITTED, max(FEWEST_FITTED, FITTED * samples)))
+    return fitted, fitted // 2
+
+
 def judging(forward: float, *, samples: int) -> float:
-    """Return what judging takes for each sample tuned on, in forward passes of so many floating-point operations."""
-    return SEEN + SOLVED * min(1.0, samples / (FITTED + HELD_OUT)) / max(forward, LEAST_WORK)
+    """Return what judging takes once, in forward passes of so many floating-point operations."""
+    rows = min(samples, sum(seen_by(samples)))
+    # Of few rows, fewer directions.
+    return rows * (SEEN + SOLVED * min(1.0, rows / sum(seen_by(0))) / max(forward, LEAST_WORK))
 
 
 @dataclass
@@ -75,14 +88,15 @@ class Trial:
         """After the best way."""
         return self.after[self.best]
 
-    def line(self, steps: int) -> str:
-        """Return it in words."""
+    def line(self, steps: int, *, epoch_follows: bool = False) -> str:
+        """Return it in words, where nothing is gained, with what follows."""
         found = " or ".join(
             f"{loss:.3f} ({way})" if math.isfinite(loss) else f"numbers that are not finite ({way})"
             for way, loss in self.after.items()
         )
         goes_on = f"blocks still gain, tuning goes on with {self.best}"
-        end = goes_on if self.pays else "no block gains, the solved head is kept"
+        stays = "too few to tell, an epoch is tried" if epoch_follows else "no block gains, the solved head is kept"
+        end = goes_on if self.pays else stays
         loss = f"the loss of held-out samples from {self.before:.3f} to {found}"
         return f"tried: {steps} steps of tuning change {loss}: {end}"
 
@@ -133,7 +147,7 @@ class Judge:
     def _see(self, chain: Chain) -> Seen:
         """Return the features of some samples that heads are solved for, and of some held-out ones."""
         plan = self.feed.plan
-        counts = [max(1, samples // (plan.batch_size * len(plan.shards))) for samples in (FITTED, HELD_OUT)]
+        counts = [max(1, count // (plan.batch_size * len(plan.shards))) for count in seen_by(plan.samples)]
         fitted = [(self.feed.images, batch) for batch in self.feed.epoch(0)[: counts[0]]]
         held = [(self.images, batch) for batch in self.held_out[: counts[1]]]
         steps, _ = before_last_layer(chain)

@@ -242,6 +242,18 @@ def paying(*, least: float) -> Iterator[None]:
 
 
 @contextmanager
+def many_samples(*, epoch_pays: bool) -> Iterator[None]:
+    """Let there be enough samples for a trial of an epoch, which alone may pay."""
+    before = auto.MANY, auto.LONG, auto.MUCH_LEFT, trial.Trial.pays
+    pays = property(lambda tried: epoch_pays and any(way.endswith("an epoch") for way in tried.after))
+    auto.MANY, auto.LONG, auto.MUCH_LEFT, trial.Trial.pays = 1, 1.0, 0.0, pays  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        auto.MANY, auto.LONG, auto.MUCH_LEFT, trial.Trial.pays = before  # type: ignore[misc]
+
+
+@contextmanager
 def rates_of(adamw: float, sgd: float) -> Iterator[None]:
     """Let the two ways that are tried have these learning rates; at 1e30 numbers are soon not finite."""
     ways_of = auto.ways_of
@@ -317,6 +329,24 @@ def check_ways(runs: Runs) -> None:
     assert chosen["adamw"]["parameter_digest"] != chosen["sgd"]["parameter_digest"]
     same = next(way for way in chosen if straight["trial"]["way"].startswith(way))
     assert chosen[same]["parameter_digest"] == straight["parameter_digest"], "the other way has left something behind"
+
+
+def check_longer_trials(runs: Runs) -> None:
+    """Make runs of which an epoch of tuning is tried, after short trials that gain nothing."""
+    given = {"weights": weights_of(runs), "epochs": 16}
+    solved = runs("solved", **given | {"epochs": 1})
+    with many_samples(epoch_pays=False):
+        tried = runs("nothing-pays", **given)
+    names = [stage["stage"] for stage in tried["stages"] if stage["steps"]]
+    assert names == ["solve", "try", "try longer"] and len(tried["trial"]["ways"]) == 2, tried["trial"]
+    assert tried["parameter_digest"] == solved["parameter_digest"], "the solution was not gone back to"
+    with many_samples(epoch_pays=True):
+        straight = runs("straight", **given)
+        names = [stage["stage"] for stage in straight["stages"] if stage["steps"]]
+        assert names == ["solve", "try", "try longer", "tune", "solve"], "one tuning, and one solution behind it"
+        assert straight["parameter_digest"] != solved["parameter_digest"]
+        stopped(runs, "trying-longer", counted(2, "step", stage=2), **given)
+        same_run(runs, runs("trying-longer", resume=True, **given), "trying-longer", straight)
 
 
 def check_budgets(runs: Runs) -> None:

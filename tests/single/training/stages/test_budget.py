@@ -204,7 +204,7 @@ PRETRAINED: dict[str, Any] = {"freeze": "auto", "weights": "some.pt"}
 
 def test_both_ways_are_tried_where_there_is_time_and_tuning_takes_the_rest(clock: Clock) -> None:
     began, given = clock.now, stages(**PRETRAINED)
-    budget = budget_of(clock, 60.0, trial=given[1].steps * STEP)
+    budget = budget_of(clock, 60.0, trial=given[1].steps * STEP / 2)
     planned = budget.plan(given)
     assert [stage.name for stage in planned] == ["solve", "try", "try", "tune", "solve", "back"]
     assert [stage.steps for stage in planned[1:3]] == [given[1].steps] * 2, "a trial is as long as ever"
@@ -219,8 +219,10 @@ def test_both_ways_are_tried_where_there_is_time_and_tuning_takes_the_rest(clock
 def test_ways_are_tried_only_where_an_epoch_of_tuning_has_time_too(
     clock: Clock, seconds: float, tried: int, solved: bool
 ) -> None:
-    began, budget = clock.now, budget_of(clock, seconds, trial=4.0)
-    planned = budget.plan(stages(**PRETRAINED))
+    # Steps of a trial have half batches.
+    given = stages(**PRETRAINED)
+    began, budget = clock.now, budget_of(clock, seconds, trial=4.0 - given[1].steps * STEP / 2)
+    planned = budget.plan(given)
     assert sum(stage.steps > 0 for stage in planned[1:3]) == tried
     assert planned[3].steps >= planned[3].steps_per_epoch
     assert (planned[0].steps, planned[4].steps > 0) == (20, solved), "the solution in front is always made"

@@ -9,7 +9,7 @@ import pytest
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import Costs, epochs_of_rounds, stages_of
 from hvfreeze.training.stages import Stage, single_stage
-from hvfreeze.training.trial import Trial, judging
+from hvfreeze.training.trial import MANY, Trial, judging
 
 COSTS = Costs(views=2, frozen=0.25, judging=3.0)
 DEEPEST = 5
@@ -25,7 +25,7 @@ def cost(stages: tuple[Stage, ...]) -> float:
     solutions = sum(stage.name == "solve" for stage in stages)
     tuned = sum(stage.batches(stage.steps) for stage in stages if stage.name in ("try", "tune"))
     tuned -= sum(stage.batches(stage.steps) / 2 for stage in stages if stage.name == "try")
-    judging = sum(COSTS.judging * stage.batches(stage.steps) / 36 for stage in stages if stage.name == "try")
+    judging = COSTS.judging * sum(stage.name == "try" for stage in stages)
     return (solutions * COSTS.solution + judging + tuned / 18 * COSTS.tuning_step) / COSTS.full_step
 
 
@@ -46,7 +46,10 @@ def test_stages_take_what_epochs_have_room_for_and_no_more(epochs: int) -> None:
 
 
 def test_where_no_solution_has_room_behind_it_the_tuned_model_itself_is_judged() -> None:
-    config, dear = from_dict({"freeze": "auto", "weights": "some.pt", "epochs": 4}), replace(COSTS, comparing=1.5)
+    config, dear = (
+        from_dict({"freeze": "auto", "weights": "some.pt", "epochs": 4}),
+        replace(COSTS, comparing=1.5, judging=1.0),
+    )
     stages = stages_of(config, batches_per_epoch=62, guarded_batches=56, cut=2, deepest=5, costs=dear, replicas=2)
     assert [stage.name for stage in stages] == ["solve", "try", "try", "tune", "back"]
     tuned = stages[3]
@@ -115,6 +118,20 @@ def test_a_trial_is_as_long_for_many_samples_as_for_few() -> None:
 def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_time() -> None:
     assert judging(1e6, samples=5000) == judging(2e7, samples=5000) > judging(1e9, samples=5000)
     assert judging(1e6, samples=60) < judging(1e6, samples=5000) / 4, "few samples are soon solved for"
+    assert judging(1e6, samples=50_000) == judging(1e6, samples=10**6) > 4 * judging(1e6, samples=5000)
+
+
+def test_of_many_samples_an_epoch_may_be_tried_where_short_trials_tell_too_little() -> None:
+    few = planned(epochs=16, batches=MANY // 32 - 1, guarded=900)
+    stages = planned(epochs=16, batches=MANY // 32, guarded=900)
+    names = [stage.name for stage in stages]
+    assert names == ["solve", "try", "try longer", *[stage.name for stage in few[2:]]] and "try longer" not in few
+    longer, tuned = stages[2], stages[3]
+    assert longer.is_trial and (longer.steps, longer.batches_per_epoch) == (900, 900) and longer.guarded
+    assert longer.config.optimizer == replace(tuned.config.optimizer, epochs=1, lr_warmup=90)
+    cheaper = sum(s.steps for s in few if s.name == "tune") - sum(s.steps for s in stages if s.name == "tune")
+    assert cheaper == pytest.approx(900 * (1 + COSTS.judging / COSTS.tuning_step), abs=2), "it takes their time"
+    assert "try longer" not in [s.name for s in planned(epochs=5, batches=MANY // 32, guarded=900)], "no room"
 
 
 def test_a_run_without_stages_is_one() -> None:

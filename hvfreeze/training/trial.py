@@ -29,7 +29,7 @@ from hvfreeze.model.modes import in_evaluation
 
 TUNED = 1280
 """Samples of all ranks, about, that a trial tunes on, so that on many samples it costs no more than on few."""
-MANY = 32_768
+MANY = 25_000
 """Samples of which an epoch may gain what a short trial cannot show, so that one is tried where that gains nothing."""
 FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 8192, 1 / 6
 """Samples of all ranks, about, that heads are solved for, and which part of all they are between these; half as many

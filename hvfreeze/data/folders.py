@@ -209,7 +209,7 @@ def files_below(folder: Path, others: Counter[str]) -> list[Image]:
                 for entry in entries:
                     if entry.name.startswith("."):
                         continue
-                    if entry.is_dir():
+                    if leads_to_folder(entry):
                         pending.append(f"{parent}{entry.name}/")
                     elif entry.name.lower().endswith(SUFFIXES):
                         images.append((f"{parent}{entry.name}", *size_and_time(entry)))
@@ -218,6 +218,14 @@ def files_below(folder: Path, others: Counter[str]) -> list[Image]:
         except OSError as error:
             raise unreadable(Path(error.filename or folder / parent), error) from error
     return images
+
+
+def leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; a link that leads nowhere, or to itself, is a file."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
@@ -271,6 +279,6 @@ def _hold_out(everything: Listing) -> tuple[dict[str, Listing], list[str]]:
 def _entries(folder: Path) -> list[tuple[str, bool]]:
     try:
         with os.scandir(folder) as entries:
-            return [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
+            return [(entry.name, leads_to_folder(entry)) for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise unreadable(folder, error) from error

@@ -5,6 +5,7 @@ Nothing here, nor what it imports at the top, loads torch: `hvfreeze --help` sho
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from hvfreeze.config.tree import Config
 
 INTERRUPTED = 130
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
+"""Error numbers of a standard output that takes no more."""
 GRACE_SECONDS = 10.0
 """How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
 
@@ -36,8 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return max(perform(words), flush_output())
     except HvfreezeError as error:
         return give_up(error)
-    except OSError:
+    except OSError as error:
         lost = flush_output()
+        # Output that is not buffered has nothing left to pass on. Errors of files have names.
+        if not lost and error.errno in OUTPUT_LOST and error.filename is None:
+            lost = output_lost(error)
         if not lost:
             raise
         return lost

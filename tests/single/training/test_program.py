@@ -147,6 +147,18 @@ def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) 
             assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_command_says_that_its_output_was_lost(unbuffered: str) -> None:
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "hvfreeze", "blocks", "squeezenet1_1"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, cwd=ROOT, env=variables, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 3 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stderr.endswith("hvfreeze: error: standard output cannot be written: No space left on device\n")
+
+
 @pytest.mark.usefixtures("copied")
 def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -218,7 +218,7 @@ class DistributedOptimizer(OptimizerWrapper):
             ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
         """
         self._stand_for(optimizer)
-        self.world = script_world(process_set, threads=torch.get_num_threads()) if world is None else world
+        self.world = script_world(process_set) if world is None else world
         report_errors(self.world)
         if process_set is not None and not process_set.included():
             settings = FreezeConfig()

@@ -174,7 +174,7 @@ def test_a_link_to_a_folder_that_it_lies_in_is_refused_by_name(tmp_path: Path, l
     if (link, target) == ("train/loop", "train/a"):
         assert "loop/0.png" in scan(tmp_path / "train").paths, "the same folder twice is no circle"
         return
-    with pytest.raises(RefusedError, match="is a link to .*, in which it lies itself; remove it"):
+    with pytest.raises(RefusedError, match=r"is a link to .*, in which it lies itself; remove it"):
         scan(tmp_path / "train")
 
 

@@ -6,6 +6,7 @@ Nothing here, nor what it imports at the top, loads torch: `hvfreeze --help` sho
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -33,6 +34,9 @@ GRACE_SECONDS = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of classes and files may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if words[:1] == ["train"] and not {"-h", "--help"} & set(words):
             return train(words)

@@ -159,6 +159,16 @@ def test_a_command_says_that_its_output_was_lost(unbuffered: str) -> None:
     assert ended.stderr.endswith("hvfreeze: error: standard output cannot be written: No space left on device\n")
 
 
+def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode("g\u00fct \u56fe ".encode() + b"\xff")
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    for words in (["train", *SMALL, "--run-dir", str(folder)], ["runs", str(tmp_path)]):
+        command = [sys.executable, "-m", "hvfreeze", *words]
+        ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0 and "g\\xfct \\u56fe" in ended.stdout, ended.stderr
+    assert os.fsencode(folder) in (folder / "log.txt").read_bytes()
+
+
 @pytest.mark.usefixtures("copied")
 def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -162,10 +162,12 @@ def test_a_command_says_that_its_output_was_lost(unbuffered: str) -> None:
 def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode("g\u00fct \u56fe ".encode() + b"\xff")
     variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    for words in (["train", *SMALL, "--run-dir", str(folder)], ["runs", str(tmp_path)]):
+    report = ["report", str(folder), "--out", str(tmp_path / "report")]
+    for words in (["train", *SMALL, "--run-dir", str(folder)], ["runs", str(tmp_path)], report):
         command = [sys.executable, "-m", "hvfreeze", *words]
         ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0 and "g\\xfct \\u56fe" in ended.stdout, ended.stderr
+        assert ended.returncode == 0, ended.stderr
+        assert words == report or "g\\xfct \\u56fe" in ended.stdout
     assert os.fsencode(folder) in (folder / "log.txt").read_bytes()
 
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hvfreeze.cli import parse, perform
@@ -34,9 +35,11 @@ GRACE_SECONDS = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of classes and files may have characters that the terminal's encoding lacks.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    # Names of classes and files may have characters that the terminal's encoding lacks. A launcher may have put a pipe
+    # in the place of a file, which then cannot tell where it is.
+    with suppress(OSError):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if words[:1] == ["train"] and not {"-h", "--help"} & set(words):
             return train(words)

@@ -24,23 +24,23 @@ _PUBLIC = {
     "train": "training.run",
 }
 _EARLIER = {
-    "BatchActivations": "integration.cached_loader",
-    "Cadence": "freezing.cadence",
-    "Chain": "model.blocks",
-    "Freezer": "freezing.freezer",
-    "PrefixActivations": "cache.activations",
-    "Reducer": "comm.reducer",
-    "SoloWorld": "comm.world",
-    "UsageError": "errors",
-    "Voter": "freezing.vote",
-    "World": "comm.world",
-    "broadcast_model": "comm.replica_sync",
-    "cut_into_blocks": "model.blocks",
-    "freeze_by_vote": "freezing.freezer",
-    "load": "inference.model",
-    "open_world": "comm.horovod_world",
+    "BatchActivations": "integration.cached_loader.BatchActivations",
+    "Cadence": "freezing.cadence.Cadence",
+    "Chain": "model.blocks.Chain",
+    "Freezer": "freezing.freezer.Freezer",
+    "PrefixActivations": "cache.activations.PrefixActivations",
+    "Reducer": "comm.reducer.Reducer",
+    "SoloWorld": "comm.world.SoloWorld",
+    "UsageError": "errors.UsageError",
+    "Voter": "freezing.vote.Voter",
+    "World": "comm.world.World",
+    "broadcast_model": "comm.replica_sync.broadcast_model",
+    "cut_into_blocks": "model.blocks.cut_into_blocks",
+    "freeze_by_vote": "freezing.freezer.freeze_by_vote",
+    "load": "inference.model.load_model",
+    "open_world": "integration.script_world.script_world",
 }
-"""Names that this module exported before, for one version."""
+"""Names that this module exported before, for one version; and where they are now."""
 
 __all__ = [*_PUBLIC]
 
@@ -50,8 +50,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"hvfreeze.{_PUBLIC[name]}"), name)
     if name not in _EARLIER:
         raise AttributeError(f"module 'hvfreeze' has no attribute '{name}'")
-    home, now = f"hvfreeze.{_EARLIER[name]}", "load_model" if name == "load" else name
-    better = "hvfreeze.load_model" if name == "load" else f"from {home} import {name}"
+    home, _, now = f"hvfreeze.{_EARLIER[name]}".rpartition(".")
+    better = f"hvfreeze.{now}" if now in _PUBLIC else f"from {home} import {now}"
     warnings.warn(f"hvfreeze.{name} will go in the next version: use {better}", DeprecationWarning, stacklevel=2)
     return getattr(importlib.import_module(home), now)
 

@@ -5,12 +5,15 @@ Nothing here, nor what it imports at the top, loads torch: `hvfreeze --help` sho
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hvfreeze.cli import parse, perform
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from hvfreeze.config.tree import Config
 
 INTERRUPTED = 130
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
+"""Error numbers of a standard output that takes no more."""
 GRACE_SECONDS = 10.0
 """How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
 
@@ -30,14 +35,22 @@ GRACE_SECONDS = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    # Names of classes and files may have characters that the terminal's encoding lacks. A launcher may have put a pipe
+    # in the place of a file, which then cannot tell where it is.
+    with suppress(OSError):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if words[:1] == ["train"] and not {"-h", "--help"} & set(words):
             return train(words)
         return max(perform(words), flush_output())
     except HvfreezeError as error:
         return give_up(error)
-    except OSError:
+    except OSError as error:
         lost = flush_output()
+        # Output that is not buffered has nothing left to pass on. Errors of files have names.
+        if not lost and error.errno in OUTPUT_LOST and error.filename is None:
+            lost = output_lost(error)
         if not lost:
             raise
         return lost

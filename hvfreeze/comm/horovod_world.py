@@ -238,7 +238,9 @@ class HorovodWorld(World):
 
 
 def open_world() -> World:
-    """Return this process's world: Horovod's under a launcher of several tasks, else alone.
+    """Return this process's world: Horovod's under a launcher of several tasks, else alone; for a whole program.
+
+    A loop of one's own opens it by `integration.script_world`, which also lets Horovod rest where cores are full.
 
     Raises:
         UsageError: a launcher started several tasks that cannot talk to each other.

@@ -186,7 +186,7 @@ def notes_on_others(folder: Path, others: Mapping[str, int]) -> list[str]:
 def images_below(folder: Path, others: Counter[str]) -> list[str]:
     """Return the images in a folder and its sub-folders, relative to it and sorted as bytes, as `scan` sees them.
 
-    Counts in `others` the files that are passed over, by suffix. Raises RefusedError where a folder cannot be read.
+    Counts in `others` the files that are passed over, by suffix. Raises RefusedError as `files_below` does.
     """
     return sorted((path for path, *_ in files_below(folder, others)), key=os.fsencode)
 
@@ -198,7 +198,8 @@ Image = tuple[str, int, int]
 def files_below(folder: Path, others: Counter[str]) -> list[Image]:
     """Return the images in a folder and its sub-folders, in any order; each file's size and time are asked for once.
 
-    Counts in `others` the files that are passed over, by suffix.
+    Counts in `others` the files that are passed over, by suffix. Raises RefusedError where a folder cannot be read, or
+    is a link to one that it lies in.
     """
     images: list[Image] = []
     pending = [""]
@@ -209,7 +210,9 @@ def files_below(folder: Path, others: Counter[str]) -> list[Image]:
                 for entry in entries:
                     if entry.name.startswith("."):
                         continue
-                    if entry.is_dir():
+                    if leads_to_folder(entry):
+                        if entry.is_symlink():
+                            refuse_circle(folder, f"{parent}{entry.name}")
                         pending.append(f"{parent}{entry.name}/")
                     elif entry.name.lower().endswith(SUFFIXES):
                         images.append((f"{parent}{entry.name}", *size_and_time(entry)))
@@ -218,6 +221,25 @@ def files_below(folder: Path, others: Counter[str]) -> list[Image]:
         except OSError as error:
             raise unreadable(Path(error.filename or folder / parent), error) from error
     return images
+
+
+def leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; a link that leads nowhere, or to itself, is a file."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def refuse_circle(folder: Path, link: str) -> None:
+    """Raise RefusedError where a link leads to a folder that it lies in: its images would come again and again.
+
+    `link` is relative to `folder`.
+    """
+    target = os.path.realpath(folder / link)
+    above = (os.path.realpath(folder / parent) for parent in Path(link).parents)
+    if any(os.path.commonpath((place, target)) == target for place in above):
+        raise RefusedError(f"{folder / link} is a link to {target}, in which it lies itself; remove it")
 
 
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
@@ -271,6 +293,6 @@ def _hold_out(everything: Listing) -> tuple[dict[str, Listing], list[str]]:
 def _entries(folder: Path) -> list[tuple[str, bool]]:
     try:
         with os.scandir(folder) as entries:
-            return [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
+            return [(entry.name, leads_to_folder(entry)) for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise unreadable(folder, error) from error

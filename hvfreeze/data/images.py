@@ -206,9 +206,12 @@ def is_plain(head: bytes) -> bool:
 
 
 def head_of(path: str) -> bytes:
-    """Return the first `HEAD_BYTES` of a file, or all of a smaller one."""
-    with open(path, "rb", buffering=0) as file:
-        return file.read(HEAD_BYTES)
+    """Return the first `HEAD_BYTES` of a file, or all of a smaller one; nothing of a pipe, without waiting for it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, HEAD_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def count_odd(source: FileSource, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,9 @@ def open_image(path: str | Path) -> Image.Image:
     Raises RefusedError, which names it, where the file cannot be read or is not an image.
     """
     try:
+        # Opening a pipe would wait for whoever writes to it, for ever where nobody does.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is no plain file")
         return Image.open(path)
     except UnidentifiedImageError as error:
         raise _damaged(path, error) from error
@@ -81,7 +86,7 @@ def _in_rgb(image: Image.Image, *, reading: int) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range; convert it to 8 bits")
+        raise ValueError(f"pixels of mode {image.mode} have no known range, convert it to 8 bits")
     # Straight to RGB, Pillow warns of palettes with transparency.
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
 

@@ -4,15 +4,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
-from hvfreeze.comm.horovod_world import open_world
 from hvfreeze.comm.replica_sync import broadcast_model
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.examples.data import digits
 from hvfreeze.freezing.freezer import freeze_by_vote
+from hvfreeze.integration.script_world import script_world
 from hvfreeze.torchvision_shim import torchvision
 
 EPOCHS = 6
-world = open_world()
+world = script_world()
 torch.manual_seed(0)
 mine = Subset(digits(512)[0], range(world.rank, 512, world.size))
 loader = DataLoader(mine, batch_size=32, shuffle=True, drop_last=True)

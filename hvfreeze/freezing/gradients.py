@@ -34,10 +34,9 @@ class GradientSums:
         """Begin an empty interval at another cut."""
         chain, (start, stop) = self.prefix.chain, self.prefix.held
         blocks = range(max(self.prefix.cut, start), min(stop, len(chain.blocks) - 1))
-        owners = [(block, p) for block in blocks for _, p in self.prefix.trained(block, block + 1)]
-        self._block_of = [block for block, _ in owners]
-        # What a script has switched off needs no memory until it is switched on.
-        self._sums = [torch.zeros_like(p) if p.requires_grad else torch.zeros(0) for _, p in owners]
+        self._block_of = [block for block in blocks for _ in self.prefix.trained(block, block + 1)]
+        # Where no gradient is added, as without votes, sums as large as the model are not there.
+        self._sums = [torch.zeros(0) for _ in self._block_of]
         self.restart()
 
     def restart(self) -> None:

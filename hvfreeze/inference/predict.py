@@ -27,6 +27,7 @@ from hvfreeze.inference.exits import Answering, answering
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.text import Drawing, tell_on
 from hvfreeze.report.tables import plural, to_csv, writing
+from hvfreeze.runs.reading import printable
 
 Decode = Callable[[int], PixelArray]
 """Returns the (3, H, W) uint8 pixels of sample 0..N-1, as the model's preparation gives them."""
@@ -70,11 +71,6 @@ def answers(
                 yield list(pixels), answer(applied.preparation.normalised(torch.from_numpy(whole)))[: len(found)]
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def printable(text: str) -> str:
-    """Return text that any output takes: bytes of file names that are no text become question marks."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def predict(

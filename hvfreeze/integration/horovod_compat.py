@@ -90,11 +90,11 @@ def scaling_of(op: Any, gradient_predivide_factor: float, *, size: int) -> Scali
     return Scaling.mean(size) if factor == 1.0 else Scaling(1 / factor, factor / size)
 
 
-def check_groups(num_groups: int, groups: Any) -> bool:
-    """Tell whether a script asks for groups of gradients.
+def check_groups(num_groups: int, groups: Any) -> None:
+    """Refuse groups of gradients that Horovod would refuse.
 
     Raises:
-        ArgumentError: as Horovod would refuse them.
+        ArgumentError: they are neither a number nor lists of parameters, or name one twice.
     """
     if num_groups:
         message = "num_groups is groups in Horovod since version 0.21"
@@ -108,7 +108,6 @@ def check_groups(num_groups: int, groups: Any) -> bool:
             raise ArgumentError("groups: a parameter may be in one of them only")
     elif asked is not None and (not isinstance(asked, int) or asked < 1):
         raise ArgumentError(f"groups ({asked!r}) must be a number, at least 1, or lists of parameters")
-    return asked is not None
 
 
 def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Tensor, str]:

@@ -44,6 +44,7 @@ from hvfreeze.integration.horovod_compat import (
     scaling_of,
 )
 from hvfreeze.integration.script_world import report_errors, script_world, tell
+from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs
 from hvfreeze.runs.reading import Move
 
@@ -77,6 +78,12 @@ def _take_over(optimizer: DistributedOptimizer) -> None:
             if earlier is not None:
                 earlier.let_go()
     _alive.append(weakref.ref(optimizer))
+
+
+def _outline(model: nn.Module, chain: Chain) -> dict[str, Any]:
+    """Return what must be equal on all ranks: the names of blocks, and each parameter's type and shape."""
+    shapes = {name: f"{str(p.dtype)[6:]} {list(p.shape)}" for name, p in model.named_parameters()}
+    return {"blocks": [block.name for block in chain.blocks], "parameter": shapes}
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -159,6 +166,20 @@ class DistributedOptimizer(OptimizerWrapper):
         world: the ranks that exchange gradients and vote.
     """
 
+    _synchronized = False
+    """Whether this step's gradients are averages already."""
+    _skips = False
+    """Whether the script is inside `skip_synchronize`."""
+    _began = False
+    """Whether ranks are known to have begun with equal parameters."""
+    _created = False
+    """Whether state was created for `hvd.broadcast_optimizer_state`."""
+    _told = False
+    """Whether a vote was told."""
+    _loss = math.nan
+    """This step's, where the script has reported it."""
+    _elsewhere: ChangedElsewhere | None = None
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -218,7 +239,7 @@ class DistributedOptimizer(OptimizerWrapper):
             ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
         """
         self._stand_for(optimizer)
-        self.world = script_world(process_set, threads=torch.get_num_threads()) if world is None else world
+        self.world = script_world(process_set) if world is None else world
         report_errors(self.world)
         if process_set is not None and not process_set.included():
             settings = FreezeConfig()
@@ -234,7 +255,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 num_epochs=num_epochs,
                 passes=backward_passes_per_step,
             )
-            self._grouped = check_groups(num_groups, groups)
+            check_groups(num_groups, groups)
             self._parameter_names = names_of(optimizer, named_parameters)
             self._blocks = FoundBlocks(
                 model,
@@ -268,17 +289,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
         self.reducer, self._model = self.freezer.reducer, model
         self.reducer.owner = self
-        shapes = {name: f"{str(p.dtype)[6:]} {list(p.shape)}" for name, p in model.named_parameters()}
-        check_equal(
-            self.world, "models", {"blocks": [block.name for block in self.freezer.chain.blocks], "parameter": shapes}
-        )
+        check_equal(self.world, "models", _outline(model, self.freezer.chain))
         self._blocks.tell_if_single()
-        if self._grouped:
+        if groups is not None or num_groups:
             tell(self.world, "groups has no effect: gradients travel in buckets of a few mebibytes in any case")
-        self._synchronized, self._skips, self._began, self._created = False, False, False, False
-        self._loss = math.nan
-        self._told = False
-        self._elsewhere: ChangedElsewhere | None = None
 
     def parameters(self) -> set[Tensor]:
         """Return all that it updates, the frozen ones too."""

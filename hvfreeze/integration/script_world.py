@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvfreeze.comm.cycle_time import advice_on_longer_rest, rest_longer_where_cores_are_full
@@ -106,15 +107,15 @@ _opened: dict[tuple[int, ...], HorovodWorld] = {}
 """The script's worlds, by the number of a process set and its ranks; the job's own by nothing."""
 
 
-def script_world(process_set: Any = None, *, threads: int | None = None) -> World:
+def script_world(process_set: Any = None, *, rests: bool = True) -> World:
     """Return the script's world, and start what it needs: Horovod too where the script has imported it.
 
     Collective: every rank of the job must call this, or of the process set.
 
     Args:
         process_set: one of Horovod's that has been added; None is all ranks. A rank outside of it is alone.
-        threads: that this rank computes with; None is not known yet. Where they fill the nodes, Horovod rests longer if
-            it is started here, and can then not be started anew; else a line tells what to set.
+        rests: where torch's threads fill the nodes, Horovod rests longer if it is started here, and can then not be
+            started anew, as `World.among` needs it; else a line tells what to set. False where their number changes.
 
     Raises:
         UsageError: a launcher started several tasks that cannot talk to each other, or the process set is not known.
@@ -123,11 +124,11 @@ def script_world(process_set: Any = None, *, threads: int | None = None) -> Worl
         raise UsageError(f"process_set ({process_set}) is not known to Horovod: hvd.add_process_set() comes before it")
     hvd: Any = sys.modules.get(HOROVOD)
     if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
-        return _running_world(hvd, None if process_set is hvd.global_process_set else process_set, threads)
+        return _running_world(hvd, None if process_set is hvd.global_process_set else process_set, rests)
     world = open_world()
     if isinstance(world, HorovodWorld):
-        if threads is not None:
-            for line in rest_longer_where_cores_are_full(world, threads):
+        if rests:
+            for line in rest_longer_where_cores_are_full(world, torch.get_num_threads()):
                 tell(world, line)
         _opened[()] = world
         # Before Horovod's own end, which was registered earlier: no thread may call MPI after it.
@@ -137,14 +138,14 @@ def script_world(process_set: Any = None, *, threads: int | None = None) -> Worl
     return world
 
 
-def _running_world(hvd: Any, process_set: Any, threads: int | None) -> World:
+def _running_world(hvd: Any, process_set: Any, rests: bool) -> World:
     if process_set is not None and (not process_set.included() or len(process_set.ranks) == 1):
         return SoloWorld()
     key = () if process_set is None else (process_set.process_set_id, *process_set.ranks)
     if key not in _opened:
         world = _opened[key] = RunningWorld(hvd, process_set, beside=next(iter(_opened.values()), None))
-        if process_set is None and threads is not None:
-            for line in advice_on_longer_rest(world, threads):
+        if process_set is None and rests:
+            for line in advice_on_longer_rest(world, torch.get_num_threads()):
                 tell(world, line)
     return _opened[key]
 

@@ -143,6 +143,11 @@ class Run:
         return plain and self.finished and self.final_cut == 0
 
 
+def printable(text: str) -> str:
+    """Return text that any output takes: bytes of file names that are no text become question marks."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def load_run(directory: str | os.PathLike[str]) -> Run:
     """Return what a run directory holds; a run that has not ended has no summary.
 
@@ -157,7 +162,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         raise RefusedError(f"{root / 'metrics.jsonl'} holds no epoch yet; report the run when its first epoch is over")
     ended = root / "summary.json"
     run = Run(
-        name=root.resolve().name,
+        name=printable(root.resolve().name),
         directory=root,
         config=read_config(root / "config.yaml"),
         environment=environment,
@@ -182,7 +187,7 @@ def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
     """Return the runs in the order given, each once; where names are equal, they include the parent folder."""
     runs = list({run.directory.resolve(): run for run in map(load_run, directories)}.values())
     names = [run.name for run in runs]
-    longer = [replace(run, name=f"{run.directory.resolve().parent.name}/{run.name}") for run in runs]
+    longer = [replace(run, name=f"{printable(run.directory.resolve().parent.name)}/{run.name}") for run in runs]
     return [long if names.count(run.name) > 1 else run for run, long in zip(runs, longer, strict=True)]
 
 

@@ -106,8 +106,9 @@ class Record:
 
     def log(self, text: str) -> None:
         """Append a message to log.txt, with the time; nothing is done where that is not possible."""
-        with suppress(OSError), open(open_own(self._log, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        with suppress(OSError), open(open_own(self._log, os.O_WRONLY | os.O_APPEND), "ab") as file:
+            # Names of files may be bytes that are no text.
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode("utf-8", "surrogateescape"))
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Append an epoch's line; numbers that are not finite become null."""

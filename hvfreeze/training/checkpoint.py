@@ -260,12 +260,20 @@ def restore(job: Job) -> int | None:
         RefusedError: the checkpoint is damaged, is another run's or model's, or is of another number of ranks and
             --resume-inexact was not given.
     """
-    world = job.world
-    size = None if job.config.run.resume_inexact else world.size
+    world, timed = job.world, job.config.run.budget_seconds() is not None
+    planned = job.config.freeze.auto or timed
+    size = None if job.config.run.resume_inexact or planned else world.size
 
     def find() -> Checkpoint | None:
         path = newest(directory_of(job)) if world.rank == 0 else None
-        return None if path is None else open_checkpoint(path, size=size)
+        opened = None if path is None else open_checkpoint(path, size=size)
+        if planned and opened is not None and opened.size != world.size:
+            raise RefusedError(
+                f"the checkpoint {path} was written by {opened.size} ranks, for which --freeze auto or --time-budget "
+                f"planned other steps than for {world.size}; resume on {opened.size}, or start anew in another "
+                "--run-dir"
+            )
+        return opened
 
     found = raise_on_all_ranks(world, find, name="checkpoint.read")
     described = world.broadcast_object((str(found.path), found.size) if found else None, name="checkpoint.described")
@@ -277,13 +285,10 @@ def restore(job: Job) -> int | None:
     shared = raise_on_all_ranks(
         world, lambda: own_run(job, unpacked(data, name=name), name=name), name="checkpoint.run"
     )
-    timed = job.config.run.budget_seconds() is not None
     job.stage_runner.load_state_dict(shared["course"], keeps_plan=timed)
     if wrote == world.size:
         own = dealt(world, lambda rank: found.section(1 + rank) if found else None)
     else:
-        if job.config.freeze.auto or timed:
-            raise other_size(wrote, world.size)
         redealing = raise_on_all_ranks(world, lambda: Redealing(job, shared, found), name="checkpoint.redealing")
         own = dealt(world, redealing.state_of)
         shared = redealing.shared()
@@ -342,16 +347,6 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
             f"them {now}; give the --epochs that it began with, or start anew in another --run-dir"
         )
     return shared
-
-
-def other_size(wrote: int, size: int) -> RefusedError:
-    """Return the refusal of stages that were planned for another number of ranks."""
-    error = RefusedError(
-        f"the checkpoint was written by {wrote} ranks, for which --freeze auto or --time-budget planned other steps "
-        f"than for {size}; resume on {wrote}, or start anew in another --run-dir"
-    )
-    error.everywhere = True
-    return error
 
 
 def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> None:

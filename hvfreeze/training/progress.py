@@ -38,7 +38,7 @@ class RunLogger:
             self._log(text)
         if self.prints:
             with suppress(OSError):
-                tqdm.write(text.partition("\n")[0], file=sys.stdout)
+                tqdm.write(encodable(text.partition("\n")[0]), file=sys.stdout)
                 sys.stdout.flush()
 
     def log_to(self, log: Callable[[str], None]) -> None:
@@ -46,6 +46,12 @@ class RunLogger:
         self._log = log
         for text in self._waiting:
             log(text)
+
+
+def encodable(text: str) -> str:
+    """Return text that standard output can show; characters that its encoding lacks are escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class Progress:

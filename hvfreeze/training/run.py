@@ -46,7 +46,7 @@ def train(config: Config) -> dict[str, Any]:
     Raises:
         HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
     """
-    world = script_world()
+    world = script_world(rests=False)
     report_errors(world)
     return run(config, world)
 

@@ -41,6 +41,7 @@ CHECKS: dict[str, list[Any]] = {
     "own_arguments": sizes(2, 3, of=(1, 2, 3)),
     "own_rest started": sizes(2, of=(2, 3)),
     "own_rest not-yet": sizes(3, of=(2, 3, 4)),
+    "own_rest loop": sizes(2, of=(2, 3, 4)),
     "own_drop_in running": sizes(2, 3, of=(2, 3, 4)),
     "own_optimizer running": sizes(2, 3, of=(2, 3)),
     "own_optimizer not-yet": sizes(1, of=(1, 4)),

@@ -53,7 +53,7 @@ def test_an_earlier_name_works_and_tells_where_it_is_now() -> None:
         with pytest.warns(DeprecationWarning, match=rf"hvfreeze\.{name} will go .*: use ") as told:
             found = getattr(hvfreeze, name)
         assert told[0].filename == __file__
-        assert found.__name__ == ("load_model" if name == "load" else name)
+        assert found.__name__ == {"load": "load_model", "open_world": "script_world"}.get(name, name)
     with pytest.warns(DeprecationWarning, match="use from hvfreeze.model.blocks import cut_into_blocks"):
         assert hvfreeze.cut_into_blocks is cut_into_blocks
     with pytest.warns(DeprecationWarning, match="use hvfreeze.load_model"):

@@ -45,6 +45,8 @@ from hvfreeze.strategies.build_parts import check_left_out
 LOSSES = ("cross-entropy", "balanced")
 MOST_TABLE_BYTES = 2**30
 MOST_NAMED = 8
+MOST_SHOWN = 80
+"""Characters of a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +71,29 @@ def read_files(path: Path) -> tuple[str, str]:
         RefusedError: a file cannot be read.
         UsageError: it is no plain YAML.
     """
-    text = read(path, MOST_TABLE_BYTES if path.suffix == ".csv" else MOST_BYTES)
     if path.suffix == ".csv":
-        return "", text
+        return "", read_table(path)
+    text = read(path, MOST_BYTES)
     named = parsed(text, path).get("labels")
-    return text, "" if named is None else read(path.parent / str(named), MOST_TABLE_BYTES)
+    return text, "" if named is None else read_table(path.parent / str(named))
+
+
+def read_table(path: Path) -> str:
+    """Return a CSV file's text, whose lines end as Python's do, or refuse the file."""
+    text = read(path, MOST_TABLE_BYTES).replace("\r\n", "\n").replace("\r", "\n")
+    lines = csv.reader(io.StringIO(text))
+    try:
+        header = next(lines, [])
+        for _ in lines:
+            pass
+    except csv.Error as error:
+        raise RefusedError(f"--tasks: line {lines.line_num} of {path} is no CSV: {error}") from error
+    if "sample" not in header:
+        raise RefusedError(
+            f"--tasks: the first line of {path} must name the columns, with commas and no spaces between them, as in "
+            f"split,sample,species; it is {text.partition(chr(10))[0][:MOST_SHOWN]!r}"
+        )
+    return text
 
 
 def read(path: Path, most_bytes: int) -> str:

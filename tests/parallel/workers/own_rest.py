@@ -1,6 +1,7 @@
 """Every rank, on a node of its own as far as hvfreeze sees, whose cores its threads fill, trains with a script's loop.
 
-`started` is by the script itself, which then hears what to set; `not-yet` is by hvfreeze, which sets it.
+`started` is by the script itself, which then hears what to set; `not-yet` is by hvfreeze, which sets it; in a `loop`
+without the optimizer too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.script_world import RunningWorld
+from hvfreeze.integration.script_world import RunningWorld, script_world
 from tests.parallel.workers.checking import run_checks
 
 RUNNING = sys.argv[2] == "started"
@@ -73,5 +74,8 @@ if __name__ == "__main__":
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     if RUNNING:
         hvd.init()
-    first = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-    run_checks(globals(), on=lambda world: world, world=first.world)
+    if sys.argv[2] == "loop":
+        opened = script_world()
+    else:
+        opened = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model).world
+    run_checks(globals(), on=lambda world: world, world=opened)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,11 @@ from tests.program import call, save_photos
 
 GONE = "train/a/05.png"
 """A link to a file that is no longer there."""
-BROKEN = ("train/a/03.png", GONE, "train/b/17.png", "test/b/01.png")
+CIRCLE = "train/a/07.png"
+"""A link to itself."""
+PIPE = "test/a/02.png"
+"""Whoever opens it waits for somebody who writes to it."""
+BROKEN = ("train/a/03.png", GONE, CIRCLE, "train/b/17.png", "test/b/01.png", PIPE)
 
 
 @pytest.fixture
@@ -24,7 +29,11 @@ def photos(tmp_path: Path) -> Path:
     folder = save_photos(tmp_path / "photos")
     (folder / GONE).unlink()
     (folder / GONE).symlink_to("nowhere.png")
-    for name in set(BROKEN) - {GONE}:
+    for name in (CIRCLE, PIPE):
+        (folder / name).unlink()
+    (folder / CIRCLE).symlink_to(Path(CIRCLE).name)
+    os.mkfifo(folder / PIPE)
+    for name in set(BROKEN) - {GONE, CIRCLE, PIPE}:
         intact = (folder / name).read_bytes()
         (folder / name).write_bytes(b"no image" if "a" in name else intact[: len(intact) // 2])
     return folder
@@ -36,10 +45,12 @@ def test_one_message_names_the_broken_images_of_both_splits(photos: Path) -> Non
         partial(load_pixels, part, np.arange(len(part)), budget_bytes=10**9, workers=2)
         for part in (splits.train, splits.test)
     ]
-    with pytest.raises(BrokenImagesError, match=r"^4 images cannot be used: .*; --skip-bad leaves out") as refusal:
+    with pytest.raises(BrokenImagesError, match=r"^6 images cannot be used: .*; --skip-bad leaves out") as refusal:
         all_loaded(*loads)
     assert all(str(photos / name) in str(refusal.value) for name in BROKEN)
-    with pytest.raises(BrokenImagesError, match=r"01.png is not an intact image .*; restore or remove it; --skip-bad"):
+    with pytest.raises(
+        BrokenImagesError, match=r"^2 images .*02.png .*no plain file.*01.png is not an intact image .*; --skip-bad"
+    ):
         all_loaded(loads[1])
 
 
@@ -53,7 +64,7 @@ def test_of_many_broken_images_some_are_named() -> None:
 def test_every_broken_image_is_found_by_whoever_has_its_share(photos: Path) -> None:
     train = open_data("imagefolder", photos).train
     whole = find_broken(train, workers=2)
-    assert sorted(whole) == [3, 5, 24 + 17]
+    assert sorted(whole) == [3, 5, 7, 24 + 17]
     parts = [find_broken(train, share=share, shares=3) for share in range(3)]
     assert {row: why for part in parts for row, why in part.items()} == whole
 
@@ -65,7 +76,7 @@ def test_a_run_leaves_broken_images_out_where_that_is_asked_for(photos: Path, tm
     assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
     assert all(str(photos / name) in refused.stderr for name in BROKEN) and "--skip-bad" in refused.stderr
     outcome = call("train", *flags, "--skip-bad")
-    assert outcome.returncode == 0 and "4 images cannot be decoded and are left out" in outcome.stdout, str(outcome)
+    assert outcome.returncode == 0 and "6 images cannot be decoded and are left out" in outcome.stdout, str(outcome)
     said = call("evaluate", str(tmp_path / "run")).stdout
-    assert "on 7 test samples" in said and "as the run reported" in said
+    assert "on 6 test samples" in said and "as the run reported" in said
     assert hvfreeze.load_model(tmp_path / "run").classes == ("a", "b")

@@ -162,3 +162,25 @@ def test_a_val_folder_beside_test_is_not_used_and_that_is_said(tmp_path: Path) -
     for name in ("test/a", "test/b"):
         write_image(tmp_path / name / "1.png")
     assert find_splits(tmp_path)[1] == [f"{tmp_path / 'val'} is not used: accuracy is on {tmp_path / 'test'}"]
+
+
+@pytest.mark.parametrize("link", ["train/a/loop", "train/loop"])
+@pytest.mark.parametrize("target", ["train", "train/a", ".", "outside"])
+def test_a_link_to_a_folder_that_it_lies_in_is_refused_by_name(tmp_path: Path, link: str, target: str) -> None:
+    for name in ("train/a/0.png", "train/b/0.png", "test/a/0.png", "test/b/0.png", "outside/0.png"):
+        write_image(tmp_path / name)
+    (tmp_path / "outside" / "back").symlink_to(tmp_path / link.rpartition("/")[0])
+    (tmp_path / link).symlink_to(tmp_path / target)
+    if (link, target) == ("train/loop", "train/a"):
+        assert "loop/0.png" in scan(tmp_path / "train").paths, "the same folder twice is no circle"
+        return
+    with pytest.raises(RefusedError, match=r"is a link to .*, in which it lies itself; remove it"):
+        scan(tmp_path / "train")
+
+
+def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path: Path) -> None:
+    for name in ("train/a/0.png", "train/b/0.png", "elsewhere/more/1.png"):
+        write_image(tmp_path / name)
+    (tmp_path / "train" / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "train" / "c").symlink_to(tmp_path / "elsewhere" / "more")
+    assert scan(tmp_path / "train").paths == ("a/0.png", "a/linked/more/1.png", "b/0.png", "c/1.png")

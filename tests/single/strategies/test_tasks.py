@@ -126,6 +126,27 @@ def test_tables_that_lack_labels_are_refused(table: str, message: str) -> None:
         read_labels([Task(name="a", column="a", lr=1.0, seed=0)], table, corpus())
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("split;sample;a\ntrain;0;x\n", r"must name the columns, with commas.*it is 'split;sample;a'"),
+        ("split, sample, a\ntrain,0,x\n", "no spaces between them.*it is 'split, sample, a'"),
+        ("", "must name the columns.*it is ''"),
+        ('sample,a\n0,"' + "x" * 200000, "line 2 of .* is no CSV: field larger than"),
+    ],
+)
+def test_tables_that_other_programs_write_otherwise_are_refused(table: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(table)
+    with pytest.raises(RefusedError, match=message):
+        named(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_of_a_table_may_end_in_any_way(end: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(end.join(["sample,a", "0,x", "1,y", ""]).encode())
+    assert read_files(tmp_path / "t.csv") == ("", "sample,a\n0,x\n1,y\n")
+
+
 def table_of(samples: Corpus, *, test: str) -> str:
     lines = [f"train,{row},{'odd' if row % 2 else 'even'}" for row in range(len(samples.train))]
     lines += [f"test,{row},{'odd' if row % 2 else test}" for row in range(len(samples.evaluated))]

@@ -147,6 +147,30 @@ def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) 
             assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_command_says_that_its_output_was_lost(unbuffered: str) -> None:
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "hvfreeze", "blocks", "squeezenet1_1"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, cwd=ROOT, env=variables, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 3 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stderr.endswith("hvfreeze: error: standard output cannot be written: No space left on device\n")
+
+
+def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode("g\u00fct \u56fe ".encode() + b"\xff")
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    report = ["report", str(folder), "--out", str(tmp_path / "report")]
+    for words in (["train", *SMALL, "--run-dir", str(folder)], ["runs", str(tmp_path)], report):
+        command = [sys.executable, "-m", "hvfreeze", *words]
+        ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert words == report or "g\\xfct \\u56fe" in ended.stdout
+    assert os.fsencode(folder) in (folder / "log.txt").read_bytes()
+
+
 @pytest.mark.usefixtures("copied")
 def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"

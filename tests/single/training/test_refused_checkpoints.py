@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 
@@ -75,6 +76,21 @@ def test_the_program_refuses_a_checkpoint_of_another_model_or_setting(finished: 
         forged_state = {**shared, "run": {**shared["run"], leaf: other}}
         checkpoint.save(newest.parent, [checkpoint.packed(forged_state), checkpoint.packed(own)], step=opened.step)
         refused(folder, f"another run's ({leaf}: {other!r} there, {before!r} here)")
+
+
+@pytest.mark.parametrize("inexact", [[], ["--resume-inexact"]])
+def test_a_run_of_stages_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[str], tmp_path: Path) -> None:
+    words = "train --model resnet20 --train-samples 60 --batch-size 8 --epochs 1 --freeze auto --threads 1"
+    flags = [*words.split(), "--run-dir", str(tmp_path)]
+    assert call(*flags).returncode == 0
+    newest = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    opened = checkpoint.open_checkpoint(newest, size=1)
+    shared, own = (opened.section(number) for number in range(2))
+    checkpoint.save(newest.parent, [shared, own, own], step=opened.step)
+    outcome = call(*flags, "--resume", *inexact)
+    assert outcome.returncode == 3 and "--resume-inexact" not in outcome.stderr, str(outcome)
+    assert "written by 2 ranks" in outcome.messages[0] and "resume on 2, or start anew" in outcome.messages[0]
 
 
 def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others_of_their_size(tmp_path: Path) -> None:

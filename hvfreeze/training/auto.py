@@ -48,8 +48,9 @@ MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
 """Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
 LONG = 4.0
 """Epochs of tuning that are left where one more is tried before them."""
-SGD_RATE, SGD_BATCH = 0.05, 64
-"""Of the way to tune by SGD that is tried beside AdamW's: BatchNorm's own statistics want larger batches."""
+SGD_RATE, LARGER_BATCH = 0.05, 64
+"""Of the way to tune by SGD that is tried beside AdamW's: BatchNorm's own statistics want larger batches. Of many
+samples AdamW takes such ones too: its updates then take half the time, and there are enough of them."""
 BACKWARD = 3.0
 """What the backward pass and the update take, in forward passes of the same blocks, as measured."""
 
@@ -135,7 +136,7 @@ def ways_of(config: Config) -> tuple[Config, ...]:
         return (config,)
     decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
     usual = leaves()["batch_size"][1].metadata["auto"]
-    batch = SGD_BATCH if settings.batch_size == usual else settings.batch_size
+    batch = LARGER_BATCH if settings.batch_size == usual else settings.batch_size
     sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay, batch_size=batch)
     statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
     return (
@@ -201,6 +202,8 @@ def stages_of(
     many = batches * settings.batch_size // half
     tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
     longer = several and batches_per_epoch * settings.batch_size * replicas >= MANY
+    if longer and settings.batch_size == leaves()["batch_size"][1].metadata["auto"]:
+        ways = (replace(ways[0], optimizer=replace(settings, batch_size=LARGER_BATCH)), *ways[1:])
     ends_solved = last_solve
     if costs is not None:
         room, rounds = settings.epochs * costs.full_step - costs.solution, list[float]()
@@ -218,20 +221,24 @@ def stages_of(
     for way in ways if tries and steps else ():
         small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
         stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
+
+    def tuned_by(way: Config, count: int, **terms: Any) -> Stage:
+        """Return a stage of as many epochs as `count` steps of the run's own batches are."""
+        own = batches * settings.batch_size // way.optimizer.batch_size
+        if own == 0:
+            # Too few samples for a larger batch.
+            way, own = replace(way, optimizer=replace(way.optimizer, batch_size=settings.batch_size)), batches
+        lasts = max(1, count * way.optimizer.steps_per_epoch(own) // per_epoch)
+        return tune_stage(way, cut, steps=lasts, batches=own, **terms)
+
     if longer and (costs is None or sum(steps) >= LONG * per_epoch):
-        stages.append(tune_stage(config, cut, steps=per_epoch, batches=batches, name=TRY_LONGER))
+        stages.append(tuned_by(ways[0], per_epoch, name=TRY_LONGER))
         if costs is not None:
             steps[-1] -= int(per_epoch * (1 + costs.judging / costs.tuning_step))
     for count in steps:
-        tuned = tune_stage(config, cut, steps=count, batches=batches, guarded=guarded, is_followed=ends_solved)
+        tuned = tuned_by(ways[0], count, guarded=guarded, is_followed=ends_solved)
         for way in ways[1:] if tries else ():
-            own = batches * settings.batch_size // way.optimizer.batch_size
-            if own == 0:
-                # Too few samples for a larger batch.
-                way, own = replace(way, optimizer=replace(way.optimizer, batch_size=settings.batch_size)), batches
-            lasts = max(1, count * way.optimizer.steps_per_epoch(own) // per_epoch)
-            other = tune_stage(way, cut, steps=lasts, batches=own, guarded=guarded, is_followed=ends_solved)
-            tuned = replace(tuned, other=other)
+            tuned = replace(tuned, other=tuned_by(way, count, guarded=guarded, is_followed=ends_solved))
         stages += [tuned, solve] if ends_solved else [tuned]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].is_trial or not last_solve)

@@ -122,16 +122,19 @@ def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_ti
 
 
 def test_of_many_samples_an_epoch_may_be_tried_where_short_trials_tell_too_little() -> None:
-    few = planned(epochs=16, batches=MANY // 32 - 1, guarded=900)
-    stages = planned(epochs=16, batches=MANY // 32, guarded=900)
+    few = planned(epochs=16, batches=MANY // 32, guarded=900)
+    stages = planned(epochs=16, batches=MANY // 32 + 1, guarded=900)
     names = [stage.name for stage in stages]
     assert names == ["solve", "try", "try longer", *[stage.name for stage in few[2:]]] and "try longer" not in few
     longer, tuned = stages[2], stages[3]
-    assert longer.is_trial and (longer.steps, longer.batches_per_epoch) == (900, 900) and longer.guarded
-    assert longer.config.optimizer == replace(tuned.config.optimizer, epochs=1, lr_warmup=90)
-    cheaper = sum(s.steps for s in few if s.name == "tune") - sum(s.steps for s in stages if s.name == "tune")
-    assert cheaper == pytest.approx(900 * (1 + COSTS.judging / COSTS.tuning_step), abs=2), "it takes their time"
-    assert "try longer" not in [s.name for s in planned(epochs=5, batches=MANY // 32, guarded=900)], "no room"
+    assert longer.is_trial and (longer.steps, longer.batches_per_epoch) == (450, 450) and longer.guarded
+    assert longer.config.optimizer == replace(tuned.config.optimizer, epochs=1, lr_warmup=45)
+    sizes = [[s.config.optimizer.batch_size for s in each if s.name != "solve"] for each in (few, stages)]
+    assert sizes == [[16, *[32] * 5], [16, *[64] * 5, 32]], "updates take time, and there are enough"
+    assert planned(epochs=16, batches=MANY // 8, guarded=900, batch_size=8)[2].config.optimizer.batch_size == 8
+    cheaper = sum(s.steps for s in few if s.name == "tune") - 2 * sum(s.steps for s in stages if s.name == "tune")
+    assert cheaper == pytest.approx(900 * (1 + COSTS.judging / COSTS.tuning_step), abs=4), "it takes their time"
+    assert "try longer" not in [s.name for s in planned(epochs=5, batches=MANY // 32 + 1, guarded=900)], "no room"
 
 
 def test_a_run_without_stages_is_one() -> None:

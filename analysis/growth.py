@@ -1,6 +1,6 @@
 """How do time, memory and bytes grow with the rows that a head is solved on: from 1 000 to 1 000 000, on 1, 2, 4 ranks?
 
-    python -m analysis.growth [--preset smoke|reduced|full] [--out DIR]
+    python -m analysis.growth [--preset smoke|reduced|full] [--rows N [N ...]] [--out DIR]
     python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
 
 Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.growth", description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="reduced", help="which runs (reduced)")
     parser.add_argument("--out", type=Path, default=RESULTS / "growth", help=f"folder for {RUNS} and README.md")
+    parser.add_argument("--rows", type=int, nargs="+", help="only runs of so many (all)")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10; without it no images")
     parser.add_argument("--weights", type=Path, help="of a ResNet-18 trained at 32 pixels")
     options = parser.parse_args(arguments)
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         planned += [Planned("images", count, 2) for count in IMAGES]
     lines = kept(options.out / RUNS)
     try:
-        for run in missing(planned, lines):
+        for run in missing([run for run in planned if options.rows is None or run.rows in options.rows], lines):
             found = measure(run, options.data_dir, options.weights)
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             lines.append({**asdict(run), **found, "commit": commit(), "finished": now})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.comm.resources import memory_budget
+from hvfreeze.comm.resources import give_back, memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.heads.kept_points import KeptPoints
@@ -58,6 +58,8 @@ def solve(
     terms: Any = {"classes": layer.out_features, "world": world}
     terms |= {"trained": trained, "compare_mirrored": compare_mirrored}
     if isinstance(layer, KernelHead):
+        # What training has freed is the solver's to take.
+        give_back()
         # Half of what is available beside the rows: to compute likenesses anew takes ten times as long as to use them.
         memory = memory_budget(world.local_size) * 3 // 2
         terms |= {"centres": centres, "kept": kept}

@@ -24,7 +24,7 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.low_rank import pool_into
 from hvfreeze.comm.reducer import Signals
 from hvfreeze.comm.replica_sync import check_replicas, pooled_statistics, running_statistics
-from hvfreeze.comm.resources import end_set_up, memory_budget
+from hvfreeze.comm.resources import give_back, memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
@@ -186,7 +186,7 @@ class DataParallel:
         """Let features follow the cut that the run begins with, once the model is what it begins with. Collective."""
         if not self._began:
             self._began = True
-            end_set_up()
+            give_back()
             self._follow_cut()
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:

@@ -59,7 +59,7 @@ def test_replicas_give_back_what_set_up_has_freed_before_their_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given_back: list[int] = []
-    monkeypatch.setattr(data_parallel, "end_set_up", lambda: given_back.append(1))
+    monkeypatch.setattr(data_parallel, "give_back", lambda: given_back.append(1))
     flags = "--model resnet20 --train-samples 32 --batch-size 16 --epochs 2 --threads 1 --quiet".split()
     assert call("train", *flags, "--run-dir", str(tmp_path / "run")).returncode == 0
     assert given_back == [1]

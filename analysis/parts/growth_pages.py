@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from hvfreeze.report.figures import COLOURS, STYLE, WIDE
 from hvfreeze.report.tables import Table, megabytes, percent, seconds
@@ -38,6 +39,10 @@ def growth_figure(lines: Sequence[Line]) -> Figure:
             memory.plot(rows, [max(line["peak_bytes"]) / 1e9 for line in mine], "o-", markersize=4, color=colour)
         for axes, what in ((time, "seconds"), (memory, "peak memory of a rank (GB)")):
             axes.set(xscale="log", yscale="log", xlabel="rows of all ranks", ylabel=what)
+            for axis in (axes.xaxis, axes.yaxis):
+                # Powers of ten would be formulas, which an SVG shows as their source.
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+                axis.set_minor_formatter(NullFormatter())
         figure.legend(loc="outside upper center", ncols=2)
     return figure
 
@@ -62,6 +67,7 @@ def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
     made = [line for line in in_order(lines) if line["kind"] == "made"]
     images = [line for line in in_order(lines) if line["kind"] == "images"]
     parts = ["# How time, memory and bytes grow with the rows that a head is solved on\n", *map(verdict, largest(made))]
+    parts += map(image_verdict, largest(images))
     parts.append("\n![growth](figures/growth.svg)\n")
     if made:
         parts.append(made_table(made).to_text())
@@ -80,9 +86,9 @@ def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
     return "\n".join(parts)
 
 
-def largest(made: Sequence[Line]) -> list[Line]:
+def largest(lines: Sequence[Line]) -> list[Line]:
     """Return the run of the most rows, where there is one."""
-    return [max(made, key=lambda line: line["rows"])] if made else []
+    return [max(lines, key=lambda line: line["rows"])] if lines else []
 
 
 def verdict(line: Line) -> str:
@@ -91,6 +97,15 @@ def verdict(line: Line) -> str:
         f"- **{line['rows']:,} rows of 512 numbers, {line['ranks']} ranks:** solved in {seconds(took(line))} with "
         f"{line['centres']:,} centres and at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank; "
         f"{percent(line['accuracy'])} of rows that nobody was fitted to are right."
+    )
+
+
+def image_verdict(line: Line) -> str:
+    """Return the run on the most images in a sentence."""
+    return (
+        f"- **{line['rows']:,} images of CIFAR-10, `--freeze auto`, {line['ranks']} ranks:** "
+        f"{percent(line['accuracy'])} of the test images are right after {seconds(line['command_seconds'])} of the "
+        f"whole command, with at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank."
     )
 
 

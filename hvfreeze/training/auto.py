@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig
+from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig, OptimizerConfig
 from hvfreeze.config.tree import SOLVED, Config, leaves
 from hvfreeze.data.batches import announce
 from hvfreeze.errors import NumericsError, UsageError
@@ -135,14 +135,18 @@ def ways_of(config: Config) -> tuple[Config, ...]:
     if settings.optimizer != AUTO:
         return (config,)
     decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
-    usual = leaves()["batch_size"][1].metadata["auto"]
-    batch = LARGER_BATCH if settings.batch_size == usual else settings.batch_size
-    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay, batch_size=batch)
+    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay, batch_size=larger_batch(settings))
     statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
     return (
         replace(config, optimizer=replace(settings, optimizer="adamw")),
         replace(config, optimizer=sgd, freeze=replace(freeze, statistics=statistics)),
     )
+
+
+def larger_batch(settings: OptimizerConfig) -> int:
+    """Return `LARGER_BATCH`, or the batch that was given."""
+    usual = leaves()["batch_size"][1].metadata["auto"]
+    return LARGER_BATCH if settings.batch_size == usual else settings.batch_size
 
 
 def affordable(factory: StageFactory) -> Config:
@@ -202,8 +206,8 @@ def stages_of(
     many = batches * settings.batch_size // half
     tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
     longer = several and batches_per_epoch * settings.batch_size * replicas >= MANY
-    if longer and settings.batch_size == leaves()["batch_size"][1].metadata["auto"]:
-        ways = (replace(ways[0], optimizer=replace(settings, batch_size=LARGER_BATCH)), *ways[1:])
+    if longer:
+        ways = (replace(ways[0], optimizer=replace(settings, batch_size=larger_batch(settings))), *ways[1:])
     ends_solved = last_solve
     if costs is not None:
         room, rounds = settings.epochs * costs.full_step - costs.solution, list[float]()

@@ -398,7 +398,7 @@ def open_budget(
         step=timing.step * config.optimizer.accumulate,
         evaluation=timing.forward * evaluated,
         judging=timing.forward * judged,
-        trial=expected_judging(factory, timing, images_of_step(trained)),
+        trial=expected_judging(factory, timing, images_of_step(trained)) if any(s.is_trial for s in stages) else 0.0,
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
     return TimeBudget(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from hvfreeze.training import time_budget as module
 from hvfreeze.training.auto import stages_of
 from hvfreeze.training.stages import Opened, Stage, StageRunner, single_stage, with_steps
 from hvfreeze.training.time_budget import Expected, TimeBudget, untouched
+from tests.program import call
 
 SOLVE, STEP, EVALUATION = 4.0, 0.1, 1.0
 
@@ -236,3 +238,9 @@ def test_a_step_of_larger_batches_takes_as_much_longer(clock: Clock) -> None:
     other = given[3].other
     assert other is not None
     assert budget._with_evaluations(other) / budget._with_evaluations(given[3]) == pytest.approx(2, rel=0.05)
+
+
+def test_a_text_has_no_trial_to_be_timed(tmp_path: Path) -> None:
+    flags = "--model tiny-lm --data text --train-samples 64 --batch-size 8 --threads 1 --time-budget 1s --quiet".split()
+    outcome = call("train", *flags, "--run-dir", str(tmp_path / "run"))
+    assert outcome.returncode == 2 and "--time-budget (1s) must be at least" in str(outcome)

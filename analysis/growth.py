@@ -4,7 +4,7 @@
     python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
 
 Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
-command, with a ResNet-18 that was trained at 32 pixels. DIR gets runs.jsonl, a line a run, with figure and README.md. A
+command, with a ResNet-18 that was trained at 32 pixels. DIR gets measured.jsonl, a line a run, with figure and README.md. A
 run whose line is there is not made again, so the same command goes on where it was stopped. An idle machine, please.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.parts.growth_pages import RUNS, Line, growth_figure, kept, readme
+from analysis.parts.growth_pages import MEASURED, Line, growth_figure, kept, readme
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, commit, machine, publish
 from analysis.sweeps.launching import follow
@@ -54,6 +54,7 @@ PRESETS = {
     ],
     "full": [
         *(Planned("made", rows, ranks) for rows in (1_000, 10_000) for ranks in (1, 2, 4)),
+        Planned("made", 50_000, 2, 2_000),
         *(Planned("made", 100_000, ranks, 5_000) for ranks in (1, 2, 4)),
         Planned("made", 1_000_000, 2, 5_000),
     ],
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are missing, and write them up one by one; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m analysis.growth", description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="reduced", help="which runs (reduced)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "growth", help=f"folder for {RUNS} and README.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "growth", help=f"folder for {MEASURED} and README.md")
     parser.add_argument("--rows", type=int, nargs="+", help="only runs of so many (all)")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10; without it no images")
     parser.add_argument("--weights", type=Path, help="of a ResNet-18 trained at 32 pixels")
@@ -76,13 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planned = [*PRESETS[options.preset]]
     if options.data_dir is not None:
         planned += [Planned("images", count, 2) for count in IMAGES]
-    lines = kept(options.out / RUNS)
+    lines = kept(options.out / MEASURED)
     try:
         for run in missing([run for run in planned if options.rows is None or run.rows in options.rows], lines):
             found = measure(run, options.data_dir, options.weights)
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             lines.append({**asdict(run), **found, "commit": commit(), "finished": now})
-            publish(options.out / RUNS, "".join(json.dumps(line) + "\n" for line in lines))
+            publish(options.out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
             print(", ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
         save_figure(growth_figure(lines), options.out / "figures" / "growth.svg")
         publish(options.out / "README.md", readme(lines, machine(), preset=options.preset))

@@ -17,7 +17,8 @@ from hvfreeze.report.tables import Table, megabytes, percent, seconds
 
 Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
-RUNS = "runs.jsonl"
+MEASURED = "measured.jsonl"
+"""Not the name of kept runs of `hvfreeze train`, which other experiments look for."""
 KINDS = {"made": "made rows, the solver", "images": "images, the whole command"}
 
 
@@ -63,7 +64,7 @@ def took(line: Line) -> float:
 
 
 def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
-    """Return README.md."""
+    """Return README.md; the commands that it names make the runs that there are."""
     made = [line for line in in_order(lines) if line["kind"] == "made"]
     images = [line for line in in_order(lines) if line["kind"] == "images"]
     parts = ["# How time, memory and bytes grow with the rows that a head is solved on\n", *map(verdict, largest(made))]
@@ -79,11 +80,18 @@ def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
         "- Made rows are Gaussian around the means of their classes; features of images are less regular.",
         "- One run each; other work on the machine would show.\n",
         "## How it was made\n",
-        f"- `python -m analysis.growth --preset {preset}`, for images with `--data-dir DIR --weights FILE`",
+        *(f"- `{command(some, preset=preset)}`" for some in (made, images) if some),
         f"- {machine}; source: {sources}",
-        "- every run: [runs.jsonl](runs.jsonl)\n",
+        f"- every run: [{MEASURED}]({MEASURED})\n",
     ]
     return "\n".join(parts)
+
+
+def command(lines: Sequence[Line], *, preset: str) -> str:
+    """Return the command line that makes these runs, all of one kind."""
+    counts = " ".join(str(count) for count in dict.fromkeys(line["rows"] for line in lines))
+    files = " --data-dir DIR --weights FILE" if lines[0]["kind"] == "images" else ""
+    return f"python -m analysis.growth --preset {preset} --rows {counts}{files}"
 
 
 def largest(lines: Sequence[Line]) -> list[Line]:

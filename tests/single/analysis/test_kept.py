@@ -44,6 +44,10 @@ def test_kept_runs_hold_no_path_and_no_host_of_the_machine(tmp_path: Path) -> No
     assert str(tmp_path) not in (tmp_path / "results/few/runs.jsonl").read_text()
 
 
+def test_every_kept_experiment_can_be_borrowed_from() -> None:
+    assert not KeptRuns(RESULTS / "strategies").borrow(SMOKE.run("no experiment's", 0))
+
+
 def test_a_line_that_was_cut_short_is_not_there_and_a_damaged_one_refused(tmp_path: Path) -> None:
     runs = kept(tmp_path, "a", "b")
     whole = runs.path.read_text()

@@ -4,8 +4,9 @@
     python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
 
 Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
-command, with a ResNet-18 that was trained at 32 pixels. DIR gets measured.jsonl, a line a run, with figure and README.md. A
-run whose line is there is not made again, so the same command goes on where it was stopped. An idle machine, please.
+command, with a ResNet-18 that was trained at 32 pixels. DIR gets measured.jsonl, a line a run, with figure and
+README.md. A run whose line is there is not made again, so the same command goes on where it was stopped. An idle
+machine, please.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from analysis.parts import vote_pages
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
-from analysis.parts.growth_pages import RUNS, largest
+from analysis.parts.growth_pages import MEASURED, largest
 from analysis.parts.growth_pages import kept as kept_growth
 from analysis.parts.growth_pages import verdict as growth_verdict
 from analysis.parts.networks.tables import kept, table, verdicts
@@ -179,7 +179,7 @@ def milliseconds(what: str) -> str:
 
 def growth(root: Path) -> str:
     """Return what the head of the most rows took."""
-    lines = [line for line in kept_growth(root / "growth" / RUNS) if line["kind"] == "made"]
+    lines = [line for line in kept_growth(root / "growth" / MEASURED) if line["kind"] == "made"]
     if not lines:
         return NOTHING_YET
     told, folder = growth_verdict(largest(lines)[0]), "analysis/results/growth"

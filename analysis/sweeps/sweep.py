@@ -167,8 +167,10 @@ def carry_out(
         raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
     if all(run.name in KeptRuns(directory).lines for run in first) or experiment.then is nothing_more:
         failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
-    elif {run.label for run in planned if only is None or run.label in only} - {run.label for run in first}:
-        print(f"{experiment.name}: the other runs depend on these, which are not all there yet", file=sys.stderr)
+    else:
+        write_kept(KeptRuns(directory), planned)
+        if {run.label for run in planned if only is None or run.label in only} - {run.label for run in first}:
+            print(f"{experiment.name}: the other runs depend on these, which are not all there yet", file=sys.stderr)
     results = open_results(root, experiment.name, experiment.reference)
     write_up(experiment, preset, results, made=set(KeptRuns(directory).lines) != before)
     print(f"results: {directory}")
@@ -194,8 +196,7 @@ def make(
         require_cluster()
     source = commit()
     progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
-    names = [*(run.name for run in planned), *runs.of_other_seeds(planned)]
-    write_rows(directory, runs.rows(names))
+    write_kept(runs, planned)
     failed: list[str] = []
     for run in wanted:
         if run.name in progress.done:
@@ -210,9 +211,14 @@ def make(
         else:
             runs.keep(run_dir, run, source=source)
             shutil.rmtree(run_dir)
-            write_rows(directory, runs.rows(names))
+            write_kept(runs, planned)
         progress.done[run.name] = time.monotonic() - started
     return failed
+
+
+def write_kept(runs: KeptRuns, planned: Sequence[PlannedRun]) -> None:
+    """Write the rows of those of the planned runs that are kept, and of kept ones that differ in the seed only."""
+    write_rows(runs.directory, runs.rows([*(run.name for run in planned), *runs.of_other_seeds(planned)]))
 
 
 def estimate(experiment: Experiment, preset: Preset) -> str:

@@ -178,6 +178,17 @@ def test_more_seeds_stand_beside_those_that_are_there(launches: list[str], tmp_p
         sweep.parse(adaptive.EXPERIMENT, ["--seeds", "one"])
 
 
+def test_dependent_runs_keep_their_rows_while_others_are_missing(launches: list[str], tmp_path: Path) -> None:
+    site, root = Site(work=tmp_path / "work"), tmp_path / "results"
+    runs = [SMOKE.run("first", seed) for seed in (0, 1)]
+    experiment = dataclasses.replace(
+        caching.EXPERIMENT, runs=lambda preset: runs[: 1 + len(preset.seeds)], then=lambda *_: [SMOKE.run("then", 0)]
+    )
+    assert sweep.carry_out(experiment, dataclasses.replace(SMOKE, seeds=()), site, root=root) == 0
+    sweep.carry_out(experiment, SMOKE, site, root=root, only=["then"])
+    assert [row["run"] for row in read_rows(root / "caching")] == ["first-s0", "then-s0"]
+
+
 def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]
     assert sweep.main(adaptive.EXPERIMENT, where) == 2

@@ -39,7 +39,8 @@ LITE: dict[str, Value] = {
     "std": "0.5",
     "image_size": 128,
 }
-EPOCHS = 8
+EPOCHS, FEWER = 8, (2, 4, 8)
+"""Of full fine-tuning, with twice as many beside them, and the most that auto may take where it is not left to it."""
 AUTO: dict[str, Value] = {"freeze": "auto"}
 FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EPOCHS, "checkpoint_every": "0"}
 SOLUTION, TUNED, WHOLE = "head solved, nothing tuned", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
@@ -47,6 +48,11 @@ SOLUTION, TUNED, WHOLE = "head solved, nothing tuned", "--freeze auto", f"full f
 LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"
 FULLS = {"full": WHOLE, "full16": LONGER}
 """Label of a way of full fine-tuning -> what a reader knows it by."""
+
+
+def full_of(epochs: int) -> str:
+    """Return the way of full fine-tuning for so many epochs."""
+    return "full" if epochs == EPOCHS else f"full{epochs}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +69,8 @@ class Ground:
     def ways(self) -> dict[str, dict[str, Value]]:
         """Return the flags of all ways, but for those that name data and model."""
         full = {**FULL, "batch_size": self.batch, **self.full}
-        return {"auto": AUTO, "full": {**full, "epochs": EPOCHS}, "full16": {**full, "epochs": 2 * EPOCHS}}
+        fulls = {full_of(epochs): {**full, "epochs": epochs} for epochs in (EPOCHS, 2 * EPOCHS, *FEWER)}
+        return {"auto": AUTO, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in FEWER}}
 
 
 GROUNDS = {
@@ -74,6 +81,8 @@ GROUNDS = {
 }
 """Folder of the data -> what is in it."""
 SMOKE_GROUND = "digits"
+MOST_BEHIND = 0.5
+"""Points that a way may be behind and is still level."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -196,6 +205,20 @@ def answers(results: Results) -> list[Answer]:
             )
         question = f"Does --freeze auto find out by itself whether tuning pays: {words(name)}?"
         told.append(Answer(question, text, len(results.of(auto)), negative=behind))
+    points = {
+        (name, epochs): 100 * results.change(f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}").mean
+        for name, epochs in fewer(results)
+    }
+    if points:
+        each_ground = "; ".join(
+            f"{words(name)} "
+            + ", ".join(f"{value:+.1f} ({epochs})" for (at, epochs), value in points.items() if at == name)
+            for name in dict.fromkeys(name for name, _ in points)
+        )
+        text = f"Points against full fine-tuning for as many epochs: {each_ground}."
+        question = "Is --freeze auto ever behind where --epochs is small?"
+        seeds = min(len(results.of(f"{name}-auto{epochs}")) for name, epochs in points)
+        told.append(Answer(question, text, seeds, negative=min(points.values()) < -MOST_BEHIND))
     return told
 
 
@@ -206,7 +229,29 @@ def full_ways(results: Results, name: str) -> dict[str, str]:
 
 def tables(results: Results) -> list[Table]:
     """Return accuracies and times, what each run of auto found, and with which flags the runs were started."""
-    return [compared(timed(results)), each(results), started(results)]
+    few = [at_fewer(timed(results))] if list(fewer(results)) else []
+    return [compared(timed(results)), *few, each(results), started(results)]
+
+
+def fewer(results: Results) -> Iterator[tuple[str, int]]:
+    """Yield the grounds and epochs for which auto and full fine-tuning both have rows."""
+    for name in GROUNDS:
+        for epochs in FEWER:
+            if results.of(f"{name}-auto{epochs}") and results.of(f"{name}-{full_of(epochs)}"):
+                yield name, epochs
+
+
+def at_fewer(results: Results) -> Table:
+    """Return auto that may take work worth a few epochs, beside full fine-tuning for as many."""
+    rows = []
+    for name, epochs in fewer(results):
+        auto, full = f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}"
+        told = [
+            cell for way in (auto, full) for cell in (results.accuracy_text(way, count=True), results.time_text(way))
+        ]
+        rows.append((words(name), str(epochs), *told, results.change_text(auto, full)))
+    columns = ("Ground", "Epochs", "Auto", "Its time", "Full fine-tuning", "Its time", "Auto against it")
+    return Table(columns=columns, rows=tuple(rows), title="With `--epochs` that are fewer than auto's own 16:")
 
 
 def compared(results: Results) -> Table:

@@ -47,8 +47,9 @@ def test_a_turned_image_is_in_the_folder_of_its_angle(tmp_path: Path, monkeypatc
 
 def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:
     planned = grounds.runs(REDUCED)
-    names = ["photographs-auto-s0", "photographs-full-s0", "photographs-full16-s0", "counting-auto-s0"]
-    assert [run.name for run in planned[:4]] == names
+    ways = ["auto", "full", "full16", "full2", "full4", "auto2", "auto4", "auto8"]
+    assert [run.name for run in planned[:8]] == [f"photographs-{way}-s0" for way in ways]
+    assert planned[8].name == "counting-auto-s0"
     site = Site(work=Path("work"), data_dir=Path("/data"), weights=Path("/kept/resnet18-cifar100-32px-fp16.pt"))
     command = command_of(planned[0], site, Path("work/a"))
     assert command[command.index("--data-dir") + 1] == "/data/photographs"
@@ -74,7 +75,7 @@ def results_of(folder: Path, *, worse: float) -> Results:
             summary["test_accuracy"] = 0.9 - worse - 0.01 * run.seed
             slow(run_dir / "metrics.jsonl", epoch=1, times=20.0)
         else:
-            summary["test_accuracy"] = 0.9
+            summary["test_accuracy"] = 0.9 - (worse if run.label == "counting-auto2" else 0.0)
         path.write_text(json.dumps(summary))
         kept.keep(run_dir, run, source="abc")
     write_rows(kept.directory, kept.rows([run.name for run in planned]))
@@ -91,14 +92,17 @@ def slow(path: Path, *, epoch: int, times: float) -> None:
 
 
 def test_an_answer_says_what_the_trial_found_and_is_negative_where_full_is_better(tmp_path: Path) -> None:
-    (answer,) = grounds.answers(results_of(tmp_path, worse=0.2))
+    answer, few = grounds.answers(results_of(tmp_path, worse=0.2))
     assert "Tuning was tried and went on in 1 of 2 runs" in answer.text
     assert answer.negative and not answer.undecided and answer.n == len(SEEDS)
-    _, each, started = grounds.tables(results_of(tmp_path / "good", worse=-0.05))
+    assert few.negative and "counting dots in noise -20.0 (2), +0.0 (4), +0.0 (8)" in few.text
+    good = results_of(tmp_path / "good", worse=-0.05)
+    assert [answer.negative for answer in grounds.answers(good)] == [False, False]
+    _, fewer, each, started = grounds.tables(good)
+    assert [row[1] for row in fewer.rows] == ["2", "4", "8"] and fewer.rows[0][2].startswith("95.0 %")
     assert each.rows[0][2:] == ("from 1.000: adamw -10.0 %, sgd not finite", "40", percent(0.95))
     assert each.rows[1][2:4] == ("from 1.000: adamw +0.0 %, sgd not finite", "0")
     assert started.rows[0][1].endswith("--weights resnet18-cifar100-32px-fp16.pt --freeze auto`")
-    assert not grounds.answers(results_of(tmp_path / "better", worse=-0.05))[0].negative
 
 
 def test_an_epoch_that_was_slowed_down_counts_at_the_pace_of_the_others(tmp_path: Path) -> None:

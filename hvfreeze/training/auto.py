@@ -30,7 +30,7 @@ from hvfreeze.strategies.base import MODEL
 from hvfreeze.training.evaluation import Score, Totals, mean, reduce
 from hvfreeze.training.guard import HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
-from hvfreeze.training.stage_build import StageFactory
+from hvfreeze.training.stage_build import HELD_OUT, StageFactory
 from hvfreeze.training.stages import TRY, TRY_LONGER, Stage
 from hvfreeze.training.trial import LEAST_WORK, MANY, TUNED, judging
 
@@ -40,8 +40,9 @@ SOLVING = 0.15
 """What solving takes beside the features' forward pass, as a part of it, but for comparing rows."""
 PAIR = 14e3
 """Floating-point operations of the forward pass in whose time a row is compared with another, as measured."""
-WORTH_IT = 0.005
-"""Part of the held-out samples: half a point, less than which may be left to gain."""
+WORTH_IT, FEWEST_WRONG = 0.005, 1.5
+"""Of the held-out samples, how many must be wrong for tuning to be worth a try: half a point, and more than one sample,
+of which each view counts for its part. What one sample gains is chance."""
 LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
 MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
@@ -465,13 +466,13 @@ def judge(job: Job) -> None:
     job.logger.info(f"{verdict.line(before)}; by heads that were fitted to all other samples")
     best = job.guard.best
     if before is None or best is None:
-        if not is_worth_it(verdict) and job.budget is None and not runner.is_last:
+        if not is_worth_it(verdict, held_out_of(job)) and job.budget is None and not runner.is_last:
             leave_out_tuning(job)
         return
     job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
     if runner.is_last or job.budget is not None:
         return
-    if not goes_on(before, verdict):
+    if not goes_on(before, verdict, held_out_of(job)):
         job.logger.info("longer tuning is not expected to gain: stopped")
         runner.drop_rest()
     elif fell_much(before.held_out_loss, verdict.held_out_loss) and leaves_much(verdict):
@@ -480,7 +481,8 @@ def judge(job: Job) -> None:
 
 def leave_out_tuning(job: Job) -> None:
     """End the run with its first solution, and tell which settings have no effect then. Equal on all ranks."""
-    why = f"blocks are not tuned: fewer than {100 * WORTH_IT:g} % of the held-out samples are wrong"
+    count = held_out_of(job)
+    why = f"blocks are not tuned: fewer than {100 * least_wrong(count):.2g} % of the {count} held-out samples are wrong"
     before = job.unread(job.stage_runner.stages, "")
     job.stage_runner.drop_rest()
     job.logger.info(why)
@@ -489,10 +491,15 @@ def leave_out_tuning(job: Job) -> None:
             job.logger.info(f"note: {line}")
 
 
-def goes_on(before: Verdict, now: Verdict) -> bool:
+def held_out_of(job: Job) -> int:
+    """Return how many samples are held out, of all ranks."""
+    return int(job.feed.held_out(HELD_OUT).sum())
+
+
+def goes_on(before: Verdict, now: Verdict, held_out: int) -> bool:
     """Tell whether more tuning may gain: the last one did, and there is something left."""
     better = now.kept and now.held_out_loss < (1 - LEAST_GAIN) * before.held_out_loss
-    return better and is_worth_it(now)
+    return better and is_worth_it(now, held_out)
 
 
 def fell_much(before: float, now: float) -> bool:
@@ -505,9 +512,14 @@ def leaves_much(found: Verdict) -> bool:
     return 1 - found.held_out_accuracy >= MUCH_LEFT
 
 
-def is_worth_it(found: Verdict) -> bool:
-    """Tell whether enough held-out samples are wrong for tuning to gain anything."""
-    return 1 - found.held_out_accuracy >= WORTH_IT
+def is_worth_it(found: Verdict, held_out: int) -> bool:
+    """Tell whether enough of so many held-out samples are wrong for tuning to gain anything."""
+    return 1 - found.held_out_accuracy >= least_wrong(held_out)
+
+
+def least_wrong(held_out: int) -> float:
+    """Return which part of so many held-out samples must be wrong for tuning to gain anything."""
+    return max(WORTH_IT, FEWEST_WRONG / held_out)
 
 
 def judge_tuned(job: Job) -> None:

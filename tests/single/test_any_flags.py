@@ -339,7 +339,7 @@ def check(runs: Runs, *, examples: int) -> None:
 def test_settings_of_tuning_that_the_first_solution_leaves_out_are_told(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "WORTH_IT", 2.0)
+    monkeypatch.setattr(auto, "least_wrong", lambda held_out: 2.0)
     made = runs("--freeze", "auto", "--epochs", "3", "--momentum", "0.6", "--pool", "2")
     assert "blocks are not tuned: fewer than" in made.notes
     assert (told(made, "momentum"), told(made, "epochs"), told(made, "pool")) == ("no effect", "no effect", "")

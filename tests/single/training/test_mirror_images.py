@@ -82,7 +82,7 @@ def test_what_was_found_out_holds_for_the_stages_that_follow_also_when_the_run_i
     sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tuned also where nothing is wrong.
-    monkeypatch.setattr(auto, "WORTH_IT", -1.0)
+    monkeypatch.setattr(auto, "least_wrong", lambda held_out: -1.0)
     flags = ["--freeze", "auto", "--epochs", "4"]
     straight = train(sides, tmp_path / "straight", *flags)
     assert straight.returncode == 0, str(straight)
@@ -115,7 +115,7 @@ def test_a_tuned_model_that_no_solution_follows_is_judged_as_the_solution_was(
         return reduce(totals, *args, **options)
 
     monkeypatch.setattr(auto, "reduce", watched)
-    monkeypatch.setattr(auto, "WORTH_IT", -1.0)
+    monkeypatch.setattr(auto, "least_wrong", lambda held_out: -1.0)
     flags = ["--freeze", "auto", "--epochs", "4", "--auto-without", "last-solve"]
     for mirror, views in (("auto", 1), ("on", 2)):
         outcome = train(sides, tmp_path / mirror, *flags, "--mirror", mirror)

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.heads.solution import PenaltyTrial, Solution
+from hvfreeze.training.auto import is_worth_it
 from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import Score
-from hvfreeze.training.guard import Guard
+from hvfreeze.training.guard import Guard, Verdict
 
 
 def solution(loss: float, *, converged: bool = True, whole: bool = True) -> Solution:
@@ -77,3 +78,12 @@ def test_a_verdict_in_words() -> None:
     told = "50.00 % of held-out samples right, loss 0.625; 50.00 %, 0.500 before tuning: taken back"
     assert second.line(first) == told
     assert second.describe() == {"held_out_accuracy": 0.5, "held_out_loss": 0.625, "kept": False, "whole": True}
+
+
+def test_one_wrong_sample_of_few_is_not_worth_a_try() -> None:
+    def found(wrong: float) -> Verdict:
+        return Verdict(0, 1 - wrong, 1.0, kept=True)
+
+    assert not is_worth_it(found(1 / 72), 72) and is_worth_it(found(2 / 72), 72)
+    assert not is_worth_it(found(2 / 144), 72), "a sample with both of its views"
+    assert is_worth_it(found(3 / 400), 400) and not is_worth_it(found(4 / 1000), 1000)

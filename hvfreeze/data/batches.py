@@ -76,25 +76,40 @@ def notes_on_broken(splits: DataSplits) -> list[str]:
 
 
 def deal(
-    splits: DataSplits, data: DataConfig, *, seed: int, batch_size: int, replicas: int, whole_batches: bool = True
+    splits: DataSplits,
+    data: DataConfig,
+    *,
+    seed: int,
+    batch_size: int,
+    replicas: int,
+    whole_batches: bool = True,
+    adapts: bool = False,
 ) -> Corpus:
     """Choose training and evaluation samples and plan the shards; nothing is decoded.
 
     With `whole_batches` the notes tell which samples fill no batch; without, the run uses batches that are not full.
-    Raises UsageError where the samples do not suffice for what the settings ask.
+    With `adapts` batches are smaller, told in a note, where the smallest shard would fill none. Raises UsageError where
+    the samples do not suffice for what the settings ask.
     """
     ids, evaluated, evaluated_ids = choose(splits, data, seed=seed)
     plan = plan_shards(
         splits.train.labels.numpy(),
         ids,
         size=replicas,
-        batch_size=batch_size,
+        batch_size=1 if adapts else batch_size,
         seed=seed,
         shuffle=data.shuffle,
         partition=data.partition,
         shard_sizes=data.shard_sizes,
     )
     notes = [*splits.notes, *notes_on_broken(splits)]
+    if adapts:
+        smallest = plan.batches_per_epoch
+        if batch_size > smallest:
+            # Two, so that one is left where samples are held out.
+            batch_size = max(1, smallest // 2)
+            notes.append(f"batches of {batch_size}, half of the smallest shard; --batch-size gives them another size")
+        plan = plan.in_batches(batch_size)
     if data.validation_fraction > 0:
         notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
     dropped = len(ids) - plan.batches_per_epoch * batch_size * replicas

@@ -82,9 +82,9 @@ def notes_on_mirror_images(
 
 
 def open_corpus(
-    data: DataConfig, world: World, *, seed: int, batch_size: int, replicas: int, whole_batches: bool
+    data: DataConfig, world: World, *, seed: int, batch_size: int, replicas: int, whole_batches: bool, adapts: bool
 ) -> Corpus:
-    """Find the data and deal it out; nothing is decoded yet. Collective."""
+    """Find the data and deal it out, see `deal`; nothing is decoded yet. Collective."""
     raise_on_all_ranks(
         world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download"
     )
@@ -113,7 +113,15 @@ def open_corpus(
         splits = without_broken(splits, world)
     return raise_on_all_ranks(
         world,
-        lambda: deal(splits, data, seed=seed, batch_size=batch_size, replicas=replicas, whole_batches=whole_batches),
+        lambda: deal(
+            splits,
+            data,
+            seed=seed,
+            batch_size=batch_size,
+            replicas=replicas,
+            whole_batches=whole_batches,
+            adapts=adapts,
+        ),
         name="shards",
     )
 
@@ -307,7 +315,11 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
     raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
-    corpus, identities = agreed_corpus(config, world)
+    # Where a head is solved, the size of a batch is no part of the result.
+    adapts = (config.freeze.auto or config.head.solved) and "batch_size" not in given
+    corpus, identities = agreed_corpus(config, world, adapts=adapts)
+    settings = to_dict(config)
+    config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     chain, notes = equal_model(config, world, blueprint)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
@@ -315,7 +327,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = raise_on_all_ranks(
         world,
-        lambda: open_record(directory, to_dict(config), environment=environment) if world.rank == 0 else NullRecord(),
+        lambda: open_record(directory, settings, environment=environment) if world.rank == 0 else NullRecord(),
         name="record",
     )
     job.logger.log_to(job.record.log)
@@ -383,8 +395,8 @@ def usable_directory(config: Config, world: World, environment: dict[str, Any]) 
     return directory
 
 
-def agreed_corpus(config: Config, world: World) -> tuple[Corpus, dict[str, str]]:
-    """Return the samples, and digests of them that are equal on all ranks. Collective."""
+def agreed_corpus(config: Config, world: World, *, adapts: bool) -> tuple[Corpus, dict[str, str]]:
+    """Return the samples, and digests of them that are equal on all ranks. For `adapts` see `deal`. Collective."""
     _, replicas = raise_on_all_ranks(world, lambda: place_of(world, config.strategy), name="replicas")
     corpus = open_corpus(
         config.data,
@@ -393,6 +405,7 @@ def agreed_corpus(config: Config, world: World) -> tuple[Corpus, dict[str, str]]
         batch_size=config.optimizer.batch_size,
         replicas=replicas,
         whole_batches=not config.head.solved,
+        adapts=adapts,
     )
     identities = raise_on_all_ranks(world, corpus.identities, name="identities")
     check_equal(world, "data", identities)

@@ -137,7 +137,8 @@ class Judge:
         return self._solved(chain, self._see(chain))
 
     def _solved(self, chain: Chain, seen: Seen) -> float:
-        rows, (_, layer) = RowsInMemory(seen.every_block, seen.labels, seen.held), before_last_layer(chain)
+        rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples)
+        _, layer = before_last_layer(chain)
         memory = memory_budget(self.world.local_size)
         found = choose_head(rows, classes=layer.out_features, world=self.world, memory_bytes=memory)
         assert found is not None, "nobody stops it"
@@ -151,7 +152,7 @@ class Judge:
         fitted = [(self.feed.images, batch) for batch in self.feed.epoch(0)[: counts[0]]]
         held = [(self.images, batch) for batch in self.held_out[: counts[1]]]
         steps, _ = before_last_layer(chain)
-        every_block, last, labels, is_held = [], [], [], []
+        every_block, last, labels, is_held, samples = [], [], [], [], []
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
         with in_evaluation(chain.model), autocast:
             for number, (images, batch) in enumerate([*fitted, *held]):
@@ -164,8 +165,9 @@ class Judge:
                 every_block.append(torch.cat(parts, 1)[: batch.counted])
                 last.append(x[: batch.counted].float())
                 labels.append(batch.labels[: batch.counted])
+                samples.append(torch.from_numpy(batch.ids[: batch.counted]))
                 is_held.append(torch.full((batch.counted,), number >= len(fitted)))
-        return Seen(torch.cat(every_block), torch.cat(last), torch.cat(labels), torch.cat(is_held))
+        return Seen(*map(torch.cat, (every_block, last, labels, is_held, samples)))
 
 
 class Seen(NamedTuple):
@@ -178,3 +180,5 @@ class Seen(NamedTuple):
     labels: Tensor
     held: Tensor
     """(N,) bool: whether it is held out."""
+    samples: Tensor
+    """(N,) int64: what they are views of, so that no head which judges one view of a sample is fitted to another."""

@@ -121,3 +121,18 @@ def test_a_damaged_sample_is_called_by_its_file(
             in outcome.stdout
         )
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["head"]["left_out"] == [23]
+
+
+def test_few_samples_are_solved_for_in_smaller_batches_and_a_batch_that_was_asked_for_is_refused(
+    tmp_path: Path,
+) -> None:
+    few = [flag for flag in SMALL if flag not in ("--batch-size", "16")]
+    flags = [*few, "--train-samples", "24", "--run-dir", str(tmp_path / "few")]
+    told = call("train", *flags)
+    assert told.returncode == 0 and "batches of 12, half of the smallest shard" in told.stdout, str(told)
+    assert json.loads((tmp_path / "few" / "summary.json").read_text())["head"]["rows"] == 24
+    again = call("train", *flags, "--resume")
+    assert again.returncode == 0 and "is complete; nothing to do" in again.stdout, str(again)
+    for asked in (["--batch-size", "25"], ["--freeze", "none"]):
+        refused = call("train", *flags[:-1], str(tmp_path / "asked"), *asked)
+        assert refused.returncode == 2 and "no larger than the smallest shard" in refused.stderr, str(refused)

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import math
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.heads.solution import PenaltyTrial, Solution
+from hvfreeze.model.blocks import Chain
 from hvfreeze.training.auto import is_worth_it
 from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.guard import Guard, Verdict
+from hvfreeze.training.trial import Judge, Seen
 
 
 def solution(loss: float, *, converged: bool = True, whole: bool = True) -> Solution:
@@ -87,3 +93,21 @@ def test_one_wrong_sample_of_few_is_not_worth_a_try() -> None:
     assert not is_worth_it(found(1 / 72), 72) and is_worth_it(found(2 / 72), 72)
     assert not is_worth_it(found(2 / 144), 72), "a sample with both of its views"
     assert is_worth_it(found(3 / 400), 400) and not is_worth_it(found(4 / 1000), 1000)
+
+
+def test_no_head_judges_a_sample_whose_other_view_it_was_fitted_to() -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples, views = torch.arange(60), 2
+    features, labels = torch.randn(60, 8, generator=generator), torch.randint(0, 3, (60,), generator=generator)
+    seen = Seen(
+        features.repeat(views, 1),
+        features.repeat(views, 1),
+        labels.repeat(views),
+        (samples >= 40).repeat(views),
+        samples.repeat(views),
+    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))
+    chain = Chain.from_modules(model, [("flat", model[0]), ("head", model[1])])
+    unused = cast(Any, None)
+    judge = Judge(feed=unused, images=unused, held_out=(), pool=1, precision="float32", world=SoloWorld())
+    assert judge._solved(chain, seen) > 0.9 * math.log(3), "labels are noise, which none but a twin tells"

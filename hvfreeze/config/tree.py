@@ -111,8 +111,6 @@ class Config:
         if cache.cache == "on" and not freeze.auto:
             wanted = "used with --augment none or views:K"
             rule(data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
-        if data.shuffle == "global" and cache.cache == "on":
-            rule(cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
         self._check_text()
         held_out = data.validation_fraction > 0
         why = "what is chosen must be chosen on held-out samples, never on the test set"

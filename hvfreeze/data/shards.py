@@ -179,6 +179,11 @@ class ShardPlan:
         """Of all ranks, each counted once."""
         return len(self.shards[0]) if self.shuffle == "global" else sum(map(len, self.shards))
 
+    @property
+    def mixes(self) -> bool:
+        """Whether ranks meet each other's samples."""
+        return self.shuffle == "global" and len(self.shards) > 1
+
     def epoch_order(self, epoch: int, rank: int) -> Ids:
         """Return (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
 

@@ -190,6 +190,8 @@ def conclude(job: Job) -> dict[str, Any]:
         "parameter_digest": digest,
         "resumed": list(job.record.resumed),
     }
+    if job.overlap is not None:
+        summary["evaluated_in_training"] = {"found": job.overlap.found, "looked_at": job.overlap.looked_at}
     if job.mirror is not None:
         summary["mirror"] = job.mirror.describe() | {"taken": job.stage_runner.mirror != "off"}
     if job.budget is not None:

@@ -43,6 +43,7 @@ def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> R
         (3, f"train {' '.join(SMALL)} --epoch 2", 2, ["unknown argument '--epoch'; did you mean '--epochs'?"]),
         (3, "trian", 2, ["error: unknown command 'trian'; did you mean 'train'?"]),
         (2, f"{TINY} --batch-size 1", 2, ["--batch-size (1)", "BatchNorm"]),
+        (2, f"{TINY} --cache on --augment none --shuffle global", 2, ["--shuffle (global)", "--cache-shared"]),
         (
             3,
             f"{TINY} --batch-size 1 --strategy shared-trunk --head-blocks 2 --augment none",

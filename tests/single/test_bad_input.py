@@ -87,7 +87,6 @@ USAGE = [
     ("--strategy subnets --model mlp-16 --statistics kept", ["--statistics (kept)", "subnets"]),
     ("--shadow linear,sometimes", ["--shadow (sometimes)", "percentile"]),
     ("--cache on", ["--cache (on)", "--augment", "views:K"]),
-    ("--cache on --augment none --shuffle global", ["--shuffle (global)", "--cache-shared"]),
     ("--cache-limit plenty", ["--cache-limit (plenty)"]),
     ("--cache-dtype int8", ["--cache-dtype (int8)", "native"]),
 ]

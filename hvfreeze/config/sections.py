@@ -23,6 +23,7 @@ from hvfreeze.config.rules import (
     setting,
 )
 from hvfreeze.user_code import check_named_code, is_named_code
+from hvfreeze.wording import plural
 
 Channels = tuple[float, float, float]
 TEXT = "text"
@@ -681,7 +682,7 @@ class StrategyConfig:
             "parts",
             parts,
             f"such that --parts x --replicas ({parts} x {replicas}) is the number of ranks ({ranks})",
-            f"start {parts * replicas} ranks, or leave one of the two out",
+            f"start {plural(parts * replicas, 'rank')}, or leave one of the two out",
         )
         return parts
 
@@ -692,7 +693,8 @@ class StrategyConfig:
             UsageError: --parts does not fit the number of ranks.
         """
         parts = ranks + 1 if self.parts is None else self.parts
-        why = f"the first and the last module share a rank; start {max(1, parts - 1)} ranks, or leave it out"
+        start = plural(max(1, parts - 1), "rank")
+        why = f"the first and the last module share a rank; start {start}, or leave it out"
         rule(parts == ranks + 1, "parts", parts, f"one more than the number of ranks ({ranks})", why)
         return parts
 

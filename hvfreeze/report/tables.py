@@ -281,7 +281,7 @@ def ballots(values: Sequence[str]) -> str:
     """Return one value per rank, in the order of ranks; for many ranks, how often each occurs."""
     if len(values) <= RANKS_SHOWN:
         return ", ".join(values)
-    return ", ".join(f"{count} times {value}" for value, count in Counter(values).most_common())
+    return ", ".join(f"{plural(count, 'time')} {value}" for value, count in Counter(values).most_common())
 
 
 def shadow_cell(line: Mapping[str, Any], name: str) -> str:

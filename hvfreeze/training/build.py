@@ -60,9 +60,8 @@ def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
     if settings.auto:
         return notes_on_stages(config, stages)
     if settings.cut and config.model.weights == "none":
-        notes.append(
-            f"the first {settings.cut} blocks keep their random initialisation; freezing is for trained --weights"
-        )
+        keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
+        notes.append(f"the first {keep} random initialisation; freezing is for trained --weights")
     return notes
 
 

@@ -36,6 +36,7 @@ from hvfreeze.training.evaluation import by_model, mean
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import own_part, train_stages
 from hvfreeze.training.progress import Curves, Progress
+from hvfreeze.wording import plural
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -136,8 +137,8 @@ def introduce(job: Job, *, resumed: bool) -> None:
     """Say what is about to happen."""
     config, say = job.config, job.logger.info
     say(
-        f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, {job.world.size} "
-        f"{'rank' if job.world.size == 1 else 'ranks'}, {job.steps_per_epoch} steps an epoch, "
+        f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, "
+        f"{plural(job.world.size, 'rank')}, {plural(job.steps_per_epoch, 'step')} an epoch, "
         f"freeze {config.freeze.freeze}, cache {config.cache.cache}; files in {job.directory}"
     )
     for note in job.notes:

@@ -56,7 +56,7 @@ USAGE = [
     ("--shuffle never", ["--shuffle (never)", "shard, global"]),
     ("--partition dirichlet:nan", ["--partition (dirichlet:nan)"]),
     ("--shard-sizes 1,nan", ["--shard-sizes (1,nan)"]),
-    ("--shard-sizes 1,1", ["--shard-sizes (1,1)", "each of the 1 shards", "shared-trunk"]),
+    ("--shard-sizes 1,1", ["--shard-sizes (1,1)", "1 number, one for each shard", "shared-trunk"]),
     ("--image-size 0", ["--image-size (0)"]),
     ("--model resnet19", ["resnet19", "did you mean", "resnet18"]),
     ("--model ../../resnet18", ["../../resnet18"]),

@@ -18,7 +18,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import TEXT
 from hvfreeze.config.tree import Config
 from hvfreeze.data.text import per_character
-from hvfreeze.errors import HvfreezeError
+from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.runs.clock import train_seconds
@@ -47,6 +47,8 @@ def train(config: Config) -> dict[str, Any]:
     Raises:
         HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
     """
+    if not isinstance(config, Config):
+        raise UsageError(f"train: config must be a hvfreeze.Config, not {type(config).__name__}")
     world = script_world(rests=False)
     report_errors(world)
     return run(config, world)

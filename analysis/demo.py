@@ -28,8 +28,9 @@ from analysis.parts.demo_stages import PRETRAINED, Stage, plan
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.report.comparison import compare, group_by_seed
 from hvfreeze.report.report import write_report
-from hvfreeze.report.tables import Table, factor, megabytes, number, percent, phase_table, plural, shown
+from hvfreeze.report.tables import Table, factor, megabytes, number, percent, phase_table, shown
 from hvfreeze.runs.reading import Run, load_runs
+from hvfreeze.wording import plural
 
 LAST_LINES = 12
 TAG = re.compile(r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>:")

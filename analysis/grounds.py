@@ -27,9 +27,10 @@ from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, is_below, of_seeds, shown
 from analysis.sweeps.sweep import main
-from hvfreeze.report.tables import Table, percent, plural, seconds
+from hvfreeze.report.tables import Table, percent, seconds
 from hvfreeze.runs.reading import Run
 from hvfreeze.training.stages import TRY
+from hvfreeze.wording import plural
 
 RESNET: dict[str, Value] = {"model": "resnet18", "weights": "resnet18-cifar100-32px-fp16.pt"}
 LITE: dict[str, Value] = {

@@ -27,6 +27,7 @@ from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, commit, machine, publish
 from analysis.sweeps.launching import follow
 from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.wording import plural
 
 CLASSES = 100
 MEMORY_BYTES = 6 * 10**9
@@ -118,11 +119,11 @@ def measure(run: Planned, data_dir: Path | None, weights: Path | None) -> dict[s
         start = time.perf_counter()
         if follow([*launcher, *program], log, timeout=SECONDS) != 0:
             last = log.read_text(errors="replace").splitlines()[-3:]
-            raise RefusedError(f"{run.rows} rows on {run.ranks} ranks failed: {' / '.join(last)}")
+            raise RefusedError(f"{run.rows} rows on {plural(run.ranks, 'rank')} failed: {' / '.join(last)}")
         whole = time.perf_counter() - start
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(run.ranks)]
     if len({rank["digest"] for rank in ranks}) > 1:
-        raise RefusedError(f"{run.rows} rows on {run.ranks} ranks: ranks have different heads")
+        raise RefusedError(f"{run.rows} rows on {plural(run.ranks, 'rank')}: ranks have different heads")
     return {**ranks[0], "peak_bytes": [rank["peak_bytes"] for rank in ranks], "command_seconds": round(whole, 3)}
 
 

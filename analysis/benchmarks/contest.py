@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -107,6 +108,10 @@ class Duel:
         return (self.reference,) if isinstance(self.reference, str) else self.reference
 
 
+class OutOfTimeError(Exception):
+    """A contest would begin when the time for all is over. Raised on all ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """How long to measure.
@@ -115,11 +120,13 @@ class Pace:
         cap_seconds: for one duel.
         quick: measure next to nothing: only to see that everything runs.
         min_pairs: of every duel.
+        until: the time, on the clock of contests, after which none begins.
     """
 
     cap_seconds: float
     quick: bool = False
     min_pairs: int = 8
+    until: float = math.inf
 
     def rows(self, batch_rows: int) -> int:
         """Return the size of a batch."""
@@ -143,10 +150,13 @@ def hold(
     Collective: every rank of `meeting` must call this.
 
     Raises:
+        OutOfTimeError: the time for all contests is over.
         ValueError: two sides that should compute the same do not.
     """
     contest = Contest(meeting, sides, clock)
     start = clock()
+    if meeting.agree(float(start > pace.until)):
+        raise OutOfTimeError
     steps = contest.warm_up()
     for number in count():
         contest.play(number, steps=steps)

@@ -33,13 +33,16 @@ _FIXED = {
 }
 
 
-def run_case(case: Case, wanted: Sequence[str], *, seconds: float, quick: bool, folder: Path) -> tuple[list[Row], int]:
+def run_case(
+    case: Case, wanted: Sequence[str], *, seconds: float, left: float, quick: bool, folder: Path
+) -> tuple[list[Row], int]:
     """Measure `wanted` rows of a case.
 
     Args:
         case: what to start.
         wanted: rows of it.
         seconds: for each row.
+        left: seconds after which no row is begun.
         quick: only see that it runs.
         folder: where files may lie meanwhile.
 
@@ -53,7 +56,7 @@ def run_case(case: Case, wanted: Sequence[str], *, seconds: float, quick: bool, 
         command = [
             *("mpirun", "-n", str(NUM_RANKS), "--bind-to", "none", "--oversubscribe", "--timeout", str(deadline)),
             *(sys.executable, "-m", "analysis.benchmarks.worker", case.module, "--only", ",".join(wanted)),
-            *("--seconds", str(seconds), "--scratch", scratch, "--out", str(out)),
+            *("--seconds", str(seconds), "--left", str(left), "--scratch", scratch, "--out", str(out)),
             *(["--quick"] if quick else []),
         ]
         code = _run(command, environment(os.environ), seconds=deadline + 30)

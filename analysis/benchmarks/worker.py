@@ -9,12 +9,13 @@ import io
 import json
 import logging
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from analysis.benchmarks.contest import UNFUSED, Pace
+from analysis.benchmarks.contest import UNFUSED, OutOfTimeError, Pace
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.table import line
@@ -29,12 +30,13 @@ def main() -> None:
     end_job_on_exception(ranks.world)
     case = importlib.import_module(f"analysis.benchmarks.rows.{options.case}")
     quick = Pace(cap_seconds=0, quick=True, min_pairs=2)
-    pace = quick if options.quick else Pace(cap_seconds=options.seconds)
+    pace = quick if options.quick else Pace(cap_seconds=options.seconds, until=time.perf_counter() + options.left)
     rows: list[Row] = []
     terminal = sys.stdout
     # What the program says of its runs is no result of the benchmark.
     logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()):
+    # Rows that are left over are told by whoever started this.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(OutOfTimeError):
         for row in case.measure(ranks, options.only.split(","), pace, options.scratch):
             rows.append(row)
             if ranks.rank == 0:
@@ -50,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("case", help="a module of rows/")
     parser.add_argument("--only", required=True, help="rows, separated by commas")
     parser.add_argument("--seconds", type=float, required=True, help="for each row")
+    parser.add_argument("--left", type=float, required=True, help="seconds after which no row is begun")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scratch", type=Path, required=True, help="a folder to fill")
     parser.add_argument("--out", type=Path, required=True, help="rank 0's rows as JSON")

@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from hvfreeze.report.figures import COLOURS, STYLE, WIDE
 from hvfreeze.report.tables import Table, megabytes, percent, seconds
+from hvfreeze.wording import plural
 
 Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
@@ -35,7 +36,7 @@ def growth_figure(lines: Sequence[Line]) -> Figure:
         groups = {key: list(mine) for key, mine in groupby(in_order(lines), key=of_a_line)}
         for ((kind, ranks, centres), mine), colour in zip(groups.items(), COLOURS * len(lines)):
             rows = [line["rows"] for line in mine]
-            label = f"{KINDS[kind]}, {ranks} rank{'s' * (ranks > 1)}" + (f", {centres} centres" if centres else "")
+            label = f"{KINDS[kind]}, {plural(ranks, 'rank')}" + (f", {centres} centres" if centres else "")
             time.plot(rows, [took(line) for line in mine], "o-", markersize=4, color=colour, label=label)
             memory.plot(rows, [max(line["peak_bytes"]) / 1e9 for line in mine], "o-", markersize=4, color=colour)
         for axes, what in ((time, "seconds"), (memory, "peak memory of a rank (GB)")):
@@ -102,8 +103,8 @@ def largest(lines: Sequence[Line]) -> list[Line]:
 def verdict(line: Line) -> str:
     """Return the largest run in a sentence."""
     return (
-        f"- **{line['rows']:,} rows of 512 numbers, {line['ranks']} ranks:** solved in {seconds(took(line))} with "
-        f"{line['centres']:,} centres and at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank; "
+        f"- **{line['rows']:,} rows of 512 numbers, {plural(line['ranks'], 'rank')}:** solved in {seconds(took(line))} "
+        f"with {line['centres']:,} centres and at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank; "
         f"{percent(line['accuracy'])} of rows that nobody was fitted to are right."
     )
 
@@ -111,7 +112,7 @@ def verdict(line: Line) -> str:
 def image_verdict(line: Line) -> str:
     """Return the run on the most images in a sentence."""
     return (
-        f"- **{line['rows']:,} images of CIFAR-10, `--freeze auto`, {line['ranks']} ranks:** "
+        f"- **{line['rows']:,} images of CIFAR-10, `--freeze auto`, {plural(line['ranks'], 'rank')}:** "
         f"{percent(line['accuracy'])} of the test images are right after {seconds(line['command_seconds'])} of the "
         f"whole command, with at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank."
     )

@@ -21,7 +21,8 @@ from analysis.sweeps.kept import ROWS, RUNS, VERSIONS, Row, publish
 from analysis.sweeps.presets import PlannedRun, Preset
 from analysis.sweeps.results import Results
 from hvfreeze.report.figures import STYLE
-from hvfreeze.report.tables import Table, plural
+from hvfreeze.report.tables import Table
+from hvfreeze.wording import plural
 
 SETTINGS = "preset.json"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
+from hvfreeze.wording import plural
 
 
 class Mesh:
@@ -42,8 +43,8 @@ def open_mesh(world: World, *, partitions: int) -> Mesh:
     """
     if partitions < 1 or world.size % partitions:
         raise UsageError(
-            f"{world.size} ranks cannot form lines of {partitions}: the number of partitions must divide the number of "
-            f"ranks; start {partitions} ranks, or a multiple"
+            f"{plural(world.size, 'rank')} cannot form lines of {partitions}: the number of partitions must divide the "
+            f"number of ranks; start {partitions} ranks, or a multiple"
         )
     if partitions == 1:
         return Mesh(world)

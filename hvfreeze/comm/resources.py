@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hvfreeze.comm.world import World
 from hvfreeze.memory import available_bytes
+from hvfreeze.wording import plural
 
 
 def give_back() -> None:
@@ -52,7 +53,7 @@ def threads_per_rank(world: World) -> int:
 def crowding(world: World) -> list[str]:
     """Return what the user should know where ranks outnumber the cores of their host. Collective."""
     places = sharing_ranks(world)
-    crowded = {host: f"{ranks} ranks for {cores} cores" for host, cores, ranks in places if ranks > cores}
+    crowded = {host: f"{ranks} ranks for {plural(cores, 'core')}" for host, cores, ranks in places if ranks > cores}
     return [f"{host} has {what}: they take turns, and wait without occupying a core" for host, what in crowded.items()]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import field
 from typing import Any
 
@@ -37,6 +40,35 @@ def setting(
     """
     metadata = {"metavar": metavar, "help": text, "auto": auto, "read_by": read_by}
     return field(default=default, metadata={**metadata, "by_strategy": by_strategy or {}})
+
+
+def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
+    """Return `value` as the leaf's type; numbers are accepted where text is wanted (lists of weights, counts).
+
+    Paths are text, and the scalars of numpy and torch numbers.
+
+    Raises:
+        UsageError: `value` has another type.
+    """
+    options = typing.get_args(kind) or (kind,)
+    if value is None and type(None) in options:
+        return None
+    plain = value
+    with suppress(TypeError, ValueError, RuntimeError):
+        plain = value.item() if hasattr(value, "item") else os.fspath(value)
+    if float in options and isinstance(plain, int) and not isinstance(plain, bool):
+        # A number that no float holds is judged as one that is infinite.
+        return float(plain) if abs(plain) < 2**1023 else math.inf * (1 if plain > 0 else -1)
+    if str in options and not isinstance(plain, bool):
+        if isinstance(plain, (list, tuple)) and all(isinstance(entry, (int, float, str)) for entry in plain):
+            return ",".join(str(entry) for entry in plain)
+        if isinstance(plain, (int, float)):
+            return str(plain)
+    for option in options:
+        if type(plain) is option:
+            return plain
+    names = " or ".join(option.__name__ for option in options if option is not type(None))
+    raise UsageError(f"{source}: {leaf} ({value!r}) must be of type {names}")
 
 
 def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> None:

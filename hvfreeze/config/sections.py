@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import typing
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hvfreeze.config.rules import (
@@ -21,8 +22,10 @@ from hvfreeze.config.rules import (
     parse_views,
     rule,
     setting,
+    typed,
 )
 from hvfreeze.user_code import check_named_code, is_named_code
+from hvfreeze.wording import plural
 
 Channels = tuple[float, float, float]
 TEXT = "text"
@@ -42,7 +45,21 @@ VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class Section:
+    """Settings that belong together. Raises UsageError, whoever makes one, where a value has another type."""
+
+    def __post_init__(self) -> None:
+        kinds = typing.get_type_hints(type(self))
+        for leaf in fields(self):
+            value = getattr(self, leaf.name)
+            # None may stand for a default that depends on other settings.
+            if value is not None or leaf.default is not None:
+                known = typed(leaf.name, value, kinds[leaf.name], source=type(self).__name__)
+                object.__setattr__(self, leaf.name, known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
     """Which samples are trained on, who gets them and how they are augmented."""
 
     data: str = setting(
@@ -103,6 +120,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if is_named_code(self.data):
             check_named_code("data", self.data)
         else:
@@ -173,7 +191,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreezeConfig:
+class FreezeConfig(Section):
     """Who proposes a cut, when, and how the ranks vote on it."""
 
     freeze: str = setting(
@@ -231,6 +249,7 @@ class FreezeConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("freeze", self.freeze, ("none", "static", *CRITERIA, AUTO))
         static = self.freeze == "static"
         # A criterion's own settings may start at a cut, where blocks are tuned; users give it with static and auto.
@@ -282,7 +301,7 @@ class FreezeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(Section):
     """Whether and where the frozen prefix's activations are kept."""
 
     cache: str = setting(
@@ -309,6 +328,7 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("cache", self.cache, ("off", "auto", "on"))
         one_of("cache-dtype", self.cache_dtype, ("native", "float16", "bfloat16"))
         one_of("cache-failure", self.cache_failure, ("recompute", "stop"))
@@ -323,7 +343,7 @@ MOST_CELLS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The network, where it may be cut, and what it starts from."""
 
     model: str = setting(
@@ -349,6 +369,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rule(bool(self.model), "model", repr(self.model), "the name of a classification model")
         parse_mlp("model", self.model)
         if is_named_code(self.model):
@@ -358,7 +379,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig:
+class HeadConfig(Section):
     """The head: what it reads, and whether it is trained with the rest or solved on frozen blocks."""
 
     head: str = setting(
@@ -387,6 +408,7 @@ class HeadConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         mlp = parse_mlp("head", self.head) is not None
         rule(mlp or self.head in ("last", "multi-level"), "head", self.head, "last, mlp, mlp-WxW... or multi-level")
         one_of("head-fit", self.head_fit, ("sgd", "exact", "kernel"))
@@ -410,7 +432,7 @@ WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4, AUTO: 1e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """The optimizer, its schedule, and what the loss is; --lr and --weight-decay have a default for each optimizer."""
 
     epochs: int = setting(
@@ -485,6 +507,7 @@ class OptimizerConfig:
     precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rule(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         rule(self.batch_size >= 1, "batch-size", self.batch_size, "at least 1")
         rule(self.accumulate >= 1, "accumulate", self.accumulate, "at least 1")
@@ -544,7 +567,7 @@ LOCAL_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyConfig:
+class StrategyConfig(Section):
     """Which rank runs which blocks, and what ranks exchange."""
 
     strategy: str = setting(
@@ -629,6 +652,7 @@ class StrategyConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("strategy", self.strategy, STRATEGIES)
         for flag in {flag for flags in OWN_FLAGS.values() for flag in flags}:
             self._belongs(flag, getattr(self, flag))
@@ -681,7 +705,7 @@ class StrategyConfig:
             "parts",
             parts,
             f"such that --parts x --replicas ({parts} x {replicas}) is the number of ranks ({ranks})",
-            f"start {parts * replicas} ranks, or leave one of the two out",
+            f"start {plural(parts * replicas, 'rank')}, or leave one of the two out",
         )
         return parts
 
@@ -692,7 +716,8 @@ class StrategyConfig:
             UsageError: --parts does not fit the number of ranks.
         """
         parts = ranks + 1 if self.parts is None else self.parts
-        why = f"the first and the last module share a rank; start {max(1, parts - 1)} ranks, or leave it out"
+        start = plural(max(1, parts - 1), "rank")
+        why = f"the first and the last module share a rank; start {start}, or leave it out"
         rule(parts == ranks + 1, "parts", parts, f"one more than the number of ranks ({ranks})", why)
         return parts
 
@@ -716,7 +741,7 @@ MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """Where the run keeps its files, how it starts and what it starts from."""
 
     seed: int = setting(0, "SEED", "of the model's initialisation and dropout")
@@ -765,6 +790,7 @@ class RunConfig:
     json: bool = setting(False, "", "print the summary as the last line")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
         rule(not self.resume_inexact or self.resume, "resume-inexact", True, "given together with --resume")
         rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")

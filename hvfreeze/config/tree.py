@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from hvfreeze.config.rules import rule
+from hvfreeze.config.rules import rule, typed
 from hvfreeze.config.sections import (
     AUTO,
     LEARNING_RATES,
@@ -107,12 +107,17 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
 
     def __post_init__(self) -> None:
+        for name, section in typing.get_type_hints(Config).items():
+            found = getattr(self, name)
+            if not isinstance(found, section):
+                raise UsageError(
+                    f"Config: {name} ({found!r}) must be a {section.__name__}; hvfreeze.config.tree.from_dict makes a "
+                    "Config of flags by name"
+                )
         data, cache, head, freeze = self.data, self.cache, self.head, self.freeze
         if cache.cache == "on" and not freeze.auto:
             wanted = "used with --augment none or views:K"
             rule(data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
-        if data.shuffle == "global" and cache.cache == "on":
-            rule(cache.cache_shared, "shuffle", "global", "used with --cache off or together with --cache-shared")
         self._check_text()
         held_out = data.validation_fraction > 0
         why = "what is chosen must be chosen on held-out samples, never on the test set"
@@ -303,29 +308,6 @@ def in_place(tree: Mapping[str, Any]) -> dict[str, Any]:
             found[before] = {name: value for name, value in section.items() if name != leaf}
             found[now] = {leaf: section[leaf], **found.get(now, {})}
     return found
-
-
-def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
-    """Return `value` as the leaf's type; numbers are accepted where text is wanted (lists of weights, counts).
-
-    Raises:
-        UsageError: `value` has another type.
-    """
-    options = typing.get_args(kind) or (kind,)
-    if value is None and type(None) in options:
-        return None
-    if float in options and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if str in options and not isinstance(value, bool):
-        if isinstance(value, list) and all(isinstance(entry, (int, float, str)) for entry in value):
-            return ",".join(str(entry) for entry in value)
-        if isinstance(value, (int, float)):
-            return str(value)
-    for option in options:
-        if type(value) is option:
-            return value
-    names = " or ".join(option.__name__ for option in options if option is not type(None))
-    raise UsageError(f"{source}: {leaf} ({value!r}) must be of type {names}")
 
 
 def did_you_mean(word: str, known: Mapping[str, object]) -> str:

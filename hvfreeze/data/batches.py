@@ -23,6 +23,7 @@ from hvfreeze.data.shards import Ids, ShardPlan, plan_shards, split_validation, 
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for
 from hvfreeze.data.windows import Shift, Windows
+from hvfreeze.wording import plural
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, Ima
 def notes_on_broken(splits: DataSplits) -> list[str]:
     """Return a line about the images that are left out, where there are some."""
     reasons = [reason for part in (splits.train, splits.test) for reason in part.broken.values()]
-    return [f"{len(reasons)} images cannot be decoded and are left out: {listed(reasons)}"] if reasons else []
+    are = "is" if len(reasons) == 1 else "are"
+    told = f"{plural(len(reasons), 'image')} cannot be decoded and {are} left out: {listed(reasons)}"
+    return [told] if reasons else []
 
 
 def deal(
@@ -111,12 +114,13 @@ def deal(
             notes.append(f"batches of {batch_size}, half of the smallest shard; --batch-size gives them another size")
         plan = plan.in_batches(batch_size)
     if data.validation_fraction > 0:
-        notes.append(f"{len(evaluated_ids)} training samples are held out; accuracy is on them, not on the test set")
+        held = plural(len(evaluated_ids), "training sample is", "training samples are")
+        notes.append(f"{held} held out; accuracy is on what is held out, not on the test set")
     dropped = len(ids) - plan.batches_per_epoch * batch_size * replicas
     if dropped > 0 and whole_batches:
         notes.append(
             f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
-            f"{plan.batches_per_epoch} whole batches of {batch_size} are made of every shard"
+            f"every shard makes {plural(plan.batches_per_epoch, 'whole batch', 'whole batches')} of {batch_size}"
         )
     return Corpus(splits.train, evaluated, evaluated_ids, plan, notes)
 

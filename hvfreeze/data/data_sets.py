@@ -25,6 +25,7 @@ from hvfreeze.data.shards import split_validation
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.user_code import is_named_code
+from hvfreeze.wording import plural
 
 
 def digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -245,7 +246,7 @@ def _open_text(directory: str | os.PathLike[str] | None, context: int) -> DataSp
             source=source,
         )
 
-    known = f"{splits.length} characters, {len(splits.characters)} different"
+    known = f"{plural(splits.length, 'character')}, {len(splits.characters)} different"
     note = f"text: {splits.name}, {known}; the last tenth is for testing"
     return DataSplits(train=split(splits.train), validation=None, test=split(splits.test), notes=[note])
 
@@ -274,7 +275,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     if test.classes not in (train.classes, None) or count > len(classes) or len(set(classes)) < max(2, len(classes)):
         raise RefusedError(
             f"--data ({name}) must have at least two classes with names of their own, the same in train and test; "
-            f"labels go up to {count - 1}, and train names {len(classes)} classes"
+            f"labels go up to {count - 1}, and train names {plural(len(classes), 'class', 'classes')}"
         )
     shown = {part: {n for row, n in enumerate(s.labels) if row not in s.broken} for part, s in splits.items()}
     unlearnt = [classes[label] for label in sorted(shown["test"] - shown["train"])]
@@ -303,7 +304,7 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
     num_classes = len(listings["train"].classes)
     if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
         raise RefusedError(
-            f"{root} holds {num_classes} classes where {name} has {ARCHIVES[name].num_classes}; "
+            f"{root} holds {plural(num_classes, 'class', 'classes')} where {name} has {ARCHIVES[name].num_classes}; "
             "use --data imagefolder for other images"
         )
     if image_size is None and len(sizes) > 1:

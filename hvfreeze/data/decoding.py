@@ -87,12 +87,22 @@ class MemoryPixels:
             raise KeyError(f"sample {ids[rows.argmin()]} is not among those loaded")
         return self._pixels.index_select(0, torch.from_numpy(rows))
 
+    @property
+    def bytes_each(self) -> int:
+        """Of one image."""
+        return int(np.prod(self._pixels.shape[1:]))
+
+    def at(self, ids: Ids, places: NDArray[np.int64]) -> PixelArray:
+        """Return (B, places) uint8, of each sample the pixels at `places` of C * H * W."""
+        flat = self._pixels.numpy().reshape(len(self._pixels), self.bytes_each)
+        return flat[np.ix_(self._row_of[ids], places)]
+
     def content(self, ids: Ids) -> int:
         """Return the sum, modulo 2^64, over samples of a digest of each one's number and pixels.
 
         So it does not depend on how samples are dealt out to ranks. Of large sets some samples are left out.
         """
-        rarely = -(-len(self._row_of) * self._pixels[:1].numel() // MOST_DIGESTED_BYTES)
+        rarely = -(-len(self._row_of) * self.bytes_each // MOST_DIGESTED_BYTES)
         total = 0
         for sample in ids[ids % max(1, rarely) == 0].tolist():
             row = self._pixels[self._row_of[sample]].numpy()

@@ -20,6 +20,7 @@ from hvfreeze.data.images import SUFFIXES, digest_of_files
 from hvfreeze.data.reading import open_image, shown_size, unreadable
 from hvfreeze.data.shards import Ids, split_validation
 from hvfreeze.errors import RefusedError
+from hvfreeze.wording import plural
 
 SPLITS = ("train", "val", "test")
 MOST_SUFFIXES = 8
@@ -133,7 +134,8 @@ def scan(root: Path, *, fewest: int = 2) -> Listing:
     entries = _entries(root)
     classes = [name for name, folder in entries if folder]
     loose = sum(name.lower().endswith(SUFFIXES) for name, folder in entries if not folder)
-    beside = [f"{root}: {loose} images lie in no class folder and are passed over"] if loose else []
+    lie = plural(loose, "image lies in no class folder and is", "images lie in no class folder and are")
+    beside = [f"{root}: {lie} passed over"] if loose else []
     others: Counter[str] = Counter(suffix_of(name) for name, folder in entries if not folder)
     for suffix in SUFFIXES:
         del others[suffix]
@@ -174,13 +176,20 @@ def told_of(others: Mapping[str, int], before: str) -> str:
     each = sorted(others.items(), key=lambda found: (-found[1], found[0]))
     more = len(each) - MOST_SUFFIXES
     shown = ", ".join(f"{suffix} ({count})" for suffix, count in each[:MOST_SUFFIXES])
-    return f"{before}{shown}" + (f" and {more} more suffixes" if more > 0 else "") if each else ""
+    return (
+        f"{before}{shown}" + (f" and {plural(more, 'more suffix', 'more suffixes')}" if more > 0 else "")
+        if each
+        else ""
+    )
 
 
 def notes_on_others(folder: Path, others: Mapping[str, int]) -> list[str]:
     """Return what the user should know of files that are passed over as they are no images by their suffix."""
     count = sum(others.values())
-    return [f"{folder}: {count} files are passed over, no images by their suffix: {told_of(others, '')}"] * (count > 0)
+    if count == 0:
+        return []
+    files = plural(count, "file is passed over, no image by its", "files are passed over, no images by their")
+    return [f"{folder}: {files} suffix: {told_of(others, '')}"]
 
 
 def images_below(folder: Path, others: Counter[str]) -> list[str]:
@@ -281,7 +290,8 @@ def _hold_out(everything: Listing) -> tuple[dict[str, Listing], list[str]]:
     total = len(everything.paths)
     if total < 2 * len(everything.classes):
         raise RefusedError(
-            f"{everything.root} holds {total} images, too few to hold out a test set; bring train/ and test/ folders"
+            f"{everything.root} holds {plural(total, 'image')}, too few to hold out a test set; bring train/ and test/ "
+            "folders"
         )
     fraction = max(_HOLD_OUT_FRACTION, 1 / total)
     kept, held = split_validation(everything.labels(), np.arange(total), fraction=fraction, seed=_HOLD_OUT_SEED)

@@ -19,6 +19,7 @@ from hvfreeze.data.images import BrokenImagesError, oddities
 from hvfreeze.data.reading import READING, PixelArray, picture_of, sized_pixels, to_rgb, turn_of
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.user_code import call, code_sha256, told
+from hvfreeze.wording import plural
 
 PROBES = 64
 
@@ -112,7 +113,10 @@ def open_own(
             broken=labels[split][1],
             classes=None if getattr(dataset, "classes", None) is None else tuple(map(str, dataset.classes)),
             flips=bool(getattr(dataset, "flips", True)),
-            notes=[f"of {len(probes(dataset))} {split} images looked at, {n} {what}" for what, n in looks[split][1]],
+            notes=[
+                f"of {plural(len(probes(dataset)), f'{split} image')} looked at, {n} {what}"
+                for what, n in looks[split][1]
+            ],
         )
         for split, dataset in made.items()
     }

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hvfreeze.config.rules import number_list, one_of, parse_dirichlet, rule
 from hvfreeze.errors import UsageError
+from hvfreeze.wording import plural
 
 Ids = NDArray[np.int64]
 Bits = NDArray[np.uint64]
@@ -124,7 +125,9 @@ def split_validation(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int)
     quotas = np.bincount(apportion(counts, round(fraction * len(ids))), minlength=len(counts))
     held = _take_per_class(labels, ids, np.minimum(quotas, np.maximum(counts - 1, 0)), "held", seed)
     enough = fraction == 0 or len(held) > 0
-    rule(enough, "validation-fraction", fraction, f"0, or large enough to hold out some of the {len(ids)} samples")
+    rule(
+        enough, "validation-fraction", fraction, f"0, or large enough to hold out some of {plural(len(ids), 'sample')}"
+    )
     return np.setdiff1d(ids, held), held
 
 
@@ -134,7 +137,8 @@ def _shard_weights(shard_sizes: str | Sequence[float], size: int) -> NDArray[np.
             return np.ones(size)
         shard_sizes = number_list("shard-sizes", shard_sizes, also="equal")
     shown = ",".join(f"{entry:g}" for entry in shard_sizes)
-    rule(len(shard_sizes) == size, "shard-sizes", shown, f"one number for each of the {size} shards", OWNERS)
+    wanted = f"{plural(size, 'number')}, one for each shard"
+    rule(len(shard_sizes) == size, "shard-sizes", shown, wanted, OWNERS)
     weights = np.asarray(shard_sizes, dtype=np.float64)
     rule(bool((np.isfinite(weights) & (weights > 0)).all()), "shard-sizes", shown, "positive, finite numbers")
     return weights
@@ -178,6 +182,11 @@ class ShardPlan:
     def samples(self) -> int:
         """Of all ranks, each counted once."""
         return len(self.shards[0]) if self.shuffle == "global" else sum(map(len, self.shards))
+
+    @property
+    def mixes(self) -> bool:
+        """Whether ranks meet each other's samples."""
+        return self.shuffle == "global" and len(self.shards) > 1
 
     def epoch_order(self, epoch: int, rank: int) -> Ids:
         """Return (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
@@ -254,7 +263,7 @@ def plan_shards(
     rule(shuffle == "shard" or alike, "shuffle", shuffle, "shard with --partition dirichlet or --shard-sizes", remedy)
     rule(batch_size >= 1, "batch-size", batch_size, "at least 1")
     if len(ids) < size:
-        raise UsageError(f"{len(ids)} training samples are fewer than {size} shards; use more samples or fewer ranks")
+        raise UsageError(f"{plural(len(ids), 'training sample')} for {size} shards; use more samples or fewer ranks")
     if shuffle == "global":
         shards, counts = [np.sort(ids)] * size, [len(ids) // size] * size
     else:

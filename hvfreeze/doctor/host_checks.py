@@ -8,6 +8,7 @@ from typing import Any
 
 from hvfreeze.doctor.remote import PACKAGES
 from hvfreeze.doctor.this_machine import CheckResult
+from hvfreeze.wording import plural
 
 CLOCK_SECONDS = 2.0
 
@@ -128,11 +129,11 @@ def check_clock(answers: Mapping[str, Answer]) -> CheckResult:
 def check_slots(facts: Facts, hosts: Sequence[Host]) -> CheckResult:
     """Check that no host is to take more ranks than it has cores."""
     cores = {name: int(said["cores"]) for name, said in facts.items()}
-    full = [f"{h.name}: {h.slots} ranks, {cores[h.name]} cores" for h in hosts if h.slots > cores[h.name]]
+    full = [f"{h.name}: {h.slots} ranks, {plural(cores[h.name], 'core')}" for h in hosts if h.slots > cores[h.name]]
     if full:
         remedy = "set OMPI_MCA_mpi_yield_when_idle=1 (the scripts in launch/ do), or give the host fewer slots"
         return CheckResult("cores", True, "; ".join(full), remedy)
-    return CheckResult("cores", True, f"{sum(cores.values())} for {sum(host.slots for host in hosts)} ranks")
+    return CheckResult("cores", True, f"{sum(cores.values())} for {plural(sum(h.slots for h in hosts), 'rank')}")
 
 
 def _all(names: Mapping[str, object]) -> str:

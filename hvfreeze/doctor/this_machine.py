@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hvfreeze.doctor.libraries import Probe, mpi_name, probe, run_and_read
 from hvfreeze.memory import available_bytes
+from hvfreeze.wording import plural
 
 USABLE, UNUSABLE = 0, 3
 REBUILD = "remove .venv/ and run `make setup`, which builds Horovod for the torch and MPI that it finds"
@@ -72,7 +73,7 @@ def check_torch(torch: Probe) -> CheckResult:
     if version < OLDEST_TORCH:
         why = "files that it loads can run code or corrupt memory"
         return CheckResult("torch", False, f"{torch.facts['version']}: {why}", f"pip install '{TORCH}'")
-    threads = f"{torch.facts['threads']} threads, {torch.facts['capability']} kernels"
+    threads = f"{plural(int(torch.facts['threads']), 'thread')}, {torch.facts['capability']} kernels"
     return CheckResult("torch", True, f"{torch.facts['version']}, {threads}")
 
 

@@ -23,6 +23,7 @@ from hvfreeze.freezing.vote import Decision, Voter, hold_vote, voting_weight
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs, in_blocks
 from hvfreeze.runs.reading import Move
+from hvfreeze.wording import plural
 
 
 def check_not_tied(chain: Chain, settings: FreezeConfig) -> None:
@@ -245,7 +246,7 @@ class Freezer:
             count = len(self.settings.vote_weight.split(","))
             if count != self.world.size:
                 raise UsageError(
-                    f"--vote-weight ({self.settings.vote_weight}) has {count} numbers; "
+                    f"--vote-weight ({self.settings.vote_weight}) has {plural(count, 'number')}; "
                     f"it must have one per rank, of which there are {self.world.size}"
                 )
 

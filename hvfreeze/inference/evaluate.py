@@ -43,9 +43,10 @@ from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers
 from hvfreeze.inference.text import evaluate_text, unshifted, windows_of
 from hvfreeze.report.figures import STYLE, WIDE, clipped, save_figure
-from hvfreeze.report.tables import percent, plural, to_csv, write_text
+from hvfreeze.report.tables import percent, to_csv, write_text
 from hvfreeze.runs.reading import printable, read_config
 from hvfreeze.user_code import is_named_code
+from hvfreeze.wording import plural
 
 MOST_NAMED, MOST_NUMBERED, LONGEST = 60, 20, 24
 DEPTH = 5

@@ -26,8 +26,9 @@ from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.exits import Answering, answering
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.text import Drawing, tell_on
-from hvfreeze.report.tables import plural, to_csv, writing
+from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
+from hvfreeze.wording import plural
 
 Decode = Callable[[int], PixelArray]
 """Returns the (3, H, W) uint8 pixels of sample 0..N-1, as the model's preparation gives them."""

@@ -22,6 +22,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.model import Applied
 from hvfreeze.report.tables import percent, write_text
+from hvfreeze.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ def tell_on(applied: Applied, text: str, drawing: Drawing, *, top: int | None, o
     following = continued(applied, text, drawing, top=top)
     if out is not None:
         write_text(out, text + "".join(following))
-        print(f"{drawing.length} characters: {out}")
+        print(f"{plural(drawing.length, 'character')}: {out}")
         return 0
     print(text, end="")
     for character in following:
@@ -100,7 +101,9 @@ def windows_of(applied: Applied, path: Path) -> tuple[Windows, Ids, str]:
     context = applied.transform.context
     source = TextSource(codes=encode(text, applied.classes), context=context)
     if source.windows < 1:
-        raise UsageError(f"--data-dir ({path}) has {len(text)} characters, and one window takes {context + 1}")
+        raise UsageError(
+            f"--data-dir ({path}) has {plural(len(text), 'character')}, and one window takes {context + 1}"
+        )
     return unshifted(source), np.arange(source.windows), name
 
 
@@ -117,8 +120,8 @@ def evaluate_text(
         count += labels.numel()
     found = {"characters": count, "accuracy": correct / count, "loss": loss / count, **per_character(loss / count)}
     print(
-        f"{applied.card.model} on {count} characters of {name}: {found['bits_per_character']:.4f} bits per character, "
-        f"perplexity {found['perplexity']:.3f}, {percent(correct / count, 2)} of the next characters right"
+        f"{applied.card.model} on {plural(count, 'character')} of {name}: {found['bits_per_character']:.4f} bits per "
+        f"character, perplexity {found['perplexity']:.3f}, {percent(correct / count, 2)} of the next characters right"
     )
     if own:
         same = applied.card.accuracy == correct / count

@@ -30,6 +30,7 @@ from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.model.weights import load_weights, pretrained_weights, read_weights
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.user_code import TIMM, call
+from hvfreeze.wording import plural
 
 Triple = tuple[float, float, float]
 
@@ -57,7 +58,9 @@ def timm_model(name: str, *, num_classes: int, image_size: int) -> nn.Module:
     try:
         return made(timm, bare, num_classes=num_classes, image_size=image_size)
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise UsageError(f"--model ({name}) cannot be made for images of {image_size} pixels: {error}") from error
+        raise UsageError(
+            f"--model ({name}) cannot be made for images of {plural(image_size, 'pixel')}: {error}"
+        ) from error
 
 
 def made(timm: Any, bare: str, **wanted: int) -> nn.Module:

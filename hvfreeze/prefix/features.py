@@ -77,7 +77,9 @@ class CacheTerms:
     settings: CacheConfig
     """Whether, where and how."""
     data: DataConfig
-    """How training samples are shown; in shuffle `global` every rank meets all, and rows can only be shared."""
+    """How training samples are shown."""
+    mixed: bool
+    """Whether ranks meet each other's training samples, so that rows can only be shared."""
     world: World
     """The ranks that decide together."""
     costs: CostInputs
@@ -87,14 +89,9 @@ class CacheTerms:
     """Tells the user a line; does nothing but on rank 0."""
 
     @property
-    def shuffled_globally(self) -> bool:
-        """Whether no rank knows its own samples beforehand."""
-        return self.data.shuffle == "global"
-
-    @property
     def cacheable(self) -> bool:
         """Whether rows may be kept: it is asked for, and rows are met again by ranks that can read them."""
-        reachable = not self.shuffled_globally or self.settings.cache_shared
+        reachable = not self.mixed or self.settings.cache_shared
         return self.settings.cache != "off" and self.data.cacheable() and reachable
 
 
@@ -302,7 +299,7 @@ def open_features(terms: CacheTerms, source: RowSource, *, clock: PhaseClock) ->
     private = settings.cache_dir is None or not settings.cache_shared
     prepare = partial(prepare_directory, terms.costs.directory, private=private)
     raise_on_all_ranks(terms.world, prepare, name=f"cache.directory.{split.name}")
-    source = replace(source, shared=source.shared or terms.shuffled_globally)
+    source = replace(source, shared=source.shared or terms.mixed)
     activations = PrefixActivations(
         run_blocks=compute,
         load_images=load,

@@ -21,8 +21,9 @@ from hvfreeze.errors import UsageError
 from hvfreeze.report import figures, tables
 from hvfreeze.report.comparison import Comparison, Group, compare, group_by_seed
 from hvfreeze.report.listing import doing, has_epoch, is_run, progress_of, readable_runs
-from hvfreeze.report.tables import Table, factor, percent, plural, shown, to_csv, write_text
+from hvfreeze.report.tables import Table, factor, percent, shown, to_csv, write_text
 from hvfreeze.runs.reading import Run, load_runs
+from hvfreeze.wording import plural
 
 TEMPLATES = Path(__file__).parent / "templates"
 VOTES_UNFOLDED = 24

@@ -16,6 +16,7 @@ from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
+from hvfreeze.wording import plural
 
 RANKS_SHOWN = 8
 """With more ranks than this, equal ballots are counted instead of listed."""
@@ -50,11 +51,6 @@ def shown(value: Spread, unit: Callable[[float], str]) -> str:
     """Return a mean, with lowest and highest in brackets where they differ."""
     low, high = (unit(end).rstrip(" %sxMB") for end in (value.low, value.high))
     return unit(value.mean) if low == high else f"{unit(value.mean)} ({low} to {high})"
-
-
-def plural(count: int, one: str, many: str | None = None) -> str:
-    """Return a count with its noun."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +281,7 @@ def ballots(values: Sequence[str]) -> str:
     """Return one value per rank, in the order of ranks; for many ranks, how often each occurs."""
     if len(values) <= RANKS_SHOWN:
         return ", ".join(values)
-    return ", ".join(f"{count} times {value}" for value, count in Counter(values).most_common())
+    return ", ".join(f"{plural(count, 'time')} {value}" for value, count in Counter(values).most_common())
 
 
 def shadow_cell(line: Mapping[str, Any], name: str) -> str:

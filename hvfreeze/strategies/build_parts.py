@@ -63,6 +63,7 @@ def open_both_features(
     terms = CacheTerms(
         settings=config.cache,
         data=config.data,
+        mixed=context.corpus.plan.mixes,
         world=world,
         costs=costs,
         owner=str(context.directory),

@@ -50,6 +50,7 @@ from hvfreeze.strategies.build_parts import (
     open_freezer,
 )
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
+from hvfreeze.wording import plural
 
 
 def open_data_parallel(context: BuildContext, config: Config) -> DataParallel:
@@ -366,7 +367,7 @@ class DataParallel:
     def _stop_unless_finite(self, signals: Signals) -> None:
         """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""
         if signals.nonfinite:
-            what = f"the loss is not finite on {signals.nonfinite} of {self.freezer.world.size} ranks"
+            what = f"the loss is not finite on {signals.nonfinite} of {plural(self.freezer.world.size, 'rank')}"
         elif not self.reducer.gradients_are_finite():
             what = "the gradients are not finite"
         else:

@@ -28,6 +28,7 @@ from hvfreeze.strategies.base import Answers, BuildContext, State, StepResult
 from hvfreeze.strategies.build_parts import check_left_out
 from hvfreeze.strategies.data_parallel import open_replicas, pooled
 from hvfreeze.strategies.rounds import Rounds, RoundStrategy
+from hvfreeze.wording import plural
 
 LANES = ("parts", "means")
 LOOKING = "evaluation."
@@ -44,7 +45,7 @@ def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
     raise_on_all_ranks(world, lambda: check_settings(config), name="local.settings")
     replica = open_replicas(context, config, exchanging=LoneRank(world))
     steps = config.strategy.steps_alone
-    context.say(f"local SGD: ranks train alone for {steps} steps, then take the mean of their models")
+    context.say(f"local SGD: ranks train alone for {plural(steps, 'step')}, then take the mean of their models")
     wire = open_wire(world, [prefix + lane for prefix in ("", LOOKING) for lane in LANES])
     return LocalSgd(replica, world, wire, Rounds(world, steps))
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -30,6 +31,8 @@ from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, 
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
 from hvfreeze.data.folders import Folders
 from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, count_odd
+from hvfreeze.data.overlap import Overlap, digests_of_files, doubles_in_memory, files_to_compare, look_at, match
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
 from hvfreeze.inference.card import describe
@@ -57,9 +60,8 @@ def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
     if settings.auto:
         return notes_on_stages(config, stages)
     if settings.cut and config.model.weights == "none":
-        notes.append(
-            f"the first {settings.cut} blocks keep their random initialisation; freezing is for trained --weights"
-        )
+        keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
+        notes.append(f"the first {keep} random initialisation; freezing is for trained --weights")
     return notes
 
 
@@ -167,6 +169,7 @@ def assemble(
     replica, replicas = place_of(world, config.strategy)
     feed, evaluated = load_share(config, world, corpus, replica=replica, replicas=replicas)
     content = content_of(world, corpus, feed, evaluated, replicas=replicas)
+    overlap = overlap_of(world, corpus, feed, evaluated, replicas=replicas)
     card = raise_on_all_ranks(
         world,
         lambda: describe(
@@ -214,6 +217,7 @@ def assemble(
     shown = chain if auto else stage_runner.opened.chain
     return Job(
         data_identities=content,
+        overlap=overlap,
         config=config,
         world=world,
         directory=directory,
@@ -259,6 +263,45 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
         if len(known) == world.size:
             found[f"{split} pixels"] = f"{sum(known) % 2**64:016x}"
     return found
+
+
+def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs, *, replicas: int) -> Overlap | None:
+    """Return which evaluated images are training images too, None where none is known to be. Collective.
+
+    Images of all ranks are compared where they are in memory, else a few files.
+    """
+    replica, place = divmod(world.rank, world.size // replicas)
+    held, shown = (x.pixels if isinstance(x, Images) else None for x in (feed.images, evaluated))
+    here = None
+    if isinstance(held, MemoryPixels) and isinstance(shown, MemoryPixels):
+        here = look_at(shown, corpus.share(replica=replica, replicas=replicas))
+    # One rank of those that work on the same samples.
+    everyone = [each for each, first in world.allgather_object((here, place == 0), name="overlap") if first]
+    looks = [each for each in everyone if each is not None]
+    trained, tested = corpus.train.source, corpus.evaluated.source
+    if len(looks) == len(everyone):
+        owned = corpus.owned(replica=replica, replicas=replicas)
+        mine = doubles_in_memory(held, owned, looks) if isinstance(held, MemoryPixels) and place == 0 else {}
+        doubles = {k: v for theirs in world.allgather_object(mine, name="overlap.doubles") for k, v in theirs.items()}
+        looked_at = sum(len(each.digests) for each in looks)
+    elif isinstance(trained, FileSource) and isinstance(tested, FileSource):
+        ids = np.unique(np.concatenate(corpus.plan.shards))
+        chosen, candidates = files_to_compare(tested, corpus.evaluated_ids, trained, ids)
+        parts = (digests_of_files(s, i[world.rank :: world.size]) for s, i in ((tested, chosen), (trained, candidates)))
+        digests = world.allgather_object(tuple(parts), name="overlap.files")
+        doubles = match(*({k: v for both in digests for k, v in both[part].items()} for part in (0, 1)))
+        looked_at = len(chosen)
+    else:
+        return None
+    if not doubles:
+        return None
+    first = min(doubles)
+    return Overlap(
+        found=len(doubles),
+        looked_at=looked_at,
+        evaluated=len(corpus.evaluated_ids),
+        example=(corpus.evaluated.called(first), corpus.train.called(doubles[first])),
+    )
 
 
 def load_share(
@@ -335,6 +378,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     job.unread = lambda stages, why: without_effect(replace(plan, stages=stages, stopped=why), given)
     job.notes = [
         *corpus.notes,
+        *([job.overlap.describe()] if job.overlap else []),
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),
         *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages, job.mirror),
@@ -398,6 +442,12 @@ def usable_directory(config: Config, world: World, environment: dict[str, Any]) 
 def agreed_corpus(config: Config, world: World, *, adapts: bool) -> tuple[Corpus, dict[str, str]]:
     """Return the samples, and digests of them that are equal on all ranks. For `adapts` see `deal`. Collective."""
     _, replicas = raise_on_all_ranks(world, lambda: place_of(world, config.strategy), name="replicas")
+    data, cache = config.data, config.cache
+    if replicas > 1 and data.shuffle == "global" and cache.cache == "on" and not cache.cache_shared:
+        raise UsageError(
+            "--shuffle (global) must be used with --cache off or together with --cache-shared, because ranks meet each "
+            "other's samples"
+        ).on_all_ranks()
     corpus = open_corpus(
         config.data,
         world,

@@ -10,6 +10,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed, grouped
 from hvfreeze.data.images import listed
+from hvfreeze.data.overlap import Overlap
 from hvfreeze.heads.solution import Solution
 from hvfreeze.inference.card import Card
 from hvfreeze.runs.clock import PhaseClock
@@ -55,6 +56,8 @@ class Job:
     curves: Curves | None = None
     """On rank 0 with --tensorboard."""
     data_identities: dict[str, str] = field(default_factory=dict)
+    overlap: Overlap | None = None
+    """Of evaluated images that are training images too, where there are some."""
     step: int = 0
     epochs_done: int = 0
     epoch_seconds: dict[str, float] = field(default_factory=dict)

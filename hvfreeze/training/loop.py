@@ -29,6 +29,7 @@ from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
 from hvfreeze.training.stages import learning_rate
+from hvfreeze.wording import plural
 
 
 def train_stages(job: Job, *, asked: Sequence[int] = ()) -> None:
@@ -63,7 +64,8 @@ def train_stages(job: Job, *, asked: Sequence[int] = ()) -> None:
                 end_stage(job, failed=failed)
             save_when_due(job)
             if out_of_patience(job):
-                job.logger.info(f"stopped early: {job.evaluations_in_vain} evaluations in a row found nothing better")
+                in_vain = plural(job.evaluations_in_vain, "evaluation")
+                job.logger.info(f"stopped early: {in_vain} in a row found nothing better")
         with job.clock.within("checkpoint"):
             finish_saving(job)
 
@@ -142,8 +144,8 @@ def tell_solution(job: Job, fit: Solution) -> None:
     reached = "" if fit.converged else f", which is not converged: off by {100 * fit.error:.0f} % at most"
     compared = "" if fit.compared_with in (None, fit.rows) else f", each compared with {fit.compared_with} of them"
     job.logger.info(
-        f"head solved: penalty {fit.penalty:.2g} of {len(fit.trials)} tried, {fit.passes} passes over {fit.rows} rows"
-        f"{compared}, {fit.steps} steps{reached}"
+        f"head solved: penalty {fit.penalty:.2g} of {len(fit.trials)} tried, {plural(fit.passes, 'pass', 'passes')} "
+        f"over {plural(fit.rows, 'row')}{compared}, {plural(fit.steps, 'step')}{reached}"
     )
     if fit.left_out:
         job.logger.info(

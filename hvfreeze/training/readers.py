@@ -16,6 +16,7 @@ from hvfreeze.config.tree import Config, flat, leaves, to_dict
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.criteria import CRITERIA
 from hvfreeze.training.stages import Stage
+from hvfreeze.wording import plural
 
 BY_BATCH = ("shared-trunk", "local-critics", "stale-ring")
 """Strategies whose BatchNorm uses each batch's statistics wherever it trains."""
@@ -153,7 +154,9 @@ def mirror_images(plan: Plan, value: Any) -> Found:
 def warmup(plan: Plan, value: int) -> Found:
     """Look for steps enough for a warm-up to end."""
     made = max(stage.steps for stage in plan.trained)
-    return unless(value <= made, InPart(f"training has {made} steps, and ends at {made / max(value, 1):.2g} of --lr"))
+    return unless(
+        value <= made, InPart(f"training has {plural(made, 'step')}, and ends at {made / max(value, 1):.2g} of --lr")
+    )
 
 
 def norms(plan: Plan, value: str) -> Found:
@@ -291,8 +294,12 @@ def optional_evaluations(plan: Plan, value: Any) -> Found:
 
 def patience(plan: Plan, value: int) -> Found:
     """Look for evaluations enough to find nothing better so many times in a row."""
-    most = plan.evaluations - 1
-    return unless(value < most, f"there are {most + 1} evaluations, of which the first is always the best so far")
+    if plan.evaluations == 1:
+        return "there is one evaluation"
+    return unless(
+        value < plan.evaluations - 1,
+        f"there are {plan.evaluations} evaluations, of which the first is always the best so far",
+    )
 
 
 READERS: dict[str, Reader] = {
@@ -320,7 +327,7 @@ READERS: dict[str, Reader] = {
     "gains": gains,
     "gradients": gradients,
     "larger-images": lambda plan, value: unless(
-        value <= plan.side, InPart(f"images of {plan.side} pixels are not enlarged before they are cropped")
+        value <= plan.side, InPart(f"images of {plural(plan.side, 'pixel')} are not enlarged before they are cropped")
     ),
     "kernel": lambda plan, value: unless(
         any(stage.config.head.head_fit == "kernel" for stage in plan.solved),

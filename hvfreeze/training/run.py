@@ -18,7 +18,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import TEXT
 from hvfreeze.config.tree import Config
 from hvfreeze.data.text import per_character
-from hvfreeze.errors import HvfreezeError
+from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.runs.clock import train_seconds
@@ -36,6 +36,7 @@ from hvfreeze.training.evaluation import by_model, mean
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import own_part, train_stages
 from hvfreeze.training.progress import Curves, Progress
+from hvfreeze.wording import plural
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -46,6 +47,8 @@ def train(config: Config) -> dict[str, Any]:
     Raises:
         HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
     """
+    if not isinstance(config, Config):
+        raise UsageError(f"train: config must be a hvfreeze.Config, not {type(config).__name__}")
     world = script_world(rests=False)
     report_errors(world)
     return run(config, world)
@@ -136,8 +139,8 @@ def introduce(job: Job, *, resumed: bool) -> None:
     """Say what is about to happen."""
     config, say = job.config, job.logger.info
     say(
-        f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, {job.world.size} "
-        f"{'rank' if job.world.size == 1 else 'ranks'}, {job.steps_per_epoch} steps an epoch, "
+        f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, "
+        f"{plural(job.world.size, 'rank')}, {plural(job.steps_per_epoch, 'step')} an epoch, "
         f"freeze {config.freeze.freeze}, cache {config.cache.cache}; files in {job.directory}"
     )
     for note in job.notes:
@@ -190,6 +193,8 @@ def conclude(job: Job) -> dict[str, Any]:
         "parameter_digest": digest,
         "resumed": list(job.record.resumed),
     }
+    if job.overlap is not None:
+        summary["evaluated_in_training"] = {"found": job.overlap.found, "looked_at": job.overlap.looked_at}
     if job.mirror is not None:
         summary["mirror"] = job.mirror.describe() | {"taken": job.stage_runner.mirror != "off"}
     if job.budget is not None:

@@ -31,6 +31,7 @@ from hvfreeze.training.guard import HeldOut
 from hvfreeze.training.stages import Opened, Stage, single_stage
 from hvfreeze.training.trial import Judge
 from hvfreeze.user_code import TIMM
+from hvfreeze.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,8 @@ def place_of(world: World, settings: StrategyConfig) -> tuple[int, int]:
     ranks = CHOICES[name].ranks_per_replica(settings, world)
     if world.size % ranks:
         raise UsageError(
-            f"--strategy ({name}): {world.size} ranks do not form replicas of {ranks} each; start a multiple of {ranks}"
+            f"--strategy ({name}): {plural(world.size, 'rank')} cannot form replicas of {ranks} each; start a multiple "
+            f"of {ranks}"
         )
     return world.rank // ranks, world.size // ranks
 
@@ -247,7 +249,8 @@ class StageFactory:
         except UsageError as error:
             count = feed.plan.samples
             raise UsageError(
-                f"head-fit (exact, as with --freeze auto) needs more than {count} training samples: a tenth of them, "
+                f"head-fit (exact, as with --freeze auto) needs more than {plural(count, 'training sample')}: a tenth "
+                "of them, "
                 "but never a class's only one, is held out to choose the penalty by, and here that is none; give two "
                 "or more of each class, or pass --head-fit sgd and another --freeze"
             ) from error

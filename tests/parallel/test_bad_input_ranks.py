@@ -43,6 +43,7 @@ def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> R
         (3, f"train {' '.join(SMALL)} --epoch 2", 2, ["unknown argument '--epoch'; did you mean '--epochs'?"]),
         (3, "trian", 2, ["error: unknown command 'trian'; did you mean 'train'?"]),
         (2, f"{TINY} --batch-size 1", 2, ["--batch-size (1)", "BatchNorm"]),
+        (2, f"{TINY} --cache on --augment none --shuffle global", 2, ["--shuffle (global)", "--cache-shared"]),
         (
             3,
             f"{TINY} --batch-size 1 --strategy shared-trunk --head-blocks 2 --augment none",
@@ -111,7 +112,7 @@ def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Pa
 def test_fewer_samples_than_ranks_are_refused(run_dir: Path, tmp_path: Path) -> None:
     photos = save_photos(tmp_path / "photos", training=1)
     result = hvfreeze(3, "train", *PHOTOS, "--data-dir", str(photos), "--batch-size", "1", "--run-dir", str(run_dir))
-    refused(result, 2, "2 training samples are fewer than 3 shards")
+    refused(result, 2, "2 training samples for 3 shards")
 
 
 def test_damaged_images_of_all_shards_are_named_in_one_message(run_dir: Path, tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_more_ranks_than_cores_run_and_say_so(tmp_path: Path) -> None:
     arguments = ["train", *SMALL[:-2], "--run-dir", str(folder)]
     result = mpirun(2, CONFINED, timeout=120, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
     assert result.returncode == 0, str(result)
-    notes = [line for line in result.stdout.splitlines() if "2 ranks for 1 cores" in line]
+    notes = [line for line in result.stdout.splitlines() if "2 ranks for 1 core:" in line]
     assert len(notes) == 1, str(result)
     assert notes[0].startswith("note: ")
     assert [rank["yields"] for rank in result.ranks] == ["1", "1"]

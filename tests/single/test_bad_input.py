@@ -56,7 +56,7 @@ USAGE = [
     ("--shuffle never", ["--shuffle (never)", "shard, global"]),
     ("--partition dirichlet:nan", ["--partition (dirichlet:nan)"]),
     ("--shard-sizes 1,nan", ["--shard-sizes (1,nan)"]),
-    ("--shard-sizes 1,1", ["--shard-sizes (1,1)", "each of the 1 shards", "shared-trunk"]),
+    ("--shard-sizes 1,1", ["--shard-sizes (1,1)", "1 number, one for each shard", "shared-trunk"]),
     ("--image-size 0", ["--image-size (0)"]),
     ("--model resnet19", ["resnet19", "did you mean", "resnet18"]),
     ("--model ../../resnet18", ["../../resnet18"]),
@@ -87,7 +87,6 @@ USAGE = [
     ("--strategy subnets --model mlp-16 --statistics kept", ["--statistics (kept)", "subnets"]),
     ("--shadow linear,sometimes", ["--shadow (sometimes)", "percentile"]),
     ("--cache on", ["--cache (on)", "--augment", "views:K"]),
-    ("--cache on --augment none --shuffle global", ["--shuffle (global)", "--cache-shared"]),
     ("--cache-limit plenty", ["--cache-limit (plenty)"]),
     ("--cache-dtype int8", ["--cache-dtype (int8)", "native"]),
 ]

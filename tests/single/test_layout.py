@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "files", "memory", "user_code", "torch_imports", "torchvision_shim", "plain_load"),
+    ("errors", "files", "wording", "memory", "user_code", "torch_imports", "torchvision_shim", "plain_load"),
     ("config",),
     ("model", "comm", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "optim"),
@@ -23,16 +23,27 @@ LEVELS = (
     ("__main__",),
 )
 ALLOWED = {
-    "inference": {"__init__", "errors", "user_code", "config", "model", "data", "heads", "runs", "report"},
-    "report": {"errors", "config", "runs"},
-    "doctor": {"errors", "memory", "torchvision_shim"},
-    "cache": {"errors", "files"},
+    "inference": {"__init__", "errors", "user_code", "config", "model", "data", "heads", "runs", "report", "wording"},
+    "report": {"errors", "config", "runs", "wording"},
+    "doctor": {"errors", "memory", "torchvision_shim", "wording"},
+    "cache": {"errors", "files", "wording"},
     "user_code": {"errors"},
     "plain_load": {"errors"},
     "torchvision_shim": {"torch_imports"},
-    "runs": {"errors", "files", "config"},
+    "runs": {"errors", "files", "config", "wording"},
     "optim": {"errors", "config"},
-    "cli": {"errors", "inference", "cache", "config", "doctor", "torch_imports", "report", "runs", "training"},
+    "cli": {
+        "errors",
+        "wording",
+        "inference",
+        "cache",
+        "config",
+        "doctor",
+        "torch_imports",
+        "report",
+        "runs",
+        "training",
+    },
     "__main__": {"errors", "config", "cli", "torch_imports", "comm", "training"},
 }
 """Stricter than the levels, or beside them."""

@@ -51,6 +51,7 @@ from hvfreeze.strategies.grid.partitioning import (
 )
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline
 from hvfreeze.strategies.grid.strategy import Grid
+from hvfreeze.wording import plural
 
 
 def open_grid(context: BuildContext, config: Config) -> Grid:
@@ -209,7 +210,8 @@ def check_segments(segments: Sequence[Segment], facts: GridFacts, config: Config
     """Refuse cuts that leave a rank without parameters."""
     if len(segments) < facts.parts:
         raise UsageError(
-            f"--cut-at ({config.strategy.cut_at}) must be {facts.parts - 1} numbers with --parts {facts.parts}"
+            f"--cut-at ({config.strategy.cut_at}) must be {plural(facts.parts - 1, 'number')} with --parts "
+            f"{facts.parts}"
         )
     for start, stop in segments:
         if not chain.named_parameters(start, stop):

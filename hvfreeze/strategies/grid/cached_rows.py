@@ -320,6 +320,7 @@ class CachedRows:
         terms = CacheTerms(
             settings=config.cache,
             data=config.data,
+            mixed=context.corpus.plan.mixes,
             world=stage.mesh.replica_world,
             costs=replace(self.cost_inputs(), _trials={}),
             owner=str(context.directory),

@@ -25,6 +25,7 @@ from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, tensors_o
 from hvfreeze.optim import Update
 from hvfreeze.plain_load import load_plain
 from hvfreeze.strategies.model_parallel import optimizer_state, put_optimizer_state
+from hvfreeze.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,8 @@ class Partitioning:
 
     def describe(self) -> str:
         """Return one clause for the user."""
-        return f"{self.parts} parts (blocks {', '.join(f'{start}..{stop - 1}' for start, stop in self.segments)})"
+        blocks = ", ".join(f"{start}..{stop - 1}" for start, stop in self.segments)
+        return f"{plural(self.parts, 'part')} (blocks {blocks})"
 
     def partition_of(self, block: int) -> int:
         """Return which partition holds a block."""

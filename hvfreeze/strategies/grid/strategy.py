@@ -39,6 +39,7 @@ from hvfreeze.strategies.model_parallel import (
     optimizer_bytes,
     signal,
 )
+from hvfreeze.wording import plural
 
 
 @dataclass(eq=False)
@@ -238,9 +239,9 @@ class Grid:
         )
         self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
         if told.broken_losses or told.broken_gradients:
-            what = f"the loss is not finite on {told.broken_losses} of {replicas} replicas"
+            what = f"the loss is not finite on {told.broken_losses} of {plural(replicas, 'replica')}"
             if not told.broken_losses:
-                what = f"the gradients are not finite on {told.broken_gradients} of {self.world.size} ranks"
+                what = f"the gradients are not finite on {told.broken_gradients} of {plural(self.world.size, 'rank')}"
             raise not_finite(self.freezer.step, what, "lower --lr, or add --lr-warmup or --clip-grad")
         return told.loss / replicas, told.leave, math.sqrt(told.squares / replicas)
 
@@ -284,6 +285,6 @@ class Grid:
             return False
         self.settle()
         self.stage.hand_over(after)
-        why = f"the first {self.cut} blocks are {'cached' if cached else 'frozen'}"
-        self.say(f"grid: {after.describe()} in {self.stage.mesh.replicas} lines from here on: {why}")
+        why = f"{'cached' if cached else 'frozen'} up to cut {self.cut}"
+        self.say(f"grid: {after.describe()} in {plural(self.stage.mesh.replicas, 'line')} from here on: {why}")
         return True

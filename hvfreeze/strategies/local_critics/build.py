@@ -37,6 +37,7 @@ from hvfreeze.strategies.local_critics.group import GroupPlan, LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, LinePlan
 from hvfreeze.strategies.local_critics.strategy import CriticFacts, ExitCounts, LocalCritics, StepCount
 from hvfreeze.strategies.model_parallel import dry_run
+from hvfreeze.wording import plural
 
 PARTS = 4
 CRITIC_LR = 3e-4
@@ -149,7 +150,7 @@ def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks:
     if parts < ranks:
         raise UsageError(
             f"--parts ({parts}) must be at least the number of ranks ({ranks}): a rank has one layer group or "
-            f"more; raise --parts, or start at most {parts} ranks"
+            f"more; raise --parts, or start at most {plural(parts, 'rank')}"
         )
     if parts > depth - cut:
         raise UsageError(
@@ -160,8 +161,8 @@ def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks:
         segments = cut_at(settings.starts(), depth=depth, parts=parts)
         if len(segments) < parts or (parts > 1 and segments[1][0] <= cut):
             raise UsageError(
-                f"--cut-at ({settings.cut_at}) must be {parts - 1} numbers with --parts {parts}, all above --cut "
-                f"({cut})"
+                f"--cut-at ({settings.cut_at}) must be {plural(parts - 1, 'number')} with --parts {parts}, all above "
+                f"--cut ({cut})"
             )
         return [start for start, _ in segments[1:]]
     costs = counted_costs(chain, by, operations)[cut:]

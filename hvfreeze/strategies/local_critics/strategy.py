@@ -40,6 +40,7 @@ from hvfreeze.strategies.model_parallel import (
     gather_model,
     optimizer_bytes,
 )
+from hvfreeze.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,8 +330,9 @@ class LocalCritics:
             self.world.wait(signal.handle)
         self._signals.clear()
         raise NumericsError(
-            f"step {step}: a loss or gradient is not finite on {broken} of {self.world.size} ranks, which have made no "
-            "update since; lower --lr, or add --lr-warmup or --clip-grad, and go on from the last checkpoint"
+            f"step {step}: a loss or gradient is not finite on {broken} of {plural(self.world.size, 'rank')}; no "
+            "update "
+            "has been made since; lower --lr, or add --lr-warmup or --clip-grad, and go on from the last checkpoint"
         )
 
     def _identity(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from hvfreeze.strategies.shared_trunk.tasks import (
     read_labels,
     tasks_of,
 )
+from hvfreeze.wording import plural
 
 EVALUATION = "evaluation."
 """Put before the names of the lanes on which evaluation batches travel."""
@@ -193,11 +194,12 @@ def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[Tenso
     """Tell the user each rank's part."""
     names = ", ".join(facts.names)
     if facts.whole:
-        say(f"shared trunk: every rank runs the whole trunk; {len(facts.names)} models: {names}")
+        say(f"shared trunk: every rank runs the whole trunk; {plural(len(facts.names), 'model')}: {names}")
         return
     cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in plan.segments)
     sent = plan.bytes_per_batch(boundaries, rows=boundaries[0].shape[0])
     say(
         f"shared trunk: segments {cuts}; labels {plan.labels}; bytes a batch that the line runs for: "
-        f"{', '.join(f'{lane} {number}' for lane, number in sent.items())}; {len(facts.names)} models: {names}"
+        f"{', '.join(f'{lane} {number}' for lane, number in sent.items())}; {plural(len(facts.names), 'model')}: "
+        f"{names}"
     )

@@ -41,6 +41,7 @@ from hvfreeze.data.images import FileSource
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.strategies.build_parts import check_left_out
+from hvfreeze.wording import plural
 
 LOSSES = ("cross-entropy", "balanced")
 MOST_TABLE_BYTES = 2**30
@@ -140,8 +141,8 @@ def tasks_of(
         rates = given * count if len(given) == 1 else given
         if len(rates) != count:
             raise UsageError(
-                f"--head-lr ({optimizer.head_lr}) has {len(rates)} numbers for {count} heads; give one each, "
-                "or one for all"
+                f"--head-lr ({optimizer.head_lr}) has {plural(len(rates), 'number')} for {plural(count, 'head')}; give "
+                "one each, or one for all"
             )
         return [Task(name=f"head{i}", blocks=blocks, lr=rate, seed=seed + i) for i, rate in enumerate(rates)]
     text, table = files

@@ -23,6 +23,7 @@ from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.schedules import ring_period
 from hvfreeze.strategies.stale_ring.module import RingModule
 from hvfreeze.strategies.stale_ring.strategy import EVALUATION, LANES, RingFacts, StaleRing
+from hvfreeze.wording import plural
 
 MOST_CUTS = 200_000
 WARM_UP = 10
@@ -103,7 +104,7 @@ def segments_of(context: BuildContext, config: Config, images: Tensor) -> tuple[
     if settings.cut_by == "given":
         segments = cut_at(settings.starts(), depth=depth, parts=parts)
         if len(segments) < parts:
-            raise UsageError(f"--cut-at ({settings.cut_at}) must be {parts - 1} numbers with --parts {parts}")
+            raise UsageError(f"--cut-at ({settings.cut_at}) must be {plural(parts - 1, 'number')} with --parts {parts}")
     else:
         by = settings.cut_by or "compute"
         costs = counted_costs(chain, by, work_of(chain, images))
@@ -149,13 +150,13 @@ def check_settings(config: Config) -> None:
 def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[TensorLayout]) -> None:
     """Tell the user each module's blocks and delay, and what ranks send for a batch."""
     modules = ", ".join(
-        f"{start}..{stop - 1} on rank {facts.rank_of(part)}, {facts.delay(part)} steps old"
+        f"{start}..{stop - 1} on rank {facts.rank_of(part)}, {plural(facts.delay(part), 'step')} old"
         for part, (start, stop) in enumerate(facts.segments)
     )
     sent = sum(boundaries[start].num_bytes for start, _ in facts.segments[1:])
     context.say(
-        f"stale ring: blocks {modules}; gradients are new in the first {facts.stale_after} steps; bytes a batch: "
-        f"activations {sent}, errors {sent}, labels 0"
+        f"stale ring: blocks {modules}; gradients are new for {plural(facts.stale_after, 'step')} at first; bytes "
+        f"a batch: activations {sent}, errors {sent}, labels 0"
     )
     if facts.tied:
         way = "the sum" if facts.tied_gradient == "sum" else "half the sum"

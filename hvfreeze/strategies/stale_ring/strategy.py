@@ -54,6 +54,7 @@ from hvfreeze.strategies.model_parallel import (
 )
 from hvfreeze.strategies.schedules import stale_batch
 from hvfreeze.strategies.stale_ring.module import RingModule
+from hvfreeze.wording import plural
 
 LANES = ("activations", "errors")
 EVALUATION = "evaluation.activations"
@@ -379,7 +380,7 @@ class StaleRing:
         if told.broken_losses or told.broken_gradients:
             what = "the loss is not finite"
             if not told.broken_losses:
-                what = f"the gradients are not finite on {told.broken_gradients} of {self.world.size} ranks"
+                what = f"the gradients are not finite on {told.broken_gradients} of {plural(self.world.size, 'rank')}"
             remedy = "lower --lr, raise --stale-after, or add --lr-warmup or --clip-grad"
             raise not_finite(self.steps, what, remedy)
         return told.loss, told.leave, math.sqrt(told.squares)

@@ -78,7 +78,8 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
     widths = " and ".join(map(str, table.hand_sizes(0)))
     context.say(
         f"subnets: {widths} of {' and '.join(map(str, table.widths))} hidden neurons a rank, dealt anew every "
-        f"{rounds.local_steps} steps; {2 * table.wire_bytes()} bytes a round over all ranks"
+        f"{'step' if rounds.local_steps == 1 else f'{rounds.local_steps} steps'}; {2 * table.wire_bytes()} bytes a "
+        "round over all ranks"
     )
     if place.cut and config.model.weights == "none":
         context.say("note: the trunk keeps its random initialisation; --weights gives it one that was trained")

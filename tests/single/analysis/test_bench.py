@@ -92,6 +92,54 @@ def test_a_row_that_could_not_be_measured_is_reported_and_its_old_value_dropped(
     assert table.read_rows(path) == []
 
 
+def test_a_bench_that_runs_out_of_time_names_once_what_it_has_not_reached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slow machine: the third case stops itself after its first row, and the others are not started."""
+    clock, started, path = Clock(), [], tmp_path / "my bench.json"
+    monkeypatch.setattr(bench, "monotonic", clock)
+
+    def run_case(case: Any, wanted: Sequence[str], *, left: float, **others: Any) -> tuple[list[Row], int]:
+        started.append((case.module, left))
+        clock.now += 400
+        return [make_row(name) for name in wanted[: 1 if left < 100 else None]], 0
+
+    monkeypatch.setattr(bench, "run_case", run_case)
+    table.write_rows(path, [make_row("verification", ratio=7.0)])
+    assert bench.main(["--out", str(path)]) == 0
+    assert started == [("unfrozen", 860.0), ("optimizers", 460.0), ("frozen", 60.0)]
+    said = capsys.readouterr()
+    measured = [row.name for row in table.read_rows(path)]
+    left_over = [name for name in ROWS if name not in measured]
+    assert measured[-1] == "frozen_step_cut1" and said.err == ""
+    (note,) = [line for line in said.out.splitlines() if line.startswith("bench: note: ")]
+    assert note.startswith(f"bench: note: {len(left_over)} rows were not reached within 860 s; to go on: ")
+    assert note.endswith(f"--only {','.join(left_over)} --out '{path}'")
+    # Going on measures these alone, and keeps the others.
+    clock.now = 0
+    started.clear()
+    monkeypatch.setattr(bench, "run_case", lambda case, wanted, **others: ([make_row(name) for name in wanted], 0))
+    assert bench.main(["--only", ",".join(left_over), "--out", str(path)]) == 0
+    assert [row.name for row in table.read_rows(path)] == list(ROWS)
+
+
+def test_a_case_that_had_to_be_ended_is_a_failure_with_its_reason_though_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(bench, "monotonic", clock)
+
+    def hangs(case: Any, wanted: Sequence[str], **others: Any) -> tuple[list[Row], int]:
+        clock.now += 900
+        return [], launching.TIMED_OUT
+
+    monkeypatch.setattr(bench, "run_case", hangs)
+    assert bench.main(["--only", "verification,frozen_step_cut2", "--out", str(tmp_path / "bench.json")]) == 1
+    said = capsys.readouterr()
+    assert "frozen_step_cut2 could not be measured: it was not done after 132 s" in said.err
+    assert "1 row was not reached within 860 s" in said.out and "verification" not in said.err
+
+
 def test_an_unknown_row_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--only", "allreduce_byte"]) == 2
     assert "did you mean 'allreduce_bytes'" in capsys.readouterr().err
@@ -117,7 +165,7 @@ def test_a_case_that_is_given_little_time_may_still_make_whole_runs_and_one_that
 
     monkeypatch.setattr(launching, "_run", run)
     (case,) = [case for case in CASES if case.module == "automatic"]
-    rows, code = launching.run_case(case, case.rows, seconds=0.1 * case.seconds, quick=False, folder=tmp_path)
+    rows, code = launching.run_case(case, case.rows, seconds=0.1 * case.seconds, left=9, quick=False, folder=tmp_path)
     (command,) = commands
     assert rows == [] and int(command[command.index("--timeout") + 1]) > 3 * len(case.rows) * case.seconds
     assert "was not done after 651 s" in launching.why_missing(case, case.rows, code)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.benchmarks.contest import Duel, Pace, Side, hold
+from analysis.benchmarks.contest import Duel, OutOfTimeError, Pace, Side, hold
 from analysis.benchmarks.judging import Row, bootstrap_interval, is_narrow, judge, with_slack
 from analysis.benchmarks.rows.exchange import row_of
 from tests.single.analysis.bench_clock import Clock
@@ -134,6 +134,17 @@ def test_the_time_cap_ends_a_contest_that_settles_nothing_and_says_so() -> None:
     assert clock.now < 8
     assert not row.ok
     assert row.what.endswith("the time cap ended it")
+
+
+def test_no_contest_begins_when_the_time_for_all_is_over() -> None:
+    clock = Clock()
+    sides = [Side("ours", clock.work(0.03)), Side("theirs", clock.work(0.02))]
+    pace = replace(QUIET, until=0.01)
+    assert len(hold(Alone(), sides, [duel()], pace=pace, clock=clock)) == 1
+    before = clock.now
+    with pytest.raises(OutOfTimeError):
+        hold(Alone(), sides, [duel()], pace=pace, clock=clock)
+    assert clock.now == before
 
 
 def test_horovod_is_set_up_anew_for_sides_that_need_it_so() -> None:

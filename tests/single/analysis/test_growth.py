@@ -51,7 +51,7 @@ def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
     line = {**asdict(plan), **found, "peak_bytes": [found["peak_bytes"]], "command_seconds": 1.0, "commit": "abc"}
     image = {**line, "kind": "images", "seconds": {"forward": 1.0, "evaluate": 2.0}, "centres_asked": None}
     page = readme([line, image], "a machine", preset="smoke")
-    assert "1,500 rows of 512 numbers, 1 ranks" in page and "| images |" in page
+    assert "1,500 rows of 512 numbers, 1 rank" in page and "| images |" in page
     assert growth_figure([line, image]).axes
     planned = [plan, Planned("made", 1_500, 2, 50)]
     assert list(missing(planned, [line])) == planned[1:]
@@ -74,4 +74,4 @@ def test_a_run_that_fails_is_told_with_its_last_lines(
 
     monkeypatch.setattr(growth, "follow", fail)
     assert growth.main(["--preset", "smoke", "--out", str(tmp_path)]) == 3
-    assert "1000 rows on 1 ranks failed: no memory" in capsys.readouterr().err
+    assert "1000 rows on 1 rank failed: no memory" in capsys.readouterr().err

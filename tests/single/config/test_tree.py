@@ -5,9 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import hvfreeze
 from hvfreeze.config import tree
+from hvfreeze.config.sections import DataConfig, OptimizerConfig, RunConfig, Section
 from hvfreeze.config.tree import DEEPEST, MOST_BYTES, Config, from_dict, leaves, parse_plain_yaml, read_yaml, to_dict
 from hvfreeze.errors import UsageError
 
@@ -204,3 +208,39 @@ def test_a_setting_that_older_files_have_in_another_section_is_found() -> None:
     assert from_dict({"data": {"mirror": "on"}, "head": {"mirror": "off"}}).data.mirror == "on", "what is newer counts"
     with pytest.raises(UsageError, match="unknown key 'pool'"):
         from_dict({"data": {"pool": 2}})
+
+
+@pytest.mark.parametrize(
+    ("section", "leaf", "value", "words"),
+    [
+        (OptimizerConfig, "epochs", 1.0, r"OptimizerConfig: epochs \(1.0\) must be of type int"),
+        (OptimizerConfig, "lr", "0.1", r"lr \('0.1'\) must be of type float"),
+        (OptimizerConfig, "lr", 10**400, r"--lr \(inf\) must be a positive number"),
+        (DataConfig, "train_samples", np.ones(2), r"train_samples .* must be of type int"),
+        (DataConfig, "augment", None, r"augment \(None\) must be of type str"),
+        (RunConfig, "quiet", "no", r"quiet \('no'\) must be of type bool"),
+        (RunConfig, "run_dir", b"runs", r"run_dir \(b'runs'\) must be of type str"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_however_a_section_is_made(
+    section: type[Section], leaf: str, value: object, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        section(**{leaf: value})
+
+
+def test_paths_and_the_numbers_of_numpy_and_torch_are_taken() -> None:
+    config = Config(
+        run=RunConfig(run_dir=Path("runs/one"), seed=np.int64(3)),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=torch.tensor(0.5), epochs=np.int32(2)),  # type: ignore[arg-type]
+    )
+    assert (config.run.run_dir, config.run.seed) == ("runs/one", 3)
+    assert (config.optimizer.lr, type(config.optimizer.lr), config.optimizer.epochs) == (0.5, float, 2)
+    assert from_dict(to_dict(config)) == config
+
+
+def test_what_is_no_section_and_no_configuration_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Config: model \('resnet18'\) must be a ModelConfig"):
+        Config(model="resnet18")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"config must be a hvfreeze\.Config, not dict"):
+        hvfreeze.train({"model": "resnet18"})

@@ -12,9 +12,17 @@ from hvfreeze.data.data_sets import open_data
 @pytest.mark.parametrize(
     ("flags", "replicas", "said"),
     [
-        ({}, 3, "each epoch leaves out 22 of 70 training samples, others each time: 2 whole batches of 8"),
+        (
+            {},
+            3,
+            "each epoch leaves out 22 of 70 training samples, others each time: every shard makes 2 whole batches of 8",
+        ),
         ({"shuffle": "global"}, 3, "leaves out 22 of 70"),
-        ({"shard_sizes": "1,3"}, 2, "leaves out 38 of 70 training samples, others each time: 2 whole"),
+        (
+            {"shard_sizes": "1,3"},
+            2,
+            "leaves out 38 of 70 training samples, others each time: every shard makes 2 whole",
+        ),
         ({"train_samples": 64}, 4, ""),
     ],
 )

@@ -53,7 +53,7 @@ def test_files_that_are_passed_over_are_counted_by_suffix_and_told(tmp_path: Pat
     train = tmp_path / "train"
     assert list_folders(tmp_path).notes == [
         f"{train}: 5 files are passed over, no images by their suffix: .heic (3), .avif (1), .jfif (1)",
-        f"{train}: 1 images lie in no class folder and are passed over",
+        f"{train}: 1 image lies in no class folder and is passed over",
     ]
     # Class folders alone: told once, although they make two splits.
     for number in range(1, 20):

@@ -157,7 +157,7 @@ def test_listed_sizes_stay_class_balanced_without_skew() -> None:
         ({"partition": "dirichlet:inf"}, ["--partition", "A > 0"]),
         ({"partition": "dirichlet:"}, ["--partition", "A > 0"]),
         ({"partition": "zipf:2"}, ["--partition (zipf:2)", "iid, or dirichlet:A"]),
-        ({"shard_sizes": [1.0, 2.0]}, ["--shard-sizes (1,2)", "each of the 3 shards"]),
+        ({"shard_sizes": [1.0, 2.0]}, ["--shard-sizes (1,2)", "3 numbers, one for each shard"]),
         ({"shard_sizes": [1.0, 2.0, 0.0]}, ["--shard-sizes (1,2,0)", "positive"]),
         ({"shard_sizes": [1.0, 2.0, float("inf")]}, ["--shard-sizes", "finite"]),
         ({"shard_sizes": "even"}, ["--shard-sizes (even)", "equal"]),

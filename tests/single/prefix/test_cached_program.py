@@ -195,3 +195,11 @@ def test_a_cut_whose_rows_were_not_worth_keeping_is_looked_at_again_in_the_next_
     assert len(declined) == 4
     assert found["cache"]["rows_written"] == 64 and found["cache"]["rows_read"] == 64 * 2
     assert "at cut 4, looked at again: saves" in capsys.readouterr().out
+
+
+def test_samples_dealt_out_anew_to_one_rank_are_its_own_and_cached(tmp_path: Path) -> None:
+    found = {
+        mode: train(tmp_path / mode, *SQUEEZENET, "--shuffle", "global", "--cache", mode) for mode in ("off", "on")
+    }
+    assert found["on"]["parameter_digest"] == found["off"]["parameter_digest"]
+    assert found["on"]["cache"]["rows_read"] > 0

@@ -229,3 +229,12 @@ def test_too_few_samples_to_choose_a_penalty_by_are_refused_by_what_was_asked_fo
     assert "head-fit (exact, as with --freeze auto) needs more than 10 training samples" in str(outcome)
     assert "validation-fraction" not in str(outcome) and "Traceback" not in str(outcome)
     assert not (tmp_path / "run").exists()
+
+
+def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
+    flags = ["--train-samples", "33", "--batch-size", "32", "--freeze", "static", "--cut", "1", "--lr-warmup", "9"]
+    flags += ["--validation-fraction", "0.03", "--keep", "best", "--early-stop", "1"]
+    said = train(tmp_path / "run", *flags).stdout
+    assert "1 rank, 1 step an epoch" in said and "training has 1 step," in said, said
+    assert "note: the first block keeps its random initialisation" in said, said
+    assert "note: 1 training sample is held out; " in said and "there is one evaluation" in said, said

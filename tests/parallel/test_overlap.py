@@ -1,0 +1,38 @@
+"""Training images among the evaluated ones are found wherever ranks hold them, and told once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.mpirun import hvfreeze
+from tests.parallel.sizes import sizes
+from tests.single.training.test_overlap import TRAIN, copied, save_noise
+
+pytestmark = pytest.mark.mpi
+
+
+def found_by(size: int, folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int]]:
+    command = [*TRAIN, "--batch-size", "2", "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run)]
+    result = hvfreeze(size, *command, *flags)
+    assert result.returncode == 0, str(result)
+    told = [line for line in result.stdout.splitlines() if "in training:" in line]
+    return told, json.loads((run / "summary.json").read_text())["evaluated_in_training"]
+
+
+@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
+def test_one_copy_is_found_on_any_number_of_ranks(size: int, tmp_path: Path) -> None:
+    folder = save_noise(tmp_path / "data", training=12)
+    copied(folder)
+    [note], found = found_by(size, folder, tmp_path / "run")
+    assert "train/b/3.webp" in note and found == {"found": 1, "looked_at": 9}
+
+
+def test_ranks_that_hold_no_images_look_at_none(tmp_path: Path) -> None:
+    folder = save_noise(tmp_path / "data", training=12)
+    copied(folder)
+    flags = ["--strategy", "grid", "--parts", "2", "--micro-batches", "1", "--shuffle", "global"]
+    [note], found = found_by(4, folder, tmp_path / "run", *flags)
+    assert "train/b/3.webp" in note and found == {"found": 1, "looked_at": 9}

@@ -1,0 +1,166 @@
+"""Images that are trained on and measured on are told, by whatever name and in whatever kind of data set they come."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from hvfreeze.data import overlap
+from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.decoding import MemoryPixels
+from hvfreeze.data.images import ArraySource
+from tests.program import Outcome, call
+
+TRAIN = ["train", "--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
+TRAIN += ["--augment", "none", "--image-size", "16"]
+
+
+def noise(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 16, 3)).astype(np.uint8))
+
+
+def save_noise(folder: Path, *, training: int = 8, tested: int = 4) -> Path:
+    """No two images are alike, and files differ in size as photographs do."""
+    for part, count, first in (("train", training, 0), ("test", tested, 100)):
+        for name in "ab":
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                seed = first + number + 1000 * (name == "b")
+                noise(seed).save(folder / part / name / f"{number}.webp", lossless=seed % 2 == 0)
+    return folder
+
+
+def train(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int] | None]:
+    """The notes on doubles, and what summary.json says of them."""
+    outcome = call(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
+    return told(outcome, run)
+
+
+def told(outcome: Outcome, run: Path) -> tuple[list[str], dict[str, int] | None]:
+    assert outcome.returncode == 0, str(outcome)
+    found = json.loads((run / "summary.json").read_text()).get("evaluated_in_training")
+    return [line for line in outcome.stdout.splitlines() if "in training:" in line], found
+
+
+def test_nothing_is_said_of_different_images(tmp_path: Path) -> None:
+    assert train(save_noise(tmp_path / "data"), tmp_path / "run") == ([], None)
+
+
+def test_one_folder_for_both_splits_is_told(tmp_path: Path) -> None:
+    folder = save_noise(tmp_path / "data")
+    shutil.rmtree(folder / "test")
+    (folder / "test").symlink_to(folder / "train")
+    [note], found = train(folder, tmp_path / "run")
+    assert "of 16 images that accuracy is measured on, 16 are training images too, such as " in note
+    assert f"{folder}/test/a/0.webp (in training: {folder}/train/a/0.webp)" in note
+    assert found == {"found": 16, "looked_at": 16}
+
+
+def copied(folder: Path) -> None:
+    shutil.copy(folder / "train" / "b" / "3.webp", folder / "test" / "b" / "another name.webp")
+
+
+def stored_otherwise(folder: Path) -> None:
+    noise(1003).save(folder / "test" / "b" / "another name.png")
+
+
+@pytest.mark.parametrize("double", [copied, stored_otherwise])
+def test_a_copy_under_another_name_is_told(tmp_path: Path, double: Callable[[Path], None]) -> None:
+    folder = save_noise(tmp_path / "data")
+    # Of the lossy ones the pixels are those that the file gives.
+    noise(1003).save(folder / "train" / "b" / "3.webp", lossless=True)
+    double(folder)
+    [note], found = train(folder, tmp_path / "run")
+    assert "of 9 images that accuracy is measured on, 1 is a training image too" in note
+    assert "another name" in note and "train/b/3.webp" in note and found == {"found": 1, "looked_at": 9}
+
+
+def test_held_out_samples_are_what_is_compared_where_accuracy_is_on_them(tmp_path: Path) -> None:
+    folder = save_noise(tmp_path / "data")
+    copied(folder)
+    for number in range(8):
+        shutil.copy(folder / "train" / "a" / f"{number}.webp", folder / "train" / "a" / f"again {number}.webp")
+    [note], _ = train(folder, tmp_path / "run", "--validation-fraction", "0.5")
+    assert "of 12 images" in note and "/train/a/" in note and "/test/" not in note
+
+
+def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    monkeypatch.setattr(overlap, "MOST_FILES", 5)
+    folder = save_noise(tmp_path / "data")
+    for number in range(4):
+        shutil.copy(folder / "train" / "a" / f"{number}.webp", folder / "test" / "a" / f"copy {number}.webp")
+    read = []
+    digests = overlap.digests_of_files
+
+    def counted(source: overlap.FileSource, ids: overlap.Ids) -> overlap.Digests:
+        read.append([source.paths[row] for row in ids])
+        return digests(source, ids)
+
+    monkeypatch.setattr("hvfreeze.training.build.digests_of_files", counted)
+    [note], found = train(folder, tmp_path / "run")
+    tested, trained = read
+    assert len(tested) == 5 and len(trained) < 16
+    copies = sum("copy" in path for path in tested)
+    assert f"of 5 looked at of 12 images that accuracy is measured on, {copies} " in note
+    assert found == {"found": copies, "looked_at": 5}
+
+
+def test_many_images_in_memory_are_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "MOST_IMAGES", 3)
+    folder = save_noise(tmp_path / "data")
+    shutil.rmtree(folder / "test")
+    shutil.copytree(folder / "train", folder / "test")
+    [note], found = train(folder, tmp_path / "run")
+    assert "of 3 looked at of 16 images" in note and "3 are training images" in note
+    assert found == {"found": 3, "looked_at": 3}
+
+
+class Ignorant(Dataset[tuple[Image.Image, int]]):
+    """A data set whose maker has forgotten its argument."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, row: int) -> tuple[Image.Image, int]:
+        return noise(row), row % 2
+
+
+def ignorant(*, split: str) -> Ignorant:
+    return Ignorant()
+
+
+def test_a_function_that_returns_one_split_for_both_is_told(tmp_path: Path) -> None:
+    outcome = call(*TRAIN, "--data", f"{__name__}:ignorant", "--run-dir", str(tmp_path / "run"))
+    [note], _ = told(outcome, tmp_path / "run")
+    assert "16 are training images too, such as sample 0 (in training: sample 0)" in note
+
+
+def test_images_that_agree_where_they_are_looked_at_first_are_not_confused() -> None:
+    """Most of an image may be background: then all of it is compared."""
+    dark = np.zeros((4, 3, 64, 64), dtype=np.uint8)
+    dark[range(4), 0, 0, range(4)] = 1
+    triple = (0.0, 0.0, 0.0)
+    every = ImageSet(
+        name="dark",
+        classes=("a", "b"),
+        labels=torch.zeros(4, dtype=torch.int64),
+        mean=triple,
+        std=triple,
+        flips=False,
+        source=ArraySource(pixels=dark, side=None),
+    )
+    pixels = MemoryPixels(every, every.ids, workers=1)
+    first, last = np.array([0, 1]), np.array([2, 3])
+    looks = [overlap.look_at(pixels, first), overlap.look_at(pixels, last[:0])]
+    assert len(set(looks[0].first.tolist())) == 1
+    assert overlap.doubles_in_memory(pixels, last, looks) == {}
+    assert overlap.doubles_in_memory(pixels, np.array([1, 2]), looks) == {1: 1}

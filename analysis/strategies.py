@@ -72,8 +72,7 @@ EXPERIMENT = Experiment(
     limits=(
         "Ranks share one machine; those that outnumber its cores take turns, and say nothing of speed.",
         "Networks are small and runs short: times are of tens of steps.",
-        "Critics, and the ring but for its timed steps, ran while other programs computed on the machine: their times say "
-        "little.",
+        "Critics, and the ring's losses, ran while other programs computed on the machine: their times say little.",
         "Critics: scikit-learn's digits at 16 pixels, on which all are accurate; 15 epochs.",
         "The ring: steps of 8 windows of 32 characters; the text is Python's standard library.",
         "The perceptron's learning rate was the best of 0.01, 0.03 and 0.1 for replicas, on the test set of one seed.",

@@ -111,7 +111,7 @@ class Config:
             found = getattr(self, name)
             if not isinstance(found, section):
                 raise UsageError(
-                    f"Config: {name} ({found!r}) must be a {section.__name__}; hvfreeze.config.tree.from_dict makes a "
+                    f"Config: {name} ({found!r}) must be of type {section.__name__}; hvfreeze.config.tree.from_dict makes a "
                     "Config of flags by name"
                 )
         data, cache, head, freeze = self.data, self.cache, self.head, self.freeze

@@ -240,7 +240,7 @@ def test_paths_and_the_numbers_of_numpy_and_torch_are_taken() -> None:
 
 
 def test_what_is_no_section_and_no_configuration_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"Config: model \('resnet18'\) must be a ModelConfig"):
+    with pytest.raises(UsageError, match=r"Config: model \('resnet18'\) must be of type ModelConfig"):
         Config(model="resnet18")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"config must be a hvfreeze\.Config, not dict"):
         hvfreeze.train({"model": "resnet18"})

@@ -111,8 +111,8 @@ class Config:
             found = getattr(self, name)
             if not isinstance(found, section):
                 raise UsageError(
-                    f"Config: {name} ({found!r}) must be of type {section.__name__}; hvfreeze.config.tree.from_dict makes a "
-                    "Config of flags by name"
+                    f"Config: {name} ({found!r}) must be of type {section.__name__}; hvfreeze.config.tree.from_dict "
+                    "makes a Config of flags by name"
                 )
         data, cache, head, freeze = self.data, self.cache, self.head, self.freeze
         if cache.cache == "on" and not freeze.auto:

@@ -25,7 +25,7 @@ help: ## list the targets (the default)
 setup: ## prepare .venv/, Horovod with MPI and missing system packages
 	@PYTHON='$(PYTHON)' TORCH_INDEX_ARGS='$(TORCH_INDEX_ARGS)' launch/bootstrap
 
-demo: setup ## fine-tune with 2 ranks, in full and frozen by vote, and compare
+demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, with --freeze auto; compare
 	$(RUN) analysis.demo $(ARGS)
 
 # The long tests come first, so that no job ends long before the other; see pytest_collection_modifyitems.

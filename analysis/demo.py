@@ -1,4 +1,4 @@
-"""`make demo`: fine-tune a ResNet-18 with 2 ranks, in full, frozen by vote, cached too, and left to itself; compare.
+"""`make demo`: fine-tune a ResNet-18 with 2 ranks, in full, frozen by vote, cached too, with --freeze auto; compare.
 
     python -m analysis.demo                       scikit-learn's digits: no network, under 3 minutes on 2 cores
     python -m analysis.demo --data-dir DIR        CIFAR-10 instead, also with $HVFREEZE_DATA set: some minutes

@@ -30,8 +30,7 @@ class Task:
     tuning: Flags
     vote: Flags
     auto: Flags
-    """Of the run that is left to itself: it has no learning rate, and --epochs at its default leaves time for nothing
-    but to solve the head."""
+    """Of the run with --freeze auto, which has no learning rate: it solves the head, and tunes where that pays."""
 
 
 # A mirrored digit is no digit: the folder's images are taken as they are, which also makes every epoch cacheable.
@@ -87,7 +86,7 @@ def plan(out: Path, *, data_dir: Path | None, weights: Path | None) -> list[Stag
     stages.append(Stage(title="the same, frozen by vote", run_dir=out / "voted", flags=frozen))
     stages.append(Stage(title="the same again, frozen blocks' output cached", run_dir=out / "cached", flags=cached))
     auto = (*data, *task.auto, *AUTO, "--weights", str(weights))
-    stages.append(Stage(title="left to itself: the head is solved", run_dir=out / "auto", flags=auto))
+    stages.append(Stage(title="--freeze auto: solve a head, tune where that pays", run_dir=out / "auto", flags=auto))
     return stages
 
 

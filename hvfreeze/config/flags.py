@@ -14,20 +14,21 @@ from hvfreeze.errors import UsageError
 EXAMPLES = """examples:
   hvfreeze train
       one process, ResNet-18 on scikit-learn's digits: no network, no Horovod
-  horovodrun -np 2 -H localhost:2 hvfreeze train --freeze gradient-norm
-      two ranks that vote blocks frozen
+  horovodrun -np 2 -H localhost:2 hvfreeze train --freeze coherence
+      two ranks that vote which blocks to freeze
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze train --data cifar10 --weights DEFAULT \\
-      --image-size 64 --lr 0.02 --schedule cosine --freeze percentile --augment views:2 --cache auto
-      four nodes; later epochs read the frozen blocks' output from the cache
-  mpirun -np 4 hvfreeze train --data imagefolder --data-dir photos --weights DEFAULT --image-size 128 \\
-      --freeze auto --cache auto
-      no learning rate to choose: the head is solved on every block's features; add --epochs 8, and blocks are tuned too
-  hvfreeze train --data imagefolder --data-dir photos --image-size 128 --freeze static --cut 3
+      --image-size 64 --lr 0.02 --schedule cosine --freeze coherence --augment views:2 --cache auto
+      four nodes; once blocks are frozen, epochs read their output from the cache
+  mpirun -np 4 --bind-to none hvfreeze train --data imagefolder --data-dir photos --weights DEFAULT \\
+      --image-size 128 --freeze auto --cache auto
+      no learning rate to choose: a head is solved on every block's features, and blocks are tuned where a trial shows
+      that it pays; --epochs 1 solves the head alone
+  hvfreeze train --data imagefolder --data-dir photos --image-size 128 --weights DEFAULT --freeze static --cut 3
       your own images in photos/train/<class>/ and photos/test/<class>/, the first three blocks frozen
-  mpirun -np 3 hvfreeze train --strategy shared-trunk --data imagefolder --data-dir photos --image-size 128 \\
-      --weights DEFAULT --tasks labels.csv --augment none --cache on
+  mpirun -np 3 --bind-to none hvfreeze train --strategy shared-trunk --data imagefolder --data-dir photos \\
+      --image-size 128 --weights DEFAULT --tasks labels.csv --augment none --cache on
       a model for each column of labels.csv, on one frozen trunk; from the second epoch on ranks send each other nothing
-  mpirun -np 4 hvfreeze train --strategy grid --model resnet110 --parts 2 --micro-batches 8
+  mpirun -np 4 --bind-to none hvfreeze train --strategy grid --model resnet110 --parts 2 --micro-batches 8
       one model cut into two parts, in two replicas
   hvfreeze train --config runs/good/config.yaml --lr 0.01 --run-dir runs/better
       another run's configuration with one change

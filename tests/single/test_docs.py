@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import hvfreeze
+from hvfreeze.config.flags import EXAMPLES
 from tests.program import ROOT
 
 DOCS = ROOT / "docs"
@@ -72,6 +73,23 @@ def test_every_figure_is_shown_on_a_page() -> None:
 def test_the_readme_names_the_first_command_and_the_tests() -> None:
     readme = (ROOT / "README.md").read_text()
     assert "make test" in readme and "make demo" in readme
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_mpirun_command_of_a_guide_leaves_ranks_all_cores(page: Path) -> None:
+    assert_unbound(page.read_text())
+
+
+def test_the_examples_of_train_start_ranks_unbound_and_vote_by_what_blocks_gain() -> None:
+    assert_unbound(EXAMPLES)
+    assert set(re.findall(r"--freeze (\S+)", EXAMPLES)) == {"coherence", "auto", "static"}
+
+
+def assert_unbound(text: str) -> None:
+    """Open MPI binds each of two ranks to one core unless it is told otherwise."""
+    assert [
+        line for line in text.splitlines() if re.match(r"\s*mpirun -np", line) and "--bind-to none" not in line
+    ] == []
 
 
 def members(name: str) -> Iterator[tuple[str, Any]]:

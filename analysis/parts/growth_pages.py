@@ -43,7 +43,7 @@ def growth_figure(lines: Sequence[Line]) -> Figure:
             axes.set(xscale="log", yscale="log", xlabel="rows of all ranks", ylabel=what)
             for axis in (axes.xaxis, axes.yaxis):
                 # Powers of ten would be formulas, which an SVG shows as their source.
-                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
                 axis.set_minor_formatter(NullFormatter())
         figure.legend(loc="outside upper center", ncols=2)
     return figure

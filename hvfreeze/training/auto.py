@@ -42,7 +42,8 @@ PAIR = 14e3
 """Floating-point operations of the forward pass in whose time a row is compared with another, as measured."""
 WORTH_IT, FEWEST_WRONG = 0.005, 1.5
 """Of the held-out samples, how many must be wrong for tuning to be worth a try: half a point, and more than one sample,
-of which each view counts for its part. What one sample gains is chance."""
+of which each view counts for its part, where there are enough for one to be fewer than `MUCH_LEFT`. What one sample
+gains is chance."""
 LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
 MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
@@ -519,7 +520,7 @@ def is_worth_it(found: Verdict, held_out: int) -> bool:
 
 def least_wrong(held_out: int) -> float:
     """Return which part of so many held-out samples must be wrong for tuning to gain anything."""
-    return max(WORTH_IT, FEWEST_WRONG / held_out)
+    return max(WORTH_IT, min(MUCH_LEFT, FEWEST_WRONG / held_out))
 
 
 def judge_tuned(job: Job) -> None:

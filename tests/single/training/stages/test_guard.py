@@ -92,6 +92,7 @@ def test_one_wrong_sample_of_few_is_not_worth_a_try() -> None:
 
     assert not is_worth_it(found(1 / 72), 72) and is_worth_it(found(2 / 72), 72)
     assert not is_worth_it(found(2 / 144), 72), "a sample with both of its views"
+    assert is_worth_it(found(1 / 2), 2) and is_worth_it(found(1 / 15), 15), "of so few, one is much"
     assert is_worth_it(found(3 / 400), 400) and not is_worth_it(found(4 / 1000), 1000)
 
 

@@ -42,14 +42,18 @@ from hvfreeze.inference.exits import Answering, Whole, answering
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers
 from hvfreeze.inference.text import evaluate_text, unshifted, windows_of
+from hvfreeze.model.answers import NO_ANSWER, classes_of, note_on_missing
 from hvfreeze.report.figures import STYLE, WIDE, clipped, save_figure
 from hvfreeze.report.tables import percent, to_csv, write_text
 from hvfreeze.runs.reading import printable, read_config
+from hvfreeze.runs.record import finite
 from hvfreeze.user_code import is_named_code
 from hvfreeze.wording import plural
 
 MOST_NAMED, MOST_NUMBERED, LONGEST = 60, 20, 24
 DEPTH = 5
+NOT_USED = -1
+"""In place of a class, of a sample that is not counted."""
 MOST_PRINTED = 40
 """With more classes than this, only the worst are printed."""
 
@@ -198,6 +202,8 @@ class Result:
     correct: int
     calibration: Calibration | None = None
     """Whether it is as sure as it is right."""
+    unanswered: int = 0
+    """Samples for which the model's output is not finite; they count as wrong."""
     left_out: tuple[str, ...] = ()
     """Why each sample that is not counted cannot be used."""
 
@@ -245,7 +251,9 @@ def evaluate(
     if answer.told():
         print(printable(answer.told()))
     out_of_all = f"{plural(len(result.left_out), 'image')} left out that cannot be used: {listed(result.left_out)}"
-    for note in (*samples.notes, *([out_of_all] if result.left_out else [])):
+    missing = note_on_missing(result.unanswered, result.count)
+    notes = [*samples.notes, *([missing] if result.unanswered else []), *([out_of_all] if result.left_out else [])]
+    for note in notes:
         print(printable(f"note: {note}"))
     if out is not None:
         write_result(applied, samples, result, out=out)
@@ -269,22 +277,23 @@ def measure(
         BrokenImagesError: none can; names all of them.
     """
     answer, count = answer or Whole(applied), len(samples.labels)
-    answered, sure = torch.full_like(samples.labels, -1), torch.empty(count, dtype=torch.float64)
+    answered, sure = torch.full_like(samples.labels, NOT_USED), torch.empty(count, dtype=torch.float64)
     among_best, loss, bad = 0, 0.0, dict[int, str]()
     for rows, logits in answers(applied, samples.decode, count, batch_size=batch_size, answer=answer, bad=bad):
         answer.take(len(logits))
         labels = samples.labels[rows]
         best = logits.argsort(dim=1, descending=True, stable=True)[:, :DEPTH]
-        answered[rows] = logits.argmax(1)
+        answered[rows] = classes_of(logits)
         sure[rows] = logits.double().softmax(1).amax(1)
-        among_best += int((best == labels[:, None]).any(1).sum())
+        among_best += int(((best == labels[:, None]).any(1) & (answered[rows] != NO_ANSWER)).sum())
         loss += float(functional.cross_entropy(logits.double(), labels)) * len(labels)
-    used = answered >= 0
+    used = answered != NOT_USED
     if bad and not used.any():
         raise BrokenImagesError([printable(reason) for reason in bad.values()])
     labels, loss = samples.labels[used], loss / int(used.sum())
     result = judge(labels, answered[used], applied.classes, among_best=among_best, loss=loss, sure=sure[used])
-    return replace(result, left_out=tuple(bad.values()))
+    unanswered = int((answered == NO_ANSWER).sum())
+    return replace(result, left_out=tuple(bad.values()), unanswered=unanswered)
 
 
 def judge(
@@ -364,7 +373,7 @@ def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *,
         }
         write_text(out / "reliability.csv", to_csv(result.calibration.rows()))
         save_figure(plot_calibration(result.calibration), out / "reliability")
-    write_text(out / "evaluation.json", json.dumps(found, indent=1) + "\n")
+    write_text(out / "evaluation.json", json.dumps(finite(found), indent=1) + "\n")
     write_text(out / "classes.csv", to_csv(result.rows))
     counts = zip(applied.classes, result.confusion.tolist(), strict=True)
     write_text(

@@ -21,11 +21,12 @@ from torch import Tensor
 from hvfreeze.data.folders import images_below, notes_on_others, told_of
 from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.reading import PixelArray
-from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.errors import NumericsError, RefusedError, UsageError
 from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.exits import Answering, answering
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.text import Drawing, tell_on
+from hvfreeze.model.answers import NO_ANSWER, classes_of, note_on_missing
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
 from hvfreeze.wording import plural
@@ -98,6 +99,7 @@ def predict(
         UsageError: a number makes no sense, or is for another kind of model.
         RefusedError: there is no finished model, no image, or `out` cannot be written; or, once all others are
             written, images cannot be used and `skip_bad` was not given, or none can.
+        NumericsError: once all are written, some have no class: the model's output for them is not finite.
     """
     check_numbers(batch_size=batch_size, top=1 if top is None else top)
     applied = load_model(run_dir, name=name, trust_code=trust_code)
@@ -138,18 +140,21 @@ def classify(
         raise UsageError(f"--top ({top}) must be at most {len(applied.classes)}, the number of classes")
     paths = list_images(images)
     bad: dict[int, str] = {}
-    count = 0
+    count = missing = 0
     with table_at(out) as write:
         for rows in predictions(applied, paths, answer, top=top, batch_size=batch_size, bad=bad):
             text = to_csv(rows)
             write(text if count == 0 else text.partition("\n")[2])
             count += len(rows)
+            missing += sum(row["class"] == "" for row in rows)
     if out is not None and count:
         classes = plural(len(applied.classes), "class", "classes")
         print(f"{plural(count, 'image')} of {classes}: {printable(str(out))}")
     if answer.told() and count:
         print(printable(answer.told()), file=sys.stderr if out is None else sys.stdout)
     tell_bad([printable(reason) for reason in bad.values()], count=count, skip_bad=skip_bad)
+    if missing:
+        raise NumericsError(note_on_missing(missing, count))
 
 
 @contextmanager
@@ -242,10 +247,13 @@ def predictions(
 
 def best(logits: Tensor, classes: Sequence[str], *, top: int) -> dict[str, Any]:
     """Return the most probable classes of (classes,) logits as columns; among equals the first, as in an evaluation."""
+    answered = int(classes_of(logits[None])) != NO_ANSWER
     probabilities = logits.double().softmax(0)
     order = logits.argsort(descending=True, stable=True)[:top].tolist()
     found: dict[str, Any] = {}
     for place, index in enumerate(order, 1):
         suffix = f"_{place}" if place > 1 else ""
-        found |= {f"class{suffix}": classes[index], f"probability{suffix}": round(float(probabilities[index]), 6)}
+        probability = round(float(probabilities[index]), 6)
+        told = (classes[index], probability) if answered else ("", "")
+        found |= dict(zip((f"class{suffix}", f"probability{suffix}"), told, strict=True))
     return found

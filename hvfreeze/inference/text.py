@@ -18,10 +18,12 @@ from hvfreeze.data.shards import Ids
 from hvfreeze.data.text import TextSource, encode, per_character, read_text
 from hvfreeze.data.views import parse_augment
 from hvfreeze.data.windows import Shift, Windows
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.model import Applied
+from hvfreeze.model.answers import classes_of
 from hvfreeze.report.tables import percent, write_text
+from hvfreeze.runs.record import finite
 from hvfreeze.wording import plural
 
 
@@ -67,6 +69,10 @@ def continued(applied: Applied, text: str, drawing: Drawing, *, top: int | None 
     generator, so_far = torch.Generator().manual_seed(drawing.seed), text
     for _ in range(drawing.length):
         logits = applied.logits(applied.transform(so_far))[0, :, -1].double()
+        if not logits.isfinite().all():
+            raise NumericsError(
+                "the model's output is not finite, so no text goes on from it; train it with a lower --lr"
+            )
         # The last one stands for characters that the model does not know: no such character can be written.
         logits[-1] = -math.inf
         character = applied.classes[draw(logits, generator, temperature=drawing.temperature, top=top)]
@@ -116,7 +122,7 @@ def evaluate_text(
         logits = applied.logits(windows.load(batch.ids, batch.views))[: batch.counted]
         labels = batch.labels[: batch.counted]
         loss += float(functional.cross_entropy(logits.double(), labels)) * labels.numel()
-        correct += int((logits.argmax(1) == labels).sum())
+        correct += int((classes_of(logits) == labels).sum())
         count += labels.numel()
     found = {"characters": count, "accuracy": correct / count, "loss": loss / count, **per_character(loss / count)}
     print(
@@ -127,6 +133,6 @@ def evaluate_text(
         same = applied.card.accuracy == correct / count
         print("as the run reported" if same else f"the run reported {percent(applied.card.accuracy, 2)}")
     if out is not None:
-        write_text(out / "evaluation.json", json.dumps({**found, "data": name}, indent=1) + "\n")
+        write_text(out / "evaluation.json", json.dumps(finite({**found, "data": name}), indent=1) + "\n")
         print(f"numbers: {out / 'evaluation.json'}")
     return 0

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
+from hvfreeze.model.answers import classes_of
 from hvfreeze.strategies.base import MODEL, Answers, Strategy
 
 
@@ -53,7 +54,7 @@ class Totals:
     def add(self, logits: Tensor, labels: Tensor, mean_loss: float) -> None:
         """Add a batch: its answers, and their mean loss; each character of a window counts as one."""
         self.loss += mean_loss * labels.numel()
-        self.correct += int((logits.argmax(1) == labels).sum())
+        self.correct += int((classes_of(logits) == labels).sum())
         self.count += labels.numel()
 
 

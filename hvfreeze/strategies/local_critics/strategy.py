@@ -24,6 +24,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
+from hvfreeze.model.answers import classes_of
 from hvfreeze.model.early_exits import CRITICS, EarlyExits, first_sure
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT, Features, Halves
@@ -376,11 +377,11 @@ class ExitCounts:
         """Add the (B, classes) logits of every exit for samples of (B,) labels."""
         probabilities = torch.stack(list(logits)).softmax(2)
         leaves = first_sure(probabilities, CONFIDENCE)
-        answers = probabilities.argmax(2)
+        answers = torch.stack([classes_of(each) for each in probabilities])
         for number, each in enumerate(answers):
             self.correct[number] += int((each == labels).sum())
             self.left[number] += int((leaves == number).sum())
-        self.ensemble += int((probabilities.mean(0).argmax(1) == labels).sum())
+        self.ensemble += int((classes_of(probabilities.mean(0)) == labels).sum())
         self.early += int((answers.gather(0, leaves[None])[0] == labels).sum())
         self.samples += len(labels)
 

@@ -20,4 +20,5 @@ def classes_of(logits: Tensor) -> Tensor:
 
 def note_on_missing(count: int, of: int) -> str:
     """Return a sentence on `count` samples without an answer."""
-    return f"{count} of {plural(of, 'sample')} have no answer, as the model's output for them is not finite; train it with a lower --lr"
+    samples = f"{count} of {plural(of, 'sample')}"
+    return f"{samples} have no answer, as the model's output for them is not finite; train it with a lower --lr"

@@ -24,11 +24,11 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture
 def overflowing(finished: Finished, tmp_path: Path) -> Path:
-    """A copy of the run whose model gives NaN for the first class."""
+    """A copy of the run whose model overflows for the first class."""
     run = tmp_path / "overflowing"
     shutil.copytree(finished.run, run)
     state = torch.load(run / "model.pt", weights_only=True)
-    state["fc.bias"][0] = NAN
+    state["fc.weight"][0] = 3e38
     torch.save(state, run / "model.pt")
     card = yaml.safe_load((run / "model.yaml").read_text())
     (run / "model.yaml").write_text(yaml.safe_dump(card | {"sha256": sha256_of(run / "model.pt")}))

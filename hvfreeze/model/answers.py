@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hvfreeze.wording import plural
+
 NO_ANSWER = -2
 """In place of a class, where a model's output overflows."""
 
@@ -17,5 +19,6 @@ def classes_of(logits: Tensor) -> Tensor:
 
 
 def note_on_missing(count: int, of: int) -> str:
-    """Return a sentence on samples without an answer."""
-    return f"{count} of {of} have no answer, as the model's output for them is not finite; train it with a lower --lr"
+    """Return a sentence on `count` samples without an answer."""
+    samples = f"{count} of {plural(of, 'sample')}"
+    return f"{samples} have no answer, as the model's output for them is not finite; train it with a lower --lr"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,8 +36,9 @@ class Best(NamedTuple):
     """Of all models, where this one is kept; else empty."""
 
     def below(self, score: Score) -> bool:
-        """Tell whether a score is better: more is right, or with as much right the loss is lower."""
-        return (score.accuracy, -score.loss) > (self.accuracy, -self.loss)
+        """Tell whether a score is better: more is right, or with as much right the loss is lower; NaN is the highest."""
+        ours, theirs = (math.inf if math.isnan(loss) else loss for loss in (self.loss, score.loss))
+        return (score.accuracy, -theirs) > (self.accuracy, -ours)
 
 
 Scores = dict[str, Score]

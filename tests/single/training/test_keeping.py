@@ -137,6 +137,8 @@ def test_of_models_that_are_as_often_right_the_one_of_lower_loss_is_better() -> 
     best = Best(0, 1, 0.5, 1.0, "")
     assert best.below(Score(0.9, 0.5)) and best.below(Score(2.0, 0.6))
     assert not best.below(Score(1.0, 0.5)) and not best.below(Score(float("nan"), 0.5))
+    overflown = Best(0, 1, 0.5, float("nan"), "")
+    assert overflown.below(Score(2.0, 0.5)) and not overflown.below(Score(float("nan"), 0.5))
 
 
 def test_models_are_written_in_no_phase_of_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

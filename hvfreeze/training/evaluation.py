@@ -36,7 +36,7 @@ class Best(NamedTuple):
     """Of all models, where this one is kept; else empty."""
 
     def below(self, score: Score) -> bool:
-        """Tell whether a score is better: more is right, or with as much right the loss is lower; NaN is the highest."""
+        """Tell whether a score is better: more is right, or with as much right the loss is lower; NaN is highest."""
         ours, theirs = (math.inf if math.isnan(loss) else loss for loss in (self.loss, score.loss))
         return (score.accuracy, -theirs) > (self.accuracy, -ours)
 

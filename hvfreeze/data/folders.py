@@ -140,7 +140,8 @@ def scan(root: Path, *, fewest: int = 2) -> Listing:
     for suffix in SUFFIXES:
         del others[suffix]
     if not classes:
-        raise RefusedError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE for at least two classes")
+        count = plural(fewest, "class", "classes")
+        raise RefusedError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE for at least {count}")
     found: list[Image] = []
     for name in classes:
         unknown: Counter[str] = Counter()

@@ -87,6 +87,11 @@ def test_folders_that_cannot_be_a_data_set_are_refused_by_name(
         assert word in str(refusal.value)
 
 
+def test_where_one_class_suffices_no_more_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"for at least 1 class$"):
+        scan(tmp_path, fewest=1)
+
+
 @pytest.mark.parametrize("kind", ["missing", "a file", "a loop", "locked"])
 def test_folders_that_cannot_be_read_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

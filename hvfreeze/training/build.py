@@ -84,7 +84,14 @@ def notes_on_mirror_images(
 
 
 def open_corpus(
-    data: DataConfig, world: World, *, seed: int, batch_size: int, replicas: int, whole_batches: bool, adapts: bool
+    data: DataConfig,
+    world: World,
+    *,
+    seed: int,
+    batch_size: int,
+    replicas: int,
+    whole_batches: bool,
+    adapts: bool = False,
 ) -> Corpus:
     """Find the data and deal it out, see `deal`; nothing is decoded yet. Collective."""
     raise_on_all_ranks(

@@ -322,9 +322,9 @@ def drawings(results: Results) -> list[Drawing]:
 
 SHARED = (
     "Runs of 24 November 2026 (full fine-tuning of photographs) were made on a machine that was shared with other "
-    "work. Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and batch, and "
-    "of judging the last trial: what an idle machine would take, at best. Accuracies are not touched by this; the clock's "
-    "times are in rows.csv."
+    "work. Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and "
+    "batch, and of judging the last trial: what an idle machine would take, at best. Accuracies are not touched by "
+    "this; the clock's times are in rows.csv."
 )
 CHOSEN_HERE = (
     "By how much a trial's loss must fall for tuning to go on, the two ways that are tried, when one tuning takes all "

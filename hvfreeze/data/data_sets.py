@@ -21,7 +21,7 @@ from hvfreeze.data.folders import Folders, is_folder, list_folders
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import READING, PixelArray
-from hvfreeze.data.shards import split_validation
+from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.user_code import is_named_code
@@ -81,8 +81,7 @@ class ImageSet:
     def sample_digest(self, count: int = 16) -> str:
         """Return the SHA-256 over the pixels of `count` samples that lie evenly in the set, as hex."""
         digest = hashlib.sha256()
-        ids = self.ids
-        for sample_id in ids[np.unique(np.linspace(0, len(ids) - 1, count).astype(np.int64))]:
+        for sample_id in evenly(self.ids, count):
             # Whoever loads the pixels tells of all broken images together.
             with suppress(RefusedError):
                 digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)

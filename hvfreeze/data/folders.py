@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hvfreeze.data.images import SUFFIXES, digest_of_files
 from hvfreeze.data.reading import open_image, shown_size, unreadable
-from hvfreeze.data.shards import Ids, split_validation
+from hvfreeze.data.shards import Ids, evenly, split_validation
 from hvfreeze.errors import RefusedError
 from hvfreeze.wording import plural
 
@@ -63,7 +63,7 @@ class Listing:
         """
         found: dict[tuple[int, int], Path] = {}
         refusal: RefusedError | None = None
-        for row in np.unique(np.linspace(0, len(self.paths) - 1, _PROBES).astype(int)):
+        for row in evenly(np.arange(len(self.paths)), _PROBES):
             path = self.root / self.paths[row]
             try:
                 with open_image(path) as image:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import FileSource
-from hvfreeze.data.shards import Ids
+from hvfreeze.data.shards import Ids, evenly
 from hvfreeze.wording import plural
 
 MOST_IMAGES, MOST_BYTES = 10_000, 2**28
@@ -60,11 +60,6 @@ class Look:
     digests: Digests
     first: NDArray[np.bytes_]
     """(images,) a few of each one's pixels."""
-
-
-def evenly(ids: Ids, most: int) -> Ids:
-    """Return at most `most` of the samples, which lie evenly."""
-    return ids if len(ids) <= most else ids[np.linspace(0, len(ids) - 1, most).astype(np.int64)]
 
 
 def look_at(pixels: MemoryPixels, ids: Ids) -> Look:

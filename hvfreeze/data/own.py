@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hvfreeze.data.images import BrokenImagesError, oddities
 from hvfreeze.data.reading import READING, PixelArray, picture_of, sized_pixels, to_rgb, turn_of
+from hvfreeze.data.shards import evenly
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.user_code import call, code_sha256, told
 from hvfreeze.wording import plural
@@ -132,7 +133,7 @@ def make(name: str, directory: str | None, split: str) -> Any:
 
 def probes(dataset: Any) -> list[int]:
     """Return the rows of at most `PROBES` samples that lie evenly in a data set."""
-    rows: list[int] = np.unique(np.linspace(0, len(dataset) - 1, PROBES).astype(int)).tolist()
+    rows: list[int] = evenly(np.arange(len(dataset)), PROBES).tolist()
     return rows
 
 

@@ -15,6 +15,12 @@ from hvfreeze.wording import plural
 Ids = NDArray[np.int64]
 Bits = NDArray[np.uint64]
 
+
+def evenly(ids: Ids, most: int) -> Ids:
+    """Return at most `most` of the samples, which lie evenly."""
+    return ids if len(ids) <= most else ids[np.linspace(0, len(ids) - 1, most).astype(np.int64)]
+
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)

@@ -35,8 +35,8 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
     print(outline(chain, images).to_text(), end="")
     print(
         f"times: of a batch of {batch_size}, {plural(torch.get_num_threads(), 'thread')}, the least of {TIMES}; the "
-        "prefix runs "
-        "forward only, the rest forward and backward; cached, only the rest runs: how much faster than cut 0"
+        "prefix runs forward only, the rest forward and backward; cached, only the rest runs: how much faster than cut "
+        "0"
     )
     return 0
 

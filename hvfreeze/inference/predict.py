@@ -253,7 +253,6 @@ def best(logits: Tensor, classes: Sequence[str], *, top: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place, index in enumerate(order, 1):
         suffix = f"_{place}" if place > 1 else ""
-        probability = round(float(probabilities[index]), 6)
-        told = (classes[index], probability) if answered else ("", "")
-        found |= dict(zip((f"class{suffix}", f"probability{suffix}"), told, strict=True))
+        found[f"class{suffix}"] = classes[index] if answered else ""
+        found[f"probability{suffix}"] = round(float(probabilities[index]), 6) if answered else ""
     return found

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvfreeze.cache.fingerprint import JSON, canonical, digest_tensors
+from hvfreeze.data.shards import evenly
 from hvfreeze.errors import UsageError
 from hvfreeze.model.traced import Inputs
 from hvfreeze.prefix.operations import Description
@@ -226,8 +227,7 @@ def _files(dataset: Any) -> JSON:
 
 def _look(samples: Samples) -> str:
     """Return a digest of a few samples spread over the data set, read twice."""
-    count = min(len(samples), samples.batch_rows, SAMPLES_SHOWN)
-    ids = np.linspace(0, len(samples) - 1, count).astype(np.int64)
+    ids = evenly(np.arange(len(samples)), min(samples.batch_rows, SAMPLES_SHOWN))
     digests = []
     for seed in (1, 2):
         with own_draws(seed):

@@ -250,9 +250,8 @@ class StageFactory:
             count = feed.plan.samples
             raise UsageError(
                 f"head-fit (exact, as with --freeze auto) needs more than {plural(count, 'training sample')}: a tenth "
-                "of them, "
-                "but never a class's only one, is held out to choose the penalty by, and here that is none; give two "
-                "or more of each class, or pass --head-fit sgd and another --freeze"
+                "of them, but never a class's only one, is held out to choose the penalty by, and here that is none; "
+                "give two or more of each class, or pass --head-fit sgd and another --freeze"
             ) from error
 
     def held_out(self, stage: Stage) -> HeldOut:

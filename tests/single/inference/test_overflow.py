@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from hvfreeze.inference.card import sha256_of
+from hvfreeze.inference.model import Applied
 from hvfreeze.model.answers import NO_ANSWER, classes_of
 from hvfreeze.training.evaluation import Totals
 from tests.program import call
 from tests.single.inference.conftest import Finished
+from tests.single.inference.test_predicting import rows_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -61,3 +64,33 @@ def test_predict_names_no_class_and_ends_with_the_code_of_numbers(overflowing: P
     rows = list(csv.DictReader(io.StringIO(outcome.stdout)))
     assert len(rows) == 21
     assert {tuple(row.values())[1:] for row in rows} == {("", "", "", "")}
+
+
+@pytest.fixture
+def some_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = Applied.logits
+
+    def every_second(self: Applied, batch: Tensor) -> Tensor:
+        found = logits(self, batch)
+        found[::2] = torch.nan
+        return found
+
+    monkeypatch.setattr(Applied, "logits", every_second)
+
+
+@pytest.mark.usefixtures("some_overflow")
+def test_images_without_an_answer_get_no_class_and_end_in_an_error(finished: Finished, tmp_path: Path) -> None:
+    out = tmp_path / "answers.csv"
+    words = ["predict", str(finished.run), str(finished.images / "test"), "--out", str(out), "--batch-size", "4"]
+    outcome = call(*words)
+    assert outcome.returncode == 5 and "11 of 21 samples have no answer" in outcome.stderr, str(outcome)
+    rows = rows_of(out.read_text())
+    assert len(rows) == 21 and sum(row["class"] == row["probability"] == "" for row in rows) == 11
+
+
+@pytest.mark.usefixtures("some_overflow")
+def test_images_without_an_answer_are_wrong_and_told(finished: Finished, tmp_path: Path) -> None:
+    outcome = call("evaluate", str(finished.run), "--out", str(tmp_path / "out"))
+    assert outcome.returncode == 0 and "have no answer" in outcome.stdout, str(outcome)
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    assert found["correct"] <= 21 - 8 and found["samples"] == 21

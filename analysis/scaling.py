@@ -96,16 +96,26 @@ def answers(results: Results) -> list[Answer]:
     full, frozen = ([efficiency(each, large[name]) for each in assumed] for name in VARIANTS)
     gains = [each.step(large["full"]) / each.step(large["frozen"]) for each in assumed]
     text = (
-        f"The model, fitted on {' and '.join(map(str, FIT))} nodes, misses the left-out {LEFT_OUT} nodes by "
-        f"{shown(errors, percent, count=True)} on average. What 256 nodes with 10 Gbit/s would do hangs on a message's "
-        f"latency, a network's own: of ideal throughput {percent(full[-1], 0)} to {percent(full[0], 0)} in full "
-        f"and {percent(frozen[-1], 0)} to {percent(frozen[0], 0)} with four stages frozen, whose step is "
-        f"{factor(min(gains))} to {factor(max(gains))} as fast, for {1e6 * LATENCIES[-1]:.0f} to "
-        f"{1e6 * LATENCIES[0]:.0f} microseconds a message; {percent(full[1], 0)} and {percent(frozen[1], 0)} at the "
-        f"{1e6 * LATENCY:.0f} of the figures. One switch that keeps up, and a core for every rank, are assumed."
+        f"256 nodes at 10 Gbit/s would give {percent(full[-1], 0)} to {percent(full[0], 0)} of ideal throughput, by "
+        f"the network's latency; the model misses {LEFT_OUT} measured nodes by {shown(errors, percent, count=True)}."
+    )
+    details = (
+        (
+            f"The model is fitted on {' and '.join(map(str, FIT))} nodes; the {LEFT_OUT} are left out, and its error "
+            "is a mean."
+        ),
+        (
+            f"For {1e6 * LATENCIES[-1]:.0f} to {1e6 * LATENCIES[0]:.0f} microseconds a message, which are a network's "
+            f"own, 256 nodes give {percent(full[-1], 0)} to {percent(full[0], 0)} in full and "
+            f"{percent(frozen[-1], 0)} to {percent(frozen[0], 0)} with four stages frozen, whose step is "
+            f"{factor(min(gains))} to {factor(max(gains))} as fast."
+        ),
+        f"At the {1e6 * LATENCY:.0f} microseconds of the figures: {percent(full[1], 0)} and {percent(frozen[1], 0)}.",
+        "One switch that keeps up, and a core for every rank, are assumed.",
     )
     question = "How far does it scale?"
-    return [Answer(question=question, text=text, n=errors.n, negative=errors.low > WORST_ERROR or max(gains) < 1)]
+    negative = errors.low > WORST_ERROR or max(gains) < 1
+    return [Answer(question=question, text=text, n=errors.n, negative=negative, details=details)]
 
 
 def predicted(points: Sequence[Point], variant: str, nodes: int, bandwidth: str) -> Point:
@@ -132,7 +142,7 @@ def tables(results: Results) -> list[Table]:
     checked = tuple(
         (
             point.variant,
-            f"{point.nodes}{' *' if point.crowd > 1 else ''}{' (left out)' if point.nodes == LEFT_OUT else ''}",
+            nodes_text(results, point),
             f"{point.bandwidth / 1e6:.0f} Mbit/s",
             milliseconds(point.seconds),
             milliseconds(model.step(point)),
@@ -162,6 +172,18 @@ def tables(results: Results) -> list[Table]:
         Table(title=found, columns=titles, rows=checked),
         Table(title="Predicted part of ideal throughput", columns=("Nodes", *columns), rows=forecast),
     ]
+
+
+def nodes_text(results: Results, point: Point) -> str:
+    """Return a point's nodes with what is special about its runs."""
+    machines = {
+        results.machine(row)
+        for row in results.rows
+        if (variant_of(row["label"]), row["ranks"]) == (point.variant, point.nodes)
+        and bits_per_second(row["bandwidth"]) == point.bandwidth
+    }
+    crowded, out = " *" if point.crowd > 1 else "", " (left out)" if point.nodes == LEFT_OUT else ""
+    return f"{point.nodes}{crowded}{out}{' (two machines)' if len(machines) > 1 else ''}"
 
 
 def drawings(results: Results) -> list[Drawing]:

@@ -61,20 +61,20 @@ def answers(results: Results) -> list[Answer]:
     gain, change = results.gain(label), results.change(label)
     if gain.n == 0:
         return []
-    larger = "".join(
-        f"; a step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast here"
+    larger = tuple(
+        f"A step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast."
         for size in larger_images.sizes(results)
     )
-    first = (
-        f"With {HEADLINE} of 7 groups frozen, training is {results.gain_text(label, count=True)} as fast, "
-        f"{shown(time_saved(gain), percent)} less time; the study has {factor(paper.SPEED_UP[HEADLINE])} "
-        f"({paper.STATIC_SOURCE}){larger}."
+    first = f"With {HEADLINE} of 7 groups frozen, training is {results.gain_text(label, count=True)} as fast."
+    saved = (
+        f"That is {shown(time_saved(gain), percent)} less time.",
+        f"The study has {factor(paper.SPEED_UP[HEADLINE])} ({paper.STATIC_SOURCE}).",
     )
     theirs = paper.STATIC_ACCURACY[HEADLINE] - paper.STATIC_ACCURACY[0]
-    second = (
-        f"Freezing {HEADLINE} of 7 groups changes test accuracy by {results.change_text(label, count=True)}, in "
-        f"the study by {signed_points(theirs)}; against full fine-tuning trained for as many seconds: "
-        f"{results.lead_text(label)}."
+    second = f"Freezing {HEADLINE} of 7 groups changes test accuracy by {results.change_text(label, count=True)}."
+    costs = (
+        f"In the study by {signed_points(theirs)}.",
+        f"Against full fine-tuning trained for as many seconds: {results.lead_text(label)}.",
     )
     time, cost = (
         "1. How much training time does a frozen prefix save?",
@@ -82,8 +82,8 @@ def answers(results: Results) -> list[Answer]:
     )
     behind = is_below(results.over_front(label), 0)
     return [
-        Answer(time, first, gain.n, negative=is_below(gain, 1)),
-        Answer(cost, second, change.n, negative=behind),
+        Answer(time, first, gain.n, negative=is_below(gain, 1), details=(*saved, *larger)),
+        Answer(cost, second, change.n, negative=behind, details=costs),
     ]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from analysis.sweeps.charts import Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.kept import Row
-from analysis.sweeps.results import Results, with_front
+from analysis.sweeps.results import BY_STEPS, Results, with_front
 from analysis.sweeps.statistics import is_below
 from hvfreeze.report.tables import Table, megabytes
 
@@ -121,7 +121,7 @@ def timed(results: Results) -> Results:
     rows = []
     for row in results.rows:
         seconds = seconds_of(row, known[row.get("image_size") or 0])
-        rows.append(row if seconds is None else {**row, "train_seconds": seconds})
+        rows.append(row if seconds is None else {**row, "train_seconds": seconds, "timed_by": BY_STEPS})
     return replace(results, rows=rows)
 
 
@@ -205,25 +205,30 @@ def answers_of(results: Results) -> list[Answer]:
     found = []
     for samples, own in by_samples(results):
         best, plain, other = best_full(own), shortest(own, full=True) or best_full(own), shortest(own, full=False)
-        text = (
-            f"Full fine-tuning reaches {own.accuracy_text(best, count=True)} after {cell_of(best).epochs} epochs; "
-            f"within half a point of it after {own.time_text(plain)} ({cell_of(plain).epochs} epochs)"
-        )
-        if other is None:
-            text = f"{text}; nothing else gets there."
-        else:
-            text += f"; the first of all others is {in_words(other)}, {own.gain_text(other, plain)} as fast."
+        text = "No other way comes within half a point of full fine-tuning's best."
+        if other is not None:
+            text = (
+                f"{in_words(other)} comes within half a point of full fine-tuning's best "
+                f"{own.gain_text(other, plain, count=True)} as fast."
+            )
         ahead = [
             f"{in_words(label)} {own.lead_text(label)}"
             for label in own.labels
             if cell_of(label).peer != "full" and own.over_front(label).low > 0
         ]
-        text += f" Ahead of full fine-tuning trained for as many seconds: {'; '.join(ahead) or 'none for sure'}."
-        model = own.rows[0].get("model", TIMED)
+        details = (
+            (
+                f"Full fine-tuning reaches {own.accuracy_text(best, count=True)} after {cell_of(best).epochs} epochs, "
+                f"and comes within half a point of it after {own.time_text(plain)} ({cell_of(plain).epochs} epochs)."
+            ),
+            f"Ahead of full fine-tuning trained for as many seconds: {'; '.join(ahead) or 'none for sure'}.",
+        )
+        model, size = own.rows[0].get("model", TIMED), own.rows[0].get("image_size")
         question = f"Which way is the soonest as good as full fine-tuning, with {samples} samples"
+        question += f" at {size} pixels" if size else ""
         question += "?" if model == TIMED else f" and {model}?"
         negative = other is None or is_below(own.gain(other, plain), 1)
-        found.append(Answer(question, text, len(own.of(best)), negative=negative))
+        found.append(Answer(question, text, len(own.of(best)), negative=negative, details=details))
     return found
 
 

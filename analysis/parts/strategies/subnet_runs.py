@@ -153,10 +153,10 @@ def of_subnets(results: Results) -> list[Answer]:
     for ranks in (2, MANY):
         ratio, reached, runs = against_replicas(results, "subnets-10", ranks)
         if runs:
-            text = f"{reach(ratio, reached, runs)} {changes(results, 'subnets', ranks)}"
+            text, details = reach(ratio, reached, runs), changes(results, "subnets", ranks)
             question = f"What do subnets of a perceptron save on {ranks} ranks?"
             fails = reached < runs or ratio.mean > FEW_BYTES
-            found.append(Answer(question=question, text=text, n=runs, negative=fails))
+            found.append(Answer(question=question, text=text, n=runs, negative=fails, details=details))
     return found
 
 
@@ -165,9 +165,9 @@ def of_local_sgd(results: Results) -> list[Answer]:
     ratio, reached, runs = against_replicas(results, "local-sgd-10", 2)
     if not runs:
         return []
-    text = f"{reach(ratio, reached, runs)} {changes(results, 'local-sgd', 2)}"
+    text, details = reach(ratio, reached, runs), changes(results, "local-sgd", 2)
     question = "What does local SGD of a perceptron save on 2 ranks?"
-    return [Answer(question=question, text=text, n=runs, negative=not reached)]
+    return [Answer(question=question, text=text, n=runs, negative=not reached, details=details)]
 
 
 def reach(ratio: Interval, reached: int, runs: int) -> str:
@@ -176,7 +176,7 @@ def reach(ratio: Interval, reached: int, runs: int) -> str:
     return f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy{part}."
 
 
-def changes(results: Results, kind: str, ranks: int) -> str:
+def changes(results: Results, kind: str, ranks: int) -> tuple[str, ...]:
     """Return the best accuracy of all rounds of a kind against the replicas' best."""
     theirs = by_seed(kept(results, "replicas", ranks), lambda run: best(run)[0])
     told = []
@@ -184,7 +184,7 @@ def changes(results: Results, kind: str, ranks: int) -> str:
         own = by_seed(kept(results, f"{kind}-{steps}", ranks), lambda run: best(run)[0])
         if own:
             told.append(f"{shown(paired_difference(own, theirs), signed_points)} with J = {steps}")
-    return f"Best accuracy against theirs ({shown(of_seeds(theirs), percent)}): {', '.join(told)}."
+    return f"Best accuracy against theirs ({shown(of_seeds(theirs), percent)}):", *told
 
 
 def tables(results: Results) -> list[Table]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 
 from analysis.sweeps import paper
-from analysis.sweeps.charts import Line, in_time, line_chart
+from analysis.sweeps.charts import METHOD_COLOURS, Line, in_time, line_chart, method_of
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import COMPARED, FINAL_CUT, SAME_TIME, Results
 from analysis.sweeps.statistics import Interval, is_below, mean_interval, shown, signed_points, time_saved
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import BASELINE, COLOURS, plot_cuts
+from hvfreeze.report.figures import NARROW, plot_cuts
 from hvfreeze.report.tables import Table, factor, percent, seconds
 
 FULL = "full"
@@ -114,10 +114,11 @@ def drawings(results: Results) -> list[Drawing]:
     """Return accuracy by epoch with the freezes (Figure 6), the cuts, and accuracy against time."""
     if not results.of(FULL):
         return []
-    lines = []
-    for place, label in enumerate(results.labels):
-        colour = BASELINE if label == FULL else COLOURS[(place - 1) % len(COLOURS)]
-        lines.append(Line(label=label, points=by_epoch(results, label), colour=colour))
+    methods = {label: method_of(results.of(label)[0]) for label in results.labels}
+    lines = [
+        Line(label=method, points=by_epoch(results, label), colour=METHOD_COLOURS[method])
+        for label, method in methods.items()
+    ]
     epochs = line_chart(lines, x="epoch", y="test accuracy (%)", scale=100, from_zero=False)
     freezes = ", ".join(f"block {block} at epoch {epoch} of {paper.EPOCHS}" for epoch, block in paper.FIGURE_6_FREEZES)
     first = [results.runs_of(label)[0] for label in results.labels if label != FULL]
@@ -125,7 +126,7 @@ def drawings(results: Results) -> list[Drawing]:
     proposals = "The cut and the ranks' proposals; n = 1, the first seed."
     return [
         Drawing("accuracy-epochs", f"{caption} {freezes} (Figure 6).", epochs),
-        Drawing("cuts", proposals, plot_cuts(first)),
+        Drawing("cuts", proposals, plot_cuts(first, width=NARROW)),
         in_time(results, results.labels),
     ]
 

@@ -22,7 +22,7 @@ from analysis.sweeps.results import SAME_TIME, Results
 from analysis.sweeps.statistics import is_below, mean_interval, shown, time_saved
 from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import COLOURS, plot_phases
+from hvfreeze.report.figures import COLOURS, NARROW, plot_phases
 from hvfreeze.report.tables import Table, factor, megabytes, percent, phase_table, seconds
 
 CUT = 4
@@ -199,7 +199,7 @@ def drawings(results: Results) -> list[Drawing]:
     short = [label for label in results.labels if label.startswith("size")]
     if short:
         caption = "Training time of rank 0 by phase at three image sizes, a few steps, no augmentation; n = 1 run each."
-        found.append(Drawing("sizes", caption, plot_phases(results.runs_of(*short))))
+        found.append(Drawing("sizes", caption, plot_phases(results.runs_of(*short), width=NARROW)))
     return [*found, in_time(results, labels)]
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from analysis.grounds import RESNET
-from analysis.sweeps.charts import Way, ways_chart
+from analysis.sweeps.charts import FULL, Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
@@ -202,7 +202,10 @@ def drawings(results: Results) -> list[Drawing]:
     """Return accuracy against work on each ground."""
     panels = {
         GROUNDS[name].words: [
-            Way(way, [point(results, label_of(name, way, n)) for n in lengths if results.of(label_of(name, way, n))])
+            Way(
+                FULL if way == NONE else way,
+                [point(results, label_of(name, way, n)) for n in lengths if results.of(label_of(name, way, n))],
+            )
             for way, lengths in EPOCHS.items()
             if any(results.of(label_of(name, way, n)) for n in lengths)
         ]
@@ -213,7 +216,7 @@ def drawings(results: Results) -> list[Drawing]:
     caption = (
         f"Accuracy against work, in epochs without a frozen block, of 4 to 12 epochs; {results.spread(results.labels)}."
     )
-    return [Drawing("criteria", caption, ways_chart(panels, reference=NONE, ours=[OURS], x="work (epochs)"))]
+    return [Drawing("criteria", caption, ways_chart(panels, reference=FULL, ours=[OURS], x="work (epochs)"))]
 
 
 def point(results: Results, label: str) -> tuple[Interval, Interval]:

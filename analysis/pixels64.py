@@ -19,7 +19,7 @@ from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import COMPARED, FINAL_CUT, SAME_TIME, Results, best_lr
 from analysis.sweeps.statistics import is_below
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import plot_phases
+from hvfreeze.report.figures import NARROW, plot_phases
 from hvfreeze.report.tables import Table
 
 LARGER = 2
@@ -116,7 +116,7 @@ def drawings(results: Results) -> list[Drawing]:
     caption = f"Training time by phase; {results.spread(labels)}."
     return [
         in_time(results, labels),
-        Drawing("phases", caption, plot_phases(results.runs_of(*labels))),
+        Drawing("phases", caption, plot_phases(results.runs_of(*labels), width=NARROW)),
     ]
 
 

@@ -23,14 +23,14 @@ from dataclasses import replace
 from analysis.communication import FROZEN, short
 from analysis.parts.networks.step_times import milliseconds, phase, step
 from analysis.parts.ring import LATENCIES, LATENCY, Point, efficiency, fit
-from analysis.sweeps.charts import Line, line_chart
+from analysis.sweeps.charts import FULL, METHOD_COLOURS, Line, line_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.launching import bits_per_second
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import COLOURS, DASHES
+from hvfreeze.report.figures import DASHES
 from hvfreeze.report.tables import Table, factor, percent
 
 FIT, LEFT_OUT = (2, 3), 4
@@ -195,23 +195,24 @@ def drawings(results: Results) -> list[Drawing]:
     model = fit(known)
     variants = [name for name in VARIANTS if any(point.variant == name for point in points)]
     lines, forecast = [], []
-    for place, name in enumerate(variants):
+    for name in variants:
+        colour = METHOD_COLOURS[FULL if name == "full" else "frozen from the start"]
         for dash, marker, limit in zip(DASHES, "os", BANDWIDTHS):
             mine = [p for p in points if p.variant == name and p.bandwidth == bits_per_second(limit)]
             seconds = {p.nodes: interval_of(results, p, limit) for p in mine}
             modelled = {p.nodes: exact(model.step(p)) for p in mine}
-            colour = COLOURS[place]
             lines.append(Line(label=f"{name}, {limit}/s", points=seconds, colour=colour, dash="", marker=marker))
-            lines.append(Line(label=f"{name}, {limit}/s, model", points=modelled, colour=colour, dash=dash, marker=""))
+            # Without a name in the legend.
+            lines.append(Line(label="_", points=modelled, colour=colour, dash=dash, marker=""))
         for dash, limit in zip(DASHES, PREDICTED_BANDWIDTHS):
             values = {n: exact(efficiency(model, predicted(points, name, n, limit))) for n in PREDICTED_NODES}
-            forecast.append(Line(label=f"{name}, {limit}/s", points=values, colour=COLOURS[place], dash=dash))
+            forecast.append(Line(label=f"{name}, {limit}/s", points=values, colour=colour, dash=dash))
     return [
         Drawing(
             name="model",
             caption=(
-                f"Measured steps (mean and 95 % interval over runs, over the epochs of one) and the model; {LEFT_OUT} "
-                f"nodes were left out of the fit."
+                f"Measured steps (mean and 95 % interval over runs, over the epochs of one) and the model (lines); "
+                f"{LEFT_OUT} nodes were left out of the fit."
             ),
             figure=line_chart(lines, x="nodes", y="a step (s)"),
         ),

@@ -22,7 +22,7 @@ from analysis.sweeps.results import COMPARED, SAME_TIME, Results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points, time_saved
 from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import COLOURS, plot_phases
+from hvfreeze.report.figures import COLOURS, NARROW, plot_phases
 from hvfreeze.report.tables import Table, factor, percent, phase_table
 
 GROUPS = range(7)
@@ -110,16 +110,18 @@ def drawings(results: Results) -> list[Drawing]:
     known = [cut for cut in GROUPS if results.of(coarse(cut))]
     labels = [coarse(cut) for cut in known]
     frozen, spread = "frozen groups (of 7)", results.spread(labels)
-    here = Line(label="here", points={cut: results.gain(coarse(cut)) for cut in known})
+    here = Line(label="here", colour=COLOURS[0], points={cut: results.gain(coarse(cut)) for cut in known})
     theirs = of_study("study (Figure 3)", paper.SPEED_UP)
     lines = [here, *larger_images.lines(results), theirs]
     speed = line_chart(lines, x=frozen, y="speed-up over training all layers")
-    here = Line(label="here", points={cut: results.mean(coarse(cut), "test_accuracy") for cut in known})
+    here = Line(
+        label="here", colour=COLOURS[0], points={cut: results.mean(coarse(cut), "test_accuracy") for cut in known}
+    )
     theirs = of_study("study (Figures 4, 5), other setting", paper.STATIC_ACCURACY)
     accuracy = line_chart([here, theirs], x=frozen, y="test accuracy (%)", scale=100)
     finer = {cut: results.mean(fine(cut), "test_accuracy") for cut in range(10) if results.of(fine(cut))}
     residual = line_chart(
-        [Line(label="here", points=finer, colour=COLOURS[2])],
+        [Line(label="here", points=finer, colour=COLOURS[0])],
         x="frozen residual blocks, the stem counted as the first",
         y="test accuracy (%)",
         scale=100,
@@ -132,7 +134,7 @@ def drawings(results: Results) -> list[Drawing]:
         Drawing("speed-up", fastest, speed),
         Drawing("accuracy", f"Test accuracy by the number of frozen groups; {spread}.", accuracy),
         Drawing("residual", f"The same, cut at residual blocks; {spread}.", residual),
-        Drawing("phases", phases, plot_phases(results.runs_of(*labels))),
+        Drawing("phases", phases, plot_phases(results.runs_of(*labels), width=NARROW)),
         in_time(results, [*labels, *inner], counted=labels),
     ]
 

@@ -38,7 +38,7 @@ from analysis.sweeps.statistics import (
 )
 from analysis.sweeps.sweep import main
 from hvfreeze.freezing.criteria import CRITERIA, Evidence
-from hvfreeze.report.figures import plot_cuts
+from hvfreeze.report.figures import NARROW, plot_cuts
 from hvfreeze.report.tables import Table, percent, to_csv
 
 QUESTION = "4. Do weighted votes help when the ranks' data differ?"
@@ -244,7 +244,7 @@ def drawings(results: Results) -> list[Drawing]:
         Drawing(
             "cuts",
             "The cut and the ranks' proposals; n = 1, the first seed.",
-            plot_cuts([results.runs_of(label)[0] for label in drawn]),
+            plot_cuts([results.runs_of(label)[0] for label in drawn], width=NARROW),
         ),
         in_time(results, results.labels, counted=labels, more=crowded),
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from analysis.sweeps.charts import Way, ways_chart
+from analysis.sweeps.charts import FULL, Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.kept import Row
 from analysis.sweeps.results import BY_STEPS, Results, with_front
@@ -53,6 +53,24 @@ WORDS = {
     "auto-one-view": "auto, --mirror off",
 }
 """Ways as a reader of a figure knows them."""
+
+METHODS = {
+    "ddp": "DDP",
+    "smoothed": "labels smoothed",
+    "last-stage": "frozen from the start",
+    "last-stage-cached": "frozen and cached",
+    "voted": "gradient-norm",
+    "autofreeze": "AutoFreeze",
+    "pipetransformer": "PipeTransformer",
+}
+"""Ways as figures of all experiments call them, where that is not as here."""
+FIGURES = {
+    "front": ("full", "auto", "auto-one-view", "exact", "last-stage-cached", "voted"),
+    "published": ("full", "auto", "lp-ft", "autofreeze", "pipetransformer", "composer"),
+    "others": ("full", "auto", "ddp", "smoothed", "last-stage", "head-cached"),
+}
+MOST_WAYS = 6
+"""In one figure; where there are more, `FIGURES` says which are drawn together."""
 
 Costs = Mapping[str, Mapping[str, float]]
 """Ranks and batch -> kind of step -> seconds."""
@@ -263,8 +281,21 @@ def drawings_of(results: Results) -> list[Drawing]:
         f"interval, {results.count([label for _, own in found for label in own.labels])}."
     )
     panels = {f"{samples} training samples": ways_of(own) for samples, own in found}
-    figure = ways_chart(panels, reference=WORDS["full"], ours=[WORDS[peer] for peer in SOLVED])
-    return [Drawing("front", caption, figure)]
+    every = {way.label for ways in panels.values() for way in ways}
+    drawn = []
+    for name, peers in FIGURES.items():
+        wanted = every if len(every) <= MOST_WAYS else every & {method_of_peer(peer) for peer in peers}
+        chosen = {title: [way for way in ways if way.label in wanted] for title, ways in panels.items()}
+        ours = [method_of_peer(peer) for peer in SOLVED if method_of_peer(peer) in wanted]
+        drawn.append(Drawing(name, caption, ways_chart(chosen, reference=FULL, ours=ours)))
+        if wanted == every:
+            break
+    return drawn
+
+
+def method_of_peer(peer: str) -> str:
+    """Return what figures call a way."""
+    return METHODS.get(peer, WORDS.get(peer, peer))
 
 
 def ways_of(results: Results) -> list[Way]:
@@ -272,6 +303,6 @@ def ways_of(results: Results) -> list[Way]:
     labels = sorted(results.labels, key=lambda label: cell_of(label).epochs)
     points = {label: (results.mean(label, "train_seconds"), results.mean(label, "test_accuracy")) for label in labels}
     return [
-        Way(WORDS.get(peer, peer), [points[label] for label in labels if cell_of(label).peer == peer])
+        Way(method_of_peer(peer), [points[label] for label in labels if cell_of(label).peer == peer])
         for peer in dict.fromkeys(cell_of(label).peer for label in results.labels)
     ]

@@ -39,12 +39,12 @@ WAYS_ARE = """\
 ![Accuracy against training time of all ways of fine-tuning](analysis/results/peers/figures/front.svg)
 
 The figure shows 32 pixels. A ResNet-18 pretrained on CIFAR-100, or a MobileNetV3 pretrained on half of CIFAR-10's
-classes, is fine-tuned on a few images of CIFAR-10's (other) classes: 2 ranks, batches of 64 a rank (32 with 1 000
+classes, is fine-tuned on a few images of CIFAR-10's (other) classes. 2 ranks, batches of 64 a rank (32 with 1 000
 images), 95 % intervals.
 
 - `--freeze auto` has no learning rate to choose. Full fine-tuning has the best of three, tried on one seed (at 32
-  pixels with up to 5 000 images; elsewhere the same rates), and the best number of epochs up to 8, or 16 with 1 000
-  images. Where 8 is the best, more may be better.
+  pixels with up to 5 000 images; elsewhere the same rates).
+- It has the best number of epochs up to 8, or 16 with 1 000 images. Where 8 is the best, more may be better.
 - The seconds of full fine-tuning are its steps times the seconds of a step on an idle machine. Those of `--freeze
   auto` and of MobileNet are the clock's.
 - The kernel head and its 512 dimensions were chosen on the test set of seed 0.

@@ -23,8 +23,9 @@ from analysis.parts.vote_study import (
     rows_of,
     trained_rows,
 )
+from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
 from analysis.sweeps.statistics import NOTHING, Interval, paired_difference, shown, signed_points
-from hvfreeze.report.figures import COLOURS, STYLE, WIDE
+from hvfreeze.report.figures import STYLE
 from hvfreeze.report.tables import Table, percent
 
 COLUMNS = ("Rule", "Too early", "Too late", "Work saved", "Gain forgone", "Beyond uniform", "Accuracy")
@@ -82,20 +83,20 @@ def trade(folder: Path) -> Figure:
     groups = [(group, rows_of(folder / RULES, *group)) for group in GROUPS]
     groups = [(group, rows) for group, rows in groups if freezes(rows)]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.55 * WIDE), layout="constrained")
+        figure = Figure(figsize=(FIGURE_WIDTH, 0.85 * FIGURE_WIDTH), layout="constrained")
         for axes, (group, rows) in zip(figure.subplots(1, max(1, len(groups)), squeeze=False)[0], groups):
-            for weighting, colour in zip(WEIGHTINGS, COLOURS):
+            for weighting in WEIGHTINGS:
                 own = [row for row in rows if row["rule"].startswith(f"{weighting},")]
-                axes.plot(*points(own), color=colour, marker="o", markersize=4, label=weighting)
-            for row in rows:
-                if "," not in row["rule"]:
-                    ((x,), (y,)) = points([row])
-                    axes.plot([x], [y], "x", color="#222222")
-                    axes.annotate(row["rule"], (x, y), textcoords="offset points", xytext=(4, 4))
+                colour, label = (OTHERS[1], weighting) if weighting == "uniform" else (OTHERS[0], "other weights")
+                axes.plot(*points(own), color=colour, marker="o", markersize=4, label=label)
+            alone = [row for row in rows if "," not in row["rule"]]
+            for row, marker, colour in zip(alone, "x+*", OTHERS[2:]):
+                axes.plot(*points([row]), marker, color=colour, markersize=8, label=row["rule"])
             axes.set(title=called(*group), xlabel="work saved (%)", xlim=(0, None), ylim=(0, None))
         figure.axes[0].set_ylabel("gain forgone (%)")
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(WEIGHTINGS))
+        named = dict(zip(labels, handles))
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
         return figure
 
 

@@ -137,10 +137,10 @@ class Results:
         return mean_interval(leads)
 
     def time_text(self, label: str, *, count: bool = False) -> str:
-        return shown(self.mean(label, "train_seconds"), seconds, count=count)
+        return shown(within(self.mean(label, "train_seconds"), 0), seconds, count=count)
 
     def accuracy_text(self, label: str, *, count: bool = False) -> str:
-        return shown(self.mean(label, "test_accuracy"), percent, count=count)
+        return shown(within(self.mean(label, "test_accuracy"), 0, 1), percent, count=count)
 
     def gain_text(self, label: str, reference: str = "", *, count: bool = False) -> str:
         return self.with_clocks(shown(self.gain(label, reference), factor, count=count), label, reference)
@@ -167,7 +167,7 @@ class Results:
 
     def machine(self, row: Row) -> str:
         """Return the machine of a row's run."""
-        return self.machines.get(str(row["run"])) or f"{row['processor']}, {row['cores']} cores"
+        return self.machines.get(str(row.get("run"))) or machine_of(row)
 
     def lead_shown(self, label: str) -> str:
         """Return in words what that lead shows, in front of what it is held against."""

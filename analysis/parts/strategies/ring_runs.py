@@ -12,12 +12,11 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from analysis.sweeps.charts import Line, line_chart
+from analysis.sweeps.charts import OTHERS, Line, line_chart
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_ratio, shown
-from hvfreeze.report.figures import COLOURS
 from hvfreeze.report.tables import Table, factor
 from hvfreeze.runs.reading import Run
 
@@ -226,7 +225,7 @@ def milliseconds(value: float) -> str:
 def drawings(results: Results) -> list[Drawing]:
     """Return the loss over the modules, a line for each learning rate."""
     lines = []
-    for rate, colour in zip(RATES, COLOURS):
+    for rate, colour in zip(RATES, OTHERS):
         points = {parts: of_seeds(losses(results, parts, rate)) for parts in EVERY if losses(results, parts, rate)}
         if points:
             lines.append(Line(label=f"Adam, {rate:g}", points=points, colour=colour))

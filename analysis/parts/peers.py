@@ -33,7 +33,7 @@ TIMED = "resnet18"
 """The model whose steps `analysis.step_costs` has timed."""
 DEEPEST = 5
 """The cut below the head."""
-SOLVED = ("exact", "auto", "auto-one-view")
+SOLVED = ("auto", "auto-one-view", "exact")
 """The peers that solve a head."""
 LABEL = re.compile(r"(?:lr(?P<lr>[^-]+)-)?n(?P<samples>\d+)-(?P<peer>.+)-e(?P<epochs>\d+)")
 WORDS = {

@@ -8,11 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 
 from analysis import adaptive, communication, exact_head, figures, pixels64, static_sweep, summary, votes
 from analysis.experiments import EVERY
 from analysis.parts import cached_epochs, machines, readme
-from analysis.sweeps import paper
+from analysis.sweeps import charts, paper
 from analysis.sweeps.experiment import MOST_WORDS, Answer, claim, entry
 from analysis.sweeps.experiment import readme as page
 from analysis.sweeps.kept import RESULTS, read_lines, read_rows
@@ -26,6 +29,7 @@ from tests.single.analysis.test_results import recorded
 pytestmark = pytest.mark.usefixtures("no_training")
 SMALL = dataclasses.replace(SMOKE, seeds=(0, 1, 2))
 NAN = float("nan")
+MOST_SERIES = 6
 
 
 def test_the_repositorys_pages_agree_with_the_recorded_results() -> None:
@@ -35,10 +39,30 @@ def test_the_repositorys_pages_agree_with_the_recorded_results() -> None:
 @pytest.mark.parametrize("experiment", EVERY, ids=lambda experiment: experiment.name)
 def test_every_experiments_page_is_what_its_results_say(experiment: figures.Experiment) -> None:
     results = open_results(RESULTS, experiment.name, experiment.reference)
-    captions = {drawing.name: drawing.caption for drawing in experiment.drawings(results)}
+    drawings = experiment.drawings(results)
+    captions = {drawing.name: drawing.caption for drawing in drawings}
+    for drawing in drawings:
+        assert_readable(drawing.figure, drawing.name)
     assert page(experiment, results, captions) == (results.directory / "README.md").read_text(encoding="utf-8")
     drawn = {path.name for path in (results.directory / "figures").iterdir()}
     assert drawn == {f"{name}.svg" for name in captions}
+
+
+def assert_readable(figure: Figure, name: str) -> None:
+    """At most six series, letters that a phone shows, and the one colour of a method."""
+    assert figure.get_figwidth() <= charts.FIGURE_WIDTH, name
+    legends = [*figure.legends, *(legend for axes in figure.axes if (legend := axes.get_legend()))]
+    for legend in legends:
+        assert len(legend.get_texts()) <= MOST_SERIES, name
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True):
+            if text.get_text() in charts.METHOD_COLOURS:
+                line = handle.lines[0] if isinstance(handle, ErrorbarContainer) else handle
+                assert to_hex(line.get_color()) == charts.METHOD_COLOURS[text.get_text()].lower(), name
+
+
+def test_no_two_methods_have_one_colour() -> None:
+    colours = [*charts.METHOD_COLOURS.values(), *charts.OTHERS]
+    assert len(set(colours)) == len(colours)
 
 
 INTERVAL = re.compile(r"\([^()]* to [^()]*\)")

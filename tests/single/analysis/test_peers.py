@@ -154,8 +154,8 @@ def test_what_was_kept_has_times_and_the_pages_name_each_number_of_samples(name:
     assert all(row["train_seconds"] > 0 for row in timed(results).rows)
     for samples, own in by_samples(results):
         assert any(cell_of(label).peer == "auto" for label in own.labels)
-        assert f"- [{samples} images at {own.rows[0]['image_size']} pixels" in told
-        assert f"](analysis/results/{name}/README.md): " in told
+        assert f"| [{samples} at {own.rows[0]['image_size']} pixels" in told
+        assert f"](analysis/results/{name}/README.md) | " in told
 
 
 def test_a_benchmark_tells_its_time_also_where_the_time_cap_ended_it() -> None:

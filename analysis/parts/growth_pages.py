@@ -104,9 +104,8 @@ def largest(lines: Sequence[Line]) -> list[Line]:
 def verdict(line: Line) -> str:
     """Return the largest run in a sentence."""
     return (
-        f"- **{line['rows']:,} rows of 512 numbers, {plural(line['ranks'], 'rank')}:** solved in {seconds(took(line))} "
-        f"with {line['centres']:,} centres and at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank; "
-        f"{percent(line['accuracy'])} of rows that nobody was fitted to are right."
+        f"- **{line['rows']:,} rows of 512 numbers, {plural(line['ranks'], 'rank')}:** solved in "
+        f"{seconds(took(line))} (n = 1); {percent(line['accuracy'])} of rows that nobody was fitted to are right."
     )
 
 
@@ -115,7 +114,7 @@ def image_verdict(line: Line) -> str:
     return (
         f"- **{line['rows']:,} images of CIFAR-10, `--freeze auto`, {plural(line['ranks'], 'rank')}:** "
         f"{percent(line['accuracy'])} of the test images are right after {seconds(line['command_seconds'])} of the "
-        f"whole command, with at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank."
+        "whole command (n = 1)."
     )
 
 

@@ -326,6 +326,13 @@ def drawings(results: Results) -> list[Drawing]:
         "Accuracy against training time: `--freeze auto` from the first head that it solves to its end, and full "
         f"fine-tuning with {EPOCHS} and {2 * EPOCHS} epochs; {results.spread(results.labels)}."
     )
+    elsewhere = [
+        words(name)
+        for name in made(results)
+        if any(results.unlike_clocks(f"{name}-auto", way) for way in full_ways(results, name))
+    ]
+    if elsewhere:
+        caption += f" Full fine-tuning was timed on another machine: {', '.join(elsewhere)}."
     return [Drawing("grounds", caption, ways_chart(panels, reference="full fine-tuning", ours=[TUNED]))]
 
 

@@ -154,12 +154,18 @@ class Results:
 
     def with_clocks(self, text: str, label: str, reference: str = "") -> str:
         """Return a comparison of times; where they were not taken on one machine it says so in its brackets."""
-        ours, theirs = (self.clocks(each) for each in (label, reference or self.reference))
-        unlike = {clock for seed in ours.keys() & theirs.keys() for clock in {ours[seed], theirs[seed]}}
-        if all(ours[seed] == theirs[seed] for seed in ours.keys() & theirs.keys()):
+        told = self.unlike_clocks(label, reference)
+        if not told:
             return text
-        told = "steps against clock" if BY_STEPS in unlike else "other machine"
         return f"{text[:-1]}; {told})" if text.endswith(")") else f"{text} ({told})"
+
+    def unlike_clocks(self, label: str, reference: str = "") -> str:
+        """Return in what way two labels' times were not taken on one machine, seed by seed; empty where they were."""
+        ours, theirs = (self.clocks(each) for each in (label, reference or self.reference))
+        pairs = [{ours[seed], theirs[seed]} for seed in ours.keys() & theirs.keys()]
+        if all(len(pair) == 1 for pair in pairs):
+            return ""
+        return "steps against clock" if any(BY_STEPS in pair for pair in pairs) else "other machine"
 
     def clocks(self, label: str) -> dict[int, str]:
         """Return for each seed of a label where its training time was taken: a machine, or `BY_STEPS`."""

@@ -160,7 +160,23 @@ class Update:
             own = group[OWN_RATE]
             # Exactly its own rate while the schedule is at --lr, and exactly `rate` where the two are equal.
             group["lr"] = own if rate == self._base_rate else rate * (own / self._base_rate)
+        lay_alike(self.optimizer)
         self.optimizer.step()
+
+
+def lay_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Give gradients and the state of a fused optimizer the memory order of their parameters.
+
+    Fused updates go through the memory of all of them side by side, whatever their strides say.
+    """
+    for group in optimizer.param_groups if optimizer.defaults.get("fused") else ():
+        for parameter in group["params"]:
+            strides, state = parameter.stride(), optimizer.state.get(parameter, {})
+            if parameter.grad is not None and parameter.grad.stride() != strides:
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != strides:
+                    state[key] = torch.empty_like(parameter).copy_(value)
 
 
 def open_optimizer(
@@ -190,7 +206,8 @@ def open_optimizer(
         for (rate, decay), parameters in groups.items()
     ]
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parts, lr=base, betas=(settings.momentum, BETA_2))
+        # A third of the time of separate operations.
+        return torch.optim.AdamW(parts, lr=base, betas=(settings.momentum, BETA_2), fused=True)
     if settings.optimizer == "lars":
         return LARS(parts, lr=base, momentum=settings.momentum)
     return torch.optim.SGD(parts, lr=base, momentum=settings.momentum, nesterov=settings.nesterov)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.benchmarks.launching import ROOT, environment
-from analysis.cache_benefit import NAME, READS
+from analysis.parts.cached_commands import NAME
+from analysis.parts.read_tables import READS
 from analysis.sweeps.kept import RESULTS, commit, machine, publish, texts_of
 from analysis.sweeps.sweep import WORK
 from hvfreeze.errors import HvfreezeError, RefusedError

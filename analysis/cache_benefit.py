@@ -58,6 +58,8 @@ from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 FOURS, VOTED_FOURS = {128: 2}, 2
 """Fours of runs at most, where they take long: image size -> for cuts that stay, and for those that move."""
 SMOKE_RATES = 2
+NARROW = (5.4, 3.6)
+"""Inches of a figure whose 9-point text is as many pixels high on a page of 390 pixels."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -178,6 +180,7 @@ def drawings(results: Results) -> list[Drawing]:
         ]
         caption = "Seconds of whole commands as learning rates are tried one after another; one run each."
         figure = line_chart(lines, x="learning rates tried", y="seconds of all commands so far")
+        figure.set_size_inches(NARROW)
         found.append(Drawing("learning-rates", caption, figure))
     settings = timed(results)
     if settings:
@@ -196,7 +199,8 @@ def drawings(results: Results) -> list[Drawing]:
             f"Speed-up by the cache in one run of {EPOCHS} epochs and two views; "
             f"{results.spread([setting.label(ON) for setting in settings])}."
         )
-        figure = line_chart(lines, x="image size (pixels)", y="time without the cache over time with it", log_x=True)
+        figure = line_chart(lines, x="image size (pixels)", y="speed-up by the cache", log_x=True)
+        figure.set_size_inches(NARROW)
         found.append(Drawing("speed-up", caption, figure))
     return found
 

@@ -40,7 +40,7 @@ class Setting:
     @property
     def words(self) -> str:
         """The setting as a reader knows it."""
-        frozen = f"{self.cut} of {STAGES} stages frozen" if self.cut else "stages frozen one by one (geometric)"
+        frozen = f"{self.cut} of {STAGES} stages frozen" if self.cut else "voted cuts (geometric)"
         return f"{self.size} pixels, {frozen}"
 
     def label(self, way: str, lr: float | None = None) -> str:
@@ -197,7 +197,9 @@ def benefit(results: Results) -> Answer:
     if told:
         told.append("It cannot pay with fresh views, nor in one run that has no more epochs than views.")
     counts = [gains[setting].n for setting in order] or [len(sweep.rates) for sweep in sweeps(results)]
-    negative = any(is_below(value, 1) for value in gains.values()) or any(s.gain < 1 for s in sweeps(results))
+    negative = any(is_below(value, 1) for value in gains.values()) or any(
+        is_below(sweep.later_gain, 1) for sweep in sweeps(results)
+    )
     return Answer(
         "By how much does the cache pay, when, and when not?", " ".join(told), min(counts, default=0), negative=negative
     )

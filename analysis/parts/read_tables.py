@@ -66,4 +66,4 @@ class Reads:
 
 def thousands(rate: float) -> str:
     """Return a rate in thousands."""
-    return f"{rate / 1e3:.3g}"
+    return f"{rate / 1e3:.0f}" if rate >= 1e5 else f"{rate / 1e3:.3g}"

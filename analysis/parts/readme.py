@@ -150,12 +150,11 @@ def cache(root: Path) -> str:
 
 
 def of_commands(root: Path) -> str:
-    """Return what whole commands with and without a cache say, behind an empty line; empty where none were timed."""
-    told = cached_commands.answers(open_results(root, cached_commands.NAME))
-    if not told:
+    """Return where whole commands with and without a cache are told, behind an empty line; empty without any."""
+    if not cached_commands.in_brief(open_results(root, cached_commands.NAME)):
         return ""
-    lines = "\n".join(map(claim, told))
-    return f"\n\nWhole commands ([numbers, limits](analysis/results/{cached_commands.NAME}/README.md)):\n\n{lines}"
+    page = f"analysis/results/{cached_commands.NAME}/README.md"
+    return f"\n\nWhole commands with and without it: [in brief](cache.md#when-it-pays), [numbers and limits]({page})."
 
 
 def cache_pays(root: Path) -> str:

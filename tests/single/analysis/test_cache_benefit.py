@@ -19,6 +19,7 @@ from analysis.sweeps.kept import KeptRuns, publish
 from analysis.sweeps.launching import Site, flags_of
 from analysis.sweeps.presets import REDUCED, SMOKE, PlannedRun
 from analysis.sweeps.results import Results
+from hvfreeze.errors import RefusedError
 from hvfreeze.report.tables import to_csv
 from tests.single.analysis.runs_material import carried_out, made_up
 
@@ -146,7 +147,7 @@ def test_a_shared_cache_is_empty_for_the_first_kept_run_and_stays_for_the_others
         folder.mkdir(parents=True, exist_ok=True)
         (folder / planned.name).touch()
         if fails[0]:
-            raise launching.RefusedError("cut off")
+            raise RefusedError("cut off")
         return made_up(planned, site)
 
     monkeypatch.setattr(sweep, "launch", launch)
@@ -167,7 +168,7 @@ def test_a_run_without_checkpoints_begins_anew(tmp_path: Path, monkeypatch: pyte
         left.touch()
         (tmp_path / planned.name / "summary.json").touch()
         if every == "0":
-            with pytest.raises(launching.RefusedError), (tmp_path / f"{planned.name}.log").open("w"):
+            with pytest.raises(RefusedError), (tmp_path / f"{planned.name}.log").open("w"):
                 launching.launch(planned, Site(work=tmp_path), timeout=1.0)
         else:
             launching.launch(planned, Site(work=tmp_path), timeout=1.0)

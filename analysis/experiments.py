@@ -13,6 +13,7 @@ from analysis import (
     adaptive,
     auto_parts,
     baseline,
+    cache_benefit,
     caching,
     communication,
     compression,
@@ -32,11 +33,14 @@ EXPERIMENTS = tuple(
     module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication, scaling, pixels64)
 )
 LONGER = (
-    *(module.EXPERIMENT for module in (exact_head, compression, auto_parts, grounds, criteria, strategies)),
+    *(
+        module.EXPERIMENT
+        for module in (cache_benefit, exact_head, compression, auto_parts, grounds, criteria, strategies)
+    ),
     *peers.EXPERIMENTS.values(),
 )
-"""What heads that are solved give, what a compressed exchange and a chain on several ranks cost, and what else a user
-could do: each a command of its own, and peers take hours."""
+"""What the cache saves of whole commands, what heads that are solved give, what a compressed exchange and a chain on
+several ranks cost, and what else a user could do: each a command of its own, and peers take hours."""
 EVERY = (*EXPERIMENTS, *LONGER)
 INTERRUPTED = 130
 

@@ -210,6 +210,7 @@ def make(
         if run.name in progress.done:
             continue
         print(progress.line(run), flush=True)
+        begin_shared_cache(run, runs, site)
         started = time.monotonic()
         try:
             run_dir = launch(run, site, timeout=600 + PATIENCE * progress.estimates[run.name])
@@ -217,11 +218,18 @@ def make(
             print(f"  {error}", file=sys.stderr, flush=True)
             failed.append(run.name)
         else:
-            runs.keep(run_dir, run, source=source)
+            runs.keep(run_dir, run, source=source, whole_seconds=time.monotonic() - started)
             shutil.rmtree(run_dir)
             write_kept(runs, planned)
         progress.done[run.name] = time.monotonic() - started
     return failed
+
+
+def begin_shared_cache(run: PlannedRun, runs: KeptRuns, site: Site) -> None:
+    """Empty the run's shared cache where no kept run has used it: the first run is one that fills it."""
+    cache = run.flags.get("cache_dir")
+    if cache and all(line["flags"].get("cache_dir") != cache for line in runs.lines.values()):
+        shutil.rmtree(site.work / str(cache), ignore_errors=True)
 
 
 def write_kept(runs: KeptRuns, planned: Sequence[PlannedRun]) -> None:

@@ -31,7 +31,7 @@ from hvfreeze.training.evaluation import Score, Totals, mean, reduce
 from hvfreeze.training.guard import HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT, StageFactory
-from hvfreeze.training.stages import TRY, TRY_LONGER, Stage
+from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
 from hvfreeze.training.trial import LEAST_WORK, MANY, TUNED, judging
 
 WARMUP = 0.1
@@ -53,6 +53,10 @@ LONG = 4.0
 SGD_RATE, LARGER_BATCH = 0.05, 64
 """Of the way to tune by SGD that is tried beside AdamW's: BatchNorm's own statistics want larger batches. Of many
 samples AdamW takes such ones too: its updates then take half the time, and there are enough of them."""
+SMALL_PART, FEWEST_TUNED = 0.5, 2.0
+"""Where less than this part of what --epochs has room for is left for tuning behind a first solution and trials, tuning
+is tried before a head is solved, and goes on from there where it pays; it is solved again behind it where at least so
+many epochs are tuned."""
 BACKWARD = 3.0
 """What the backward pass and the update take, in forward passes of the same blocks, as measured."""
 
@@ -189,7 +193,7 @@ def stages_of(
     config, solved = ways[0], solved or config
     settings, freeze = config.optimizer, config.freeze
     solve = Stage(
-        name="solve",
+        name=SOLVE,
         config=solving(solved),
         steps=batches_per_epoch,
         batches_per_epoch=batches_per_epoch,
@@ -210,23 +214,16 @@ def stages_of(
     longer = several and batches_per_epoch * settings.batch_size * replicas >= MANY
     if longer:
         ways = (replace(ways[0], optimizer=replace(settings, batch_size=larger_batch(settings))), *ways[1:])
-    ends_solved = last_solve
-    if costs is not None:
-        room, rounds = settings.epochs * costs.full_step - costs.solution, list[float]()
-        # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
-        for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
-            left = room - count * (tries / many * costs.tuning_step + costs.judging if tries else 0)
-            each = costs.solution if ends_solved else 0.0
-            rounds = epochs_of_rounds(
-                left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
-            )
-            if rounds:
-                ways = ways[:count]
-                break
-        steps = [int(per_epoch * epochs) for epochs in rounds]
-    for way in ways if tries and steps else ():
-        small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
-        stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
+    trials = [
+        tune_stage(
+            replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1)),
+            cut,
+            steps=tries,
+            batches=many,
+            name=TRY,
+        )
+        for way in (ways if tries else ())
+    ]
 
     def tuned_by(way: Config, count: int, **terms: Any) -> Stage:
         """Return a stage of as many epochs as `count` steps of the run's own batches are."""
@@ -237,15 +234,41 @@ def stages_of(
         lasts = max(1, count * way.optimizer.steps_per_epoch(own) // per_epoch)
         return tune_stage(way, cut, steps=lasts, batches=own, **terms)
 
+    def tuned(count: int, *, ways: Sequence[Config], ends_solved: bool) -> Stage:
+        """Return the same in the first of the ways that are tried, which knows the second."""
+        first, *others = (tuned_by(way, count, guarded=guarded, is_followed=ends_solved) for way in ways)
+        return replace(first, other=others[0]) if tries and others else first
+
+    ends_solved, every_way = last_solve, ways
+    if costs is not None:
+        whole, trial = settings.epochs * costs.full_step, tries / many * costs.tuning_step + costs.judging
+        trial = trial if tries else 0.0
+        room, rounds = whole - costs.solution, list[float]()
+        # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
+        for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
+            left = room - count * trial
+            each = costs.solution if ends_solved else 0.0
+            rounds = epochs_of_rounds(
+                left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
+            )
+            if rounds:
+                ways = ways[:count]
+                break
+        left = (whole - trial) / costs.tuning_step
+        last = costs.solution / costs.tuning_step
+        if tries and not longer and sum(rounds) * costs.tuning_step < SMALL_PART * whole and left >= max(1, last):
+            ends_solved = left - last >= FEWEST_TUNED
+            epochs = left - last if ends_solved else left
+            return (trials[-1], tuned(int(per_epoch * epochs), ways=every_way[-1:], ends_solved=ends_solved), solve)
+        steps = [int(per_epoch * epochs) for epochs in rounds]
+    stages += trials[: len(ways)] if steps else []
     if longer and (costs is None or sum(steps) >= LONG * per_epoch):
         stages.append(tuned_by(ways[0], per_epoch, name=TRY_LONGER))
         if costs is not None:
             steps[-1] -= int(per_epoch * (1 + costs.judging / costs.tuning_step))
     for count in steps:
-        tuned = tuned_by(ways[0], count, guarded=guarded, is_followed=ends_solved)
-        for way in ways[1:] if tries else ():
-            tuned = replace(tuned, other=tuned_by(way, count, guarded=guarded, is_followed=ends_solved))
-        stages += [tuned, solve] if ends_solved else [tuned]
+        long = tuned(count, ways=ways, ends_solved=ends_solved)
+        stages += [long, solve] if ends_solved else [long]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].is_trial or not last_solve)
     return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
@@ -283,7 +306,7 @@ def tune_stage(
     batches: int,
     guarded: bool = True,
     is_followed: bool = True,
-    name: str = "tune",
+    name: str = TUNE,
 ) -> Stage:
     """Return a stage that trains so many steps behind `cut`."""
     settings = config.optimizer
@@ -339,7 +362,7 @@ def tuning(config: Config, cut: int, *, epochs: int) -> Config:
 def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return notes on rows that are other than was asked, and on a head that is solved on random weights."""
     notes = []
-    if stages[0].config.data.mirror != config.data.mirror:
+    if any(stage.solves and stage.config.data.mirror != config.data.mirror for stage in stages):
         notes.append(
             f"no mirror images for the solved head: with them there are more than {ALL_COMPARED} views of samples, "
             "more than are all compared with each other; --mirror on takes them, and compares all with fewer"
@@ -359,9 +382,7 @@ def begin_stage(job: Job) -> None:
     if trying and guard is not None and guard.before_trial is not None:
         guard.after_first = copied(chain.model) if job.stage.name == TRY else None
         put_back(guard.before_trial, chain.model)
-        if job.stage.config.optimizer.optimizer == "sgd":
-            # The large weights of a solved layer would make gradients too large for its rate.
-            clear_last_layer(chain)
+        suit_last_layer(job)
         return
     first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number])
     if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
@@ -371,15 +392,17 @@ def begin_stage(job: Job) -> None:
         loss = judge.begin(chain)
     if guard is not None and trying:
         guard.trial.before = loss
-        if runner.trials_to_come:
+        if runner.trials_to_come or guard.best is None:
             guard.before_trial = copied(chain.model)
+        suit_last_layer(job)
 
 
 def end_trial(job: Job, *, failed: bool = False) -> None:
     """Judge tuning after a stage that tries it, and after the last of them, whether and how it goes on. Collective.
 
     Where it does not, or the first way is the better, the model goes back to that. Of many samples an epoch is tried
-    where short trials gain nothing: what it gains, a long tuning gains more of.
+    where short trials gain nothing: what it gains, a long tuning gains more of. Where no head is solved yet, one is for
+    the blocks as they were, or tuning comes first.
 
     Args:
         job: the run.
@@ -399,11 +422,19 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
     trial.after[f"{way}, an epoch" if longer else way] = loss if math.isfinite(loss) else math.inf
     if TRY in runner.trials_to_come and trial.is_promising:
         return
-    assert guard.best is not None and trial.before is not None
-    epoch_follows = TRY_LONGER in runner.trials_to_come and leaves_much(guard.best.verdict)
-    job.logger.info(trial.line(runner.stage.steps, epoch_follows=epoch_follows))
+    assert trial.before is not None
+    best = guard.best.verdict if guard.best else None
+    epoch_follows = TRY_LONGER in runner.trials_to_come and best is not None and leaves_much(best)
+    job.logger.info(trial.line(runner.stage.steps, epoch_follows=epoch_follows, solved=best is not None))
     if not trial.pays and epoch_follows:
         runner.leave_out(TRY)
+        return
+    if not trial.pays and best is None:
+        assert guard.before_trial is not None
+        put_back(guard.before_trial, chain.model)
+        guard.before_trial = guard.after_first = None
+        runner.leave_out(TRY)
+        runner.leave_out(TUNE)
         return
     first, guard.before_trial, guard.after_first = guard.after_first, None, None
     if not trial.pays:
@@ -415,7 +446,10 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         put_back(first, chain.model)
     elif first is not None:
         runner.take_other_way()
-    if longer or (fell_much(trial.before, trial.loss) and leaves_much(guard.best.verdict)):
+    if best is None:
+        if not next(stage for stage in runner.stages[runner.number + 1 :] if stage.steps).is_followed:
+            runner.leave_out(SOLVE)
+    elif longer or (fell_much(trial.before, trial.loss) and leaves_much(best)):
         tune_at_once(job)
 
 
@@ -433,9 +467,14 @@ def give_up_trial(job: Job) -> bool:
     return True
 
 
-def clear_last_layer(chain: Chain) -> None:
-    """Let the model's own last layer begin anew, with zeros."""
-    _, layer = before_last_layer(chain)
+def suit_last_layer(job: Job) -> None:
+    """Let the model's own last layer begin anew, with zeros, where SGD at `SGD_RATE` is tried.
+
+    The large weights of a solved layer would make gradients too large for its rate.
+    """
+    if job.config.optimizer.optimizer != AUTO or job.stage.config.optimizer.optimizer != "sgd":
+        return
+    _, layer = before_last_layer(job.stage_runner.opened.chain)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()

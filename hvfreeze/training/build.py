@@ -248,7 +248,7 @@ def open_guard(factory: StageFactory, stages: Sequence[Stage]) -> Guard | None:
     if not factory.config.freeze.has("guard"):
         return None
     ends_tuned = not (stages[-1].solves and stages[-1].steps)
-    return Guard(factory.held_out(stages[0]) if ends_tuned else None)
+    return Guard(factory.held_out(next(stage for stage in stages if stage.solves)) if ends_tuned else None)
 
 
 def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs, *, replicas: int) -> dict[str, str]:

@@ -254,12 +254,12 @@ def stages_of(
             if rounds:
                 ways = ways[:count]
                 break
-        left = (whole - trial) / costs.tuning_step
-        last = costs.solution / costs.tuning_step
-        if tries and not longer and sum(rounds) * costs.tuning_step < SMALL_PART * whole and left >= max(1, last):
-            ends_solved = left - last >= FEWEST_TUNED
-            epochs = left - last if ends_solved else left
-            return (trials[-1], tuned(int(per_epoch * epochs), ways=every_way[-1:], ends_solved=ends_solved), solve)
+        if tries and len(every_way) > 1 and not longer and sum(rounds) * costs.tuning_step < SMALL_PART * whole:
+            # SGD alone: it tells what is far from the pretraining in half the steps, and learns that the sooner.
+            epochs, ends_solved = tuned_first((whole - trial) / costs.tuning_step, costs.solution / costs.tuning_step)
+            if epochs:
+                tune = tuned(int(per_epoch * epochs), ways=every_way[1:], ends_solved=ends_solved)
+                return (trials[1], tune, solve)
         steps = [int(per_epoch * epochs) for epochs in rounds]
     stages += trials[: len(ways)] if steps else []
     if longer and (costs is None or sum(steps) >= LONG * per_epoch):
@@ -279,6 +279,17 @@ def plans(ways: int, *, several: bool, last_solve: bool) -> list[tuple[int, bool
     if not several:
         return [(ways, last_solve)]
     return [(count, ends_solved) for count in range(ways, 0, -1) for ends_solved in (True, False)]
+
+
+def tuned_first(room: float, solution: float) -> tuple[float, bool]:
+    """Return how many epochs are tuned before any head is solved, 0 without room, and whether one is solved behind it.
+
+    `room` is what a trial leaves, and `solution` what a solution takes, in epochs: it must fit where nothing is tuned.
+    """
+    if room < max(1.0, solution):
+        return 0.0, False
+    ends_solved = room - solution >= FEWEST_TUNED
+    return room - solution if ends_solved else room, ends_solved
 
 
 def epochs_of_rounds(room: float, solution: float, *, several: bool) -> list[float]:
@@ -435,6 +446,8 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         guard.before_trial = guard.after_first = None
         runner.leave_out(TRY)
         runner.leave_out(TUNE)
+        # The solution finds out about mirror images itself, on all samples.
+        runner.mirror = None
         return
     first, guard.before_trial, guard.after_first = guard.after_first, None, None
     if not trial.pays:

@@ -24,7 +24,7 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import DataConfig
+from hvfreeze.config.sections import AUTO, DataConfig
 from hvfreeze.config.tree import Config, differing, to_dict
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
@@ -205,6 +205,7 @@ def assemble(
         clock=clock,
         say=logger.info,
         length=Length(config.optimizer.epochs),
+        fused=config.optimizer.optimizer == AUTO,
     )
     factory = StageFactory(context, config, blueprint, trainable_of(chain.model))
     share = corpus.share(replica=replica, replicas=replicas)

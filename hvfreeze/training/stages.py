@@ -280,10 +280,11 @@ class StageRunner:
         return known and 0 <= number < len(steps) <= len(self.stages) and min(steps) >= 0
 
     def fits(self, state: Mapping[str, Any], *, keeps_plan: bool) -> bool:
-        """Tell whether the stages are those of `state`, which it `knows`, as far as `load_state_dict` goes on with them."""
+        """Tell whether the stages are those of `state`, which it `knows`, as far as they go on with."""
         names = state.get("names")
         if not isinstance(names, list):
-            return True
+            # Of a source whose stages all began with a solution, or were one.
+            return not self.stages[0].is_trial
         known = len(names) if keeps_plan else state["number"] + 1
         return names[:known] == [stage.name for stage in self.stages[:known]]
 

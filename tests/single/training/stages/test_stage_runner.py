@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from logging import getLogger
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import torch
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import Costs, end_trial, stages_of
-from hvfreeze.training.stages import StageRunner, joined
+from hvfreeze.training.stages import TRY, StageRunner, joined
 from hvfreeze.training.trial import Trial
 
 COSTS = Costs(views=2, frozen=0.0, judging=3.0)
@@ -35,6 +36,19 @@ def test_what_a_runner_keeps_is_what_it_knows() -> None:
     made = stage_runner()
     assert made.knows(made.state_dict())
     assert made.knows({"number": 0, "steps": [20], "earlier": {}}), "a run may go on with more stages than it had"
+
+
+def test_a_run_goes_on_in_stages_that_are_those_it_began_with_alone() -> None:
+    made, state = stage_runner(), stage_runner().state_dict()
+    assert state["names"] == ["solve", "tune", "solve"] and made.fits(state, keeps_plan=False)
+    assert made.fits(state | {"names": ["solve", "try", "tune"]}, keeps_plan=False), "those to come are planned anew"
+    assert not made.fits(state | {"names": ["solve", "try", "tune"]}, keeps_plan=True)
+    assert not made.fits(state | {"names": ["try", "tune", "solve"]}, keeps_plan=False)
+    del state["names"]
+    assert made.fits(state, keeps_plan=False)
+    first = replace(made.stages[1], name=TRY)
+    made.stages = (first, *made.stages)
+    assert not made.fits(state, keeps_plan=False), "a run that began with a solution"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
 from hvfreeze.strategies.base import MODEL
 from hvfreeze.training.evaluation import Score, Totals, mean, reduce
-from hvfreeze.training.guard import HeldOut, Verdict, copied
+from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT, StageFactory
 from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
@@ -412,8 +412,7 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
     """Judge tuning after a stage that tries it, and after the last of them, whether and how it goes on. Collective.
 
     Where it does not, or the first way is the better, the model goes back to that. Of many samples an epoch is tried
-    where short trials gain nothing: what it gains, a long tuning gains more of. Where no head is solved yet, one is for
-    the blocks as they were, or tuning comes first.
+    where short trials gain nothing: what it gains, a long tuning gains more of.
 
     Args:
         job: the run.
@@ -433,21 +432,15 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
     trial.after[f"{way}, an epoch" if longer else way] = loss if math.isfinite(loss) else math.inf
     if TRY in runner.trials_to_come and trial.is_promising:
         return
+    if guard.best is None:
+        end_early_trial(job, guard)
+        return
     assert trial.before is not None
-    best = guard.best.verdict if guard.best else None
-    epoch_follows = TRY_LONGER in runner.trials_to_come and best is not None and leaves_much(best)
-    job.logger.info(trial.line(runner.stage.steps, epoch_follows=epoch_follows, solved=best is not None))
+    best = guard.best.verdict
+    epoch_follows = TRY_LONGER in runner.trials_to_come and leaves_much(best)
+    job.logger.info(trial.line(runner.stage.steps, epoch_follows=epoch_follows))
     if not trial.pays and epoch_follows:
         runner.leave_out(TRY)
-        return
-    if not trial.pays and best is None:
-        assert guard.before_trial is not None
-        put_back(guard.before_trial, chain.model)
-        guard.before_trial = guard.after_first = None
-        runner.leave_out(TRY)
-        runner.leave_out(TUNE)
-        # The solution finds out about mirror images itself, on all samples.
-        runner.mirror = None
         return
     first, guard.before_trial, guard.after_first = guard.after_first, None, None
     if not trial.pays:
@@ -459,11 +452,26 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         put_back(first, chain.model)
     elif first is not None:
         runner.take_other_way()
-    if best is None:
-        if not next(stage for stage in runner.stages[runner.number + 1 :] if stage.steps).is_followed:
-            runner.leave_out(SOLVE)
-    elif longer or (fell_much(trial.before, trial.loss) and leaves_much(best)):
+    if longer or (fell_much(trial.before, trial.loss) and leaves_much(best)):
         tune_at_once(job)
+
+
+def end_early_trial(job: Job, guard: Guard) -> None:
+    """Go on after a trial before any solution: with the tuning, or with a solution for the blocks as they were.
+
+    Equal on all ranks.
+    """
+    runner, trial, before = job.stage_runner, guard.trial, guard.before_trial
+    assert before is not None
+    guard.before_trial = None
+    job.logger.info(trial.line(runner.stage.steps, solved=False))
+    if not trial.pays:
+        put_back(before, runner.opened.chain.model)
+        runner.leave_out(TUNE)
+        # The solution finds out about mirror images itself, on all samples.
+        runner.mirror = None
+    elif not runner.stages[runner.number + 1].is_followed:
+        runner.leave_out(SOLVE)
 
 
 def tune_at_once(job: Job) -> None:

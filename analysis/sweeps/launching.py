@@ -75,7 +75,7 @@ def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
         values["data_dir"] = site.data_dir.resolve() / (asked if asked.startswith(BELOW) else "")
     if "cache_dir" in values:
         values["cache_dir"] = site.work.resolve() / str(values["cache_dir"])
-    if site.weights is not None and "weights" in values:
+    if site.weights is not None and values.get("weights", "none") != "none":
         values["weights"] = site.weights.resolve().with_name(str(values["weights"]))
     words = ["train"]
     for name, value in values.items():

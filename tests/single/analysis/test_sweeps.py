@@ -244,6 +244,8 @@ def test_commands_start_one_rank_alone_several_under_mpirun_and_nodes_on_the_clu
     assert alone[1:4] == ["-m", "hvfreeze", "train"]
     assert alone[-1] == "--resume"
     assert alone[alone.index("--weights") + 1] == str(Path("w.pt").resolve())
+    scratch = flags_of(preset.run("scratch", 0, {"weights": "none"}), site, run_dir)
+    assert scratch[scratch.index("--weights") + 1] == "none", "no file of that name beside it"
     assert command_of(preset.run("a", 0), site, run_dir)[:3] == ["mpirun", "-n", "2"]
     nodes = command_of(preset.run("a", 0, ranks=4, nodes=4), site, run_dir, cluster="c7")
     assert nodes[1:5] == ["run", "--name", "c7", "--"]

@@ -13,6 +13,7 @@ from analysis import (
     adaptive,
     auto_parts,
     baseline,
+    cache_benefit,
     caching,
     communication,
     compression,
@@ -40,7 +41,7 @@ GROUPS = {
         *(module.EXPERIMENT for module in (grounds, auto_parts, exact_head)),
     ),
     "Votes and criteria": (votes.EXPERIMENT, criteria.EXPERIMENT),
-    "The cache": (caching.EXPERIMENT,),
+    "The cache": (cache_benefit.EXPERIMENT, caching.EXPERIMENT),
     "Networks": tuple(module.EXPERIMENT for module in (communication, scaling, compression)),
     "Strategies": (strategies.EXPERIMENT,),
 }

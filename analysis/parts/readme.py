@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.parts import machines, vote_pages
+from analysis.parts import cached_commands, machines, vote_pages
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
@@ -148,7 +148,29 @@ def cache(root: Path) -> str:
         f"- By the clocks {clocks} were saved on each rank.",
         f"- By the program's own account {account} were; its plan had said {plan}.",
     )
-    return "\n".join([CACHE_IS, *saved, "", "| views of a sample | points of accuracy |", "|:---|---:|", *rows])
+    return "\n".join(
+        [CACHE_IS, *saved, "", "| views of a sample | points of accuracy |", "|:---|---:|", *rows]
+    ) + of_commands(root)
+
+
+def of_commands(root: Path) -> str:
+    """Return where whole commands with and without a cache are told, behind an empty line; empty without any."""
+    if not cached_commands.in_brief(open_results(root, cached_commands.NAME)):
+        return ""
+    page = f"analysis/results/{cached_commands.NAME}/README.md"
+    return f"\n\nWhole commands with and without it: [in brief](cache.md#when-it-pays), [numbers and limits]({page})."
+
+
+def cache_pays(root: Path) -> str:
+    """Return by how much whole commands are faster, for the guide; empty where none were timed."""
+    results = open_results(root, cached_commands.NAME)
+    lines, folder = cached_commands.in_brief(results), f"analysis/results/{cached_commands.NAME}"
+    if not lines:
+        return ""
+    picture = "![Seconds of all commands as learning rates are tried, with a shared cache and without]"
+    figure = f"\n\n{picture}({folder}/figures/learning-rates.svg)" if cached_commands.sweeps(results) else ""
+    told = "\n".join(lines)
+    return f"By the clock of the whole command ([numbers, limits]({folder}/README.md)):\n\n{told}{figure}\n"
 
 
 def bench(root: Path) -> str:
@@ -301,6 +323,7 @@ PARTS = {
     "ways": ways,
     "front": front,
     "cache": cache,
+    "cache-pays": cache_pays,
     "bench": bench,
     "growth": growth,
     "network": network,

@@ -93,13 +93,20 @@ class KeptRuns:
         found = [dataclasses.replace(like[line["label"]], seed=line["seed"]) for line in others]
         return [run.name for run in sorted(found, key=lambda run: run.seed) if self.holds(run)]
 
-    def keep(self, run_dir: Path, planned: PlannedRun, *, source: str) -> None:
-        """Add the finished run of a run directory, started from the commit `source`, without this machine's paths."""
+    def keep(self, run_dir: Path, planned: PlannedRun, *, source: str, whole_seconds: float | None = None) -> None:
+        """Add the finished run of a run directory, without this machine's paths.
+
+        Args:
+            run_dir: where the run has left its logs.
+            planned: the run.
+            source: the commit that it was started from.
+            whole_seconds: of the whole command; None where nobody timed it.
+        """
         environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
         names = {host: f"host{number}" for number, host in enumerate(dict.fromkeys(environment.get("hosts", [])))}
         environment["hosts"] = [names[host] for host in environment.get("hosts", [])]
         tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        tree["data"]["data_dir"] = tree["run"]["run_dir"] = None
+        tree["data"]["data_dir"] = tree["run"]["run_dir"] = tree["cache"]["cache_dir"] = None
         tree["model"]["weights"] = Path(tree["model"]["weights"]).name
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         line: Line = {"run": planned.name, **planned.identity()}
@@ -110,6 +117,8 @@ class KeptRuns:
             line[key] = [json.loads(text) for text in (run_dir / name).read_text(encoding="utf-8").splitlines()]
         if (run_dir / "wire.json").exists():
             line["wire"] = json.loads((run_dir / "wire.json").read_text(encoding="utf-8"))
+        if whole_seconds is not None:
+            line["whole_seconds"] = round(whole_seconds, 3)
         root = self.directory.parent
         with locked(root):
             known = read_environments(root)
@@ -251,6 +260,7 @@ def row_of(line: Line, run: Run) -> Row:
         "test_accuracy": run.test_accuracy,
         "best_test_accuracy": run.best_accuracy,
         "train_seconds": run.train_seconds,
+        **{key: line[key] for key in ("whole_seconds",) if key in line},
         "steps": int(run.metrics[-1]["step"]),
         "images_per_second": run.images_per_second,
         "allreduce_bytes": run.allreduce_bytes,

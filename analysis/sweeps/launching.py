@@ -73,7 +73,9 @@ def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
     if site.data_dir is not None and values.get("data") != "text":
         asked = str(values.get("data_dir", ""))
         values["data_dir"] = site.data_dir.resolve() / (asked if asked.startswith(BELOW) else "")
-    if site.weights is not None and "weights" in values:
+    if "cache_dir" in values:
+        values["cache_dir"] = site.work.resolve() / str(values["cache_dir"])
+    if site.weights is not None and values.get("weights", "none") != "none":
         values["weights"] = site.weights.resolve().with_name(str(values["weights"]))
     words = ["train"]
     for name, value in values.items():
@@ -118,8 +120,9 @@ def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
         RefusedError: it failed, with its last lines; or the local cluster cannot be brought up.
     """
     run_dir = site.work / planned.name
-    if planned.nodes or planned.program != "hvfreeze":
-        # Bytes are counted over a whole run, and other programs cannot go on.
+    if planned.nodes or planned.program != "hvfreeze" or planned.flags.get("checkpoint_every") == "0":
+        # Bytes are counted over a whole run, other programs cannot go on, and without checkpoints a run begins anew:
+        # with the rows that it had cached before, it would look faster than it is.
         shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_name(f"{planned.name}.log")

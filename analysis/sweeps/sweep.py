@@ -3,6 +3,7 @@
     python -m analysis.NAME --preset reduced --data-dir DIR --weights FILE
     python -m analysis.NAME --seeds 3,4               more seeds beside those that are there
     python -m analysis.NAME --estimate                how many runs, how long
+    python -m analysis.NAME --repeat RUN              a kept run once more, and whether it comes to the same
 
 A finished run is a line of RESULTS/NAME/runs.jsonl; that is what counts as done. Where another experiment has made the
 very same run, its line is copied. Run directories lie under --work, and only until their run has finished.
@@ -25,6 +26,7 @@ from analysis.sweeps.experiment import Experiment, nothing_more, write_up
 from analysis.sweeps.kept import RESULTS, KeptRuns, commit, read_rows, write_rows
 from analysis.sweeps.launching import Site, bits_per_second, launch, require_cluster
 from analysis.sweeps.presets import PRESETS, PlannedRun, Preset
+from analysis.sweeps.repeat import repeat
 from analysis.sweeps.results import Results, best_lr, open_results
 from hvfreeze.errors import HvfreezeError, UsageError
 
@@ -43,7 +45,10 @@ BLOCKS = {"paper": 6, "stage": 5, "residual": 9}
 
 
 def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
-    """Run an experiment's command line and return its exit code: 0 done, 1 some runs failed, else as `hvfreeze`."""
+    """Run an experiment's command line and return its exit code.
+
+    0 done, 1 some runs failed or came to something else than what is kept, others as `hvfreeze`.
+    """
     options = parse(experiment, arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -51,8 +56,10 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         if options.estimate:
             print(estimate(experiment, preset))
             return 0
-        require_lr(options, experiment, root=options.results)
         site = site_of(options, preset)
+        if options.repeat is not None:
+            return 0 if repeat(KeptRuns(options.results / experiment.name), options.repeat, site) else 1
+        require_lr(options, experiment, root=options.results)
         return carry_out(experiment, preset, site, root=options.results, only=options.only)
     except HvfreezeError as error:
         print(f"{experiment.name}: error: {error}", file=sys.stderr)
@@ -76,6 +83,7 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None) -> argparse.N
     add("--work", type=Path, help=f"run directories under way [{WORK}/{experiment.name}/PRESET]")
     add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
     add("--only", type=labels, metavar="LABEL[,LABEL]", help="make these runs only; the rest another time")
+    add("--repeat", type=labels, metavar="RUN[,RUN]", help="make kept runs once more, keep nothing, and compare")
     add("--estimate", action="store_true", help="say how long it will take, and do nothing")
     options = parser.parse_args(arguments)
     options.work = options.work or WORK / experiment.name / options.preset
@@ -202,6 +210,7 @@ def make(
         if run.name in progress.done:
             continue
         print(progress.line(run), flush=True)
+        begin_shared_cache(run, runs, site)
         started = time.monotonic()
         try:
             run_dir = launch(run, site, timeout=600 + PATIENCE * progress.estimates[run.name])
@@ -209,11 +218,18 @@ def make(
             print(f"  {error}", file=sys.stderr, flush=True)
             failed.append(run.name)
         else:
-            runs.keep(run_dir, run, source=source)
+            runs.keep(run_dir, run, source=source, whole_seconds=time.monotonic() - started)
             shutil.rmtree(run_dir)
             write_kept(runs, planned)
         progress.done[run.name] = time.monotonic() - started
     return failed
+
+
+def begin_shared_cache(run: PlannedRun, runs: KeptRuns, site: Site) -> None:
+    """Empty the run's shared cache where no kept run has used it: the first run is one that fills it."""
+    cache = run.flags.get("cache_dir")
+    if cache and all(line["flags"].get("cache_dir") != cache for line in runs.lines.values()):
+        shutil.rmtree(site.work / str(cache), ignore_errors=True)
 
 
 def write_kept(runs: KeptRuns, planned: Sequence[PlannedRun]) -> None:

@@ -51,6 +51,8 @@ class BuildContext:
     """Tells the user a line; does nothing but on rank 0."""
     length: Length
     """How long the stage lasts that the strategy is built for."""
+    fused: bool = False
+    """Whether the optimizer is the program's choice, whose updates may be rounded otherwise than plain PyTorch's."""
 
     def trained(self, *, passes_per_epoch: float = 1.0) -> Split:
         """Return this replica's training samples, all of which an epoch asks for `passes_per_epoch` times."""

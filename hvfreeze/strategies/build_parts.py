@@ -147,7 +147,7 @@ def open_freezer(
     labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[context.replica])]
     return Freezer(
         chain,
-        optimizer=open_optimizer(named, settings, head=head),
+        optimizer=open_optimizer(named, settings, head=head, fused=context.fused),
         reducer=Reducer(world, compression=settings.compression),
         world=world,
         settings=freeze,

@@ -28,10 +28,10 @@ from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
 from hvfreeze.strategies.base import MODEL
 from hvfreeze.training.evaluation import Score, Totals, mean, reduce
-from hvfreeze.training.guard import HeldOut, Verdict, copied
+from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT, StageFactory
-from hvfreeze.training.stages import TRY, TRY_LONGER, Stage
+from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
 from hvfreeze.training.trial import LEAST_WORK, MANY, TUNED, judging
 
 WARMUP = 0.1
@@ -53,6 +53,10 @@ LONG = 4.0
 SGD_RATE, LARGER_BATCH = 0.05, 64
 """Of the way to tune by SGD that is tried beside AdamW's: BatchNorm's own statistics want larger batches. Of many
 samples AdamW takes such ones too: its updates then take half the time, and there are enough of them."""
+SMALL_PART, FEWEST_TUNED = 0.5, 2.0
+"""Where less than this part of what --epochs has room for is left for tuning behind a first solution and trials, tuning
+is tried before a head is solved, and goes on from there where it pays; it is solved again behind it where at least so
+many epochs are tuned."""
 BACKWARD = 3.0
 """What the backward pass and the update take, in forward passes of the same blocks, as measured."""
 
@@ -189,7 +193,7 @@ def stages_of(
     config, solved = ways[0], solved or config
     settings, freeze = config.optimizer, config.freeze
     solve = Stage(
-        name="solve",
+        name=SOLVE,
         config=solving(solved),
         steps=batches_per_epoch,
         batches_per_epoch=batches_per_epoch,
@@ -210,23 +214,16 @@ def stages_of(
     longer = several and batches_per_epoch * settings.batch_size * replicas >= MANY
     if longer:
         ways = (replace(ways[0], optimizer=replace(settings, batch_size=larger_batch(settings))), *ways[1:])
-    ends_solved = last_solve
-    if costs is not None:
-        room, rounds = settings.epochs * costs.full_step - costs.solution, list[float]()
-        # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
-        for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
-            left = room - count * (tries / many * costs.tuning_step + costs.judging if tries else 0)
-            each = costs.solution if ends_solved else 0.0
-            rounds = epochs_of_rounds(
-                left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
-            )
-            if rounds:
-                ways = ways[:count]
-                break
-        steps = [int(per_epoch * epochs) for epochs in rounds]
-    for way in ways if tries and steps else ():
-        small = replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1))
-        stages.append(tune_stage(small, cut, steps=tries, batches=many, name=TRY))
+    trials = [
+        tune_stage(
+            replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1)),
+            cut,
+            steps=tries,
+            batches=many,
+            name=TRY,
+        )
+        for way in (ways if tries else ())
+    ]
 
     def tuned_by(way: Config, count: int, **terms: Any) -> Stage:
         """Return a stage of as many epochs as `count` steps of the run's own batches are."""
@@ -237,15 +234,41 @@ def stages_of(
         lasts = max(1, count * way.optimizer.steps_per_epoch(own) // per_epoch)
         return tune_stage(way, cut, steps=lasts, batches=own, **terms)
 
+    def tuned(count: int, *, ways: Sequence[Config], ends_solved: bool) -> Stage:
+        """Return the same in the first of the ways that are tried, which knows the second."""
+        first, *others = (tuned_by(way, count, guarded=guarded, is_followed=ends_solved) for way in ways)
+        return replace(first, other=others[0]) if tries and others else first
+
+    ends_solved, every_way = last_solve, ways
+    if costs is not None:
+        whole, trial = settings.epochs * costs.full_step, tries / many * costs.tuning_step + costs.judging
+        trial = trial if tries else 0.0
+        room, rounds = whole - costs.solution, list[float]()
+        # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
+        for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
+            left = room - count * trial
+            each = costs.solution if ends_solved else 0.0
+            rounds = epochs_of_rounds(
+                left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
+            )
+            if rounds:
+                ways = ways[:count]
+                break
+        if tries and len(every_way) > 1 and not longer and sum(rounds) * costs.tuning_step < SMALL_PART * whole:
+            # SGD alone: it tells what is far from the pretraining in half the steps, and learns that the sooner.
+            epochs, ends_solved = tuned_first((whole - trial) / costs.tuning_step, costs.solution / costs.tuning_step)
+            if epochs:
+                tune = tuned(int(per_epoch * epochs), ways=every_way[1:], ends_solved=ends_solved)
+                return (trials[1], tune, solve)
+        steps = [int(per_epoch * epochs) for epochs in rounds]
+    stages += trials[: len(ways)] if steps else []
     if longer and (costs is None or sum(steps) >= LONG * per_epoch):
         stages.append(tuned_by(ways[0], per_epoch, name=TRY_LONGER))
         if costs is not None:
             steps[-1] -= int(per_epoch * (1 + costs.judging / costs.tuning_step))
     for count in steps:
-        tuned = tuned_by(ways[0], count, guarded=guarded, is_followed=ends_solved)
-        for way in ways[1:] if tries else ():
-            tuned = replace(tuned, other=tuned_by(way, count, guarded=guarded, is_followed=ends_solved))
-        stages += [tuned, solve] if ends_solved else [tuned]
+        long = tuned(count, ways=ways, ends_solved=ends_solved)
+        stages += [long, solve] if ends_solved else [long]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].is_trial or not last_solve)
     return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
@@ -256,6 +279,17 @@ def plans(ways: int, *, several: bool, last_solve: bool) -> list[tuple[int, bool
     if not several:
         return [(ways, last_solve)]
     return [(count, ends_solved) for count in range(ways, 0, -1) for ends_solved in (True, False)]
+
+
+def tuned_first(room: float, solution: float) -> tuple[float, bool]:
+    """Return how many epochs are tuned before any head is solved, 0 without room, and whether one is solved behind it.
+
+    `room` is what a trial leaves, and `solution` what a solution takes, in epochs: it must fit where nothing is tuned.
+    """
+    if room < max(1.0, solution):
+        return 0.0, False
+    ends_solved = room - solution >= FEWEST_TUNED
+    return room - solution if ends_solved else room, ends_solved
 
 
 def epochs_of_rounds(room: float, solution: float, *, several: bool) -> list[float]:
@@ -283,7 +317,7 @@ def tune_stage(
     batches: int,
     guarded: bool = True,
     is_followed: bool = True,
-    name: str = "tune",
+    name: str = TUNE,
 ) -> Stage:
     """Return a stage that trains so many steps behind `cut`."""
     settings = config.optimizer
@@ -339,7 +373,7 @@ def tuning(config: Config, cut: int, *, epochs: int) -> Config:
 def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return notes on rows that are other than was asked, and on a head that is solved on random weights."""
     notes = []
-    if stages[0].config.data.mirror != config.data.mirror:
+    if any(stage.solves and stage.config.data.mirror != config.data.mirror for stage in stages):
         notes.append(
             f"no mirror images for the solved head: with them there are more than {ALL_COMPARED} views of samples, "
             "more than are all compared with each other; --mirror on takes them, and compares all with fewer"
@@ -359,9 +393,7 @@ def begin_stage(job: Job) -> None:
     if trying and guard is not None and guard.before_trial is not None:
         guard.after_first = copied(chain.model) if job.stage.name == TRY else None
         put_back(guard.before_trial, chain.model)
-        if job.stage.config.optimizer.optimizer == "sgd":
-            # The large weights of a solved layer would make gradients too large for its rate.
-            clear_last_layer(chain)
+        suit_last_layer(job)
         return
     first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number])
     if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
@@ -371,8 +403,9 @@ def begin_stage(job: Job) -> None:
         loss = judge.begin(chain)
     if guard is not None and trying:
         guard.trial.before = loss
-        if runner.trials_to_come:
+        if runner.trials_to_come or guard.best is None:
             guard.before_trial = copied(chain.model)
+        suit_last_layer(job)
 
 
 def end_trial(job: Job, *, failed: bool = False) -> None:
@@ -399,8 +432,12 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
     trial.after[f"{way}, an epoch" if longer else way] = loss if math.isfinite(loss) else math.inf
     if TRY in runner.trials_to_come and trial.is_promising:
         return
-    assert guard.best is not None and trial.before is not None
-    epoch_follows = TRY_LONGER in runner.trials_to_come and leaves_much(guard.best.verdict)
+    if guard.best is None:
+        end_early_trial(job, guard)
+        return
+    assert trial.before is not None
+    best = guard.best.verdict
+    epoch_follows = TRY_LONGER in runner.trials_to_come and leaves_much(best)
     job.logger.info(trial.line(runner.stage.steps, epoch_follows=epoch_follows))
     if not trial.pays and epoch_follows:
         runner.leave_out(TRY)
@@ -415,8 +452,26 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         put_back(first, chain.model)
     elif first is not None:
         runner.take_other_way()
-    if longer or (fell_much(trial.before, trial.loss) and leaves_much(guard.best.verdict)):
+    if longer or (fell_much(trial.before, trial.loss) and leaves_much(best)):
         tune_at_once(job)
+
+
+def end_early_trial(job: Job, guard: Guard) -> None:
+    """Go on after a trial before any solution: with the tuning, or with a solution for the blocks as they were.
+
+    Equal on all ranks.
+    """
+    runner, trial, before = job.stage_runner, guard.trial, guard.before_trial
+    assert before is not None
+    guard.before_trial = None
+    job.logger.info(trial.line(runner.stage.steps, solved=False))
+    if not trial.pays:
+        put_back(before, runner.opened.chain.model)
+        runner.leave_out(TUNE)
+        # The solution finds out about mirror images itself, on all samples.
+        runner.mirror = None
+    elif not runner.stages[runner.number + 1].is_followed:
+        runner.leave_out(SOLVE)
 
 
 def tune_at_once(job: Job) -> None:
@@ -433,9 +488,14 @@ def give_up_trial(job: Job) -> bool:
     return True
 
 
-def clear_last_layer(chain: Chain) -> None:
-    """Let the model's own last layer begin anew, with zeros."""
-    _, layer = before_last_layer(chain)
+def suit_last_layer(job: Job) -> None:
+    """Let the model's own last layer begin anew, with zeros, where SGD at `SGD_RATE` is tried.
+
+    The large weights of a solved layer would make gradients too large for its rate.
+    """
+    if job.config.optimizer.optimizer != AUTO or job.stage.config.optimizer.optimizer != "sgd":
+        return
+    _, layer = before_last_layer(job.stage_runner.opened.chain)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()

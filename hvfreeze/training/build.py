@@ -24,7 +24,7 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import DataConfig
+from hvfreeze.config.sections import AUTO, DataConfig
 from hvfreeze.config.tree import Config, differing, to_dict
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
@@ -205,6 +205,7 @@ def assemble(
         clock=clock,
         say=logger.info,
         length=Length(config.optimizer.epochs),
+        fused=config.optimizer.optimizer == AUTO,
     )
     factory = StageFactory(context, config, blueprint, trainable_of(chain.model))
     share = corpus.share(replica=replica, replicas=replicas)
@@ -248,7 +249,7 @@ def open_guard(factory: StageFactory, stages: Sequence[Stage]) -> Guard | None:
     if not factory.config.freeze.has("guard"):
         return None
     ends_tuned = not (stages[-1].solves and stages[-1].steps)
-    return Guard(factory.held_out(stages[0]) if ends_tuned else None)
+    return Guard(factory.held_out(next(stage for stage in stages if stage.solves)) if ends_tuned else None)
 
 
 def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs, *, replicas: int) -> dict[str, str]:

@@ -47,6 +47,8 @@ def train_stages(job: Job, *, asked: Sequence[int] = ()) -> None:
     with leaving_on_signal(job):
         job.asked_to_leave = job.asked_to_leave or bool(asked)
         job.clock.restart()
+        if job.step == 0:
+            begin_stage(job)
         while not (job.ended or out_of_patience(job)):
             if job.stage_epoch == job.stage.epochs:
                 job.stage_runner.turn()
@@ -122,7 +124,7 @@ def solve_epoch(job: Job, epoch: int) -> None:
         fit = solver.solve_head(
             batches,
             held_out=job.feed.held_out(HELD_OUT),
-            trained=job.stage_runner.number > 0,
+            trained=job.stage_runner.is_tuned,
             compare_mirrored=job.stage_runner.mirror is None and job.stage.config.data.mirror == "auto",
             sampled=None if sampled is None else len(sampled),
             stop=stop,

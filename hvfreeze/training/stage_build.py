@@ -260,11 +260,12 @@ class StageFactory:
         return HeldOut(feed.images, feed.every_view(of=feed.held_out(HELD_OUT)))
 
     def judge(self, stages: Sequence[Stage]) -> Judge:
-        """Return what judges a trial of tuning, the second of `stages`."""
-        held_out, config = self.held_out(stages[0]), self.config
+        """Return what judges a trial of tuning; `stages` solve a head and tune."""
+        solving, tuning = (next(stage for stage in stages if stage.solves == solves) for solves in (True, False))
+        held_out, config = self.held_out(solving), self.config
         assert isinstance(held_out.images, Images), "a text has no head to solve"
         return Judge(
-            feed=self.feed(stages[1]),
+            feed=self.feed(tuning),
             images=held_out.images,
             held_out=held_out.batches,
             pool=config.head.pool,

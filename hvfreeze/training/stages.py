@@ -35,8 +35,9 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
     return base
 
 
-TRY, TRY_LONGER = "try", "try longer"
-"""Names of the stages that tell whether tuning pays, and of one of an epoch, after short ones that do not tell."""
+SOLVE, TUNE, TRY, TRY_LONGER = "solve", "tune", "try", "try longer"
+"""Names of stages: that solve the head, that tune, that tell whether tuning pays, and one of an epoch that does, after
+short ones that do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +192,11 @@ class StageRunner:
         return self.opened.strategy.cut if shown is None else shown
 
     @property
+    def is_tuned(self) -> bool:
+        """Whether a stage before this one has tuned the blocks; what a trial does is taken back, or followed by one."""
+        return any(stage.name == TUNE and stage.steps for stage in self.stages[: self.number])
+
+    @property
     def is_last(self) -> bool:
         """Whether no stage that has steps comes after this one."""
         return not any(stage.steps for stage in self.stages[self.number + 1 :])
@@ -259,9 +265,9 @@ class StageRunner:
         """Return what a checkpoint must hold beside the open strategy's state."""
         earlier = {**self._earlier, "cut_history": [list(move) for move in self._earlier.get("cut_history", ())]}
         steps = [stage.steps for stage in self.stages]
-        asked = list(self.asked)
+        asked, names = list(self.asked), [stage.name for stage in self.stages]
         found = {"mirror": self.mirror, "other_way": self.other_way}
-        return {"number": self.number, "steps": steps, "asked": asked, "earlier": earlier, **found}
+        return {"number": self.number, "names": names, "steps": steps, "asked": asked, "earlier": earlier, **found}
 
     def knows(self, state: Any) -> bool:
         """Tell whether `state` is what `state_dict` of a run with as many stages, or of one with fewer, returned."""
@@ -272,6 +278,15 @@ class StageRunner:
             return False
         known = state.get("mirror") in (None, "on", "off") and type(state.get("other_way", False)) is bool
         return known and 0 <= number < len(steps) <= len(self.stages) and min(steps) >= 0
+
+    def fits(self, state: Mapping[str, Any], *, keeps_plan: bool) -> bool:
+        """Tell whether the stages are those of `state`, which it `knows`, as far as they go on with."""
+        names = state.get("names")
+        if not isinstance(names, list):
+            # Of a source whose stages all began with a solution, or were one.
+            return not self.stages[0].is_trial
+        known = len(names) if keeps_plan else state["number"] + 1
+        return names[:known] == [stage.name for stage in self.stages[:known]]
 
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_plan: bool) -> None:
         """Open the stage of a checkpoint; its strategy's state is the caller's to put back. Collective.

@@ -88,14 +88,15 @@ class Trial:
         """After the best way."""
         return self.after[self.best]
 
-    def line(self, steps: int, *, epoch_follows: bool = False) -> str:
-        """Return it in words, where nothing is gained, with what follows."""
+    def line(self, steps: int, *, epoch_follows: bool = False, solved: bool = True) -> str:
+        """Return it in words, with what follows; `solved` tells whether a head is solved already."""
         found = " or ".join(
             f"{loss:.3f} ({way})" if math.isfinite(loss) else f"numbers that are not finite ({way})"
             for way, loss in self.after.items()
         )
         goes_on = f"blocks still gain, tuning goes on with {self.best}"
-        stays = "too few to tell, an epoch is tried" if epoch_follows else "no block gains, the solved head is kept"
+        kept = "the solved head is kept" if solved else "the head is solved for them as they were"
+        stays = "too few to tell, an epoch is tried" if epoch_follows else f"no block gains, {kept}"
         end = goes_on if self.pays else stays
         loss = f"the loss of held-out samples from {self.before:.3f} to {found}"
         return f"tried: {steps} steps of tuning change {loss}: {end}"

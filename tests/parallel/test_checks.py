@@ -20,6 +20,7 @@ CHECKS: dict[str, list[Any]] = {
     "staged parts": sizes(2, of=(2, 3)),
     "staged trials": sizes(3, of=(2, 3)),
     "staged ways": sizes(2, of=(2, 3)),
+    "staged early_trials": sizes(2, of=(2, 3)),
     "staged longer_trials": sizes(3, of=(2, 3)),
     "staged budgets": sizes(3, of=(2, 3)),
     "staged every_stop": sizes(of=(2,)),

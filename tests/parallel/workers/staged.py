@@ -331,6 +331,38 @@ def check_ways(runs: Runs) -> None:
     assert chosen[same]["parameter_digest"] == straight["parameter_digest"], "the other way has left something behind"
 
 
+def check_early_trials(runs: Runs) -> None:
+    """Make runs with so few epochs that SGD is tried before a head is solved."""
+    given = {"weights": weights_of(runs), "epochs": 5, "optimizer": "auto", "lr": 3e-4}
+    solved = runs("solved", **given | {"epochs": 1})
+    with paying(least=1.0):
+        tried = runs("tried", **given)
+    assert [stage["stage"] for stage in tried["stages"] if stage["steps"]] == ["try", "solve"], tried["stages"]
+    assert list(tried["trial"]["ways"]) == ["sgd at 0.05"], tried["trial"]
+    for key in ("test_accuracy", "head"):
+        assert tried[key] == solved[key], f"the blocks are not as they were: {key}"
+    if runs.world.rank == 0:
+        kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("tried", "solved"))
+        other = {key for key in kept if not torch.equal(kept[key], first[key])}
+        assert other <= {"body.fc.weight", "body.fc.bias"}, "beside the layer that the solved head takes the place of"
+    with paying(least=-math.inf):
+        straight = runs("straight", **given)
+        assert [stage["stage"] for stage in straight["stages"] if stage["steps"]] == ["try", "tune", "solve"]
+        assert straight["parameter_digest"] != solved["parameter_digest"]
+        asks = {
+            "trying": counted(2, "step", stage=0),
+            "tuning": counted(1, "step", stage=1),
+            "solving": counted(0, "pass", stage=2),
+        }
+        for name, ask in asks.items():
+            stopped(runs, name, ask, **given)
+            same_run(runs, runs(name, resume=True, **given), name, straight)
+        tuned = runs("tuned", **given | {"epochs": 4})
+    assert [stage["stage"] for stage in tuned["stages"] if stage["steps"]] == ["try", "tune"], "no room for a solution"
+    if runs.world.rank == 0:
+        assert hvfreeze.load_model(runs.root / "tuned").card.head == "last"
+
+
 def check_longer_trials(runs: Runs) -> None:
     """Make runs of which an epoch of tuning is tried, after short trials that gain nothing."""
     given = {"weights": weights_of(runs), "epochs": 16}

@@ -10,7 +10,7 @@ import pytest
 
 from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep
 from analysis.experiments import EVERY, EXPERIMENTS
-from analysis.sweeps import launching, sweep
+from analysis.sweeps import launching, repeat, sweep
 from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.kept import KeptRuns, read_rows
 from analysis.sweeps.launching import Site, command_of, flags_of
@@ -19,7 +19,7 @@ from analysis.sweeps.results import Results, open_results
 from hvfreeze.cli import parse
 from hvfreeze.config.flags import configuration
 from hvfreeze.errors import RefusedError, UsageError
-from tests.single.analysis.runs_material import carried_out
+from tests.single.analysis.runs_material import carried_out, made_up
 
 pytestmark = pytest.mark.usefixtures("no_files")
 SMALL = dataclasses.replace(REDUCED, seeds=(0, 1))
@@ -42,7 +42,8 @@ def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Exper
     assert planned
     for run in by_label.values():
         given = configuration(parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name)))
-        assert dataclasses.replace(given, run=run.config().run) == run.config()
+        placed = dataclasses.replace(given.cache, cache_dir=run.config().cache.cache_dir)
+        assert dataclasses.replace(given, run=run.config().run, cache=placed) == run.config()
     if experiment in EXPERIMENTS and preset is REDUCED:
         for label in {run.label for run in reported}:
             assert {run.seed for run in reported if run.label == label} >= {0, 1, 2}
@@ -243,8 +244,56 @@ def test_commands_start_one_rank_alone_several_under_mpirun_and_nodes_on_the_clu
     assert alone[1:4] == ["-m", "hvfreeze", "train"]
     assert alone[-1] == "--resume"
     assert alone[alone.index("--weights") + 1] == str(Path("w.pt").resolve())
+    scratch = flags_of(preset.run("scratch", 0, {"weights": "none"}), site, run_dir)
+    assert scratch[scratch.index("--weights") + 1] == "none", "no file of that name beside it"
     assert command_of(preset.run("a", 0), site, run_dir)[:3] == ["mpirun", "-n", "2"]
     nodes = command_of(preset.run("a", 0, ranks=4, nodes=4), site, run_dir, cluster="c7")
     assert nodes[1:5] == ["run", "--name", "c7", "--"]
     hosts = command_of(FULL.run("a", 0), Site(work=Path("work"), hosts="n0:2,n1:2"), run_dir)
     assert hosts[1:5] == ["-np", "4", "-H", "n0:2,n1:2"]
+
+
+def repeated(names: str, folder: Path, *more: str) -> int:
+    """Runs the command that makes kept runs once more."""
+    where = ["--results", str(folder / "results"), "--work", str(folder / "work")]
+    return sweep.main(adaptive.EXPERIMENT, ["--preset", "smoke", "--repeat", names, *where, *more])
+
+
+def test_a_kept_run_is_made_once_more_and_compared_and_nothing_kept_changes(
+    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    monkeypatch.setattr(repeat, "launch", sweep.launch)
+    files = {path: path.read_bytes() for path in sorted((tmp_path / "results").rglob("*")) if path.is_file()}
+    launches.clear()
+    assert repeated("full-s0", tmp_path) == 0
+    assert launches == ["full-s0"]
+    assert "full-s0: 72.0 % of the test samples are right, as is kept" in capsys.readouterr().out
+
+    def otherwise(planned, site, *, timeout):  # type: ignore[no-untyped-def]
+        return made_up(dataclasses.replace(planned, seed=1), site).rename(site.work / planned.name)
+
+    monkeypatch.setattr(repeat, "launch", otherwise)
+    assert repeated("full-s0", tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "73.0 % of the test samples are right, 72.0 % are kept; the kept run was made by source" in said
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "results").rglob("*")) if path.is_file()} == files
+    assert not [path for path in (tmp_path / "work").rglob("*") if path.is_file()]
+    assert len(results.rows) == 2
+
+
+def test_repeating_what_is_not_kept_or_lacks_its_files_is_refused(
+    launches: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
+    launches.clear()
+    assert repeated("full-s7", tmp_path) == UsageError.exit_code
+    assert "--repeat (full-s7) must name a run of" in capsys.readouterr().err
+    carried_out(adaptive.EXPERIMENT, dataclasses.replace(SMALL, weights="some.pt"), tmp_path / "other")
+    launches.clear()
+    assert repeated("full-s1", tmp_path / "other") == UsageError.exit_code
+    assert "wants --weights some.pt" in capsys.readouterr().err
+    (tmp_path / "another.pt").write_bytes(b"")
+    assert repeated("full-s1", tmp_path / "other", "--weights", str(tmp_path / "another.pt")) == UsageError.exit_code
+    assert "must lie beside some.pt" in capsys.readouterr().err
+    assert launches == []

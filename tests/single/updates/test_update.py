@@ -154,3 +154,25 @@ def test_ranks_that_compute_other_norms_are_told_apart_only_where_it_matters() -
     assert needs_equal_arithmetic(OptimizerConfig(optimizer="lars"))
     assert needs_equal_arithmetic(OptimizerConfig(clip_grad=1.0))
     assert not needs_equal_arithmetic(OptimizerConfig(optimizer="adamw"))
+
+
+def test_memory_in_another_order_than_a_parameters_changes_no_update() -> None:
+    """Fused updates read memory in its own order."""
+    config = OptimizerConfig(optimizer="adamw", lr=0.05, weight_decay=0.1)
+    found = []
+    for gradients, state in (
+        (torch.channels_last, torch.channels_last),
+        (torch.contiguous_format, torch.channels_last),
+        (torch.channels_last, torch.contiguous_format),
+    ):
+        weight = nn.Parameter(torch.arange(48.0).reshape(4, 3, 2, 2).to(memory_format=torch.channels_last))
+        update = Update(open_optimizer([("weight", weight)], config, fused=True), config)
+        for step in range(3):
+            values = torch.linspace(-1, 1 + step, 48).reshape(4, 3, 2, 2)
+            weight.grad = values.contiguous(memory_format=gradients)
+            update.make(0.05)
+            kept = update.optimizer.state[weight]
+            kept["exp_avg"] = kept["exp_avg"].contiguous(memory_format=state)
+        found.append(weight.detach().contiguous())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto import Costs, epochs_of_rounds, stages_of
+from hvfreeze.training.auto import FEWEST_TUNED, Costs, epochs_of_rounds, stages_of, tuned_first
 from hvfreeze.training.stages import Stage, single_stage
 from hvfreeze.training.trial import MANY, Trial, judging
 
@@ -46,15 +46,28 @@ def test_stages_take_what_epochs_have_room_for_and_no_more(epochs: int) -> None:
 
 
 def test_where_no_solution_has_room_behind_it_the_tuned_model_itself_is_judged() -> None:
-    config, dear = (
-        from_dict({"freeze": "auto", "weights": "some.pt", "epochs": 4}),
-        replace(COSTS, comparing=1.5, judging=1.0),
-    )
+    config = from_dict({"freeze": "auto", "weights": "some.pt", "epochs": 4, "optimizer": "adamw"})
+    dear = replace(COSTS, comparing=1.5, judging=1.0)
     stages = stages_of(config, batches_per_epoch=62, guarded_batches=56, cut=2, deepest=5, costs=dear, replicas=2)
-    assert [stage.name for stage in stages] == ["solve", "try", "try", "tune", "back"]
-    tuned = stages[3]
-    assert tuned.other is not None and not (tuned.is_followed or tuned.other.is_followed)
-    assert tuned.guarded and tuned.other.guarded
+    assert [stage.name for stage in stages] == ["solve", "try", "tune", "back"]
+    assert stages[2].guarded and not stages[2].is_followed
+
+
+def test_with_few_epochs_sgd_is_tried_before_a_head_is_solved() -> None:
+    solve_only, few, more, many = (planned(epochs=epochs, optimizer="auto") for epochs in (2, 3, 8, 16))
+    assert [stage.name for stage in solve_only] == ["solve"], "no room for a solution where nothing is tuned"
+    for stages, ends_solved in ((few, False), (more, True)):
+        trial, tune, solve = stages
+        assert [stage.name for stage in stages] == ["try", "tune", "solve"]
+        assert [each.config.optimizer.optimizer for each in (trial, tune)] == ["sgd", "sgd"] and tune.other is None
+        assert tune.guarded and tune.is_followed == ends_solved and solve.steps == 20
+    assert few[1].steps / 9 >= 1 and more[1].steps / 9 >= FEWEST_TUNED, "batches twice as large"
+    assert cost((few[0], few[1])) <= 3 and cost((few[0], few[2])) <= 3, "one of them"
+    assert cost(more) <= 8 and many[0].name == "solve"
+    assert planned(epochs=4, optimizer="sgd")[0].name == "solve", "what was asked for is tuned with"
+    assert planned(epochs=8, batches=MANY // 32 + 1, guarded=900, optimizer="auto")[0].name == "solve"
+    assert tuned_first(2.9, 3.0) == (0.0, False) and tuned_first(0.9, 0.1) == (0.0, False)
+    assert tuned_first(4.0, 1.0) == (3.0, True) and tuned_first(2.9, 1.0) == (2.9, False)
 
 
 def test_each_tuning_lasts_twice_as_long_as_the_one_before_and_the_last_takes_the_rest() -> None:
@@ -90,9 +103,6 @@ def test_two_ways_to_tune_are_tried_where_there_is_room_and_each_stage_knows_the
     assert tiny is not None and (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (32, 1)
     usual = planned(epochs=16, optimizer="auto")[2].config.optimizer.weight_decay
     assert usual == from_dict({}).optimizer.weight_decay, "SGD's own"
-    few = planned(epochs=4, optimizer="auto")
-    assert [stage.name for stage in few] == ["solve", "try", "tune", "solve", "back"], "no room for two"
-    assert few[2].other is None and few[1].config.optimizer.optimizer == "adamw"
     scratch = planned(epochs=9, optimizer="auto", weights="none")
     assert [stage.config.optimizer.optimizer for stage in scratch] == ["adamw"] * 3, "nothing is tried"
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from logging import getLogger
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import torch
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import Costs, end_trial, stages_of
-from hvfreeze.training.stages import StageRunner, joined
+from hvfreeze.training.stages import TRY, StageRunner, joined
 from hvfreeze.training.trial import Trial
 
 COSTS = Costs(views=2, frozen=0.0, judging=3.0)
@@ -37,6 +38,19 @@ def test_what_a_runner_keeps_is_what_it_knows() -> None:
     assert made.knows({"number": 0, "steps": [20], "earlier": {}}), "a run may go on with more stages than it had"
 
 
+def test_a_run_goes_on_in_stages_that_are_those_it_began_with_alone() -> None:
+    made, state = stage_runner(), stage_runner().state_dict()
+    assert state["names"] == ["solve", "tune", "solve"] and made.fits(state, keeps_plan=False)
+    assert made.fits(state | {"names": ["solve", "try", "tune"]}, keeps_plan=False), "those to come are planned anew"
+    assert not made.fits(state | {"names": ["solve", "try", "tune"]}, keeps_plan=True)
+    assert not made.fits(state | {"names": ["try", "tune", "solve"]}, keeps_plan=False)
+    del state["names"]
+    assert made.fits(state, keeps_plan=False)
+    first = replace(made.stages[1], name=TRY)
+    made.stages = (first, *made.stages)
+    assert not made.fits(state, keeps_plan=False), "a run that began with a solution"
+
+
 @pytest.mark.parametrize(
     "junk",
     [
@@ -57,9 +71,9 @@ def test_junk_is_not_known(junk: Any) -> None:
     assert not stage_runner().knows(junk)
 
 
-def tried_runner() -> StageRunner:
+def tried_runner(**settings: Any) -> StageRunner:
     made = stage_runner()
-    config = from_dict({"freeze": "auto", "weights": "some.pt"})
+    config = from_dict({"freeze": "auto", "weights": "some.pt", **settings})
     made.stages = stages_of(config, batches_per_epoch=20, guarded_batches=18, cut=0, deepest=5, costs=COSTS)
     return made
 
@@ -94,6 +108,34 @@ def test_one_tuning_takes_the_steps_of_all_that_are_left_and_one_solution_follow
     assert tuned.config.optimizer.epochs == tuned.epochs
 
 
+def trial_ends(made: StageRunner, loss: float, **guard: Any) -> None:
+    """Let heads have this loss after the trial under way."""
+    chain = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    made.opened = cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0), chain=chain))
+    job = SimpleNamespace(
+        guard=SimpleNamespace(**{"before_trial": None, "after_first": None, **guard}),
+        stage_runner=made,
+        judge=SimpleNamespace(loss=lambda chain: loss),
+        clock=SimpleNamespace(within=lambda phase: nullcontext()),
+        logger=getLogger(__name__),
+    )
+    end_trial(cast(Any, job))
+
+
+@pytest.mark.parametrize("epochs", [3, 8])
+def test_after_an_early_trial_blocks_are_tuned_or_a_head_is_solved_for_them_as_they_were(epochs: int) -> None:
+    state = {"weight": torch.full((1, 1), 7.0), "bias": torch.full((1,), 8.0)}
+    for loss, tuned, solved in ((0.99, False, True), (0.5, True, epochs == 8)):
+        made = tried_runner(epochs=epochs)
+        made.mirror = "on"
+        assert [stage.name for stage in made.stages] == ["try", "tune", "solve"]
+        trial_ends(made, loss, trial=Trial(before=1.0), best=None, before_trial=state)
+        assert [stage.steps > 0 for stage in made.stages] == [True, tuned, solved]
+        assert made.mirror == ("on" if tuned else None), "a solution finds out itself"
+        weight = made.opened.chain.model.state_dict()["weight"]
+        assert torch.equal(weight, state["weight"]) == (not tuned)
+
+
 @pytest.mark.parametrize(
     ("loss", "accuracy", "rounds"),
     [(0.75, 0.6, 1), (0.9, 0.6, 3), (0.75, 0.97, 3)],
@@ -104,20 +146,8 @@ def test_one_tuning_follows_a_trial_that_gains_much_where_much_is_left(
 ) -> None:
     made = tried_runner()
     made.number = 2
-    chain = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    made.opened = cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0), chain=chain))
     best = SimpleNamespace(verdict=SimpleNamespace(held_out_accuracy=accuracy))
-    guard = SimpleNamespace(
-        trial=Trial(before=1.0, after={"adamw at 0.0003": 0.95}), best=best, before_trial=None, after_first=None
-    )
-    job = SimpleNamespace(
-        guard=guard,
-        stage_runner=made,
-        judge=SimpleNamespace(loss=lambda chain: loss),
-        clock=SimpleNamespace(within=lambda phase: nullcontext()),
-        logger=getLogger(__name__),
-    )
-    end_trial(cast(Any, job))
+    trial_ends(made, loss, trial=Trial(before=1.0, after={"adamw at 0.0003": 0.95}), best=best)
     assert sum(stage.steps > 0 for stage in made.stages if stage.name == "tune") == rounds
 
 

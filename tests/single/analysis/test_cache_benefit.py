@@ -1,0 +1,214 @@
+"""Whole commands with and without the cache: their order, what pairs and sweeps come to, and what a page says."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import cache_benefit
+from analysis.parts import cached_commands, read_rates, readme
+from analysis.parts.cached_commands import ALONE, AUTO, OFF, ON, SHARED, STATIC, SWEPT, VOTED, Sweep
+from analysis.parts.read_tables import READS, Reads
+from analysis.sweeps import launching, sweep
+from analysis.sweeps.experiment import MOST_WORDS
+from analysis.sweeps.kept import KeptRuns, publish
+from analysis.sweeps.launching import Site, flags_of
+from analysis.sweeps.presets import REDUCED, SMOKE, PlannedRun
+from analysis.sweeps.results import Results
+from hvfreeze.errors import RefusedError
+from hvfreeze.report.tables import to_csv
+from tests.single.analysis.runs_material import carried_out, made_up
+
+EARLIER = 8.0
+"""Seconds that a cache saves of every command of 20, of which 15 are training."""
+
+
+def row(run: PlannedRun) -> dict[str, Any]:
+    """A row as such a run might have: the first of a sweep saves less, and seeds differ in speed alike both ways."""
+    cached = run.flags.get("cache", "off") != "off"
+    first = run.label.endswith(f"-lr{cached_commands.LEARNING_RATES[0]:g}-{SHARED}")
+    saved, slower = (EARLIER / 2 if first else EARLIER) * cached, 1 + 0.1 * run.seed
+    return {
+        "run": run.name,
+        "label": run.label,
+        "seed": run.seed,
+        "cache": run.flags.get("cache", "off"),
+        "whole_seconds": slower * (20.0 - saved),
+        "train_seconds": slower * (15.0 - saved),
+        "test_accuracy": 0.5,
+        "parameter_digest": f"{run.label.rpartition('-')[0]}{run.seed}",
+        "cache_bytes": 1_000_000 * cached,
+        "cache_rows_written": 100 * (cached and (first or not run.label.endswith(SHARED))),
+        "cache_rows_read": 500 * cached,
+        "cache_seconds_saved": saved,
+        "cache_seconds_saved_predicted": slower * saved + 2.0 * cached,
+    }
+
+
+def results(folder: Path, changes: dict[str, Any] | None = None, *, of: str = "px") -> Results:
+    """All rows of the reduced preset; those whose label begins with `of` are changed."""
+    rows = [row(run) for run in cache_benefit.runs(REDUCED)]
+    return Results(folder, [{**each, **(changes or {})} if each["label"].startswith(of) else each for each in rows])
+
+
+def test_pairs_of_a_seed_stand_side_by_side_and_their_order_is_turned_round_from_one_to_the_next() -> None:
+    planned = cache_benefit.runs(REDUCED)
+    assert len({run.name for run in planned}) == len(planned)
+    for setting in STATIC:
+        mine = [run for run in planned if run.label in (setting.label(ON), setting.label(OFF))]
+        ways = "".join("A" if run.label == setting.label(ON) else "B" for run in mine)
+        assert ways == "ABBA" * (2 if setting.size == 128 else 3)
+        places = [planned.index(run) for run in mine]
+        assert all(b == a + 1 for a, b in itertools.pairwise(places[:4]))
+        assert [run.seed for run in mine] == [seed for seed in range(len(mine) // 2) for _ in range(2)]
+    ways = [run.label.rpartition("-")[2] for run in planned if "voted" in run.label]
+    assert ways == [OFF, ON, AUTO, AUTO, ON, OFF] * 2
+
+
+def test_runs_of_a_pair_differ_in_the_cache_alone_and_views_come_again_three_times() -> None:
+    for setting, way in (*((each, ON) for each in STATIC), (VOTED, ON), (VOTED, AUTO), *((s, SHARED) for s in SWEPT)):
+        ours, theirs = setting.flags(REDUCED, way), setting.flags(REDUCED, ALONE if way == SHARED else OFF)
+        assert {name: value for name, value in ours.items() if name not in ("cache", "cache_dir")} == theirs
+        assert int(str(ours["epochs"])) >= 3 * int(str(ours["augment"]).partition(":")[2])
+    swept = [run for run in cache_benefit.runs(REDUCED) if SHARED in run.label]
+    assert {
+        len([run for run in swept if run.flags["cache_dir"] == name]) for name in {r.flags["cache_dir"] for r in swept}
+    } == {10}
+
+
+def test_gains_errors_and_totals_are_taken_within_pairs(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    assert cached_commands.gain(found, STATIC[0]).mean == pytest.approx(20 / 12)
+    assert cached_commands.gain(found, STATIC[0], column="train_seconds").mean == pytest.approx(15 / 7)
+    assert cached_commands.gain(found, STATIC[0]).n == 6
+    error = cached_commands.plan_error(found, STATIC[0])
+    assert (error.mean, error.n) == (pytest.approx(2.0), 6)
+    swept = Sweep.of(found, SWEPT[0])
+    assert swept.rates == cached_commands.LEARNING_RATES
+    assert (sum(swept.alone), sum(swept.shared)) == (pytest.approx(200), pytest.approx(16 + 9 * 12))
+    assert (swept.gain, swept.later_gain.mean, swept.later_gain.n) == (200 / 124, pytest.approx(20 / 12), 9)
+    assert cached_commands.same_bits(found, swept.pairs()) == (10, 0)
+    other = results(tmp_path, {"parameter_digest": "other"}, of=SWEPT[0].label(SHARED, 0.02))
+    assert cached_commands.same_bits(other, swept.pairs()) == (9, 1)
+    assert "1 of 10 models differ" in cached_commands.answers(other)[0].details[0]
+
+
+def test_the_first_answer_says_by_how_much_when_and_when_not(tmp_path: Path) -> None:
+    setting = STATIC[0]
+    first = cached_commands.answers(results(tmp_path))[0]
+    assert not first.negative and first.n == 4
+    assert first.text.startswith("10 learning rates on one `--cache-dir`, 128 pixels, 5 of 6 stages frozen: 1.61x")
+    assert first.details[0].startswith("10 learning rates on one shared cache (128 pixels, 5 of 6 stages frozen) take")
+    told = " ".join(first.details)
+    assert "1.61x as fast, 1.25x the first, 1.67x" in told and "no gain" not in told
+    for answer in cached_commands.answers(results(tmp_path)):
+        assert len(answer.text.split()) <= MOST_WORDS
+    slow = cached_commands.answers(results(tmp_path, {"whole_seconds": 40.0}, of=setting.label(ON)))[0]
+    assert slow.negative and f"In one run no gain is shown: {setting.words}" in " ".join(slow.details)
+    assert cached_commands.answers(Results(tmp_path)) == []
+
+
+def test_a_cut_off_experiment_is_told_as_far_as_it_went(tmp_path: Path) -> None:
+    whole = results(tmp_path)
+    for end in (1, 3, 45, 70):
+        some = dataclasses.replace(whole, rows=whole.rows[:end])
+        cached_commands.answers(some), cached_commands.in_brief(some), cache_benefit.drawings(some)
+        assert len(cached_commands.sweeps(some)) == (end > 3) + (end > 40 - 17)
+
+
+def test_figures_have_six_lines_at_most(tmp_path: Path) -> None:
+    for drawing in cache_benefit.drawings(results(tmp_path)):
+        assert 2 <= len(drawing.figure.axes[0].get_legend_handles_labels()[1]) <= 6
+
+
+@pytest.mark.usefixtures("no_training", "no_files")
+def test_the_experiment_is_carried_out_and_written_up(tmp_path: Path) -> None:
+    publish(tmp_path / "results" / cached_commands.NAME / READS, to_csv(reads()))
+    found = carried_out(cache_benefit.EXPERIMENT, SMOKE, tmp_path)
+    assert all(line["whole_seconds"] > 0 for line in KeptRuns(found.directory).lines.values())
+    assert all(each["whole_seconds"] > 0 for each in found.rows)
+    page = (found.directory / "README.md").read_text()
+    assert "**How fast are rows read?**" in page and "--cache-dir shared-px128-cut5" in page
+    assert str(tmp_path) not in page + (found.directory / "runs.jsonl").read_text()
+    guide = readme.cache_pays(tmp_path / "results")
+    assert "- 2 learning rates on one `--cache-dir`" in guide and "learning-rates.svg" in guide
+    assert readme.cache_pays(tmp_path) == readme.of_commands(tmp_path) == ""
+
+
+@pytest.mark.usefixtures("no_files")
+def test_a_shared_cache_is_empty_for_the_first_kept_run_and_stays_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, seen, fails = Site(work=tmp_path / "work"), [], [True]
+
+    def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
+        folder = Path(flags_of(planned, site, tmp_path)[flags_of(planned, site, tmp_path).index("--cache-dir") + 1])
+        seen.append(len(list(folder.iterdir())) if folder.exists() else 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / planned.name).touch()
+        if fails[0]:
+            raise RefusedError("cut off")
+        return made_up(planned, site)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    planned = [run for run in cache_benefit.runs(REDUCED) if SWEPT[0].label(SHARED, 0.001)[:10] in run.label]
+    planned = [run for run in planned if run.label.endswith(SHARED)][:3]
+    assert sweep.make(planned[:1], REDUCED, site, tmp_path / "results" / "x") == [planned[0].name]
+    fails[0] = False
+    assert sweep.make(planned, REDUCED, site, tmp_path / "results" / "x") == []
+    assert seen == [0, 0, 1, 2]
+
+
+def test_a_run_without_checkpoints_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "follow", lambda command, log, look, *, timeout: 0)
+    for every in ("0", "5"):
+        planned = SMOKE.run(f"every{every}", 0, {"checkpoint_every": every})
+        left = tmp_path / planned.name / "cache" / "rows.h5"
+        left.parent.mkdir(parents=True)
+        left.touch()
+        (tmp_path / planned.name / "summary.json").touch()
+        if every == "0":
+            with pytest.raises(RefusedError), (tmp_path / f"{planned.name}.log").open("w"):
+                launching.launch(planned, Site(work=tmp_path), timeout=1.0)
+        else:
+            launching.launch(planned, Site(work=tmp_path), timeout=1.0)
+        assert left.exists() == (every == "5")
+
+
+def reads() -> list[dict[str, Any]]:
+    """Rows as `analysis.cache_reads` writes them."""
+    return [
+        {"ranks": ranks, "row_bytes": 2048, "state": state, "repeat": repeat}
+        | {"rows_per_second": ranks * (500_000 if state == "warm" else 50_000) + repeat, "resident": 0.01 * repeat}
+        for ranks, state, repeat in itertools.product((1, 2), ("cold", "warm"), (0, 1, 2))
+    ]
+
+
+def test_reads_are_told_by_ranks_cold_and_warm(tmp_path: Path) -> None:
+    assert not Reads.of(tmp_path).rows
+    (tmp_path / READS).write_text(to_csv(reads()))
+    found = Reads.of(tmp_path)
+    assert found.cases() == [("2048", "1"), ("2048", "2")]
+    assert (found.rate("2048", "2", "warm").mean, found.count()) == (1_000_001, 3)
+    assert found.text() == (
+        "Thousand rows a second of all ranks, cold and warm: of 2 KB: 1 rank 50 and 500, 2 ranks 100 and 1000."
+    )
+    assert found.table().rows[1][4:] == ("205", "2048", "2.0 %")
+
+
+def test_dropped_pages_are_not_in_memory_though_this_process_has_them_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * mmap.PAGESIZE))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert mapped[:].count(0) == len(mapped)
+        assert read_rates.resident(path) == 1.0
+        read_rates.drop(path)
+        if read_rates.resident(path) == 1.0:
+            pytest.skip("this file system keeps its files in memory")
+        assert read_rates.resident(path) == 0.0
+        assert mapped[: mmap.PAGESIZE].count(0) == mmap.PAGESIZE

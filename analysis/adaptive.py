@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 
 from analysis.sweeps import paper
-from analysis.sweeps.charts import Line, in_time, line_chart
+from analysis.sweeps.charts import METHOD_COLOURS, Line, in_time, line_chart, method_of
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import COMPARED, FINAL_CUT, SAME_TIME, Results
 from analysis.sweeps.statistics import Interval, is_below, mean_interval, shown, signed_points, time_saved
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import BASELINE, COLOURS, plot_cuts
+from hvfreeze.report.figures import NARROW, plot_cuts
 from hvfreeze.report.tables import Table, factor, percent, seconds
 
 FULL = "full"
@@ -45,27 +45,36 @@ def answers(results: Results) -> list[Answer]:
     if not results.of(OURS) or not results.of(FULL):
         return []
     gain, ahead = results.gain(OURS), results.over_front(OURS)
-    others = "; ".join(
-        f"{label} {results.gain_text(label)} for {results.change_text(label)}"
+    others = tuple(
+        f"{label}: {results.gain_text(label)} for {results.change_text(label)}."
         for label in results.labels
         if label not in (FULL, OURS)
     )
     text = (
-        f"{OURS} with its default bound has a speed-up of {results.gain_text(OURS, count=True)}, "
-        f"{shown(time_saved(gain), percent)} less time, for {results.change_text(OURS)} of accuracy; against "
-        f"full fine-tuning trained for as many seconds: {results.lead_text(OURS)}. Others: {others}. "
-        f"{without_signal(results)}The "
-        f"study has {factor(paper.ADAPTIVE_SPEED_UP)} for "
-        f"{signed_points(paper.ADAPTIVE.accuracy - paper.FULL.accuracy)} ({paper.TABLE_1_SOURCE})."
+        f"By {OURS} with its default bound training is {results.gain_text(OURS, count=True)} as fast, and in "
+        f"accuracy {results.lead_shown(OURS)} full fine-tuning trained for as many seconds."
+    )
+    details = (
+        (
+            f"That is {shown(time_saved(gain), percent)} less time, for {results.change_text(OURS)} of accuracy; "
+            f"against full fine-tuning trained for as many seconds: {results.lead_text(OURS)}."
+        ),
+        *others,
+        *without_signal(results),
+        (
+            f"The study has {factor(paper.ADAPTIVE_SPEED_UP)} for "
+            f"{signed_points(paper.ADAPTIVE.accuracy - paper.FULL.accuracy)} ({paper.TABLE_1_SOURCE})."
+        ),
     )
     question = "3. Can the prefix be chosen online?"
-    return [Answer(question, text, gain.n, negative=is_below(gain, 1) or is_below(ahead, 0))]
+    negative = is_below(gain, 1) or is_below(ahead, 0)
+    return [Answer(question, text, gain.n, negative=negative, details=details)]
 
 
-def without_signal(results: Results) -> str:
+def without_signal(results: Results) -> list[str]:
     """Return where the schedules lie that look at no gradient: what a vote must be better than to be worth it."""
     leads = [f"{label} {results.lead_text(label)}" for label in WITHOUT_SIGNAL if results.over_front(label).n]
-    return f"Schedules that look at no gradient, against the same: {', '.join(leads)}. " if leads else ""
+    return [f"Schedules that look at no gradient, against the same: {', '.join(leads)}."] if leads else []
 
 
 def tables(results: Results) -> list[Table]:
@@ -105,10 +114,11 @@ def drawings(results: Results) -> list[Drawing]:
     """Return accuracy by epoch with the freezes (Figure 6), the cuts, and accuracy against time."""
     if not results.of(FULL):
         return []
-    lines = []
-    for place, label in enumerate(results.labels):
-        colour = BASELINE if label == FULL else COLOURS[(place - 1) % len(COLOURS)]
-        lines.append(Line(label=label, points=by_epoch(results, label), colour=colour))
+    methods = {label: method_of(results.of(label)[0]) for label in results.labels}
+    lines = [
+        Line(label=method, points=by_epoch(results, label), colour=METHOD_COLOURS[method])
+        for label, method in methods.items()
+    ]
     epochs = line_chart(lines, x="epoch", y="test accuracy (%)", scale=100, from_zero=False)
     freezes = ", ".join(f"block {block} at epoch {epoch} of {paper.EPOCHS}" for epoch, block in paper.FIGURE_6_FREEZES)
     first = [results.runs_of(label)[0] for label in results.labels if label != FULL]
@@ -116,7 +126,7 @@ def drawings(results: Results) -> list[Drawing]:
     proposals = "The cut and the ranks' proposals; n = 1, the first seed."
     return [
         Drawing("accuracy-epochs", f"{caption} {freezes} (Figure 6).", epochs),
-        Drawing("cuts", proposals, plot_cuts(first)),
+        Drawing("cuts", proposals, plot_cuts(first, width=NARROW)),
         in_time(results, results.labels),
     ]
 

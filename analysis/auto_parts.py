@@ -59,16 +59,22 @@ def answers(results: Results) -> list[Answer]:
     """Return what each part gives and costs: points, and the whole's time over that of the run which lacks it."""
     if not results.of(WHOLE):
         return []
-    told = [
-        f"{words} {results.change_text(WHOLE, label)} in {results.gain_text(label, WHOLE)} the time"
-        for label, words in WORDS.items()
-        if results.of(label)
-    ]
-    text = (
-        f"Work worth {EPOCHS} epochs gives {results.accuracy_text(WHOLE, count=True)} in {results.time_text(WHOLE)}. "
-        f"Of that, each part against the run without it: {'; '.join(told) or 'nothing yet'}."
+    made = [label for label in WORDS if results.of(label)]
+    if not made:
+        return []
+    most = max(made, key=lambda label: given(results, label).mean)
+    text = f"The most by {WORDS[most]}: {results.change_text(WHOLE, most, count=True)}."
+    details = (
+        (
+            f"Work worth {EPOCHS} epochs gives {results.accuracy_text(WHOLE, count=True)} in "
+            f"{results.time_text(WHOLE)}. Of that, each part against the run without it:"
+        ),
+        *(
+            f"{WORDS[label]} {results.change_text(WHOLE, label)} in {results.gain_text(label, WHOLE)} the time"
+            for label in made
+        ),
     )
-    return [Answer("What does each part of --freeze auto give?", text, len(results.of(WHOLE)))]
+    return [Answer("What does each part of --freeze auto give?", text, len(results.of(WHOLE)), details=details)]
 
 
 def tables(results: Results) -> list[Table]:

@@ -11,6 +11,7 @@ of one run, after the first and, with low rank, after those in which it has not 
 from __future__ import annotations
 
 import sys
+from statistics import mode
 
 from analysis.parts.networks.step_times import compute, images, milliseconds, pace, phase, step
 from analysis.sweeps.charts import bar_chart
@@ -20,7 +21,7 @@ from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import NOTHING, shown
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import plot_phases
+from hvfreeze.report.figures import NARROW, plot_phases
 from hvfreeze.report.tables import Table, megabytes, number
 from hvfreeze.runs.reading import Run
 
@@ -111,25 +112,33 @@ def answers(results: Results) -> list[Answer]:
     steps = ", ".join(f"{name} {shown(step(there[name]), milliseconds)}" for name in ranked)
     low, alone_cached = pace(there[f"{CACHED}-powersgd"]), pace(alone[CACHED])
     text = (
-        f"At 1 Gbit/s two nodes train {shown(pace(there['full']), images)} in full, one node "
-        f"{shown(pace(alone['full']), images)}, two with low rank (powersgd:4) "
-        f"{shown(pace(there['powersgd']), images)}; with four of six stages frozen and "
-        f"cached {shown(pace(there[CACHED]), images)}, one node {shown(alone_cached, images)}, two with low rank "
-        f"{shown(low, images)}. A full step of batch {BATCH} takes "
-        f"{shown(step(there['full']), milliseconds, count=True)} there, {shown(waits['full'], milliseconds)} of it "
-        f"exposed waiting for {megabytes(sent['full'].mean)} on the wire; with low rank "
-        f"{shown(waits['powersgd'], milliseconds)} for {megabytes(sent['powersgd'].mean)}. Steps "
-        f"there, the shortest first: {steps}."
+        f"With four of six stages frozen and cached, two nodes with low rank at 1 Gbit/s train "
+        f"{shown(low, images, count=True)}, one node {shown(alone_cached, images)}."
+    )
+    details = (
+        (
+            f"In full two nodes train {shown(pace(there['full']), images)}, one node "
+            f"{shown(pace(alone['full']), images)}, two with low rank (powersgd:4) "
+            f"{shown(pace(there['powersgd']), images)}."
+        ),
+        f"With four stages frozen and cached, uncompressed, two nodes train {shown(pace(there[CACHED]), images)}.",
+        (
+            f"A full step of batch {BATCH} takes {shown(step(there['full']), milliseconds, count=True)} there, "
+            f"{shown(waits['full'], milliseconds)} of it exposed waiting for {megabytes(sent['full'].mean)} on the "
+            "wire."
+        ),
+        f"With low rank the wait is {shown(waits['powersgd'], milliseconds)} for {megabytes(sent['powersgd'].mean)}.",
+        f"Steps there, the shortest first: {steps}.",
     )
     question = "6. What does communication cost, with freezing and caching, against one node?"
     # The method with what a slow network asks for, not the plain loop, is what is judged.
     negative = low.n > 1 and alone_cached.n > 1 and low.high < alone_cached.low
-    return [Answer(question=question, text=text, n=waits["full"].n, negative=negative)]
+    return [Answer(question=question, text=text, n=waits["full"].n, negative=negative, details=details)]
 
 
 def tables(results: Results) -> list[Table]:
     """Return a row per variant and network."""
-    rows = []
+    rows, usual = [], mode(results.machine(row) for row in results.rows) if results.rows else ""
     for label in results.labels:
         row, runs = results.of(label)[0], results.runs_of(label)
         wire = row["wire_bytes_per_step"]
@@ -137,7 +146,8 @@ def tables(results: Results) -> list[Table]:
         waiting = phase(runs, "allreduce")
         rows.append(
             (
-                label.rpartition("x")[0].rpartition("-")[0],
+                label.rpartition("x")[0].rpartition("-")[0]
+                + ("" if results.machine(row) == usual else " (other machine)"),
                 str(len(runs)),
                 f"{row['ranks']}{' *' if row['ranks'] > (runs[0].environment.get('cores') or 1) else ''}",
                 row["bandwidth"] or "unlimited",
@@ -163,7 +173,7 @@ def tables(results: Results) -> list[Table]:
         "Compute / exposed",
         "Payload, a step of the run",
     )
-    title = "Seconds of rank 0, a step; * more ranks than cores"
+    title = f"Seconds of rank 0, a step; * more ranks than cores; other machine: than {usual}"
     return [Table(title=title, columns=(*columns, "On the wire, a node", "At line rate"), rows=tuple(rows))]
 
 
@@ -171,29 +181,33 @@ def drawings(results: Results) -> list[Drawing]:
     """Return exposed waiting, bytes on the wire, and phases on the slowest network."""
     if not results.rows:
         return []
-    several = [label for label in results.labels if results.of(label)[0]["ranks"] > 1]
+    several = [label_of(name, *on) for on in REPEATED[1:] for name in VARIANTS if results.of(label_of(name, *on))]
     waits = {label: phase(results.runs_of(label), "allreduce") for label in several}
     sent = {label: results.mean(label, "wire_bytes_per_step") for label in several}
     found = [
         Drawing(
             name="exposed",
-            caption="Time a step waits for gradients; mean and 95 % interval, over runs or the epochs of one (table).",
+            caption="Time a step waits for gradients at 1 Gbit/s; mean and 95 % interval over runs (others: table).",
             figure=bar_chart(waits, x="exposed allreduce, a step (ms)", scale=1000),
         ),
         Drawing(
             name="wire",
-            caption="Bytes that the busiest node sends in a step, counted at its interface.",
+            caption="Bytes that the busiest node sends in a step at 1 Gbit/s, counted at its interface.",
             figure=bar_chart({k: v for k, v in sent.items() if v != NOTHING}, x="sent, a step (MB)", scale=1e-6),
         ),
     ]
-    two = [label for label in results.labels if results.of(label)[0]["ranks"] <= 2]
+    two = [label_of(name, *on) for on in REPEATED[:2] for name in VARIANTS if results.of(label_of(name, *on))]
     caption = (
-        "Training time of rank 0 by phase, one node and two; speed-ups are over the full run with the same link and "
-        "compression; the first run of each."
+        "Training time of rank 0 by phase, one node and two at 1 Gbit/s; speed-ups are over the full run of the same "
+        "link and compression; the first run of each."
     )
     return [
         *found,
-        Drawing(name="phases", caption=caption, figure=plot_phases([results.runs_of(label)[0] for label in two])),
+        Drawing(
+            name="phases",
+            caption=caption,
+            figure=plot_phases([results.runs_of(label)[0] for label in two], width=NARROW),
+        ),
     ]
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from analysis.grounds import RESNET
-from analysis.sweeps.charts import Way, ways_chart
+from analysis.sweeps.charts import FULL, Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
@@ -131,21 +131,19 @@ def answers(results: Results) -> list[Answer]:
         ours = label_of(name, OURS, LONGEST)
         change, spent = lost(results, name, OURS, LONGEST), of_seeds(works(results, ours))
         nothing = "It froze nothing. " if spent.mean > 0.99 * LONGEST else ""
-        text = nothing + (
-            f"Against nothing frozen {shown(change, signed_points, count=True)} with {spent.mean / LONGEST:.2f} of the "
-            f"work, {results.accuracy_text(ours)}."
-        )
+        text = f"{nothing}Against nothing frozen {shown(change, signed_points, count=True)}."
+        details = [f"It takes {spent.mean / LONGEST:.2f} of the work, for {results.accuracy_text(ours)}."]
         behind = is_below(change, -TOO_EARLY / 100)
         for label, mine in rivals(results, name):
             ahead = paired_difference(results.values(mine, "test_accuracy"), results.values(label, "test_accuracy"))
             behind |= is_below(ahead, 0)
             _, way, epochs = label.split("-")
-            text += (
-                f" With at most the work of {epochs} epochs of {way} ({of_seeds(works(results, label)).mean:.1f}): "
+            details.append(
+                f"With at most the work of {epochs} epochs of {way} ({of_seeds(works(results, label)).mean:.1f}): "
                 f"{shown(ahead, signed_points)}."
             )
         question = f"What does freezing by coherence cost and save: {GROUNDS[name].words}?"
-        found.append(Answer(question, text, change.n, negative=behind))
+        found.append(Answer(question, text, change.n, negative=behind, details=tuple(details)))
     return found
 
 
@@ -204,7 +202,10 @@ def drawings(results: Results) -> list[Drawing]:
     """Return accuracy against work on each ground."""
     panels = {
         GROUNDS[name].words: [
-            Way(way, [point(results, label_of(name, way, n)) for n in lengths if results.of(label_of(name, way, n))])
+            Way(
+                FULL if way == NONE else way,
+                [point(results, label_of(name, way, n)) for n in lengths if results.of(label_of(name, way, n))],
+            )
             for way, lengths in EPOCHS.items()
             if any(results.of(label_of(name, way, n)) for n in lengths)
         ]
@@ -215,7 +216,7 @@ def drawings(results: Results) -> list[Drawing]:
     caption = (
         f"Accuracy against work, in epochs without a frozen block, of 4 to 12 epochs; {results.spread(results.labels)}."
     )
-    return [Drawing("criteria", caption, ways_chart(panels, reference=NONE, ours=[OURS], x="work (epochs)"))]
+    return [Drawing("criteria", caption, ways_chart(panels, reference=FULL, ours=[OURS], x="work (epochs)"))]
 
 
 def point(results: Results, label: str) -> tuple[Interval, Interval]:

@@ -15,7 +15,7 @@ from analysis.sweeps.charts import bar_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import verdict
+from analysis.sweeps.statistics import NOTHING, shown, signed_points, verdict
 from analysis.sweeps.sweep import main
 from hvfreeze.report.tables import Table, megabytes
 
@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Value]] = {
 }
 FEATURES = tuple(VARIANTS)[:7]
 """Those that change what the head reads; behind the kernel, the others change how exactly it is computed."""
-KERNEL = tuple(VARIANTS)[7]
+KERNEL, EXACTNESS = tuple(VARIANTS)[7], tuple(VARIANTS)[8:]
 
 
 def slug(variant: str) -> str:
@@ -63,20 +63,43 @@ def answers(results: Results) -> list[Answer]:
     """Return what each variant changes: of what the head reads, and of how exactly it is computed."""
     if not results.of(PLAIN):
         return []
+    usual = (
+        "Against a linear head on every block's features at no more than 4 x 4 cells, of image and mirror image, in "
+        f"float32, which gives {results.accuracy_text(PLAIN, count=True)}:"
+    )
     found = []
-    for question, among in (
-        ("Which features should a solved head read?", FEATURES),
-        ("Must a solved head be linear?", (KERNEL,)),
-        ("How exactly must a solved head's features be computed?", tuple(VARIANTS)[len(FEATURES) + 1 :]),
+    for question, among, claim in (
+        ("Which features should a solved head read?", FEATURES, of_features(results)),
+        ("Must a solved head be linear?", (KERNEL,), of_kernel(results)),
+        ("How exactly must a solved head's features be computed?", EXACTNESS, of_exactness(results)),
     ):
         chosen = [variant for variant in tested(results) if variant in among]
-        told = "; ".join(f"{variant} {results.change_text(slug(variant))}" for variant in chosen)
-        text = (
-            "A linear one on those of every block at no more than 4 x 4 cells, of image and mirror image, in float32, "
-            f"gives {results.accuracy_text(PLAIN, count=True)}. Instead: {told or 'nothing yet'}."
-        )
-        found.append(Answer(question, text, len(results.of(PLAIN))))
+        told = tuple(f"{variant} {results.change_text(slug(variant))}" for variant in chosen)
+        if told:
+            found.append(Answer(question, claim, len(results.of(PLAIN)), details=(usual, *told)))
     return found
+
+
+def of_features(results: Results) -> str:
+    """Return what the plain features give, and whether others are shown to be better."""
+    better = [each for each in tested(results) if each in FEATURES and results.change(slug(each)).low > 0]
+    others = f"better: {', '.join(better)}" if better else "nothing else tried is shown to be better"
+    level = results.accuracy_text(PLAIN, count=True)
+    return f"Every block's, at no more than 4 x 4 cells, of image and mirror image, give {level}; {others}."
+
+
+def of_kernel(results: Results) -> str:
+    """Return what a head changes that is compared with every row."""
+    changed = results.change_text(slug(KERNEL), count=True)
+    return f"A head that compares with every row changes accuracy by {changed} against a linear one."
+
+
+def of_exactness(results: Results) -> str:
+    """Return what matters most of how exactly features are computed."""
+    changes = {each: results.change(slug(each)) for each in tested(results) if each in EXACTNESS}
+    most = max(changes, key=lambda each: abs(changes[each].mean), default="nothing")
+    change = changes.get(most, NOTHING)
+    return f"The most that anything tried changes is {shown(change, signed_points, count=True)}, by {most}."
 
 
 def tables(results: Results) -> list[Table]:

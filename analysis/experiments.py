@@ -32,16 +32,21 @@ from analysis.sweeps.sweep import main as main_of
 EXPERIMENTS = tuple(
     module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication, scaling, pixels64)
 )
-LONGER = (
-    *(
-        module.EXPERIMENT
-        for module in (cache_benefit, exact_head, compression, auto_parts, grounds, criteria, strategies)
+GROUPS = {
+    "Full fine-tuning, and the study's questions": tuple(
+        module.EXPERIMENT for module in (baseline, static_sweep, adaptive, pixels64)
     ),
-    *peers.EXPERIMENTS.values(),
-)
-"""What the cache saves of whole commands, what heads that are solved give, what a compressed exchange and a chain on
-several ranks cost, and what else a user could do: each a command of its own, and peers take hours."""
-EVERY = (*EXPERIMENTS, *LONGER)
+    "`--freeze auto` and solved heads": (
+        *peers.EXPERIMENTS.values(),
+        *(module.EXPERIMENT for module in (grounds, auto_parts, exact_head)),
+    ),
+    "Votes and criteria": (votes.EXPERIMENT, criteria.EXPERIMENT),
+    "The cache": (caching.EXPERIMENT, cache_benefit.EXPERIMENT),
+    "Networks": tuple(module.EXPERIMENT for module in (communication, scaling, compression)),
+    "Strategies": (strategies.EXPERIMENT,),
+}
+"""All experiments by what a reader looks for; those that are not in `EXPERIMENTS` are commands of their own."""
+EVERY = tuple(experiment for group in GROUPS.values() for experiment in group)
 INTERRUPTED = 130
 
 

@@ -84,7 +84,7 @@ def section(experiment: Experiment, results: Results, captions: dict[str, str], 
     answers = experiment.answers(results)
     return Section(
         heading=experiment.title,
-        points=tuple(map(line, answers)),
+        points=tuple(text for answer in answers for text in (line(answer), *answer.details)),
         pictures=pictures,
         tables=tuple(experiment.tables(results)),
         notes=(f"Preset {settings['preset']}. " + " ".join(experiment.limits),),

@@ -197,33 +197,42 @@ def answers(results: Results) -> list[Answer]:
     told, results = [], timed(results)
     for name in made(results):
         auto = f"{name}-auto"
-        text = (
-            f"{found(results, name)}: {results.accuracy_text(auto, count=True)} in {results.time_text(auto)}, "
-            f"{shown(first(results, name)[1], percent)} with the first head that it solved."
-        )
-        behind = False
-        for way, called in full_ways(results, name).items():
+        details = [
+            (
+                f"It comes to {results.accuracy_text(auto, count=True)} in {results.time_text(auto)}, "
+                f"{shown(first(results, name)[1], percent)} with the first head that it solved."
+            )
+        ]
+        text, behind, fulls = f"{found(results, name)}.", False, full_ways(results, name)
+        for way, called in fulls.items():
             behind |= is_below(results.change(auto, way), 0)
-            text += (
-                f" {called.capitalize()}: {results.accuracy_text(way)} in {results.time_text(way)}; auto against it "
+            details.append(
+                f"{called.capitalize()}: {results.accuracy_text(way)} in {results.time_text(way)}; auto against it "
                 f"{results.change_text(auto, way)} in {results.gain_text(way, auto)} the time."
             )
+        if fulls:
+            best = max(fulls, key=lambda way: results.mean(way, "test_accuracy").mean)
+            change = results.change_text(auto, best, count=True)
+            text = f"{found(results, name)}: {change} against {fulls[best]}."
         question = f"Does --freeze auto find out by itself whether tuning pays: {words(name)}?"
-        told.append(Answer(question, text, len(results.of(auto)), negative=behind))
+        told.append(Answer(question, text, len(results.of(auto)), negative=behind, details=tuple(details)))
     points = {
         (name, epochs): 100 * results.change(f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}").mean
         for name, epochs in fewer(results)
     }
     if points:
-        each_ground = "; ".join(
+        each_ground = (
             f"{words(name)} "
             + ", ".join(f"{value:+.1f} ({epochs})" for (at, epochs), value in points.items() if at == name)
             for name in dict.fromkeys(name for name, _ in points)
         )
-        text = f"Points against full fine-tuning for as many epochs: {each_ground}."
+        name, epochs = worst = min(points, key=lambda point: points[point])
+        change = results.change_text(f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}", count=True)
+        text = f"At worst {change} against full fine-tuning for as many epochs: {words(name)}, {epochs} epochs."
+        listed = ("Points against full fine-tuning for as many epochs (their number in brackets):", *each_ground)
         question = "Is --freeze auto ever behind where --epochs is small?"
         seeds = min(len(results.of(f"{name}-auto{epochs}")) for name, epochs in points)
-        told.append(Answer(question, text, seeds, negative=min(points.values()) < -MOST_BEHIND))
+        told.append(Answer(question, text, seeds, negative=points[worst] < -MOST_BEHIND, details=listed))
     return told
 
 
@@ -317,6 +326,13 @@ def drawings(results: Results) -> list[Drawing]:
         "Accuracy against training time: `--freeze auto` from the first head that it solves to its end, and full "
         f"fine-tuning with {EPOCHS} and {2 * EPOCHS} epochs; {results.spread(results.labels)}."
     )
+    elsewhere = [
+        words(name)
+        for name in made(results)
+        if any(results.unlike_clocks(f"{name}-auto", way) for way in full_ways(results, name))
+    ]
+    if elsewhere:
+        caption += f" Full fine-tuning was timed on another machine: {', '.join(elsewhere)}."
     return [Drawing("grounds", caption, ways_chart(panels, reference="full fine-tuning", ours=[TUNED]))]
 
 

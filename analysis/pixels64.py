@@ -19,7 +19,7 @@ from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import COMPARED, FINAL_CUT, SAME_TIME, Results, best_lr
 from analysis.sweeps.statistics import is_below
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import plot_phases
+from hvfreeze.report.figures import NARROW, plot_phases
 from hvfreeze.report.tables import Table
 
 LARGER = 2
@@ -76,18 +76,26 @@ def answers(results: Results) -> list[Answer]:
         return []
     first = results.of(FULL)[0]
     gain, ahead = results.gain(labels[0]), results.over_front(labels[0])
-    texts = "; ".join(
-        f"{results.shown_as(label)} {results.gain_text(label)}, {results.change_text(label)}, "
-        f"{results.lead_text(label)}"
-        for label in labels
-    )
     text = (
-        f"At {first['image_size']} pixels full fine-tuning reaches {results.accuracy_text(FULL, count=True)} after "
-        f"{first['epochs']} epochs in {results.time_text(FULL)}. Speed-up over it, change of accuracy, and against "
-        f"full fine-tuning trained for as many seconds: {texts}."
+        f"At {first['image_size']} pixels, by {results.shown_as(labels[0])}, training is "
+        f"{results.gain_text(labels[0], count=True)} as fast, and in accuracy {results.lead_shown(labels[0])} full "
+        "fine-tuning trained for as many seconds."
+    )
+    details = (
+        (
+            f"Full fine-tuning reaches {results.accuracy_text(FULL, count=True)} after {first['epochs']} epochs in "
+            f"{results.time_text(FULL)}."
+        ),
+        *(
+            f"{results.shown_as(label)}: speed-up {results.gain_text(label)}, change of accuracy "
+            f"{results.change_text(label)}; against full fine-tuning trained for as many seconds "
+            f"{results.lead_text(label)}."
+            for label in labels
+        ),
     )
     question = "Does it pay more with larger images and stronger weights?"
-    return [Answer(question, text, gain.n, negative=is_below(gain, 1) or is_below(ahead, 0))]
+    negative = is_below(gain, 1) or is_below(ahead, 0)
+    return [Answer(question, text, gain.n, negative=negative, details=details)]
 
 
 def tables(results: Results) -> list[Table]:
@@ -108,7 +116,7 @@ def drawings(results: Results) -> list[Drawing]:
     caption = f"Training time by phase; {results.spread(labels)}."
     return [
         in_time(results, labels),
-        Drawing("phases", caption, plot_phases(results.runs_of(*labels))),
+        Drawing("phases", caption, plot_phases(results.runs_of(*labels), width=NARROW)),
     ]
 
 

@@ -23,14 +23,14 @@ from dataclasses import replace
 from analysis.communication import FROZEN, short
 from analysis.parts.networks.step_times import milliseconds, phase, step
 from analysis.parts.ring import LATENCIES, LATENCY, Point, efficiency, fit
-from analysis.sweeps.charts import Line, line_chart
+from analysis.sweeps.charts import FULL, METHOD_COLOURS, Line, line_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.launching import bits_per_second
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import COLOURS, DASHES
+from hvfreeze.report.figures import DASHES
 from hvfreeze.report.tables import Table, factor, percent
 
 FIT, LEFT_OUT = (2, 3), 4
@@ -96,16 +96,26 @@ def answers(results: Results) -> list[Answer]:
     full, frozen = ([efficiency(each, large[name]) for each in assumed] for name in VARIANTS)
     gains = [each.step(large["full"]) / each.step(large["frozen"]) for each in assumed]
     text = (
-        f"The model, fitted on {' and '.join(map(str, FIT))} nodes, misses the left-out {LEFT_OUT} nodes by "
-        f"{shown(errors, percent, count=True)} on average. What 256 nodes with 10 Gbit/s would do hangs on a message's "
-        f"latency, a network's own: of ideal throughput {percent(full[-1], 0)} to {percent(full[0], 0)} in full "
-        f"and {percent(frozen[-1], 0)} to {percent(frozen[0], 0)} with four stages frozen, whose step is "
-        f"{factor(min(gains))} to {factor(max(gains))} as fast, for {1e6 * LATENCIES[-1]:.0f} to "
-        f"{1e6 * LATENCIES[0]:.0f} microseconds a message; {percent(full[1], 0)} and {percent(frozen[1], 0)} at the "
-        f"{1e6 * LATENCY:.0f} of the figures. One switch that keeps up, and a core for every rank, are assumed."
+        f"256 nodes at 10 Gbit/s would give {percent(full[-1], 0)} to {percent(full[0], 0)} of ideal throughput, by "
+        f"the network's latency; the model misses {LEFT_OUT} measured nodes by {shown(errors, percent, count=True)}."
+    )
+    details = (
+        (
+            f"The model is fitted on {' and '.join(map(str, FIT))} nodes; the {LEFT_OUT} are left out, and its error "
+            "is a mean."
+        ),
+        (
+            f"For {1e6 * LATENCIES[-1]:.0f} to {1e6 * LATENCIES[0]:.0f} microseconds a message, which are a network's "
+            f"own, 256 nodes give {percent(full[-1], 0)} to {percent(full[0], 0)} in full and "
+            f"{percent(frozen[-1], 0)} to {percent(frozen[0], 0)} with four stages frozen, whose step is "
+            f"{factor(min(gains))} to {factor(max(gains))} as fast."
+        ),
+        f"At the {1e6 * LATENCY:.0f} microseconds of the figures: {percent(full[1], 0)} and {percent(frozen[1], 0)}.",
+        "One switch that keeps up, and a core for every rank, are assumed.",
     )
     question = "How far does it scale?"
-    return [Answer(question=question, text=text, n=errors.n, negative=errors.low > WORST_ERROR or max(gains) < 1)]
+    negative = errors.low > WORST_ERROR or max(gains) < 1
+    return [Answer(question=question, text=text, n=errors.n, negative=negative, details=details)]
 
 
 def predicted(points: Sequence[Point], variant: str, nodes: int, bandwidth: str) -> Point:
@@ -132,7 +142,7 @@ def tables(results: Results) -> list[Table]:
     checked = tuple(
         (
             point.variant,
-            f"{point.nodes}{' *' if point.crowd > 1 else ''}{' (left out)' if point.nodes == LEFT_OUT else ''}",
+            nodes_text(results, point),
             f"{point.bandwidth / 1e6:.0f} Mbit/s",
             milliseconds(point.seconds),
             milliseconds(model.step(point)),
@@ -164,6 +174,18 @@ def tables(results: Results) -> list[Table]:
     ]
 
 
+def nodes_text(results: Results, point: Point) -> str:
+    """Return a point's nodes with what is special about its runs."""
+    machines = {
+        results.machine(row)
+        for row in results.rows
+        if (variant_of(row["label"]), row["ranks"]) == (point.variant, point.nodes)
+        and bits_per_second(row["bandwidth"]) == point.bandwidth
+    }
+    crowded, out = " *" if point.crowd > 1 else "", " (left out)" if point.nodes == LEFT_OUT else ""
+    return f"{point.nodes}{crowded}{out}{' (two machines)' if len(machines) > 1 else ''}"
+
+
 def drawings(results: Results) -> list[Drawing]:
     """Return measured and modelled steps, and the predicted efficiency."""
     points = points_of(results)
@@ -173,23 +195,24 @@ def drawings(results: Results) -> list[Drawing]:
     model = fit(known)
     variants = [name for name in VARIANTS if any(point.variant == name for point in points)]
     lines, forecast = [], []
-    for place, name in enumerate(variants):
+    for name in variants:
+        colour = METHOD_COLOURS[FULL if name == "full" else "frozen from the start"]
         for dash, marker, limit in zip(DASHES, "os", BANDWIDTHS):
             mine = [p for p in points if p.variant == name and p.bandwidth == bits_per_second(limit)]
             seconds = {p.nodes: interval_of(results, p, limit) for p in mine}
             modelled = {p.nodes: exact(model.step(p)) for p in mine}
-            colour = COLOURS[place]
             lines.append(Line(label=f"{name}, {limit}/s", points=seconds, colour=colour, dash="", marker=marker))
-            lines.append(Line(label=f"{name}, {limit}/s, model", points=modelled, colour=colour, dash=dash, marker=""))
+            # Without a name in the legend.
+            lines.append(Line(label="_", points=modelled, colour=colour, dash=dash, marker=""))
         for dash, limit in zip(DASHES, PREDICTED_BANDWIDTHS):
             values = {n: exact(efficiency(model, predicted(points, name, n, limit))) for n in PREDICTED_NODES}
-            forecast.append(Line(label=f"{name}, {limit}/s", points=values, colour=COLOURS[place], dash=dash))
+            forecast.append(Line(label=f"{name}, {limit}/s", points=values, colour=colour, dash=dash))
     return [
         Drawing(
             name="model",
             caption=(
-                f"Measured steps (mean and 95 % interval over runs, over the epochs of one) and the model; {LEFT_OUT} "
-                f"nodes were left out of the fit."
+                f"Measured steps (mean and 95 % interval over runs, over the epochs of one) and the model (lines); "
+                f"{LEFT_OUT} nodes were left out of the fit."
             ),
             figure=line_chart(lines, x="nodes", y="a step (s)"),
         ),

@@ -22,7 +22,7 @@ from analysis.sweeps.results import COMPARED, SAME_TIME, Results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points, time_saved
 from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import COLOURS, plot_phases
+from hvfreeze.report.figures import COLOURS, NARROW, plot_phases
 from hvfreeze.report.tables import Table, factor, percent, phase_table
 
 GROUPS = range(7)
@@ -61,20 +61,20 @@ def answers(results: Results) -> list[Answer]:
     gain, change = results.gain(label), results.change(label)
     if gain.n == 0:
         return []
-    larger = "".join(
-        f"; a step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast here"
+    larger = tuple(
+        f"A step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast."
         for size in larger_images.sizes(results)
     )
-    first = (
-        f"With {HEADLINE} of 7 groups frozen, training is {results.gain_text(label, count=True)} as fast, "
-        f"{shown(time_saved(gain), percent)} less time; the study has {factor(paper.SPEED_UP[HEADLINE])} "
-        f"({paper.STATIC_SOURCE}){larger}."
+    first = f"With {HEADLINE} of 7 groups frozen, training is {results.gain_text(label, count=True)} as fast."
+    saved = (
+        f"That is {shown(time_saved(gain), percent)} less time.",
+        f"The study has {factor(paper.SPEED_UP[HEADLINE])} ({paper.STATIC_SOURCE}).",
     )
     theirs = paper.STATIC_ACCURACY[HEADLINE] - paper.STATIC_ACCURACY[0]
-    second = (
-        f"Freezing {HEADLINE} of 7 groups changes test accuracy by {results.change_text(label, count=True)}, in "
-        f"the study by {signed_points(theirs)}; against full fine-tuning trained for as many seconds: "
-        f"{results.lead_text(label)}."
+    second = f"Freezing {HEADLINE} of 7 groups changes test accuracy by {results.change_text(label, count=True)}."
+    costs = (
+        f"In the study by {signed_points(theirs)}.",
+        f"Against full fine-tuning trained for as many seconds: {results.lead_text(label)}.",
     )
     time, cost = (
         "1. How much training time does a frozen prefix save?",
@@ -82,8 +82,8 @@ def answers(results: Results) -> list[Answer]:
     )
     behind = is_below(results.over_front(label), 0)
     return [
-        Answer(time, first, gain.n, negative=is_below(gain, 1)),
-        Answer(cost, second, change.n, negative=behind),
+        Answer(time, first, gain.n, negative=is_below(gain, 1), details=(*saved, *larger)),
+        Answer(cost, second, change.n, negative=behind, details=costs),
     ]
 
 
@@ -110,16 +110,18 @@ def drawings(results: Results) -> list[Drawing]:
     known = [cut for cut in GROUPS if results.of(coarse(cut))]
     labels = [coarse(cut) for cut in known]
     frozen, spread = "frozen groups (of 7)", results.spread(labels)
-    here = Line(label="here", points={cut: results.gain(coarse(cut)) for cut in known})
+    here = Line(label="here", colour=COLOURS[0], points={cut: results.gain(coarse(cut)) for cut in known})
     theirs = of_study("study (Figure 3)", paper.SPEED_UP)
     lines = [here, *larger_images.lines(results), theirs]
     speed = line_chart(lines, x=frozen, y="speed-up over training all layers")
-    here = Line(label="here", points={cut: results.mean(coarse(cut), "test_accuracy") for cut in known})
+    here = Line(
+        label="here", colour=COLOURS[0], points={cut: results.mean(coarse(cut), "test_accuracy") for cut in known}
+    )
     theirs = of_study("study (Figures 4, 5), other setting", paper.STATIC_ACCURACY)
     accuracy = line_chart([here, theirs], x=frozen, y="test accuracy (%)", scale=100)
     finer = {cut: results.mean(fine(cut), "test_accuracy") for cut in range(10) if results.of(fine(cut))}
     residual = line_chart(
-        [Line(label="here", points=finer, colour=COLOURS[2])],
+        [Line(label="here", points=finer, colour=COLOURS[0])],
         x="frozen residual blocks, the stem counted as the first",
         y="test accuracy (%)",
         scale=100,
@@ -132,7 +134,7 @@ def drawings(results: Results) -> list[Drawing]:
         Drawing("speed-up", fastest, speed),
         Drawing("accuracy", f"Test accuracy by the number of frozen groups; {spread}.", accuracy),
         Drawing("residual", f"The same, cut at residual blocks; {spread}.", residual),
-        Drawing("phases", phases, plot_phases(results.runs_of(*labels))),
+        Drawing("phases", phases, plot_phases(results.runs_of(*labels), width=NARROW)),
         in_time(results, [*labels, *inner], counted=labels),
     ]
 

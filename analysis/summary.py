@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.experiments import EVERY
+from analysis.experiments import EVERY, GROUPS
 from analysis.parts.readme import NOTHING_YET, PARTS
 from analysis.sweeps.experiment import is_complete
 from analysis.sweeps.kept import RESULTS, KeptRuns, publish, read_rows
@@ -84,16 +84,19 @@ def check_rows(root: Path) -> None:
 
 
 def table(root: Path) -> str:
-    """Return the table of all answers in Markdown."""
-    lines = ["| question | answer | n |", "|:---|:---|---:|"]
-    for experiment in EVERY:
-        if not is_complete(root / experiment.name):
-            continue
-        for answer in experiment.answers(open_results(root, experiment.name, experiment.reference)):
-            link = f"[{answer.question}](analysis/results/{experiment.name}/README.md)"
-            mark = f"**({answer.mark})** " if answer.mark else ""
-            lines.append(f"| {link} | {mark}{answer.text} | {answer.n} |")
-    return "\n".join(lines if len(lines) > 2 else [NOTHING_YET])
+    """Return a table of answers for each group of experiments, in Markdown."""
+    parts = []
+    for heading, experiments in GROUPS.items():
+        rows = [
+            f"| [{answer.question}](analysis/results/{experiment.name}/README.md) | "
+            f"{f'**({answer.mark})** ' if answer.mark else ''}{answer.text} | {answer.n} |"
+            for experiment in experiments
+            if is_complete(root / experiment.name)
+            for answer in experiment.answers(open_results(root, experiment.name, experiment.reference))
+        ]
+        if rows:
+            parts.append("\n".join([f"### {heading}\n", "| question | answer | n |", "|:---|:---|---:|", *rows]))
+    return "\n\n".join(parts) or NOTHING_YET
 
 
 def with_part(text: str, name: str, part: str) -> str:

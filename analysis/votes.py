@@ -38,7 +38,7 @@ from analysis.sweeps.statistics import (
 )
 from analysis.sweeps.sweep import main
 from hvfreeze.freezing.criteria import CRITERIA, Evidence
-from hvfreeze.report.figures import plot_cuts
+from hvfreeze.report.figures import NARROW, plot_cuts
 from hvfreeze.report.tables import Table, percent, to_csv
 
 QUESTION = "4. Do weighted votes help when the ranks' data differ?"
@@ -164,10 +164,10 @@ def distinct(results: Results, labels: Sequence[str]) -> int:
 
 def answers(results: Results) -> list[Answer]:
     """Return the answer to question 4: what the replay says, else what whole runs do."""
-    replayed = vote_pages.said(results.directory)
-    if replayed:
-        seeds = int(vote_pages.usual(results.directory)["seeds"])
-        return [Answer(QUESTION, replayed, seeds)]
+    folder = results.directory
+    advice = vote_pages.advice(folder)
+    if advice:
+        return [Answer(QUESTION, advice, int(vote_pages.usual(folder)["seeds"]), details=vote_pages.said(folder))]
     return whole_runs(results)
 
 
@@ -181,15 +181,22 @@ def whole_runs(results: Results) -> list[Answer]:
     votes = f"{counts[0]} votes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} votes"
     undecided = change.n < 2 or change.low < 0 < change.high or trainings < len(rows)
     text = (
-        f"{'Too few votes to say: under' if undecided else 'Under'} label skew {SKEW} the {len(rows)} runs that "
-        f"differ in how they vote are {trainings} distinct trainings, of {votes} each. The ranks disagree in "
-        f"{shown(share(results, DEFAULT), percent, count=True)} of the votes; voting on local signals changes accuracy "
-        f"by {results.change_text(DEFAULT, 'averaged')} against the criterion on averaged gradients, by "
-        f"{results.change_text(DEFAULT, 'rank0')} against rank 0 deciding alone, and by "
-        f"{results.change_text(DEFAULT)} against full fine-tuning, at a speed-up of {results.gain_text(DEFAULT)}; a "
-        f"weighted median of the scores would have chosen the same cut in {matched} of {scored} votes."
+        f"{'Too few votes to say: voting' if undecided else 'Voting'} on local signals changes accuracy by "
+        f"{results.change_text(DEFAULT, 'averaged', count=True)} against the criterion on averaged gradients."
     )
-    return [Answer(QUESTION, text, change.n, negative=is_below(change, 0), undecided=undecided)]
+    details = (
+        (
+            f"Under label skew {SKEW} the {len(rows)} runs that differ in how they vote are {trainings} distinct "
+            f"trainings, of {votes} each."
+        ),
+        f"The ranks disagree in {shown(share(results, DEFAULT), percent, count=True)} of the votes.",
+        (
+            f"Accuracy against rank 0 deciding alone: {results.change_text(DEFAULT, 'rank0')}; against full "
+            f"fine-tuning: {results.change_text(DEFAULT)}, at a speed-up of {results.gain_text(DEFAULT)}."
+        ),
+        f"A weighted median of the scores would have chosen the same cut in {matched} of {scored} votes.",
+    )
+    return [Answer(QUESTION, text, change.n, negative=is_below(change, 0), undecided=undecided, details=details)]
 
 
 def tables(results: Results) -> list[Table]:
@@ -226,7 +233,7 @@ def drawings(results: Results) -> list[Drawing]:
     drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
     crowded = " More ranks than cores crowd the machine."
     folder = results.directory
-    caption = REPLAY_CAPTION.format(**vote_pages.usual(folder)) if vote_pages.said(folder) else ""
+    caption = REPLAY_CAPTION.format(**vote_pages.usual(folder)) if vote_pages.advice(folder) else ""
     return [
         *([Drawing("replay", caption, vote_pages.trade(folder))] if caption else []),
         Drawing(
@@ -237,7 +244,7 @@ def drawings(results: Results) -> list[Drawing]:
         Drawing(
             "cuts",
             "The cut and the ranks' proposals; n = 1, the first seed.",
-            plot_cuts([results.runs_of(label)[0] for label in drawn]),
+            plot_cuts([results.runs_of(label)[0] for label in drawn], width=NARROW),
         ),
         in_time(results, results.labels, counted=labels, more=crowded),
     ]

@@ -7,10 +7,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis.sweeps.charts import Line, line_chart
+from analysis.sweeps.charts import OTHERS, Line, line_chart
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval
-from hvfreeze.report.figures import BASELINE, COLOURS
+from hvfreeze.report.figures import COLOURS
 
 CACHED_FROM = 2
 """Epochs that fill the cache: as many as there are views."""
@@ -35,7 +35,7 @@ def epochs_chart(results: Results, cached_label: str, uncached_label: str) -> Fi
     lines = [
         Line(label="no cache", points=by_epoch(uncached_label, all_of), colour=COLOURS[0]),
         Line(label="with the cache", points=by_epoch(cached_label, all_of), colour=COLOURS[1]),
-        Line(label="bound: reading costs nothing", points=read, colour=BASELINE, dash="--"),
+        Line(label="bound: reading costs nothing", points=read, colour=OTHERS[0], dash="--"),
     ]
     return line_chart(lines, x="epoch", y="training time of the epoch (s)")
 

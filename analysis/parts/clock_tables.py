@@ -34,24 +34,23 @@ def grounds(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     ]
 
 
-def verdicts(rows: Sequence[dict[str, str]]) -> list[str]:
+def verdicts(rows: Sequence[dict[str, str]]) -> str:
     """Return for every ground what the whole command takes on two ranks, and how many times faster that is."""
-    lines = []
+    heads = ("images", "full fine-tuning", "`--freeze auto`", "as fast", "and `--mirror off`", "as fast", "evaluating")
+    lines = [f"| {' | '.join(heads)} |", "|:---|" + "---:|" * (len(heads) - 1)]
     for ground in grounds(rows):
         mine = {way: found(rows, **ground, way=way, ranks="2") for way in WAYS}
         if not all(mine.values()):
             continue
         whole, train = ({way: times(mine[way], what) for way in WAYS} for what in ("whole", "train"))
-        told = "; ".join(
-            f"{WAYS[way]} {shown(whole[way], seconds)}, {factor(whole['full'].mean / whole[way].mean)} as fast "
-            f"({factor(train['full'].mean / train[way].mean)} where training alone counts)"
-            for way in ("auto", "auto-one-view")
-        )
-        evaluating = mean_interval([float(row["evaluate_seconds"]) for way in WAYS for row in mine[way]]).mean
-        images = f"{ground['samples']} images at {PIXELS[ground['experiment']]} pixels"
-        epochs = f"{mine['full'][0]['epochs']} epochs of full fine-tuning {shown(whole['full'], seconds)}"
-        lines.append(f"- {images}: {epochs}; {told}; evaluating takes {seconds(evaluating)} on average")
-    return lines
+        cells = [f"{ground['samples']} at {PIXELS[ground['experiment']]} pixels"]
+        cells.append(f"{shown(whole['full'], seconds)}, {mine['full'][0]['epochs']} epochs")
+        for way in ("auto", "auto-one-view"):
+            alone = factor(train["full"].mean / train[way].mean)
+            cells += [shown(whole[way], seconds), f"{factor(whole['full'].mean / whole[way].mean)} ({alone})"]
+        evaluating = [float(row["evaluate_seconds"]) for way in WAYS for row in mine[way]]
+        lines.append(f"| {' | '.join([*cells, seconds(mean_interval(evaluating).mean)])} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def factor_of_commands(rows: Sequence[dict[str, str]], **ground: str) -> str:
@@ -83,13 +82,13 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 def readme(rows: Sequence[dict[str, str]], machine: str) -> str:
     """Return README.md."""
     sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    lines, others = "\n".join(verdicts(rows)), any(row["epochs"] != row["epochs_made"] for row in rows)
+    lines, others = verdicts(rows), any(row["epochs"] != row["epochs_made"] for row in rows)
     scaled = "- Epochs of full fine-tuning that were not made (numbers: epochs_made) are taken to last as long.\n"
     scaled = scaled if others else ""
     return (
         "# What the whole command takes, from its start until all ranks have left\n\n"
         "Importing libraries, listing and reading the images, training, evaluating 10 000 test images, writing the "
-        f"model. On two ranks:\n\n{lines}\n\n"
+        f"model. On two ranks; as fast: in brackets where training alone counts:\n\n{lines}\n\n"
         f"Whole command, and in brackets the training in it:\n\n{table(rows)}\n\n"
         "## Limits\n\n"
         "- The batch is a rank's: twice the ranks make half the steps of an epoch. Accuracies are those of 2 ranks.\n"

@@ -12,7 +12,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from hvfreeze.report.figures import COLOURS, STYLE, WIDE
+from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
+from hvfreeze.report.figures import STYLE
 from hvfreeze.report.tables import Table, megabytes, percent, seconds
 from hvfreeze.wording import plural
 
@@ -31,10 +32,10 @@ def kept(path: Path) -> list[Line]:
 def growth_figure(lines: Sequence[Line]) -> Figure:
     """Return seconds and peak memory over rows, a line for each kind, number of ranks and number of centres."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.45 * WIDE), layout="constrained")
-        time, memory = figure.subplots(1, 2)
+        figure = Figure(figsize=(FIGURE_WIDTH, 1.4 * FIGURE_WIDTH), layout="constrained")
+        time, memory = figure.subplots(2, 1)
         groups = {key: list(mine) for key, mine in groupby(in_order(lines), key=of_a_line)}
-        for ((kind, ranks, centres), mine), colour in zip(groups.items(), COLOURS * len(lines)):
+        for ((kind, ranks, centres), mine), colour in zip(groups.items(), OTHERS * len(lines)):
             rows = [line["rows"] for line in mine]
             label = f"{KINDS[kind]}, {plural(ranks, 'rank')}" + (f", {centres} centres" if centres else "")
             time.plot(rows, [took(line) for line in mine], "o-", markersize=4, color=colour, label=label)
@@ -45,7 +46,7 @@ def growth_figure(lines: Sequence[Line]) -> Figure:
                 # Powers of ten would be formulas, which an SVG shows as their source.
                 axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
                 axis.set_minor_formatter(NullFormatter())
-        figure.legend(loc="outside upper center", ncols=2)
+        figure.legend(loc="outside upper left", ncols=1)
     return figure
 
 
@@ -103,9 +104,8 @@ def largest(lines: Sequence[Line]) -> list[Line]:
 def verdict(line: Line) -> str:
     """Return the largest run in a sentence."""
     return (
-        f"- **{line['rows']:,} rows of 512 numbers, {plural(line['ranks'], 'rank')}:** solved in {seconds(took(line))} "
-        f"with {line['centres']:,} centres and at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank; "
-        f"{percent(line['accuracy'])} of rows that nobody was fitted to are right."
+        f"- **{line['rows']:,} rows of 512 numbers, {plural(line['ranks'], 'rank')}:** solved in "
+        f"{seconds(took(line))} (n = 1); {percent(line['accuracy'])} of rows that nobody was fitted to are right."
     )
 
 
@@ -114,7 +114,7 @@ def image_verdict(line: Line) -> str:
     return (
         f"- **{line['rows']:,} images of CIFAR-10, `--freeze auto`, {plural(line['ranks'], 'rank')}:** "
         f"{percent(line['accuracy'])} of the test images are right after {seconds(line['command_seconds'])} of the "
-        f"whole command, with at most {max(line['peak_bytes']) / 1e9:.1f} GB a rank."
+        "whole command (n = 1)."
     )
 
 

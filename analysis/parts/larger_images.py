@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from analysis.sweeps import paper
-from analysis.sweeps.charts import Line
+from analysis.sweeps.charts import OTHERS, Line
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, Values, paired_ratio, shown
-from hvfreeze.report.figures import COLOURS
 from hvfreeze.report.tables import Table, factor
 
 BATCHES = {224: 16}
@@ -82,5 +81,5 @@ def lines(results: Results) -> list[Line]:
             points={cut: gain(results, size, cut) for cut in CUTS},
             colour=colour,
         )
-        for size, colour in zip(sizes(results), COLOURS[1:])
+        for size, colour in zip(sizes(results), OTHERS)
     ]

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from analysis.sweeps.charts import Way, ways_chart
+from analysis.sweeps.charts import FULL, Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.kept import Row
-from analysis.sweeps.results import Results, with_front
+from analysis.sweeps.results import BY_STEPS, Results, with_front
 from analysis.sweeps.statistics import is_below
 from hvfreeze.report.tables import Table, megabytes
 
@@ -33,7 +33,7 @@ TIMED = "resnet18"
 """The model whose steps `analysis.step_costs` has timed."""
 DEEPEST = 5
 """The cut below the head."""
-SOLVED = ("exact", "auto", "auto-one-view")
+SOLVED = ("auto", "auto-one-view", "exact")
 """The peers that solve a head."""
 LABEL = re.compile(r"(?:lr(?P<lr>[^-]+)-)?n(?P<samples>\d+)-(?P<peer>.+)-e(?P<epochs>\d+)")
 WORDS = {
@@ -53,6 +53,24 @@ WORDS = {
     "auto-one-view": "auto, --mirror off",
 }
 """Ways as a reader of a figure knows them."""
+
+METHODS = {
+    "ddp": "DDP",
+    "smoothed": "labels smoothed",
+    "last-stage": "frozen from the start",
+    "last-stage-cached": "frozen and cached",
+    "voted": "gradient-norm",
+    "autofreeze": "AutoFreeze",
+    "pipetransformer": "PipeTransformer",
+}
+"""Ways as figures of all experiments call them, where that is not as here."""
+FIGURES = {
+    "front": ("full", "auto", "auto-one-view", "exact", "last-stage-cached", "voted"),
+    "published": ("full", "auto", "lp-ft", "autofreeze", "pipetransformer", "composer"),
+    "others": ("full", "auto", "ddp", "smoothed", "last-stage", "head-cached"),
+}
+MOST_WAYS = 6
+"""In one figure; where there are more, `FIGURES` says which are drawn together."""
 
 Costs = Mapping[str, Mapping[str, float]]
 """Ranks and batch -> kind of step -> seconds."""
@@ -121,7 +139,7 @@ def timed(results: Results) -> Results:
     rows = []
     for row in results.rows:
         seconds = seconds_of(row, known[row.get("image_size") or 0])
-        rows.append(row if seconds is None else {**row, "train_seconds": seconds})
+        rows.append(row if seconds is None else {**row, "train_seconds": seconds, "timed_by": BY_STEPS})
     return replace(results, rows=rows)
 
 
@@ -205,25 +223,30 @@ def answers_of(results: Results) -> list[Answer]:
     found = []
     for samples, own in by_samples(results):
         best, plain, other = best_full(own), shortest(own, full=True) or best_full(own), shortest(own, full=False)
-        text = (
-            f"Full fine-tuning reaches {own.accuracy_text(best, count=True)} after {cell_of(best).epochs} epochs; "
-            f"within half a point of it after {own.time_text(plain)} ({cell_of(plain).epochs} epochs)"
-        )
-        if other is None:
-            text = f"{text}; nothing else gets there."
-        else:
-            text += f"; the first of all others is {in_words(other)}, {own.gain_text(other, plain)} as fast."
+        text = "No other way comes within half a point of full fine-tuning's best."
+        if other is not None:
+            text = (
+                f"{in_words(other)} comes within half a point of full fine-tuning's best "
+                f"{own.gain_text(other, plain, count=True)} as fast."
+            )
         ahead = [
             f"{in_words(label)} {own.lead_text(label)}"
             for label in own.labels
             if cell_of(label).peer != "full" and own.over_front(label).low > 0
         ]
-        text += f" Ahead of full fine-tuning trained for as many seconds: {'; '.join(ahead) or 'none for sure'}."
-        model = own.rows[0].get("model", TIMED)
+        details = (
+            (
+                f"Full fine-tuning reaches {own.accuracy_text(best, count=True)} after {cell_of(best).epochs} epochs, "
+                f"and comes within half a point of it after {own.time_text(plain)} ({cell_of(plain).epochs} epochs)."
+            ),
+            f"Ahead of full fine-tuning trained for as many seconds: {'; '.join(ahead) or 'none for sure'}.",
+        )
+        model, size = own.rows[0].get("model", TIMED), own.rows[0].get("image_size")
         question = f"Which way is the soonest as good as full fine-tuning, with {samples} samples"
+        question += f" at {size} pixels" if size else ""
         question += "?" if model == TIMED else f" and {model}?"
         negative = other is None or is_below(own.gain(other, plain), 1)
-        found.append(Answer(question, text, len(own.of(best)), negative=negative))
+        found.append(Answer(question, text, len(own.of(best)), negative=negative, details=details))
     return found
 
 
@@ -258,8 +281,21 @@ def drawings_of(results: Results) -> list[Drawing]:
         f"interval, {results.count([label for _, own in found for label in own.labels])}."
     )
     panels = {f"{samples} training samples": ways_of(own) for samples, own in found}
-    figure = ways_chart(panels, reference=WORDS["full"], ours=[WORDS[peer] for peer in SOLVED])
-    return [Drawing("front", caption, figure)]
+    every = {way.label for ways in panels.values() for way in ways}
+    drawn = []
+    for name, peers in FIGURES.items():
+        wanted = every if len(every) <= MOST_WAYS else every & {method_of_peer(peer) for peer in peers}
+        chosen = {title: [way for way in ways if way.label in wanted] for title, ways in panels.items()}
+        ours = [method_of_peer(peer) for peer in SOLVED if method_of_peer(peer) in wanted]
+        drawn.append(Drawing(name, caption, ways_chart(chosen, reference=FULL, ours=ours)))
+        if wanted == every:
+            break
+    return drawn
+
+
+def method_of_peer(peer: str) -> str:
+    """Return what figures call a way."""
+    return METHODS.get(peer, WORDS.get(peer, peer))
 
 
 def ways_of(results: Results) -> list[Way]:
@@ -267,6 +303,6 @@ def ways_of(results: Results) -> list[Way]:
     labels = sorted(results.labels, key=lambda label: cell_of(label).epochs)
     points = {label: (results.mean(label, "train_seconds"), results.mean(label, "test_accuracy")) for label in labels}
     return [
-        Way(WORDS.get(peer, peer), [points[label] for label in labels if cell_of(label).peer == peer])
+        Way(method_of_peer(peer), [points[label] for label in labels if cell_of(label).peer == peer])
         for peer in dict.fromkeys(cell_of(label).peer for label in results.labels)
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from analysis.sweeps.kept import texts_of
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from hvfreeze.report.tables import Table, percent
+from hvfreeze.wording import plural
 
 READS = "reads.csv"
 
@@ -35,6 +36,13 @@ class Reads:
     def count(self) -> int:
         """Return the fewest repetitions of a case."""
         return min(self.rate(*case, state).n for case in self.cases() for state in ("cold", "warm"))
+
+    def claim(self) -> str:
+        """Return the rate of one case: the largest rows on the fewest ranks, cold."""
+        row_bytes, ranks = max(self.cases(), key=lambda case: (int(case[0]), -int(case[1])))
+        rate = shown(self.rate(row_bytes, ranks, "cold"), thousands, count=True)
+        by = plural(int(ranks), "rank")
+        return f"{rate} thousand rows of {int(row_bytes) // 1024} KB a second, by {by} from a cold page cache."
 
     def text(self) -> str:
         """Return rows a second by ranks, from a cold and from a warm page cache."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.parts import cached_commands, vote_pages
+from analysis.parts import cached_commands, machines, vote_pages
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
@@ -39,21 +39,26 @@ WAYS_ARE = """\
 ![Accuracy against training time of all ways of fine-tuning](analysis/results/peers/figures/front.svg)
 
 The figure shows 32 pixels. A ResNet-18 pretrained on CIFAR-100, or a MobileNetV3 pretrained on half of CIFAR-10's
-classes, is fine-tuned on a few images of CIFAR-10's (other) classes: 2 ranks, batches of 64 a rank (32 with 1 000
+classes, is fine-tuned on a few images of CIFAR-10's (other) classes. 2 ranks, batches of 64 a rank (32 with 1 000
 images), 95 % intervals.
 
 - `--freeze auto` has no learning rate to choose. Full fine-tuning has the best of three, tried on one seed (at 32
-  pixels with up to 5 000 images; elsewhere the same rates), and the best number of epochs up to 8, or 16 with 1 000
-  images. Where 8 is the best, more may be better.
+  pixels with up to 5 000 images; elsewhere the same rates).
+- It has the best number of epochs up to 8, or 16 with 1 000 images. Where 8 is the best, more may be better.
 - The seconds of full fine-tuning are its steps times the seconds of a step on an idle machine. Those of `--freeze
   auto` and of MobileNet are the clock's.
 - The kernel head and its 512 dimensions were chosen on the test set of seed 0.
 
-`--freeze auto`, beside full fine-tuning:"""
+Test accuracy in training time, `--freeze auto` with and without mirror images beside full fine-tuning, and points of
+`--freeze auto` against it, and against full fine-tuning that is trained as long:"""
 COMMANDS_ARE = """\
 These are training times. Starting, reading images, evaluating and writing the model come on top. The whole command,
-from its start until all ranks have left, one run each, against the shortest full fine-tuning within half a point of
-the best ([1 and 4 ranks, limits](analysis/results/clock/README.md)):"""
+from its start until all ranks have left, in seconds, one run each; the shortest full fine-tuning within half a point of
+the best ([1 and 4 ranks, limits](analysis/results/clock/README.md)). In brackets: where training alone counts.\n"""
+CACHE_IS = """\
+Four of six stages of a ResNet-18 frozen, 5 000 images of CIFAR-10 at 32 pixels, two views of each, 2 ranks; means and
+95 % intervals over seeds ([numbers, commands, logs](analysis/results/caching/README.md)).
+"""
 BENCH = (
     ("a plain loop with `hvd.DistributedOptimizer`, nothing frozen", ("step_vs_distributed_optimizer",)),
     ("torch DistributedDataParallel over gloo, nothing frozen", ("step_vs_ddp_gloo",)),
@@ -96,14 +101,16 @@ def in_words(results: Results, label: str) -> str:
 
 def front(root: Path) -> str:
     """Return how everything stands against full fine-tuning trained for as long, sorted by what the intervals show."""
-    found: dict[tuple[int, str], list[str]] = {}
+    found: list[tuple[int, int, str]] = []
     counts, better = [], []
+    order = ("ahead", "no difference shown", "behind")
     for results, label, told in choices(root):
         lead = results.over_front(label)
         if lead.n > 1:
             shows = verdict(lead, "ahead", "behind", "no difference shown").removesuffix(" (negative)")
             size = int(results.of(label)[0]["image_size"])
-            found.setdefault((size, shows), []).append(f"{told} {points(lead)}")
+            cells = (str(size), shows, told, results.lead_text(label).replace(" points", ""))
+            found.append((size, order.index(shows), f"| {' | '.join(cells)} |"))
             counts.append(lead.n)
         if results.change(label).low > 0:
             better.append(told)
@@ -113,15 +120,11 @@ def front(root: Path) -> str:
         "Against full fine-tuning trained for as many seconds, which anybody can do instead (points of test accuracy,\n"
         f"95 % intervals, paired by seed, n = {min(counts)}):\n"
     )
-    order = ("ahead", "no difference shown", "behind")
-    lines = [
-        f"- {size} pixels, {shows}: {'; '.join(found[size, shows])}."
-        for size, shows in sorted(found, key=lambda key: (key[0], order.index(key[1])))
-    ]
     last = "Of these none is shown to be more accurate than full fine-tuning for all epochs."
     if better:
         last = f"More accurate than full fine-tuning for all epochs: {', '.join(better)}."
-    return "\n".join([first, *lines, "", last])
+    heads = ("| pixels | shown | way | points |", "|---:|:---|:---|---:|")
+    return "\n".join([first, *heads, *(line for *_, line in sorted(found, key=lambda row: row[:2])), "", last])
 
 
 def points(change: Interval, *, count: bool = False) -> str:
@@ -134,19 +137,19 @@ def cache(root: Path) -> str:
     results = open_results(root, "caching", "full")
     if not results.of("cut4-on") or not results.of("cut4-off"):
         return NOTHING_YET
-    predicted = results.mean("cut4-on", "cache_seconds_saved_predicted")
     views = {"one": "views1", "two": "cut4-on", "four": "views4", "eight": "views8"}
-    costs = ", ".join(f"{name} {points(results.change(label, 'fresh'))}" for name, label in views.items())
-    return (
-        f"Four of six stages of a ResNet-18 frozen, 5 000 images of CIFAR-10 at 32 pixels, two views of each, 2 ranks, "
-        f"mean and 95 % interval over seeds ([numbers, commands, logs](analysis/results/caching/README.md)). The plan "
-        f"said that {seconds(predicted.mean)} would be saved on each rank; by the clocks "
-        f"{shown(saved_by_clocks(results, 'cut4-on'), seconds, count=True)} were, by the program's own account "
-        f"{shown(results.mean('cut4-on', 'cache_seconds_saved'), seconds, count=True)}. What views "
-        f"cost against fresh draws, in points of accuracy: {costs}; what rows in float16 cost: "
-        f"{points(results.change('float16', 'cut4-on'), count=True)}."
-        f"{of_commands(root)}"
+    told = {f"{name} instead of fresh draws": points(results.change(of, "fresh")) for name, of in views.items()}
+    told["two, rows in float16 instead of float32"] = points(results.change("float16", "cut4-on"), count=True)
+    rows = [f"| {name} | {change} |" for name, change in told.items()]
+    clocks = shown(saved_by_clocks(results, "cut4-on"), seconds, count=True)
+    account = shown(results.mean("cut4-on", "cache_seconds_saved"), seconds, count=True)
+    plan = seconds(results.mean("cut4-on", "cache_seconds_saved_predicted").mean)
+    saved = (
+        f"- By the clocks {clocks} were saved on each rank.",
+        f"- By the program's own account {account} were; its plan had said {plan}.",
     )
+    lines = [CACHE_IS, *saved, "", "| views of a sample | points of accuracy |", "|:---|---:|", *rows]
+    return "\n".join(lines) + of_commands(root)
 
 
 def of_commands(root: Path) -> str:
@@ -253,21 +256,34 @@ def pairs(root: Path) -> Iterator[Pair]:
 
 def ways(root: Path) -> str:
     """Return the figure of all ways, and what `--freeze auto` alone comes to beside full fine-tuning."""
-    lines = [beside_full(pair) for pair in pairs(root)]
-    commands = whole_commands(texts_of(root / "clock" / "rows.csv"))
-    return "\n".join([WAYS_ARE, "", *lines, "", COMMANDS_ARE, "", *commands]) if lines else NOTHING_YET
+    heads = (
+        "images",
+        "n",
+        "`--freeze auto`",
+        "and `--mirror off`",
+        "full fine-tuning",
+        "against it",
+        "trained as long",
+    )
+    rows = [beside_full(pair) for pair in pairs(root)]
+    if not rows:
+        return NOTHING_YET
+    table = [f"| {' | '.join(heads)} |", "|:---|" + "---:|" * (len(heads) - 1)]
+    table += [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([WAYS_ARE, "", *table, "", COMMANDS_ARE, whole_commands(texts_of(root / "clock" / "rows.csv"))])
 
 
-def beside_full(pair: Pair) -> str:
-    """Return a line of `--freeze auto` beside full fine-tuning."""
+def beside_full(pair: Pair) -> tuple[str, ...]:
+    """Return a row of `--freeze auto` beside full fine-tuning."""
     own, auto, once, full = pair.results, pair.auto(), pair.auto("auto-one-view"), best_full(pair.results)
-    mirrorless = f"without mirror images (`--mirror off`) {own.accuracy_text(once)} in {pair.seconds(once)}; "
     return (
-        f"- [{pair.samples} images at {pair.ground}](analysis/results/{pair.experiment}/README.md): "
-        f"{own.accuracy_text(auto, count=True)} in {pair.seconds(auto)}; {mirrorless if own.of(once) else ''}full "
-        f"fine-tuning comes to {own.accuracy_text(full)} in {pair.seconds(full)}, {cell_of(full).epochs} epochs. "
-        f"That is {own.change_text(auto, full)} against it, and "
-        f"{own.lead_text(auto)} against full fine-tuning that is trained as long."
+        f"[{pair.samples} at {pair.ground}](analysis/results/{pair.experiment}/README.md)",
+        str(len(own.of(auto))),
+        f"{own.accuracy_text(auto)} in {pair.seconds(auto)}",
+        f"{own.accuracy_text(once)} in {pair.seconds(once)}" if own.of(once) else "",
+        f"{own.accuracy_text(full)} in {pair.seconds(full)}, {cell_of(full).epochs} epochs",
+        points(own.change(auto, full)),
+        own.lead_text(auto).replace(" points", ""),
     )
 
 
@@ -315,5 +331,6 @@ PARTS = {
     "subnets": strategy(subnet_runs.of_subnets),
     "local-sgd": strategy(subnet_runs.of_local_sgd),
     "voting": voting,
+    "machines": lambda root: machines.table(root) or NOTHING_YET,
 }
 """Markers of README.md, with what stands between them, besides the table of answers."""

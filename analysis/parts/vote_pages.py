@@ -23,8 +23,9 @@ from analysis.parts.vote_study import (
     rows_of,
     trained_rows,
 )
-from analysis.sweeps.statistics import Interval, paired_difference, shown, signed_points
-from hvfreeze.report.figures import COLOURS, STYLE, WIDE
+from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
+from analysis.sweeps.statistics import NOTHING, Interval, paired_difference, shown, signed_points
+from hvfreeze.report.figures import STYLE
 from hvfreeze.report.tables import Table, percent
 
 COLUMNS = ("Rule", "Too early", "Too late", "Work saved", "Gain forgone", "Beyond uniform", "Accuracy")
@@ -82,20 +83,20 @@ def trade(folder: Path) -> Figure:
     groups = [(group, rows_of(folder / RULES, *group)) for group in GROUPS]
     groups = [(group, rows) for group, rows in groups if freezes(rows)]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.55 * WIDE), layout="constrained")
+        figure = Figure(figsize=(FIGURE_WIDTH, 0.85 * FIGURE_WIDTH), layout="constrained")
         for axes, (group, rows) in zip(figure.subplots(1, max(1, len(groups)), squeeze=False)[0], groups):
-            for weighting, colour in zip(WEIGHTINGS, COLOURS):
+            for weighting in WEIGHTINGS:
                 own = [row for row in rows if row["rule"].startswith(f"{weighting},")]
-                axes.plot(*points(own), color=colour, marker="o", markersize=4, label=weighting)
-            for row in rows:
-                if "," not in row["rule"]:
-                    ((x,), (y,)) = points([row])
-                    axes.plot([x], [y], "x", color="#222222")
-                    axes.annotate(row["rule"], (x, y), textcoords="offset points", xytext=(4, 4))
+                colour, label = (OTHERS[1], weighting) if weighting == "uniform" else (OTHERS[0], "other weights")
+                axes.plot(*points(own), color=colour, marker="o", markersize=4, label=label)
+            alone = [row for row in rows if "," not in row["rule"]]
+            for row, marker, colour in zip(alone, "x+*", OTHERS[2:]):
+                axes.plot(*points([row]), marker, color=colour, markersize=8, label=row["rule"])
             axes.set(title=called(*group), xlabel="work saved (%)", xlim=(0, None), ylim=(0, None))
         figure.axes[0].set_ylabel("gain forgone (%)")
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(WEIGHTINGS))
+        named = dict(zip(labels, handles))
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
         return figure
 
 
@@ -110,30 +111,54 @@ def points(rows: Sequence[Texts]) -> tuple[list[float], list[float]]:
     return [100 * float(row["saved"]) for row in rows], [100 * float(row["forgone"]) for row in rows]
 
 
-def said(folder: Path) -> str:
-    """Return what the replay says, nothing where there is none."""
-    parts = [told(folder, *group) for group in GROUPS if rows_of(folder / RULES, *group)]
-    if not parts:
-        return ""
+def said(folder: Path) -> tuple[str, ...]:
+    """Return what else the replay says, nothing where there is none."""
+    groups = [group for group in GROUPS if rows_of(folder / RULES, *group)]
+    if not groups:
+        return ()
     runs, seeds = (rows_of(folder / RULES, *GROUPS[0])[0][name] for name in ("runs", "seeds"))
-    return f"{advice(folder)} {runs} runs of {RANKS} ranks on digits, {seeds} seeds, replayed. {' '.join(parts)}"
+    first = f"{runs} runs of {RANKS} ranks on digits, {seeds} seeds, replayed."
+    return (first, *of_quorums(folder), *(line for group in groups for line in told(folder, *group)))
 
 
-def told(folder: Path, criterion: str, min_gain: float) -> str:
-    """Return one criterion's sentence: of rules that differ from the default in weights or quorum alone."""
+def of_quorums(folder: Path) -> tuple[str, str, str]:
+    """Return what quorums and other rules save and forgo, and what quorums change in accuracy."""
+    rows = {row["rule"]: row for row in rows_of(folder / RULES, *GROUPS[0])}
+    name, quorums = called(*GROUPS[0]), [rows[f"uniform, {quorum:g}"] for quorum in QUORUMS]
+    saved, forgone = (", ".join(percent(float(row[part])) for row in quorums) for part in ("saved", "forgone"))
+    changes = {row["rule"]: gained(folder, row) for row in quorums}
+    listed = "; ".join(f"{rule} {shown(each, signed_points, count=True)}" for rule, each in changes.items() if each.n)
+    ends = [float(row["excess"]) for row in rows.values()]
+    return (
+        (
+            f"With {name} quorums of {', '.join(f'{quorum:g}' for quorum in QUORUMS)} save {saved} of the blocks' "
+            f"work and forgo {forgone} of the gain."
+        ),
+        (
+            f"Other weights, rank 0 alone, a median and averaged gradients forgo {signed_points(min(ends))} to "
+            f"{signed_points(max(ends))} against uniform weights that save as much."
+        ),
+        f"Accuracy against a quorum of one half: {listed or 'nothing trained yet'}.",
+    )
+
+
+def told(folder: Path, criterion: str, min_gain: float) -> list[str]:
+    """Return one criterion's sentences: of rules that differ from the default in weights or quorum alone."""
     rows, name = rows_of(folder / RULES, criterion, min_gain), called(criterion, min_gain)
     if not freezes(rows):
-        return f"{name}: no rule froze anything."
+        return [f"{name}: no rule froze anything."]
     early, late, saved = (shown(interval_of(rows[0], measure), percent) for measure in ("early", "late", "saved"))
     names = [rule.name for rule in diverging(folder / RULES)[1:] if called(rule.criterion, rule.min_gain) == name]
-    listed = "; ".join(change_text(folder, row) for row in rows[1:] if row["rule"] in names) or "none"
+    listed = [f"{name}, {change_text(folder, row)}" for row in rows[1:] if row["rule"] in names]
     change = against_full(folder, criterion, min_gain)
     accuracy = f", accuracy {shown(change, signed_points, count=True)} against nothing frozen" if change.n else ""
-    return (
-        f"{name}, uniform weights, quorum 0.5: too early in {early} of the votes, too late in {late}, work saved "
-        f"{saved}{accuracy}. Rules that differ in weights or quorum alone, and by at least {percent(DIVERGES)}: "
-        f"{listed}."
-    )
+    return [
+        (
+            f"{name}, uniform weights, quorum 0.5: too early in {early} of the votes, too late in {late}, work saved "
+            f"{saved}{accuracy}. Rules that differ in weights or quorum alone, and by at least {percent(DIVERGES)}:"
+        ),
+        *(listed or ["none"]),
+    ]
 
 
 def change_text(folder: Path, row: Texts) -> str:
@@ -144,43 +169,33 @@ def change_text(folder: Path, row: Texts) -> str:
     return f"{row['rule']} early {early}, late {late}{accuracy}"
 
 
-def better(folder: Path) -> list[tuple[str, Texts, Interval]]:
-    """Return the rules that are shown to be more accurate than the default when trained with, by criterion."""
-    found: list[tuple[str, Texts, Interval]] = []
-    for criterion, min_gain in GROUPS:
-        for row in rows_of(folder / RULES, criterion, min_gain)[1:]:
+KEEP = "Keep the defaults, uniform weights and a quorum of 0.5"
+
+
+def trained_changes(folder: Path) -> list[tuple[str, Interval]]:
+    """Return the rules that were trained with, by criterion, with their accuracy against the default's."""
+    found = []
+    for group in GROUPS:
+        for row in rows_of(folder / RULES, *group)[1:]:
             change = gained(folder, row)
-            if change.n > 1 and change.low > 0:
-                found.append((called(criterion, min_gain), row, change))
+            if change.n > 1:
+                way, _, quorum = row["rule"].partition(", ")
+                weights = f"{way} weights and " if way != "uniform" else ""
+                rule = f"{weights}a quorum of {quorum}" if quorum else way
+                found.append((f"{rule} with {called(*group)}", change))
     return found
 
 
-NOTHING_BETTER = "No weights and no quorum are shown to be better than the defaults, uniform and 0.5."
-
-
 def advice(folder: Path) -> str:
-    """Return the sentence that a user needs, nothing where no rule was replayed."""
-    criterion, min_gain = GROUPS[0]
-    rows = {row["rule"]: row for row in rows_of(folder / RULES, criterion, min_gain)}
-    if not rows:
+    """Return which weights and quorum a user should choose, nothing where no rule was replayed."""
+    if not rows_of(folder / RULES, *GROUPS[0]):
         return ""
-    name, best = called(criterion, min_gain), ""
-    for winner, row, change in better(folder):
-        best += f"{' ' if best else ''}{winner}: {row['rule']} is more accurate by {shown(change, signed_points)}."
-    still = [called(*group) for group in GROUPS if not freezes(rows_of(folder / RULES, *group))]
-    nothing = f" With {', '.join(still)} no rule froze anything." if still else ""
-    quorums = [rows[f"uniform, {quorum:g}"] for quorum in QUORUMS]
-    saved, forgone = (", ".join(percent(float(row[part])) for row in quorums) for part in ("saved", "forgone"))
-    changes = {row["rule"]: gained(folder, row) for row in quorums}
-    listed = "; ".join(f"{rule} {shown(each, signed_points, count=True)}" for rule, each in changes.items() if each.n)
-    accuracy = f" Accuracy against a quorum of one half: {listed}." if listed else ""
-    ends = [float(row["excess"]) for row in rows.values()]
-    return (
-        f"{best or NOTHING_BETTER}{nothing} With {name} quorums of "
-        f"{', '.join(f'{quorum:g}' for quorum in QUORUMS)} save {saved} of the blocks' work and forgo {forgone} of the "
-        f"gain; other weights, rank 0 alone, a median and averaged gradients forgo {signed_points(min(ends))} to "
-        f"{signed_points(max(ends))} against uniform weights that save as much.{accuracy}"
-    )
+    changes = trained_changes(folder)
+    best, worst = (pick(changes, key=lambda each: each[1].mean, default=("", NOTHING)) for pick in (max, min))
+    if best[1].low > 0:
+        return f"Choose {best[0]}: against the defaults {shown(best[1], signed_points, count=True)}."
+    most = f"; {worst[0]}: {shown(worst[1], signed_points, count=True)}" if worst[1].high < 0 else ""
+    return f"{KEEP}: nothing else is shown to be more accurate{most}."
 
 
 def freezes(rows: Sequence[Texts]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,18 +13,50 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from analysis.sweeps.experiment import Drawing
+from analysis.sweeps.kept import Row
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval
-from hvfreeze.report.figures import BASELINE, COLOURS, STYLE, WIDE
+from hvfreeze.report.figures import BASELINE, COLOURS, STYLE
 
+FIGURE_WIDTH = 4.8
+"""Of a figure in inches: on a phone's 390 pixels its letters are 10 pixels high."""
 PAPER_COLOUR = "#999999"
-IN_TIME = "Accuracy against training time, other numbers of epochs at the pace of these runs"
+FULL = "full fine-tuning"
+METHOD_COLOURS = {
+    FULL: BASELINE,
+    "frozen from the start": COLOURS[0],
+    "frozen and cached": COLOURS[1],
+    "--freeze auto": COLOURS[2],
+    "auto, --mirror off": "#88CC66",
+    "linear head, solved": "#661100",
+    "head, cached": "#EE8866",
+    "gradient-norm": COLOURS[3],
+    "the study's own rule": "#882255",
+    "percentile": "#AA4499",
+    "percentile, cached": "#DDAACC",
+    "linear": COLOURS[4],
+    "geometric": COLOURS[5],
+    "coherence": "#332288",
+    "DDP": "#BBAA00",
+    "DDP, frozen": "#777711",
+    "labels smoothed": "#AAAAAA",
+    "head, then full (LP-FT)": "#117733",
+    "AutoFreeze": "#994455",
+    "PipeTransformer": "#004488",
+    "Composer's freezing": "#997700",
+}
+"""A method's colour in every figure."""
+OTHERS = ("#5B7083", "#B07AA1", "#8CA252", "#9C755F", "#76B7B2", "#BAB0AC")
+"""Colours of series that are no methods."""
+IN_TIME = (
+    "Accuracy against training time; line: full fine-tuning for other numbers of epochs, at the pace of these runs"
+)
 MARKERS = "osD^vP*X"
-MOST_INSIDE, LEGEND_COLUMNS = 4, 4
-"""More lines than these have their legend above the chart, where it hides none of them."""
-QUIET, QUIET_MARKERS = ("#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#999999"), "o^vPX"
+LEGEND_COLUMNS = 2
+LONGEST_NAME = 24
+"""Letters of a bar's name in one line."""
 TICKS = (1.0, 2.0, 5.0)
-MOST_BESIDE = 3
+MOST_BESIDE = 2
 """Panels, of which more stand in two rows."""
 
 
@@ -33,7 +66,7 @@ class Line:
 
     label: str
     points: Mapping[int, Interval]
-    colour: str = COLOURS[0]
+    colour: str = OTHERS[0]
     dash: str = "-"
     marker: str | None = None
     """Instead of one of its own; empty for none."""
@@ -67,7 +100,7 @@ def line_chart(
 ) -> Figure:
     """Return lines with error bars over a number; `scale` multiplies every y."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.5 * WIDE), layout="constrained")
+        figure = Figure(figsize=(FIGURE_WIDTH, 0.75 * FIGURE_WIDTH), layout="constrained")
         axes = figure.add_subplot()
         for line, own in zip(lines, MARKERS * len(lines)):
             places = sorted(line.points)
@@ -90,25 +123,25 @@ def line_chart(
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         if from_zero:
             axes.set_ylim(bottom=0)
-        if len(lines) > MOST_INSIDE:
-            figure.legend(loc="outside upper left", ncols=LEGEND_COLUMNS)
-        else:
-            axes.legend()
+        figure.legend(loc="outside upper left", ncols=LEGEND_COLUMNS)
         return figure
 
 
 def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0, from_zero: bool = True) -> Figure:
     """Return horizontal bars (points with whiskers where `from_zero` is off), one below the other."""
+    names = [textwrap.wrap(name, LONGEST_NAME) for name in bars]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.9 + 0.3 * len(bars)), layout="constrained")
+        figure = Figure(
+            figsize=(FIGURE_WIDTH, 0.9 + sum(0.16 + 0.16 * len(lines) for lines in names)), layout="constrained"
+        )
         axes = figure.add_subplot()
         rows, values = list(range(len(bars))), list(bars.values())
         means, whiskers = [scale * value.mean for value in values], error_bars(values, scale)
         if from_zero:
-            axes.barh(rows, means, 0.6, xerr=whiskers, color=COLOURS[0], ecolor="#222222", capsize=3)
+            axes.barh(rows, means, 0.6, xerr=whiskers, color=OTHERS[0], ecolor="#222222", capsize=3)
         else:
-            axes.errorbar(means, rows, xerr=whiskers, fmt="o", color=COLOURS[0], capsize=3)
-        axes.set_yticks(rows, list(bars))
+            axes.errorbar(means, rows, xerr=whiskers, fmt="o", color=OTHERS[0], capsize=3)
+        axes.set_yticks(rows, ["\n".join(lines) for lines in names])
         axes.set(xlabel=x, ylim=(len(bars) - 0.4, -0.6))
         axes.grid(visible=False, axis="y")
         return figure
@@ -121,26 +154,41 @@ def in_time(results: Results, labels: Sequence[str], *, counted: Sequence[str] =
 
 
 def accuracy_time_chart(results: Results, labels: Sequence[str]) -> Figure:
-    """Return accuracy against training time, a point a label with its intervals, with the front of fewer epochs."""
+    """Return accuracy against training time: a point a label with its intervals, a colour and marker a method."""
+    methods: dict[str, list[str]] = {FULL: []}
+    for label in labels:
+        methods.setdefault(method_of(results.of(label)[0]), []).append(label)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.6 * WIDE), layout="constrained")
+        figure = Figure(figsize=(FIGURE_WIDTH, 0.85 * FIGURE_WIDTH), layout="constrained")
         axes = figure.add_subplot()
         draw_front(axes, results)
-        for place, label in enumerate(labels):
-            time, accuracy = results.mean(label, "train_seconds"), results.mean(label, "test_accuracy")
+        for (method, own), marker in zip(methods.items(), MARKERS):
+            times = [results.mean(label, "train_seconds") for label in own]
+            accuracies = [results.mean(label, "test_accuracy") for label in own]
             axes.errorbar(
-                [time.mean],
-                [100 * accuracy.mean],
-                xerr=error_bars([time]),
-                yerr=error_bars([accuracy], 100),
-                fmt=MARKERS[place // len(COLOURS) % len(MARKERS)],
-                color=COLOURS[place % len(COLOURS)],
+                [time.mean for time in times],
+                [100 * accuracy.mean for accuracy in accuracies],
+                xerr=error_bars(times),
+                yerr=error_bars(accuracies, 100),
+                fmt=marker,
+                color=METHOD_COLOURS[method],
                 capsize=2,
-                label=results.shown_as(label),
+                label=method,
             )
-        axes.set(xlabel="training time (s)", ylabel="test accuracy after the last epoch (%)", xlim=(0, None))
-        figure.legend(loc="outside right upper")
+        axes.set(xlabel="training time (s)", ylabel="test accuracy (%)", xlim=(0, None))
+        figure.legend(loc="outside upper left", ncols=LEGEND_COLUMNS)
         return figure
+
+
+def method_of(row: Row) -> str:
+    """Return the method of a row's run, as `METHOD_COLOURS` has it."""
+    freeze, cached = str(row["freeze"]), bool(row["cache_bytes"])
+    if row["program"] == "analysis.ddp":
+        return "DDP" if freeze == "none" else "DDP, frozen"
+    if freeze == "gradient-norm" and row["signal"] == "averaged":
+        return "the study's own rule"
+    named = {"none": FULL, "static": "frozen and cached" if cached else "frozen from the start"}
+    return named.get(freeze, f"{freeze}, cached" if cached else freeze)
 
 
 def draw_front(axes: Axes, results: Results) -> None:
@@ -150,14 +198,13 @@ def draw_front(axes: Axes, results: Results) -> None:
         return
     pace = sum(paces) / len(paces)
     times = [pace * budget.seconds for budget in results.front.budgets]
-    accuracies = [100 * budget.accuracy for budget in results.front.budgets]
-    axes.plot(times, accuracies, "-", color=BASELINE, marker=".", label="all layers, other numbers of epochs")
+    axes.plot(times, [100 * budget.accuracy for budget in results.front.budgets], "-", color=BASELINE, marker=".")
 
 
 def ways_chart(
     panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str], x: str = "training time (s)"
 ) -> Figure:
-    """Return a panel for each title, at most three side by side, with one legend; seconds on a logarithmic axis.
+    """Return a panel for each title, at most two side by side, with one legend; seconds on a logarithmic axis.
 
     Args:
         panels: title -> its ways; a label looks alike in every panel.
@@ -169,7 +216,7 @@ def ways_chart(
     looks = looks_of(labels, reference=reference, ours=ours)
     with matplotlib.rc_context(STYLE):
         rows = 1 if len(panels) <= MOST_BESIDE else 2
-        figure = Figure(figsize=(WIDE, 0.62 * WIDE if rows == 1 else 0.8 * WIDE), layout="constrained")
+        figure = Figure(figsize=(FIGURE_WIDTH, (0.85 if rows == 1 else 1.1) * FIGURE_WIDTH), layout="constrained")
         places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
         for (title, ways), axes in zip(panels.items(), places):
             for way in ways:
@@ -202,14 +249,11 @@ def set_log_scale(axes: Axes) -> None:
 
 
 def looks_of(labels: Sequence[str], *, reference: str, ours: Sequence[str]) -> dict[str, dict[str, object]]:
-    """Return how each label's line looks: the reference dark, ours large and bright, the others thin."""
+    """Return how each label's line looks: the reference dark, ours large, the others thin; a method has one colour."""
     looks: dict[str, dict[str, object]] = {}
-    for number, label in enumerate(label for label in labels if label not in (reference, *ours)):
-        marker = QUIET_MARKERS[(number + number // len(QUIET)) % len(QUIET_MARKERS)]
-        looks[label] = {"color": QUIET[number % len(QUIET)], "marker": marker, "markersize": 4, "linewidth": 0.9}
-        looks[label]["zorder"] = 2
-    looks[reference] = {"color": BASELINE, "marker": ".", "markersize": 8, "linewidth": 2.2, "zorder": 3}
-    for label, colour, marker in zip(ours, (COLOURS[1], COLOURS[0], COLOURS[2]), "*DP"):
-        size = 13 if marker == "*" else 7
-        looks[label] = {"color": colour, "marker": marker, "markersize": size, "linewidth": 1.5, "zorder": 4}
-    return looks
+    for label, marker in zip((label for label in labels if label not in (reference, *ours)), MARKERS):
+        looks[label] = {"marker": marker, "markersize": 4, "linewidth": 0.9, "zorder": 2}
+    looks[reference] = {"marker": ".", "markersize": 8, "linewidth": 2.2, "zorder": 3}
+    for label, marker in zip(ours, "*DP"):
+        looks[label] = {"marker": marker, "markersize": 13 if marker == "*" else 7, "linewidth": 1.5, "zorder": 4}
+    return {label: {"color": METHOD_COLOURS[label], **look} for label, look in looks.items()}

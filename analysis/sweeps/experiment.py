@@ -25,19 +25,24 @@ from hvfreeze.report.tables import Table
 from hvfreeze.wording import plural
 
 SETTINGS = "preset.json"
+MOST_WORDS = 35
+"""In a claim, numbers and signs between blanks counted too."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question answered in one sentence, with a number and its spread."""
+    """A question, answered by a claim that a reader takes in at once."""
 
     question: str
     text: str
+    """The claim: at most `MOST_WORDS` words and one number with its interval, or two that are compared."""
     n: int
     negative: bool = False
     """Whether the method did not keep what one would hope of it: the whole interval says so, not its middle."""
     undecided: bool = False
     """Whether the runs are too few or too much alike to answer it."""
+    details: tuple[str, ...] = ()
+    """What else was measured, a sentence each; the experiment's own page lists them below the claim."""
 
     @property
     def mark(self) -> str:
@@ -125,7 +130,7 @@ def readme(experiment: Experiment, results: Results, captions: dict[str, str]) -
         pictures = f"![{name}](figures/{name}.svg)\n\n{captions[name]}" + (f" More: {more}.\n" if more else "\n")
     parts = [
         f"# {experiment.title}\n",
-        "\n".join(claim(answer) for answer in experiment.answers(results)) + "\n",
+        "\n".join(entry(answer) for answer in experiment.answers(results)) + "\n",
         pictures,
         "\n".join((f"{table.title}\n\n" if table.title else "") + table.to_text() for table in tables),
         "## Limits\n\n" + "\n".join(f"- {limit}" for limit in experiment.limits) + "\n",
@@ -135,8 +140,13 @@ def readme(experiment: Experiment, results: Results, captions: dict[str, str]) -
 
 
 def claim(answer: Answer) -> str:
-    """Return an answer as a list entry; what did not work says so first."""
+    """Return an answer's claim as a list entry; what did not work says so first."""
     return f"- {f'**({answer.mark})** ' if answer.mark else ''}**{answer.question}** {answer.text}"
+
+
+def entry(answer: Answer) -> str:
+    """Return an answer as a list entry, with its details as a list of their own."""
+    return "\n".join([claim(answer), *(f"    - {detail}" for detail in answer.details)])
 
 
 def made(experiment: Experiment, results: Results) -> str:
@@ -154,18 +164,19 @@ def made(experiment: Experiment, results: Results) -> str:
         f"- {plural(len(results.rows), 'run')}, {plural(seeds, 'seed')}; brackets hold 95 % intervals (Student's t, "
         "paired by seed)\n"
         "- training time is that of rank 0 without set-up, evaluation and checkpoints\n"
-        f"- {machines(results.rows)}{f'; weights SHA-256 {digest[:16]}...' if digest else ''}\n"
+        f"- {machines(results)}{f'; weights SHA-256 {digest[:16]}...' if digest else ''}\n"
         f"- {sources(results.rows)}\n"
         f"- numbers, and every run's source, time, machine and versions: [{ROWS}]({ROWS}); configurations and logs: "
         f"[{RUNS}]({RUNS})\n"
     )
 
 
-def machines(rows: Sequence[Row]) -> str:
-    """Return the machines and the versions that the runs had."""
-    places = {f"{row['processor']}, {row['cores']} cores, {row['threads']} thread a rank" for row in rows}
-    versions = {", ".join(f"{name} {row[name]}" for name in VERSIONS) for row in rows}
-    return f"{'; '.join(sorted(places))}; {'; '.join(sorted(versions))}"
+def machines(results: Results) -> str:
+    """Return the machines, with the number of runs of each where there are several, and the versions."""
+    places = Counter(f"{results.machine(row)}, {row['threads']} thread a rank" for row in results.rows)
+    told = (f"{place} ({plural(places[place], 'run')})" for place in sorted(places))
+    versions = {", ".join(f"{name} {row[name]}" for name in VERSIONS) for row in results.rows}
+    return f"{'; '.join(told)}; {'; '.join(sorted(versions))}"
 
 
 def sources(rows: Sequence[Row]) -> str:

@@ -219,6 +219,13 @@ def digest_of(environment: Line) -> str:
     return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def machine_of(environment: Line) -> str:
+    """Return the machine of an environment: two of them are one where processor, cores and system are the same."""
+    known = f"{environment.get('processor')}, {environment.get('cores')} cores"
+    system = str(environment.get("system") or "").partition("-x86_64")[0].replace("Linux-", "Linux ")
+    return f"{known}, {system}" if system else known
+
+
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
     """Hold the lock of all results below a folder, so that sweeps side by side write one after another."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from analysis.sweeps.kept import KeptRuns, Row, read_rows
+from analysis.sweeps.kept import KeptRuns, Row, machine_of, read_rows
 from analysis.sweeps.statistics import (
     Interval,
     mean_interval,
@@ -22,12 +22,15 @@ from analysis.sweeps.statistics import (
     shown,
     signed_points,
     time_saved,
+    verdict,
     within,
 )
 from hvfreeze.report.tables import factor, percent, seconds
 from hvfreeze.runs.reading import Run
 
 COMPARED = ("Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
+BY_STEPS = "steps of an idle machine"
+"""In place of a machine, where a training time is made of the seconds of single steps."""
 SAME_TIME, FINAL_CUT = "Full, trained as long", "Final cut"
 
 
@@ -134,20 +137,48 @@ class Results:
         return mean_interval(leads)
 
     def time_text(self, label: str, *, count: bool = False) -> str:
-        return shown(self.mean(label, "train_seconds"), seconds, count=count)
+        return shown(within(self.mean(label, "train_seconds"), 0), seconds, count=count)
 
     def accuracy_text(self, label: str, *, count: bool = False) -> str:
-        return shown(self.mean(label, "test_accuracy"), percent, count=count)
+        return shown(within(self.mean(label, "test_accuracy"), 0, 1), percent, count=count)
 
     def gain_text(self, label: str, reference: str = "", *, count: bool = False) -> str:
-        return shown(self.gain(label, reference), factor, count=count)
+        return self.with_clocks(shown(self.gain(label, reference), factor, count=count), label, reference)
 
     def change_text(self, label: str, reference: str = "", *, count: bool = False) -> str:
         return shown(self.change(label, reference), signed_points, count=count)
 
     def lead_text(self, label: str) -> str:
         """Return accuracy against full fine-tuning trained for as many seconds: the cell below `SAME_TIME`."""
-        return shown(self.over_front(label), signed_points)
+        return self.with_clocks(shown(self.over_front(label), signed_points), label)
+
+    def with_clocks(self, text: str, label: str, reference: str = "") -> str:
+        """Return a comparison of times; where they were not taken on one machine it says so in its brackets."""
+        told = self.unlike_clocks(label, reference)
+        if not told:
+            return text
+        return f"{text[:-1]}; {told})" if text.endswith(")") else f"{text} ({told})"
+
+    def unlike_clocks(self, label: str, reference: str = "") -> str:
+        """Return in what way two labels' times were not taken on one machine, seed by seed; empty where they were."""
+        ours, theirs = (self.clocks(each) for each in (label, reference or self.reference))
+        pairs = [{ours[seed], theirs[seed]} for seed in ours.keys() & theirs.keys()]
+        if all(len(pair) == 1 for pair in pairs):
+            return ""
+        return "steps against clock" if any(BY_STEPS in pair for pair in pairs) else "other machine"
+
+    def clocks(self, label: str) -> dict[int, str]:
+        """Return for each seed of a label where its training time was taken: a machine, or `BY_STEPS`."""
+        return {int(row["seed"]): row.get("timed_by") or self.machine(row) for row in self.of(label)}
+
+    def machine(self, row: Row) -> str:
+        """Return the machine of a row's run."""
+        return self.machines.get(str(row.get("run"))) or machine_of(row)
+
+    def lead_shown(self, label: str) -> str:
+        """Return in words what that lead shows, in front of what it is held against."""
+        shows = verdict(self.over_front(label), "more accurate than", "less accurate than", "not shown to differ from")
+        return shows.removesuffix(" (negative)")
 
     def cut_text(self, label: str) -> str:
         return shown(self.cut(label), lambda cut: f"{cut:.1f}")
@@ -166,6 +197,13 @@ class Results:
     def spread(self, labels: Sequence[str]) -> str:
         """Return what a caption says of points with whiskers."""
         return f"mean and 95 % interval, {self.count(labels)}"
+
+    @functools.cached_property
+    def machines(self) -> dict[str, str]:
+        """The machines of the kept runs by name."""
+        kept = KeptRuns(self.directory)
+        known = {name: machine_of(environment) for name, environment in kept.environments.items()}
+        return {name: known[line["environment"]] for name, line in kept.lines.items() if line["environment"] in known}
 
     @functools.cached_property
     def runs(self) -> dict[str, Run]:

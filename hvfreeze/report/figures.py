@@ -122,8 +122,10 @@ PHASE_COLOURS = {
     "cache_read": "#56B4E9",
     "cache_write": "#E69F00",
     "checkpoint": "#444444",
+    "other": "#882255",
 }
-DARK = frozenset({"forward", "backward", "optimizer", "checkpoint"})
+REST, MOST_PHASES = "other", 6
+DARK = frozenset({"forward", "backward", "optimizer", "checkpoint", "other"})
 MOST_PANELS = 12
 RANK_MARKERS = "osD^vP*X"
 
@@ -169,9 +171,13 @@ def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
 
 
 def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
-    """Return training seconds by phase: a stacked bar per group of seeds, its mean."""
+    """Return training seconds by phase: a stacked bar per group of seeds, its mean; the smallest phases are one."""
     groups = group_by_seed(runs)
-    used = [p for p in TRAINING_PHASES if any(run.seconds[p] > 0 for run in runs)]
+    totals = {p: sum(run.seconds[p] for run in runs) for p in TRAINING_PHASES}
+    used = [p for p in TRAINING_PHASES if totals[p] > 0]
+    if len(used) > MOST_PHASES:
+        largest = sorted(used, key=lambda p: totals[p])[1 - MOST_PHASES :]
+        used = [*(p for p in used if p in largest), REST]
     with matplotlib.rc_context(STYLE):
         legend_columns = max(1, int(width / 1.2))
         legend_rows = -(-len(used) // legend_columns)
@@ -181,7 +187,8 @@ def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
         for row, group in enumerate(groups):
             left = 0.0
             for phase in used:
-                mean = group.spread(lambda run, phase=phase: run.seconds[phase]).mean  # type: ignore[misc]
+                parts = [p for p in TRAINING_PHASES if p not in used] if phase == REST else [phase]
+                mean = group.spread(lambda run, parts=parts: sum(run.seconds[p] for p in parts)).mean  # type: ignore[misc]
                 add_segment(axes, row, left, mean, phase=phase, longest=longest, width=width, first=row == 0)
                 left += mean
             comparison = compare(group, groups)

@@ -58,8 +58,14 @@ def _cell(row: dict[str, str]) -> str:
     return f"{float(row['images_per_second']):.0f}{part}"
 
 
+EFFICIENCY = (
+    "Scaling efficiency of `auto`, without and with 0.1 ms from node to node; of four nodes their speed beside that "
+    "without a limit:"
+)
+
+
 def verdicts(rows: Sequence[dict[str, str]]) -> str:
-    """Return in words what `auto` makes of networks, and who is faster where; nothing while rows are missing."""
+    """Return what `auto` makes of networks, and who is faster where; nothing while rows are missing."""
     parts = parts_of(rows)
     if len(parts) < len(NETWORKS) * len(WAYS):
         return ""
@@ -70,15 +76,12 @@ def verdicts(rows: Sequence[dict[str, str]]) -> str:
     def shares(*parts: float) -> list[str]:
         return [f"{100 * part:.0f} %" for part in parts]
 
-    lines = []
+    heads = ("`auto` at", "two nodes", "beside `nothing sent`", "with 0.1 ms", "beside `nothing sent`", "four nodes")
+    lines = [EFFICIENCY, "", f"| {' | '.join(heads)} |", "|:---|" + "---:|" * (len(heads) - 1)]
     for limit in ("1gbit", "200mbit"):
         near, far = (shares(parts["2", link, "auto"], beside("2", link)) for link in (limit, LATER[limit]))
         four = shares(parts["4", limit, "auto"] / parts["4", "", "auto"])[0]
-        lines.append(
-            f"- Scaling efficiency of `auto` on two nodes at {LIMITS[limit]}: {near[0]}, or {near[1]} of the speed of "
-            f"nodes that send nothing; with 0.1 ms from node to node {far[0]} and {far[1]}. Four nodes: {four} of "
-            "their speed without a limit."
-        )
+        lines.append(f"| {' | '.join([LIMITS[limit], *near, *far, four])} |")
     faster = {
         way: [
             f"{nodes} nodes at {LIMITS[limit]}"
@@ -88,7 +91,7 @@ def verdicts(rows: Sequence[dict[str, str]]) -> str:
         for way in ("Horovod fp16", "DDP + PowerSGD")
     }
     lost = "; ".join(f"{way} on {', '.join(where)}" for way, where in faster.items() if where)
-    return "\n".join([*lines, f"- Faster than `auto`: {lost or 'neither of the other two'}."])
+    return "\n".join([*lines, f"\nFaster than `auto`: {lost or 'neither of the other two'}."])
 
 
 def forecasts(rows: Sequence[dict[str, str]]) -> str:

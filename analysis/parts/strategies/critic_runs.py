@@ -96,22 +96,27 @@ def answers(results: Results) -> list[Answer]:
     if results.of(BACKPROPAGATION):
         reference = accuracies(results, BACKPROPAGATION)
         changes = {each: paired_difference(accuracies(results, each), reference) for each in labels_of(results)}
-        text = "; ".join(f"{NAMES[each]} {shown(change, signed_points)}" for each, change in changes.items())
-        text = f"Accuracy against backpropagation ({share(reference)}): {text}."
+        changed = shown(changes[label], signed_points, count=True)
+        text = f"Accuracy against backpropagation, by {NAMES[label]}: {changed}."
+        details = (
+            f"Backpropagation: {share(reference)}. Against it:",
+            *(f"{NAMES[each]} {shown(change, signed_points)}" for each, change in changes.items()),
+        )
         fails = changes[label].mean < -MOST_LOST
         question = "What does training by critics cost?"
-        found.append(Answer(question=question, text=text, n=changes[label].n, negative=fails))
+        found.append(Answer(question=question, text=text, n=changes[label].n, negative=fails, details=details))
     early, whole = told(results, label, "early_accuracy"), accuracies(results, label)
     change: Interval = paired_difference(early, whole)
     left = of_seeds(left_early(results, label))
-    text = (
-        f"Of LC(3) {shown(within(left, 0, 1), percent)} of the samples leave before the last of four exits, "
-        f"at {shown(of_seeds(told(results, label, 'early_flops')), percent)} of the FLOPs of the whole model; accuracy "
-        f"against the whole model {shown(change, signed_points)}."
+    taken = shown(of_seeds(told(results, label, "early_flops")), percent, count=True)
+    text = f"By LC(3) samples take {taken} of the FLOPs of the whole model, on average."
+    details = (
+        f"{shown(within(left, 0, 1), percent)} of the samples leave before the last of four exits.",
+        f"Accuracy against the whole model: {shown(change, signed_points)}.",
     )
     fails = left.mean < LEAST_EARLY or change.mean < -MOST_LOST_EARLY
     question = "What does leaving at a probability of 0.9 save?"
-    found.append(Answer(question=question, text=text, n=change.n, negative=fails))
+    found.append(Answer(question=question, text=text, n=change.n, negative=fails, details=details))
     return found
 
 

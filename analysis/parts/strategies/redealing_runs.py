@@ -106,11 +106,14 @@ def answers(results: Results) -> list[Answer]:
     found, told = pairs(results), []
     for kind, waiting, redealt in found:
         gain = throughput_ratio(results, label_of(kind, "on"), label_of(kind, "off"))
-        told.append(f"{kind}: {shown(gain, factor)} as fast, {factor(predicted_gain(waiting, redealt))} predicted")
+        predicted = factor(predicted_gain(waiting, redealt))
+        told.append(f"{kind}: {shown(gain, factor, count=True)} as fast, {predicted} predicted")
     if not told:
         return []
-    text = f"The first of two partitions is frozen; its rank becomes a second line of all blocks. {'; '.join(told)}."
-    return [Answer(question="Does dealing ranks out anew pay, against letting them wait?", text=text, n=gain.n)]
+    text = f"Where the first of two partitions is {told[0]}."
+    setting = "The first of two partitions is frozen or cached; its rank becomes a second line of all blocks."
+    question = "Does dealing ranks out anew pay, against letting them wait?"
+    return [Answer(question=question, text=text, n=gain.n, details=(setting, *told))]
 
 
 def tables(results: Results) -> list[Table]:

@@ -12,12 +12,11 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from analysis.sweeps.charts import Line, line_chart
+from analysis.sweeps.charts import OTHERS, Line, line_chart
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_ratio, shown
-from hvfreeze.report.figures import COLOURS
 from hvfreeze.report.tables import Table, factor
 from hvfreeze.runs.reading import Run
 
@@ -133,23 +132,33 @@ def answers(results: Results) -> list[Answer]:
     found = []
     modest = {parts: gap(results, parts, MODEST) for parts in EVERY[1:] if gap(results, parts, MODEST).n}
     if modest:
-        each = "; ".join(f"K = {parts}: {shown(ratio, lost)}" for parts, ratio in modest.items())
-        worst = max(modest.values(), key=lambda ratio: ratio.mean)
-        text = f"Held-out loss against backpropagation with Adam at {MODEST:g} and cosine decay: {each}."
+        details = tuple(f"K = {parts}: {shown(ratio, lost)}" for parts, ratio in modest.items())
+        parts = max(modest, key=lambda parts: modest[parts].mean)
+        worst = modest[parts]
+        text = (
+            f"Held-out loss against backpropagation with Adam at {MODEST:g} and cosine decay, K = {parts}: "
+            f"{shown(worst, lost, count=True)}."
+        )
         question = "What do old gradients cost at a modest learning rate?"
-        found.append(Answer(question=question, text=text, n=worst.n, negative=worst.mean > MOST_LOST))
+        negative = worst.mean > MOST_LOST
+        found.append(Answer(question=question, text=text, n=worst.n, negative=negative, details=details))
     high = {(parts, rate): gap(results, parts, rate) for rate in HIGH for parts in EVERY[1:]}
     measured = {point: ratio for point, ratio in high.items() if ratio.n}
     if measured:
-        each = "; ".join(
+        details = tuple(
             f"{rate:g}: "
             + ", ".join(f"{shown(ratio, lost)} (K = {parts})" for (parts, at), ratio in measured.items() if at == rate)
             for rate in dict.fromkeys(rate for _, rate in measured)
         )
-        worst = max(measured.values(), key=lambda ratio: ratio.mean)
-        text = f"Held-out loss against backpropagation with Adam at constant rates after {STEPS} steps: {each}."
+        parts, rate = max(measured, key=lambda point: measured[point].mean)
+        worst = measured[parts, rate]
+        text = (
+            f"Held-out loss against backpropagation with Adam at a constant {rate:g} after {STEPS} steps, K = {parts}: "
+            f"{shown(worst, lost, count=True)}."
+        )
         question = "What do old gradients cost at high learning rates?"
-        found.append(Answer(question=question, text=text, n=worst.n, negative=worst.mean > MOST_LOST))
+        negative = worst.mean > MOST_LOST
+        found.append(Answer(question=question, text=text, n=worst.n, negative=negative, details=details))
     plain, new, stale = (by_seed(times(results, label), step_seconds) for label in TIMED)
     gain = paired_ratio(new, stale)
     if gain.n:
@@ -157,14 +166,17 @@ def answers(results: Results) -> list[Answer]:
             by_seed(times(results, "plain"), partial(predicted_seconds, parts=parts)) for parts in (1, TIMED_PARTS)
         )
         text = (
-            f"A step is {shown(gain, factor)} as fast as the same ring's with new gradients, and "
-            f"{shown(paired_ratio(plain, stale), factor)} as fast as one process's, at K = {TIMED_PARTS} on "
-            f"{TIMED_PARTS - 1} ranks. (T_F + T_B) / (T_F + T_B / K) is {shown(paired_ratio(whole, ideal), factor)}."
+            f"At K = {TIMED_PARTS} on {TIMED_PARTS - 1} ranks a step is {shown(gain, factor, count=True)} as fast as "
+            "the same ring's with new gradients."
+        )
+        details = (
+            f"It is {shown(paired_ratio(plain, stale), factor)} as fast as one process's.",
+            f"(T_F + T_B) / (T_F + T_B / K) is {shown(paired_ratio(whole, ideal), factor)}.",
         )
         question = "Is a step of a ring with old gradients faster?"
         slow = gain.mean < LEAST_GAINED
         # One pair on a busy machine shows nothing.
-        found.append(Answer(question=question, text=text, n=gain.n, negative=slow, undecided=gain.n == 1))
+        found.append(Answer(question, text, gain.n, negative=slow, undecided=gain.n == 1, details=details))
     return found
 
 
@@ -213,7 +225,7 @@ def milliseconds(value: float) -> str:
 def drawings(results: Results) -> list[Drawing]:
     """Return the loss over the modules, a line for each learning rate."""
     lines = []
-    for rate, colour in zip(RATES, COLOURS):
+    for rate, colour in zip(RATES, OTHERS):
         points = {parts: of_seeds(losses(results, parts, rate)) for parts in EVERY if losses(results, parts, rate)}
         if points:
             lines.append(Line(label=f"Adam, {rate:g}", points=points, colour=colour))

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from analysis.sweeps.charts import set_log_scale
+from analysis.sweeps.charts import FIGURE_WIDTH, LEGEND_COLUMNS, OTHERS, set_log_scale
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.launching import bits_per_second
 from analysis.sweeps.presets import PlannedRun, Preset, Value
@@ -28,7 +28,7 @@ from analysis.sweeps.statistics import (
     shown,
     signed_points,
 )
-from hvfreeze.report.figures import COLOURS, STYLE, WIDE
+from hvfreeze.report.figures import BASELINE, STYLE
 from hvfreeze.report.tables import Table, megabytes, percent, seconds
 from hvfreeze.runs.reading import Run
 
@@ -42,6 +42,7 @@ WAYS: dict[str, dict[str, Value]] = {
     **{f"local-sgd-{steps}": {"strategy": "local-sgd", "local_steps": steps} for steps in ROUNDS},
     **{f"subnets-{steps}": {"strategy": "subnets", "local_steps": steps} for steps in ROUNDS},
 }
+KINDS = ("low-rank", "local-sgd", "subnets")
 MANY, MANY_WAYS = 4, ("replicas", "local-sgd-10", "subnets-10")
 """Ranks, and what is tried on so many too."""
 NETWORKS = {"200 Mbit/s": "200mbit", "1 Gbit/s": "1gbit"}
@@ -153,10 +154,10 @@ def of_subnets(results: Results) -> list[Answer]:
     for ranks in (2, MANY):
         ratio, reached, runs = against_replicas(results, "subnets-10", ranks)
         if runs:
-            text = f"{reach(ratio, reached, runs)} {changes(results, 'subnets', ranks)}"
+            text, details = reach(ratio, reached, runs), changes(results, "subnets", ranks)
             question = f"What do subnets of a perceptron save on {ranks} ranks?"
             fails = reached < runs or ratio.mean > FEW_BYTES
-            found.append(Answer(question=question, text=text, n=runs, negative=fails))
+            found.append(Answer(question=question, text=text, n=runs, negative=fails, details=details))
     return found
 
 
@@ -165,9 +166,9 @@ def of_local_sgd(results: Results) -> list[Answer]:
     ratio, reached, runs = against_replicas(results, "local-sgd-10", 2)
     if not runs:
         return []
-    text = f"{reach(ratio, reached, runs)} {changes(results, 'local-sgd', 2)}"
+    text, details = reach(ratio, reached, runs), changes(results, "local-sgd", 2)
     question = "What does local SGD of a perceptron save on 2 ranks?"
-    return [Answer(question=question, text=text, n=runs, negative=not reached)]
+    return [Answer(question=question, text=text, n=runs, negative=not reached, details=details)]
 
 
 def reach(ratio: Interval, reached: int, runs: int) -> str:
@@ -176,7 +177,7 @@ def reach(ratio: Interval, reached: int, runs: int) -> str:
     return f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy{part}."
 
 
-def changes(results: Results, kind: str, ranks: int) -> str:
+def changes(results: Results, kind: str, ranks: int) -> tuple[str, ...]:
     """Return the best accuracy of all rounds of a kind against the replicas' best."""
     theirs = by_seed(kept(results, "replicas", ranks), lambda run: best(run)[0])
     told = []
@@ -184,7 +185,7 @@ def changes(results: Results, kind: str, ranks: int) -> str:
         own = by_seed(kept(results, f"{kind}-{steps}", ranks), lambda run: best(run)[0])
         if own:
             told.append(f"{shown(paired_difference(own, theirs), signed_points)} with J = {steps}")
-    return f"Best accuracy against theirs ({shown(of_seeds(theirs), percent)}): {', '.join(told)}."
+    return f"Best accuracy against theirs ({shown(of_seeds(theirs), percent)}):", *told
 
 
 def tables(results: Results) -> list[Table]:
@@ -239,13 +240,13 @@ def round_of(run: Run, name: str) -> tuple[str, ...]:
 
 def drawings(results: Results) -> list[Drawing]:
     """Return accuracy against bytes on two ranks, all epochs of a way a line."""
-    ways = [way for way in WAYS if kept(results, way, 2)]
+    ways = [way for way in WAYS if kept(results, way, 2) and not way.endswith(f"-{ROUNDS[-1]}")]
     if not ways:
         return []
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDE, 0.5 * WIDE), layout="constrained")
+        figure = Figure(figsize=(FIGURE_WIDTH, 0.85 * FIGURE_WIDTH), layout="constrained")
         axes = figure.add_subplot()
-        for place, way in enumerate(ways):
+        for way in ways:
             runs = kept(results, way, 2)
             # Cumulative bests, since a curve of single epochs crosses every level many times.
             epochs = range(min(len(run.metrics) for run in runs))
@@ -253,14 +254,17 @@ def drawings(results: Results) -> list[Drawing]:
             axes.plot(
                 [sent_bytes(runs[0], runs[0].metrics[epoch]) / 1e6 for epoch in epochs],
                 [100 * sum(values) / len(values) for values in bests],
-                color=COLOURS[place % len(COLOURS)],
-                linestyle="-" if place < len(COLOURS) else "--",
+                color=BASELINE if way == "replicas" else OTHERS[KINDS.index(way.rstrip("-0123456789"))],
+                linestyle="--" if way.endswith(f"-{ROUNDS[0]}") else "-",
                 marker=".",
                 markersize=3,
                 label=way,
             )
         axes.set(xlabel="sent by all ranks (MB)", ylabel="best test accuracy so far (%)")
         set_log_scale(axes)
-        axes.legend()
-    caption = "Best test accuracy so far of a perceptron on two ranks against the bytes that all ranks have sent."
+        figure.legend(loc="outside upper left", ncols=LEGEND_COLUMNS)
+    caption = (
+        "Best test accuracy so far of a perceptron on two ranks against the bytes that all ranks have sent; rounds of "
+        f"{ROUNDS[-1]} steps are in the table."
+    )
     return [Drawing(name="perceptron-bytes", caption=caption, figure=figure)]

@@ -158,10 +158,11 @@ def answers(results: Results) -> list[Answer]:
         if runs_with(results, f"whole{suffix}") and runs_with(results, f"split{suffix}"):
             time = results.gain(f"trunk-whole{suffix}", f"trunk-split{suffix}")
             predicted, processor = predicted_ratio(results, suffix), cpu_ratio(results, suffix)
-            text = (
-                f"{shown(time, factor, count=True)} of the time of whole trunks ({shown(predicted, factor)} predicted) "
-                f"and {shown(processor, factor)} of their processor seconds; peak memory by rank "
-                f"{memory_ratios(results, suffix)} of theirs."
+            text = f"{shown(time, factor, count=True)} of the time of whole trunks."
+            details = (
+                f"Predicted: {shown(predicted, factor)} of their time.",
+                f"{shown(processor, factor)} of their processor seconds.",
+                f"Peak memory by rank: {memory_ratios(results, suffix)} of theirs.",
             )
             slower = time.n > 1 and time.low > 1
             found.append(
@@ -170,6 +171,7 @@ def answers(results: Results) -> list[Answer]:
                     text=text,
                     n=time.n,
                     negative=slower,
+                    details=details,
                 )
             )
     told = [(way, runs_with(results, "split" if way == "replay" else f"labels-{way}")) for way in LABELS]
@@ -179,13 +181,15 @@ def answers(results: Results) -> list[Answer]:
             f"{shown(mean_interval([r.train_seconds for r in runs]), seconds)}"
             for way, runs in told
         ]
-        found.append(
-            Answer(question="How should labels reach the models?", text=f"{'; '.join(parts)}.", n=len(told[0][1]))
-        )
+        fewest, runs = min(told, key=lambda each: int(trunk_of(each[1][0])["wire_bytes"]["labels"]))
+        taken = shown(mean_interval([run.train_seconds for run in runs]), seconds, count=True)
+        text = f"{WAYS[fewest].capitalize()} (`--labels {fewest}`) sends the fewest bytes, and trains in {taken}."
+        question = "How should labels reach the models?"
+        found.append(Answer(question=question, text=text, n=len(told[0][1]), details=tuple(parts)))
     for run in runs_with(results, "cached"):
         sums = [sum(line["trunk"]["wire_bytes"].values()) for line in run.metrics]
         sent = [now - before for before, now in zip([0, *sums], sums)]
-        text = f"{', '.join(str(number) for number in sent)} bytes in the epochs, in this order."
+        text = f"{sent[0]} bytes in the first epoch, then {', '.join(map(str, sent[1:]))}."
         found.append(Answer(question="What does a cached trunk send?", text=text, n=1, negative=any(sent[1:])))
     return found
 

@@ -95,7 +95,7 @@ def test_an_answer_says_what_the_trial_found_and_is_negative_where_full_is_bette
     answer, few = grounds.answers(results_of(tmp_path, worse=0.2))
     assert "Tuning was tried and went on in 1 of 2 runs" in answer.text
     assert answer.negative and not answer.undecided and answer.n == len(SEEDS)
-    assert few.negative and "counting dots in noise -20.0 (2), +0.0 (4), +0.0 (8)" in few.text
+    assert few.negative and "counting dots in noise -20.0 (2), +0.0 (4), +0.0 (8)" in few.details
     good = results_of(tmp_path / "good", worse=-0.05)
     assert [answer.negative for answer in grounds.answers(good)] == [False, False]
     _, fewer, each, started = grounds.tables(good)

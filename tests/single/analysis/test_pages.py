@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 
 from analysis import adaptive, communication, exact_head, figures, pixels64, static_sweep, summary, votes
 from analysis.experiments import EVERY
-from analysis.parts import cached_epochs, readme
-from analysis.sweeps import paper
-from analysis.sweeps.experiment import Answer, claim, is_complete
+from analysis.parts import cached_epochs, machines, readme
+from analysis.sweeps import charts, paper
+from analysis.sweeps.experiment import MOST_WORDS, Answer, claim, entry, is_complete
 from analysis.sweeps.experiment import readme as page
-from analysis.sweeps.kept import RESULTS, read_rows
+from analysis.sweeps.kept import RESULTS, read_lines, read_rows
 from analysis.sweeps.presets import SMOKE
-from analysis.sweeps.results import open_results
+from analysis.sweeps.results import BY_STEPS, Results, open_results
 from analysis.sweeps.statistics import Interval, is_below
 from hvfreeze.errors import RefusedError
 from tests.single.analysis.runs_material import a_vote, carried_out
@@ -25,6 +29,7 @@ from tests.single.analysis.test_results import recorded
 pytestmark = pytest.mark.usefixtures("no_training")
 SMALL = dataclasses.replace(SMOKE, seeds=(0, 1, 2))
 NAN = float("nan")
+MOST_SERIES = 6
 
 
 def test_the_repositorys_pages_agree_with_the_recorded_results() -> None:
@@ -36,10 +41,86 @@ def test_the_repositorys_pages_agree_with_the_recorded_results() -> None:
 )
 def test_every_experiments_page_is_what_its_results_say(experiment: figures.Experiment) -> None:
     results = open_results(RESULTS, experiment.name, experiment.reference)
-    captions = {drawing.name: drawing.caption for drawing in experiment.drawings(results)}
+    drawings = experiment.drawings(results)
+    captions = {drawing.name: drawing.caption for drawing in drawings}
+    for drawing in drawings:
+        assert_readable(drawing.figure, drawing.name)
     assert page(experiment, results, captions) == (results.directory / "README.md").read_text(encoding="utf-8")
     drawn = {path.name for path in (results.directory / "figures").iterdir()}
     assert drawn == {f"{name}.svg" for name in captions}
+
+
+def assert_readable(figure: Figure, name: str) -> None:
+    """At most six series, letters that a phone shows, and the one colour of a method."""
+    assert figure.get_figwidth() <= charts.FIGURE_WIDTH, name
+    legends = [*figure.legends, *(legend for axes in figure.axes if (legend := axes.get_legend()))]
+    for legend in legends:
+        assert len(legend.get_texts()) <= MOST_SERIES, name
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True):
+            if text.get_text() in charts.METHOD_COLOURS:
+                line = handle.lines[0] if isinstance(handle, ErrorbarContainer) else handle
+                assert to_hex(line.get_color()) == charts.METHOD_COLOURS[text.get_text()].lower(), name
+
+
+def test_no_two_methods_have_one_colour() -> None:
+    colours = [*charts.METHOD_COLOURS.values(), *charts.OTHERS]
+    assert len(set(colours)) == len(colours)
+
+
+INTERVAL = re.compile(r"\([^()]* to [^()]*\)")
+PART = re.compile(r"<!-- (\S+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+
+
+@pytest.mark.parametrize("experiment", EVERY, ids=lambda experiment: experiment.name)
+def test_every_answer_is_a_claim_that_a_reader_takes_in_at_once(experiment: figures.Experiment) -> None:
+    for answer in experiment.answers(open_results(RESULTS, experiment.name, experiment.reference)):
+        assert_short(answer.text)
+
+
+@pytest.mark.parametrize("page", sorted(summary.pages(summary.README)), ids=lambda path: path.stem)
+def test_every_generated_claim_of_a_page_is_short(page: Path) -> None:
+    for name, part in PART.findall(page.read_text(encoding="utf-8")):
+        text = re.sub(r"\]\([^)]*\)", "]", part)
+        rows = [line for line in text.splitlines() if line.startswith("|")]
+        for cell in (cell for row in rows for cell in row.strip("| ").split(" | ")):
+            assert_short(cell.removeprefix("**(negative)** "), name)
+        prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+        for block in re.split(r"\n\n|\n(?=- )", prose):
+            for sentence in re.split(r"(?<=[.?])\*{0,2}\s+", block.replace("**(negative)**", "")):
+                assert_short(sentence, name)
+
+
+def assert_short(text: str, where: str = "") -> None:
+    """A claim has one number with an interval, or two that are held against each other."""
+    words = text.split()
+    assert len(words) <= MOST_WORDS, f"{where}: {len(words)} words: {text}"
+    assert len(INTERVAL.findall(text)) <= 2, f"{where}: {text}"
+
+
+def test_the_sentence_on_votes_tells_a_user_what_to_choose() -> None:
+    assert votes.answers(recorded("votes"))[0].text.startswith("Keep the defaults, uniform weights and a quorum of 0.5")
+
+
+def test_a_comparison_of_times_of_unlike_machines_says_so(tmp_path: Path) -> None:
+    row = {"run": "a", "label": "a", "seed": 0, "train_seconds": 2.0, "test_accuracy": 0.5}
+    other = {**row, "run": "b", "label": "b", "train_seconds": 1.0}
+    here, there = {"processor": "EPYC", "cores": 2}, {"processor": "EPYC", "cores": 4}
+
+    def shown(*rows: dict[str, object]) -> str:
+        return Results(tmp_path, list(rows)).gain_text("b", "a", count=True)
+
+    assert shown({**row, **here}, {**other, **here}) == "2.00x (n = 1)"
+    assert shown({**row, **here}, {**other, **there}) == "2.00x (n = 1; other machine)"
+    assert shown({**row, **here, "timed_by": BY_STEPS}, {**other, **here}) == "2.00x (n = 1; steps against clock)"
+    assert Results(tmp_path, [{**row, **here}, {**other, **there}]).gain_text("b", "a") == "2.00x (other machine)"
+
+
+def test_the_table_of_machines_counts_every_kept_run() -> None:
+    rows = [line.strip("| ").split(" | ") for line in machines.table(RESULTS).splitlines() if line.startswith("| AMD")]
+    costs = len(list(RESULTS.glob("step_costs/*.json")))
+    lines = sum(len(read_lines(path)) for path in RESULTS.glob("*/runs.jsonl"))
+    assert sum(int(row[4]) for row in rows) == lines + costs
+    assert len({tuple(row[:3]) for row in rows}) == len(rows) >= 2
 
 
 @pytest.fixture
@@ -85,7 +166,7 @@ def test_a_part_may_stand_in_a_page_of_docs_but_once_only(pages: Path, capsys: p
     pages.write_text(text.replace(marks, ""))
     assert summary.main(arguments(pages)) == 0
     assert "](../../analysis/results/exact_head/README.md)" in inner.read_text()
-    assert "](analysis/results" not in inner.read_text() + pages.read_text()
+    assert "](analysis/results" not in inner.read_text()
     inner.write_text("before")
     assert summary.main(arguments(pages, "--check")) == 3
     assert "found in: none" in capsys.readouterr().err
@@ -142,6 +223,7 @@ def test_negative_is_what_the_whole_interval_says(interval: Interval, below: boo
 def test_an_undecided_answer_is_marked_as_such_and_a_negative_one_before_it() -> None:
     answer = Answer(question="A?", text="b", n=3, undecided=True)
     assert claim(answer) == "- **(no answer yet)** **A?** b"
+    assert entry(dataclasses.replace(answer, details=("c", "d"))) == f"{claim(answer)}\n    - c\n    - d"
     assert dataclasses.replace(answer, negative=True).mark == "negative"
     assert dataclasses.replace(answer, undecided=False).mark == ""
 
@@ -151,7 +233,8 @@ def test_the_votes_answer_counts_distinct_trainings() -> None:
     answer = votes.whole_runs(results)[0]
     assert votes.distinct(results, votes.alike(results)) == 13
     assert answer.mark == "no answer yet"
-    assert "27 runs that differ in how they vote are 13 distinct trainings, of 7 votes each" in answer.text
+    assert answer.text.startswith("Too few votes to say")
+    assert "27 runs that differ in how they vote are 13 distinct trainings, of 7 votes each" in answer.details[0]
 
 
 def test_a_weighted_median_reaches_half_of_the_weight_and_decides_with_the_runs_own_criterion() -> None:
@@ -171,16 +254,17 @@ def test_a_weighted_median_reaches_half_of_the_weight_and_decides_with_the_runs_
 def test_the_network_is_held_against_one_node_by_images_a_second() -> None:
     answer = communication.answers(recorded("communication"))[0]
     assert not answer.negative
-    assert "253 images/s (245 to 261) in full, one node 267 images/s" in answer.text
+    assert "1194 images/s (1036 to 1407, n = 5), one node 782 images/s" in answer.text
+    assert "In full two nodes train 253 images/s (245 to 261), one node 267 images/s" in answer.details[0]
     steps = ("frozen-cached-powersgd 107 ms", "powersgd 267 ms", "frozen-cached 361 ms", "full 506 ms")
-    places = [answer.text.index(told) for told in steps]
+    places = [answer.details[-1].index(told) for told in steps]
     assert places == sorted(places)
 
 
 def test_leads_over_the_front_stand_in_the_answers() -> None:
     results = recorded("adaptive")
     for label in adaptive.WITHOUT_SIGNAL:
-        assert f"{label} {results.lead_text(label)}" in adaptive.answers(results)[0].text
+        assert f"{label} {results.lead_text(label)}" in " ".join(adaptive.answers(results)[0].details)
     assert "trained for as many seconds" in pixels64.answers(recorded("pixels64"))[0].text
 
 
@@ -192,13 +276,16 @@ def test_the_pages_tell_the_clocks_from_the_programs_own_account() -> None:
 
 
 def test_the_front_in_the_pages_is_sorted_by_what_the_intervals_show() -> None:
-    lines = {line.split(":")[0]: line for line in readme.front(RESULTS).splitlines() if line.startswith("- ")}
-    for name, line in lines.items():
-        for part in line.split(": ", 1)[1].rstrip(".").split("; "):
-            low, high = (float(end) for end in part.rsplit("(", 1)[1].rstrip(")").split(" to "))
-            wanted = "ahead" if low > 0 else "behind" if high < 0 else "no difference shown"
-            assert name.endswith(wanted), part
-    assert len(lines) >= 5
+    rows = [line.strip("| ").split(" | ") for line in readme.front(RESULTS).splitlines() if "pixels" not in line]
+    rows = [row for row in rows if len(row) == 4 and row[0].isdigit()]
+    for row in rows:
+        low, high = (float(end) for end in row[3].rsplit("(", 1)[1].rstrip(")").split(" to "))
+        assert row[1] == ("ahead" if low > 0 else "behind" if high < 0 else "no difference shown"), row
+    order = ("ahead", "no difference shown", "behind")
+    assert [(int(row[0]), order.index(row[1])) for row in rows] == sorted(
+        (int(row[0]), order.index(row[1])) for row in rows
+    )
+    assert len(rows) >= 15
 
 
 def test_the_studys_speed_ups_are_those_of_its_seconds() -> None:

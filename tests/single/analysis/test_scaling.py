@@ -60,6 +60,8 @@ def test_256_nodes_are_a_range_over_the_latency_that_is_assumed() -> None:
     full = scaling.predicted(scaling.points_of(results), "full", 256, "10gbit")
     parts = [efficiency(replace(model, latency=latency), full) for latency in LATENCIES]
     assert parts == sorted(parts, reverse=True)
-    text = scaling.answers(results)[0].text
+    answer = scaling.answers(results)[0]
+    text = " ".join(answer.details)
+    assert f"{100 * parts[2]:.0f} % to {100 * parts[0]:.0f} % of ideal throughput" in answer.text
     assert f"{100 * parts[2]:.0f} % to {100 * parts[0]:.0f} % in full" in text
     assert "200 to 0 microseconds" in text and "assumed" in text

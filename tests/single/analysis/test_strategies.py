@@ -150,13 +150,15 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, monk
     assert rounds.rows == (("subnets-1, 2 ranks", "100.0 %", "50.0 %", "100.0 %", "42.5 MB", "yes"),)
     cost, silent, early, old, faster, local, again = strategies.answers(results)
     assert "1 of 1 runs reach the replicas' best accuracy, with 5.0 % of the bytes" in local.text and not local.negative
-    assert "K = 2: +2.0 %" in old.text and not old.negative and faster.negative
-    assert early.text.startswith(
-        "Of LC(3) 75.0 % of the samples leave before the last of four exits, at 40.0 % of the FLOPs"
+    assert "K = 2: +2.0 %" in old.text and old.details == ("K = 2: +2.0 %",) and not old.negative and faster.negative
+    assert early.text.startswith("By LC(3) samples take 40.0 % (n = 1) of the FLOPs")
+    assert early.details[0] == "75.0 % of the samples leave before the last of four exits."
+    assert "cached: " in again.details[-1] and "2.00x predicted" in again.details[-1]
+    assert cost.details[1:] == (
+        "0.25x of their processor seconds.",
+        "Peak memory by rank: 0.90x, 0.80x, 0.70x of theirs.",
     )
-    assert "cached: " in again.text and "2.00x predicted" in again.text
-    assert "0.25x of their processor seconds; peak memory by rank 0.90x, 0.80x, 0.70x of theirs" in cost.text
-    assert silent.text.startswith(f"{8 * 24 * 64 * 32 + 8 * 16 * 4096}, 0")
+    assert silent.text.startswith(f"{8 * 24 * 64 * 32 + 8 * 16 * 4096} bytes in the first epoch, then 0")
 
 
 def test_the_bytes_of_subnets_are_the_formulas_and_the_tables() -> None:

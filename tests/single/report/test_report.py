@@ -13,6 +13,7 @@ import pytest
 
 from hvfreeze.__main__ import main
 from hvfreeze.errors import RefusedError
+from hvfreeze.report import figures
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import (
     COLOURS,
@@ -195,9 +196,16 @@ def test_runs_of_different_lengths_are_drawn_to_their_ends(tmp_path: Path) -> No
         assert axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 9
 
 
-def test_stacked_phases_add_up_to_the_training_time(pair: list[Path]) -> None:
+@pytest.mark.parametrize("most", [figures.MOST_PHASES, 3])
+def test_stacked_phases_add_up_to_the_training_time(
+    pair: list[Path], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_PHASES", most)
     runs = load_runs(pair)
-    bars = plot_phases(runs).axes[0].patches
+    figure = plot_phases(runs)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(names) <= most and (most > 3 or names[-1] == figures.REST)
+    bars = figure.axes[0].patches
     for row, run in enumerate(runs):
         ends = [bar.get_x() + bar.get_width() for bar in bars if round(bar.get_y() + bar.get_height() / 2) == row]  # type: ignore[attr-defined]
         assert max(ends) == pytest.approx(run.train_seconds)

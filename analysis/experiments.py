@@ -41,7 +41,7 @@ GROUPS = {
         *(module.EXPERIMENT for module in (grounds, auto_parts, exact_head)),
     ),
     "Votes and criteria": (votes.EXPERIMENT, criteria.EXPERIMENT),
-    "The cache": (cache_benefit.EXPERIMENT, caching.EXPERIMENT),
+    "The cache": (caching.EXPERIMENT, cache_benefit.EXPERIMENT),
     "Networks": tuple(module.EXPERIMENT for module in (communication, scaling, compression)),
     "Strategies": (strategies.EXPERIMENT,),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from analysis.parts.read_tables import Reads
@@ -158,29 +158,30 @@ def answers(results: Results) -> list[Answer]:
     """Return by how much, when and when not; then cuts that move, the plan's error, and reads."""
     found, known = [benefit(results)], timed(results)
     if VOTED in timed(results, [VOTED], ON):
-        texts = tuple(
+        texts = [
             f"`--cache {way}` {shown(gain(results, VOTED, way), factor, count=True)} as fast by the whole command"
             f"{stored_in(results, VOTED.label(way))}"
             for way in (ON, AUTO)
             if gain(results, VOTED, way).n
-        )
-        text = f"{VOTED.words}: {texts[-1]}."
+        ]
+        first, *others = [f"{VOTED.words}: {text}." for text in texts]
         count = gain(results, VOTED).n
         negative = any(is_below(gain(results, VOTED, way), 1) for way in (ON, AUTO))
         question = "Does it pay where the cut moves before it settles?"
-        found.append(Answer(question, text, count, negative=negative, details=texts))
+        found.append(Answer(question, first, count, negative=negative, details=tuple(others)))
     if known:
-        texts = tuple(
-            f"{setting.words} {shown(plan_error(results, setting), signed_seconds)} of "
-            f"{shown(results.change(setting.label(OFF), setting.label(ON), TRAINING), seconds)}"
+        errors = {setting: plan_error(results, setting) for setting in known}
+        worst = max(known, key=lambda setting: abs(errors[setting].mean))
+        text = (
+            f"At most {shown(errors[worst], signed_seconds, count=True)} a rank, predicted minus saved: {worst.words}."
+        )
+        details = tuple(
+            f"Predicted minus saved by the clocks of training, {setting.words}: "
+            f"{shown(errors[setting], signed_seconds)} of "
+            f"{shown(results.change(setting.label(OFF), setting.label(ON), TRAINING), seconds)}."
             for setting in known
         )
-        worst = max(known, key=lambda setting: abs(plan_error(results, setting).mean))
-        error = shown(plan_error(results, worst), signed_seconds, count=True)
-        text = f"At worst by {error}, of what the clocks of training say was saved: {worst.words}."
-        listed = ("Predicted minus saved by the clocks of training:", *texts)
-        count = min(plan_error(results, setting).n for setting in known)
-        found.append(Answer("How wrong is the plan?", text, count, details=listed))
+        found.append(Answer("How wrong is the plan?", text, min(e.n for e in errors.values()), details=details))
     reads = Reads.of(results.directory)
     if reads.rows:
         found.append(Answer("How fast are rows read?", reads.claim(), reads.count(), details=(reads.text(),)))
@@ -204,9 +205,22 @@ def benefit(results: Results) -> Answer:
     negative = any(is_below(value, 1) for value in gains.values()) or any(
         is_below(sweep.later_gain, 1) for sweep in sweeps(results)
     )
-    question, brief = "By how much does the cache pay, when, and when not?", in_brief(results)
-    text = brief[0].removeprefix("- ") if brief else ""
-    return Answer(question, text, min(counts, default=0), negative=negative, details=tuple(told))
+    question = "By how much does the cache pay, when, and when not?"
+    return Answer(question, claim_of(results, order), min(counts, default=0), negative=negative, details=tuple(told))
+
+
+def claim_of(results: Results, order: Sequence[Setting]) -> str:
+    """Return the one claim: the sweep that gains most, else the single run that does; empty without either."""
+    if swept := sorted(sweeps(results), key=lambda sweep: -sweep.gain):
+        best = swept[0]
+        return (
+            f"{len(best.rates)} learning rates tried on one shared cache are {factor(best.gain)} as fast in all, "
+            f"{shown(best.later_gain, factor, count=True)} after the first ({best.setting.words})."
+        )
+    if order:
+        best_run = shown(gain(results, order[0]), factor, count=True)
+        return f"The whole command of one run is {best_run} as fast ({order[0].words})."
+    return ""
 
 
 def in_brief(results: Results) -> list[str]:

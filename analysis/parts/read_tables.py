@@ -8,6 +8,7 @@ from pathlib import Path
 from analysis.sweeps.kept import texts_of
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from hvfreeze.report.tables import Table, percent
+from hvfreeze.wording import plural
 
 READS = "reads.csv"
 
@@ -37,10 +38,11 @@ class Reads:
         return min(self.rate(*case, state).n for case in self.cases() for state in ("cold", "warm"))
 
     def claim(self) -> str:
-        """Return rows a second of the first case, from a cold and from a warm page cache."""
-        row_bytes, ranks = self.cases()[0]
-        cold, warm = (shown(self.rate(row_bytes, ranks, state), thousands, count=True) for state in ("cold", "warm"))
-        return f"Rows of {int(row_bytes) // 1024} KB, {ranks} rank: {cold} thousand a second cold, {warm} warm."
+        """Return the rate of one case: the largest rows on the fewest ranks, cold."""
+        row_bytes, ranks = max(self.cases(), key=lambda case: (int(case[0]), -int(case[1])))
+        rate = shown(self.rate(row_bytes, ranks, "cold"), thousands, count=True)
+        by = plural(int(ranks), "rank")
+        return f"{rate} thousand rows of {int(row_bytes) // 1024} KB a second, by {by} from a cold page cache."
 
     def text(self) -> str:
         """Return rows a second by ranks, from a cold and from a warm page cache."""

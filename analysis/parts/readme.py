@@ -148,9 +148,8 @@ def cache(root: Path) -> str:
         f"- By the clocks {clocks} were saved on each rank.",
         f"- By the program's own account {account} were; its plan had said {plan}.",
     )
-    return "\n".join(
-        [CACHE_IS, *saved, "", "| views of a sample | points of accuracy |", "|:---|---:|", *rows]
-    ) + of_commands(root)
+    lines = [CACHE_IS, *saved, "", "| views of a sample | points of accuracy |", "|:---|---:|", *rows]
+    return "\n".join(lines) + of_commands(root)
 
 
 def of_commands(root: Path) -> str:

@@ -6,3 +6,8 @@ from __future__ import annotations
 def plural(count: int, one: str, many: str | None = None) -> str:
     """Return a count with its noun, as in 1 rank, 2 ranks."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def on_one_line(text: str) -> str:
+    """Return text on one line: line ends and other control characters are written out as in Python."""
+    return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else repr(c)[1:-1] for c in text)

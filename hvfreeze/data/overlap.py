@@ -1,4 +1,4 @@
-"""Training images among those that accuracy is measured on: found by their pixels, else by their files.
+"""Training images among those that accuracy is measured on: found by their pixels, their files or where they come from.
 
 Accuracy counts an answer that was learned by heart as right, so who reads it has to know.
 """
@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
+from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import FileSource
+from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.shards import Ids, evenly
+from hvfreeze.errors import RefusedError
 from hvfreeze.wording import plural
 
 MOST_IMAGES, MOST_BYTES = 10_000, 2**28
 """Of a rank's evaluated images in memory that are looked at: a quarter of a second of work."""
 MOST_FILES, MOST_TRAINED_FILES = 64, 1024
 """That are read of evaluated images and of training images, where their pixels are not in memory."""
+MOST_DECODED, MOST_TRAINED_DECODED = 64, 512
+"""That are decoded for it of images that have no files of their own to compare."""
 PIXELS_LOOKED_AT = 64
 """Of each image, at first: they tell most images apart."""
 
@@ -108,4 +115,55 @@ def digests_of_files(source: FileSource, ids: Ids) -> Digests:
         if source.num_bytes[sample]:
             with suppress(OSError), open(os.path.join(source.root, source.paths[sample]), "rb") as file:
                 found[sample] = hashlib.blake2b(file.read(), digest_size=16).digest()
+    return found
+
+
+def doubles_by_origin(evaluated: DatasetSource, ids: Ids, trained: DatasetSource, trained_ids: Ids) -> Doubles:
+    """Return which samples are the same item of one data set behind both, as where that was divided by mistake."""
+    (tested, rows), (known, trained_rows) = _behind(evaluated.dataset), _behind(trained.dataset)
+    paths, trained_paths = (getattr(each, "samples", None) for each in (tested, known))
+    places: list[Any]
+    trained_places: list[Any]
+    if tested is known:
+        places, trained_places = list(rows), list(trained_rows)
+    elif isinstance(paths, Sequence) and isinstance(trained_paths, Sequence):
+        # Two objects over one folder, such as one with and one without random draws.
+        places = [_path_in(paths, row) for row in rows]
+        trained_places = [_path_in(trained_paths, row) for row in trained_rows]
+    else:
+        return {}
+    held = {place: sample for sample in reversed(trained_ids.tolist()) if (place := trained_places[sample]) is not None}
+    doubles = {sample: held[place] for sample in ids.tolist() if (place := places[sample]) in held}
+    # Text that names no file may be no path.
+    return {i: double for i, double in doubles.items() if tested is known or os.path.exists(places[i])}
+
+
+def _behind(dataset: Any) -> tuple[Any, Sequence[int]]:
+    """Return the data set of which one is a part, and the row there of each sample."""
+    rows: Sequence[int] = range(len(dataset))
+    while isinstance(dataset, Subset):
+        indices = dataset.indices
+        rows, dataset = [int(indices[row]) for row in rows], dataset.dataset
+    return dataset, rows
+
+
+def _path_in(samples: Sequence[Any], row: int) -> Any:
+    """Return the path of a sample in a list such as that of a data set of folders, None where it has none."""
+    entry = samples[row] if row < len(samples) else None
+    path = entry[0] if isinstance(entry, tuple) and entry else entry
+    return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
+
+
+def samples_to_decode(ids: Ids, trained_ids: Ids) -> tuple[Ids, Ids]:
+    """Return a few evaluated samples, and of the training samples those of the same numbers and a few others."""
+    chosen = evenly(ids, MOST_DECODED)
+    return chosen, np.union1d(np.intersect1d(chosen, trained_ids), evenly(trained_ids, MOST_TRAINED_DECODED))
+
+
+def digests_of_decoded(image_set: ImageSet, ids: Ids) -> Digests:
+    """Return digests of decoded images; of those that cannot be decoded whoever loads the pixels tells."""
+    found = {}
+    for sample in ids.tolist():
+        with suppress(RefusedError):
+            found[sample] = hashlib.blake2b(image_set.decode(sample).tobytes(), digest_size=16).digest()
     return found

@@ -48,7 +48,7 @@ from hvfreeze.report.tables import percent, to_csv, write_text
 from hvfreeze.runs.reading import printable, read_config
 from hvfreeze.runs.record import finite
 from hvfreeze.user_code import is_named_code
-from hvfreeze.wording import plural
+from hvfreeze.wording import on_one_line, plural
 
 MOST_NAMED, MOST_NUMBERED, LONGEST = 60, 20, 24
 DEPTH = 5
@@ -338,7 +338,7 @@ def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str
     if len(rows) > MOST_PRINTED:
         rows = sorted(rows, key=lambda row: row["recall"])[:MOST_PRINTED]
         lines.append(f"the {MOST_PRINTED} classes of lowest recall:")
-    names = [printable(row["class"]) for row in rows]
+    names = [on_one_line(printable(row["class"])) for row in rows]
     width = max(5, *map(len, names))
     lines.append(f"{'class':{width}}  samples   recall  precision")
     for name, row in zip(names, rows):
@@ -379,4 +379,6 @@ def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *,
     write_text(
         out / "confusion.csv", to_csv([{"true class": name, **dict(zip(applied.classes, row))} for name, row in counts])
     )
-    save_figure(plot_confusion(result.confusion, [printable(name) for name in applied.classes]), out / "confusion")
+    save_figure(
+        plot_confusion(result.confusion, [on_one_line(printable(name)) for name in applied.classes]), out / "confusion"
+    )

@@ -119,10 +119,10 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
     if not root.is_dir():
         raise RefusedError(f"run directory {root} does not exist")
     config = root / "config.yaml"
-    if not weights.exists() and (several := sorted(path.stem for path in root.glob("model-*.pt"))):
+    if not weights.exists() and (others := sorted(path.stem for path in root.glob("model*.pt"))):
         raise RefusedError(
-            f"{root} holds several models and no {weights.name}; name one of {', '.join(several)}: "
-            f"--model-name {several[0]}, or hvfreeze.load_model(run, name={several[0]!r})"
+            f"{root} holds no {weights.name}; name one that it holds, {' or '.join(others)}: "
+            f"--model-name {others[0]}, or hvfreeze.load_model(run, name={others[0]!r})"
         )
     if not weights.exists():
         way = f"go on with: hvfreeze train --config {config} --run-dir {root} --resume"

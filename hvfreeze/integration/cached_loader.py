@@ -38,7 +38,15 @@ from hvfreeze.comm.world import World
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.samples import Ids, Remembered, Samples, Split, data_identity, inputs_and_labels
+from hvfreeze.integration.samples import (
+    Ids,
+    Remembered,
+    Samples,
+    Split,
+    check_unchanged,
+    data_identity,
+    inputs_and_labels,
+)
 from hvfreeze.integration.script_world import tell
 from hvfreeze.integration.split_model import Halves, autocast, halves_of, whole
 from hvfreeze.model.blocks import Chain
@@ -314,6 +322,8 @@ class CachedLoader:
         batches = [(ids, np.full_like(ids, self._view_after(0))) for ids in self._samples.epoch()]
         settled = self._freezer.cut > 0 and (self._rested or math.isinf(self._freezer.epochs_until_move()))
         self._rested = True
+        if self._store and settled:
+            raise_on_all_ranks(self._world, lambda: check_unchanged(self._samples, self._data), name="loader.unchanged")
         if self._store and settled and not (self._stored and self._follows):
             self._begin()
         elif batches and not self._follows:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -181,64 +183,76 @@ class Remembered:
 SAMPLES_SHOWN = 16
 
 
-def data_identity(samples: Samples, *, name: str | None) -> JSON:
+def data_identity(samples: Samples, *, name: str | None) -> dict[str, JSON]:
     """Return what must match before rows of this data set may be used.
 
     Args:
         samples: the loader's.
-        name: what the user calls the data set; None takes its class, its code, its settings and its files' names,
-            sizes and times.
+        name: what the user calls the data set; None takes its class, its code, its settings, and sizes and times of the
+            files that these name.
 
     Raises:
         UsageError: the data set gives another sample when it is asked for the same one again.
     """
     described: JSON = name if name is not None else description_of(samples.loader.dataset)
-    return {"size": len(samples), "described": described, "samples": _look(samples)}
-
-
-def description_of(dataset: Any) -> str:
-    """Return a digest of a data set's class, code and settings, and of its files' names, sizes and times."""
-    text = canonical([_DataDescription({}).of(dataset), _files(dataset)])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-class _DataDescription(Description):
-    """Describes a data set by all that it holds; a tensor by its content, a handle by its class alone."""
-
-    def _described(self, value: Any) -> JSON:
-        if isinstance(value, Dataset) and not isinstance(value, torch.nn.Module):
-            held = {name: inner for name, inner in sorted(vars(value).items()) if not name.startswith("__")}
-            return ["data", self.of(type(value)), self.of(held)]
-        return super()._described(value)
-
-
-def _files(dataset: Any) -> JSON:
-    """Return (size, time) of the files that a folder data set, or one inside it, lists as its samples."""
-    inner = getattr(dataset, "dataset", None)
-    listed = getattr(dataset, "samples", None)
-    found: list[JSON] = [_files(inner)] if isinstance(inner, Dataset) else []
-    for entry in listed if isinstance(listed, Sequence) else ():
-        path = entry[0] if isinstance(entry, Sequence) and not isinstance(entry, str) else entry
-        if isinstance(path, (str, os.PathLike)) and os.path.exists(path):
-            status = os.stat(path)
-            found.append([status.st_size, status.st_mtime_ns])
-    return found
-
-
-def _look(samples: Samples) -> str:
-    """Return a digest of a few samples spread over the data set, read twice."""
-    ids = evenly(np.arange(len(samples)), min(samples.batch_rows, SAMPLES_SHOWN))
-    digests = []
-    for seed in (1, 2):
-        with own_draws(seed):
-            digests.append(_digest(samples.load(ids, np.zeros_like(ids))))
-    first, again = digests
+    first, again = (_look(samples, seed=seed) for seed in (1, 2))
     if first != again:
         raise UsageError(
             "the data set gives another sample when it is asked for the same one again, so that its activations cannot "
             "be cached: give views=K, and its random draws become K fixed views of each sample"
         )
-    return first
+    return {"size": len(samples), "described": described, "samples": first}
+
+
+def check_unchanged(samples: Samples, identity: Mapping[str, JSON]) -> None:
+    """Look again at a few samples of the data set, whose `data_identity` was `identity`.
+
+    Raises:
+        UsageError: they are others now, as where a script tells its data set of each epoch.
+    """
+    if len(samples) != identity["size"] or _look(samples, seed=1) != identity["samples"]:
+        raise UsageError(
+            "the data set gives other samples than when its CachedLoader was made, so that activations that are kept "
+            "are not theirs: give store=False, or make another CachedLoader once it has changed"
+        )
+
+
+def description_of(dataset: Any) -> str:
+    """Return a digest of a data set's class, code and settings, and of the size and time of each file they name."""
+    return hashlib.sha256(canonical(_DataDescription({}).of(dataset)).encode()).hexdigest()
+
+
+class _DataDescription(Description):
+    """Describes a data set by all that it holds; a tensor by its content, a handle by its class alone."""
+
+    def of(self, value: Any) -> JSON:
+        """Return what is to be known of `value`; of a file's name what is known of the file too."""
+        if not isinstance(value, (str, os.PathLike)):
+            return super().of(value)
+        name = os.fspath(value)
+        shown = name if isinstance(name, str) else name.hex()
+        try:
+            status = os.stat(name)
+        except (OSError, ValueError):
+            return shown
+        # Not of folders: they may hold what the script itself writes.
+        return ["file", shown, status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else shown
+
+    def _described(self, value: Any) -> JSON:
+        if isinstance(value, Dataset) and not isinstance(value, torch.nn.Module):
+            held = {name: inner for name, inner in sorted(vars(value).items()) if not name.startswith("__")}
+            return ["data", self.of(type(value)), self.of(held)]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            held = {part.name: getattr(value, part.name, None) for part in dataclasses.fields(value)}
+            return ["data", self.of(type(value)), self.of(held)]
+        return super()._described(value)
+
+
+def _look(samples: Samples, *, seed: int) -> str:
+    """Return a digest of a few samples spread over the data set; what they draw at random follows from `seed`."""
+    ids = evenly(np.arange(len(samples)), min(samples.batch_rows, SAMPLES_SHOWN))
+    with own_draws(seed):
+        return _digest(samples.load(ids, np.zeros_like(ids)))
 
 
 def _digest(batch: Any) -> str:

@@ -153,7 +153,7 @@ def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 
 def summary_section(groups: Sequence[Group]) -> Section:
     """Return the section that says what came of the runs."""
     compared = [(group, compare(group, groups)) for group in groups]
-    held_out = [float(group.runs[0].settings["validation_fraction"]) > 0 for group in groups]
+    held_out = [group.runs[0].settings["validation_fraction"] > 0 for group in groups]
     where = "on held-out samples" if all(held_out) else "on the test set"
     if any(held_out) and not all(held_out):
         where += ", or on samples held out where --validation-fraction is given"

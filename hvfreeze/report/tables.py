@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.errors import RefusedError
+from hvfreeze.config.sections import AUTO
+from hvfreeze.config.tree import Config, flat, from_dict, to_dict
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
-from hvfreeze.wording import plural
+from hvfreeze.wording import on_one_line, plural
 
 RANKS_SHOWN = 8
 """With more ranks than this, equal ballots are counted instead of listed."""
@@ -66,8 +68,8 @@ class Table:
     """Titles of the columns that hold text, not numbers."""
 
     def to_text(self) -> str:
-        """Return the table with bars between aligned columns, which is a table in Markdown too."""
-        cells = [self.columns, *self.rows]
+        """Return the table with bars between aligned columns, which is a table in Markdown too, a line a row."""
+        cells = [tuple(map(on_one_line, row)) for row in (self.columns, *self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         left = [i == 0 or title in self.prose for i, title in enumerate(self.columns)]
         lines = [
@@ -220,7 +222,7 @@ def bits_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
     key = "test_bits_per_character"
     if not any(key in line for other in groups for run in other.runs for line in run.metrics):
         return {}
-    last = [line[key] for run in group.runs for line in run.metrics[-1:] if key in line]
+    last = [line[key] for run in group.runs for line in run.metrics[-1:] if line.get(key) is not None]
     return {"Bits per character": f"{sum(last) / len(last):.3f}" if last else ""}
 
 
@@ -300,13 +302,30 @@ def command_table(groups: Sequence[Group]) -> Table:
 
 def command(run: Run, *, num_runs: int = 1) -> str:
     """Return the command that starts such a run."""
-    words = ["hvfreeze train"]
-    usual = {leaf: value for leaves in to_dict(Config()).values() for leaf, value in leaves.items()}
+    words = ["hvfreeze", "train"]
+    usual = usual_settings(run.settings)
     for leaf, value in run.settings.items():
         if value != usual.get(leaf) and leaf not in WITHOUT_EFFECT:
-            text = "..." if leaf in ("seed", "data_seed") and num_runs > 1 else str(value)
-            words.append(f"--{leaf.replace('_', '-')}" + ("" if value is True else f" {text}"))
-    return (f"horovodrun -np {run.size} " if run.size > 1 else "") + " ".join(words)
+            words.append(f"--{leaf.replace('_', '-')}")
+            if value is not True:
+                words.append("..." if leaf in ("seed", "data_seed") and num_runs > 1 else str(value))
+    return (f"horovodrun -np {run.size} " if run.size > 1 else "") + shlex.join(words)
+
+
+def usual_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves that a run has where no flag is given but what their defaults depend on; these as ever."""
+    auto = {"freeze": AUTO} if settings["freeze"] == AUTO else {}
+    alone = {"strategy": settings["strategy"], **auto}
+    chosen = {**alone, "optimizer": settings["optimizer"], **({"head": settings["head"]} if auto else {})}
+    try:
+        plain, first, usual = (flat(to_dict(from_dict(tree)), source="") for tree in ({}, alone, chosen))
+    except UsageError:
+        # Of another version.
+        return flat(to_dict(Config()), source="")
+    # With --lr and without --optimizer, auto takes AdamW.
+    named = {"optimizer": None} if auto and settings["optimizer"] != AUTO else {}
+    depended_on = {leaf: (plain if leaf in alone else first)[leaf] for leaf in chosen}
+    return {**usual, **depended_on, **named}
 
 
 def environment_table(groups: Sequence[Group]) -> Table:

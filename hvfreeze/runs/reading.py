@@ -7,14 +7,15 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvfreeze.config.rules import typed
 from hvfreeze.config.sections import AUTO
-from hvfreeze.config.tree import Config, in_place, parse_plain_yaml, to_dict
-from hvfreeze.errors import RefusedError
+from hvfreeze.config.tree import Config, in_place, leaves, parse_plain_yaml, to_dict
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.clock import PHASES, train_seconds
 
 
@@ -32,6 +33,80 @@ TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")
 METRICS = ("epoch", "step", "cut", "test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
 VOTE = ("step", "epoch", "proposals", "weights", "tally", "total", "quorum", "cut_before", "cut_after", "reason")
 SUMMARY = ("test_accuracy", "best_test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
+
+Kind = Callable[[Any], bool]
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value of a file is a finite number that a float holds."""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def is_count(value: Any) -> bool:
+    """Tell whether a value of a file is a whole number, 0 or more."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_text(value: Any) -> bool:
+    """Tell whether a value of a file is text."""
+    return isinstance(value, str)
+
+
+def or_none(kind: Kind) -> Kind:
+    """Return the kind of what may be unknown."""
+    return lambda value: value is None or kind(value)
+
+
+def list_of(kind: Kind) -> Kind:
+    """Return the kind of lists."""
+    return lambda value: isinstance(value, list) and all(map(kind, value))
+
+
+def named(kind: Kind) -> Kind:
+    """Return the kind of objects whose values are alike."""
+    return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
+
+
+def with_keys(kinds: Mapping[str, Kind]) -> Kind:
+    """Return the kind of objects in which some keys, where they are there, have values of their kinds."""
+    return lambda value: isinstance(value, dict) and all(kinds[key](value[key]) for key in kinds if key in value)
+
+
+IN_ENVIRONMENT: dict[str, Kind] = {
+    "size": lambda value: is_count(value) and value > 0,
+    "hosts": list_of(is_text),
+    "versions": named(or_none(is_text)),
+    "resumed": list_of(lambda value: with_keys({"changed": list_of(is_text)})(value) and "changed" in value),
+}
+OF_MODEL = dict.fromkeys(("test_accuracy", "test_loss", "train_accuracy", "train_loss"), or_none(is_number))
+IN_METRICS: dict[str, Kind] = {
+    **dict.fromkeys(("epoch", "step", "cut", "allreduce_bytes"), is_count),
+    **dict.fromkeys(("train_seconds", "images_per_second"), is_number),
+    "test_accuracy": or_none(is_number),
+    "test_bits_per_character": or_none(is_number),
+    "seconds": named(is_number),
+    "cache": with_keys({"mode": is_text}),
+    "models": named(with_keys(OF_MODEL)),
+}
+IN_VOTE: dict[str, Kind] = {
+    **dict.fromkeys(("step", "epoch", "cut_before", "cut_after"), is_count),
+    **dict.fromkeys(("total", "quorum"), is_number),
+    "reason": is_text,
+    "proposals": list_of(is_count),
+    "weights": list_of(is_number),
+    "tally": list_of(is_number),
+    "shadow": named(
+        lambda value: with_keys({"cut": is_count, "proposals": list_of(is_count)})(value) and len(value) >= 2
+    ),
+    "gains": list_of(list_of(or_none(is_number))),
+}
+IN_SUMMARY: dict[str, Kind] = {
+    **dict.fromkeys(("test_accuracy", "train_seconds", "images_per_second"), is_number),
+    "seconds": named(is_number),
+    "allreduce_bytes": is_count,
+    "cut_history": list_of(lambda value: list_of(is_count)(value) and len(value) == 3),
+}
+"""What is read of each file, and as what; other keys may hold anything."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,12 +250,29 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
 
 
 def check_values(run: Run) -> None:
-    """Refuse a run with values of another kind than numbers where numbers belong."""
-    try:
-        _ = run.size, run.images_per_second, run.allreduce_bytes, run.final_cut, run.steps_per_epoch
-        _ = run.accuracies, run.seconds, run.train_seconds, run.cut_history, run.is_baseline
-    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as error:
-        raise RefusedError(f"{run.directory} is damaged: {type(error).__name__}: {error}") from error
+    """Refuse a run with values of another kind than belong there; names the file and the key."""
+    files: list[tuple[str, Sequence[Mapping[str, Any]], Mapping[str, Kind]]] = [
+        ("environment.json", [run.environment], IN_ENVIRONMENT),
+        ("metrics.jsonl", run.metrics, IN_METRICS),
+        ("decisions.jsonl", run.decisions, IN_VOTE),
+        ("summary.json", [] if run.summary is None else [run.summary], IN_SUMMARY),
+    ]
+    for name, objects, kinds in files:
+        for number, found in enumerate(objects, 1):
+            place = f"{run.directory / name}" + (f" line {number}" if name.endswith("l") else "")
+            for key, kind in kinds.items():
+                if key in found and not kind(found[key]):
+                    raise RefusedError(f"{place} is damaged: {key} ({repr(found[key])[:40]}) is not what belongs there")
+    if run.metrics[0]["step"] < 1:
+        raise RefusedError(f"{run.directory / 'metrics.jsonl'} line 1 is damaged: step (0) is not what belongs there")
+    path = run.directory / "config.yaml"
+    for leaf, (_, field, kind) in leaves().items():
+        value = run.settings[leaf]
+        try:
+            if value is not None or field.default is not None:
+                typed(leaf, value, kind, source=str(path))
+        except UsageError as error:
+            raise RefusedError(f"{path} is damaged: {error}") from error
 
 
 def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:

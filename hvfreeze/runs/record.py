@@ -98,7 +98,10 @@ class Record:
             resumed = [*resumed, {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changed": self._changed}]
         self.resumed = resumed
         if self._changed or not known.exists():
-            publish(known, [yaml.safe_dump(absolute(self._settings), sort_keys=False).encode()])
+            settings = absolute(self._settings)
+            # Leave to go on is given to one job: whoever takes this file for another one has to ask again.
+            settings["run"] |= {"resume": False, "resume_inexact": False}
+            publish(known, [yaml.safe_dump(settings, sort_keys=False).encode()])
         environment = {**self._environment, **({"resumed": resumed} if resumed else {})}
         publish(place, [json.dumps(environment, indent=1).encode() + b"\n"])
         # A run that goes on, such as one that is given more epochs, has not come to its end.

@@ -31,7 +31,21 @@ from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, 
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
 from hvfreeze.data.folders import Folders
 from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, count_odd
-from hvfreeze.data.overlap import Overlap, digests_of_files, doubles_in_memory, files_to_compare, look_at, match
+from hvfreeze.data.overlap import (
+    Doubles,
+    Overlap,
+    digests_of_decoded,
+    digests_of_files,
+    doubles_by_origin,
+    doubles_in_memory,
+    files_to_compare,
+    look_at,
+    match,
+    samples_to_decode,
+)
+from hvfreeze.data.own import DatasetSource
+from hvfreeze.data.shards import Ids
+from hvfreeze.data.text import TextSource
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
@@ -276,7 +290,7 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
 def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs, *, replicas: int) -> Overlap | None:
     """Return which evaluated images are training images too, None where none is known to be. Collective.
 
-    Images of all ranks are compared where they are in memory, else a few files.
+    Images of all ranks are compared where they are in memory, else a few of their files, or of them once decoded.
     """
     replica, place = divmod(world.rank, world.size // replicas)
     held, shown = (x.pixels if isinstance(x, Images) else None for x in (feed.images, evaluated))
@@ -287,20 +301,22 @@ def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
     everyone = [each for each, first in world.allgather_object((here, place == 0), name="overlap") if first]
     looks = [each for each in everyone if each is not None]
     trained, tested = corpus.train.source, corpus.evaluated.source
+    ids = np.unique(np.concatenate(corpus.plan.shards))
     if len(looks) == len(everyone):
         owned = corpus.owned(replica=replica, replicas=replicas)
         mine = doubles_in_memory(held, owned, looks) if isinstance(held, MemoryPixels) and place == 0 else {}
         doubles = {k: v for theirs in world.allgather_object(mine, name="overlap.doubles") for k, v in theirs.items()}
         looked_at = sum(len(each.digests) for each in looks)
     elif isinstance(trained, FileSource) and isinstance(tested, FileSource):
-        ids = np.unique(np.concatenate(corpus.plan.shards))
         chosen, candidates = files_to_compare(tested, corpus.evaluated_ids, trained, ids)
         parts = (digests_of_files(s, i[world.rank :: world.size]) for s, i in ((tested, chosen), (trained, candidates)))
         digests = world.allgather_object(tuple(parts), name="overlap.files")
         doubles = match(*({k: v for both in digests for k, v in both[part].items()} for part in (0, 1)))
         looked_at = len(chosen)
-    else:
+    elif isinstance(tested, TextSource):
         return None
+    else:
+        doubles, looked_at = doubles_of_streamed(world, corpus, ids)
     if not doubles:
         return None
     first = min(doubles)
@@ -310,6 +326,26 @@ def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
         evaluated=len(corpus.evaluated_ids),
         example=(corpus.evaluated.called(first), corpus.train.called(doubles[first])),
     )
+
+
+def doubles_of_streamed(world: World, corpus: Corpus, ids: Ids) -> tuple[Doubles, int]:
+    """Return which evaluated images are among the training images `ids`, and how many were looked at. Collective.
+
+    For images that are neither in memory nor in files that are known.
+    """
+    trained, tested = corpus.train.source, corpus.evaluated.source
+    if isinstance(trained, DatasetSource) and isinstance(tested, DatasetSource):
+        doubles = doubles_by_origin(tested, corpus.evaluated_ids, trained, ids)
+        if doubles:
+            return doubles, len(corpus.evaluated_ids)
+    chosen, candidates = samples_to_decode(corpus.evaluated_ids, ids)
+    mine = [
+        digests_of_decoded(image_set, some[world.rank :: world.size])
+        for image_set, some in ((corpus.evaluated, chosen), (corpus.train, candidates))
+    ]
+    everyone = world.allgather_object(mine, name="overlap.decoded")
+    doubles = match(*({k: v for both in everyone for k, v in both[part].items()} for part in (0, 1)))
+    return doubles, len(chosen)
 
 
 def load_share(

@@ -36,3 +36,15 @@ def test_ranks_that_hold_no_images_look_at_none(tmp_path: Path) -> None:
     flags = ["--strategy", "grid", "--parts", "2", "--micro-batches", "1", "--shuffle", "global"]
     [note], found = found_by(4, folder, tmp_path / "run", *flags)
     assert "train/b/3.webp" in note and found == {"found": 1, "looked_at": 9}
+
+
+@pytest.mark.parametrize("size", sizes(2, of=(2, 3, 4)))
+def test_streamed_images_of_ones_own_are_looked_at_by_all_ranks_together(size: int, tmp_path: Path) -> None:
+    command = [*TRAIN, "--batch-size", "2", "--data", "tests.single.training.test_overlap:copied_elsewhere"]
+    # Slurm leaves no memory for pixels.
+    result = hvfreeze(size, *command, "--run-dir", str(tmp_path / "run"), env={"SLURM_MEM_PER_NODE": "1"})
+    assert result.returncode == 0, str(result)
+    told = [line for line in result.stdout.splitlines() if "in training:" in line]
+    assert len(told) == 1 and "such as sample 0 (in training: sample 3)" in told[0]
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluated_in_training"]
+    assert found == {"found": 2, "looked_at": 4}

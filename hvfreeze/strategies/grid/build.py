@@ -74,6 +74,11 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     places = open_places(world, facts, observing=observes(config))
     boundaries = {rows: trial.boundaries for rows, trial in trials.items()}
     introduce(context, facts, segments, boundaries[settings.batch_size])
+    if facts.repartitions and config.strategy.cut_by not in ("params", "count"):
+        context.say(
+            "grid: with --redeal on, where parts end changes last digits, and that is measured anew at each start: a "
+            "run that is repeated or resumed may differ; --cut-by params or count is the same each time"
+        )
     keeps = raise_on_all_ranks(world, lambda: keeps_rows(config, facts, world), name="grid.rows")
     wire = open_wire(world, [*LANES, EVALUATION, REMOTE_ROWS, MOVING])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,10 @@ def test_counts_are_by_true_class_and_answer(finished: Finished) -> None:
     assert (result.count, result.correct, result.accuracy) == (6, 5, 5 / 6)
     told = describe(applied, EvaluatedSamples(lambda row: None, labels, "samples", own=True), result)  # type: ignore[arg-type,return-value]
     assert "the run reported" in told and len(told.splitlines()) == 5
+    odd = replace(applied, classes=("a\nb", "\x1b[0m", "c"))
+    result = judge(labels, answered, odd.classes, among_best=6, loss=0.5)
+    told = describe(odd, EvaluatedSamples(lambda row: None, labels, "samples", own=False), result)  # type: ignore[arg-type,return-value]
+    assert [line.split()[:2] for line in told.splitlines()[2:]] == [["a\\nb", "3"], ["\\x1b[0m", "3"]]
 
 
 def test_a_figure_of_many_classes_names_none_and_of_few_tells_counts() -> None:
@@ -148,6 +153,9 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
     refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is none of the")
     refused(call("evaluate", str(finished.run), "--data-dir", str(tmp_path / "no")), 3, "no does not exist")
     refused(call("evaluate", str(finished.run), "--batch-size", "-1"), 2, "--batch-size (-1)")
+    refused(
+        call("evaluate", str(finished.run), "--model-name", "other"), 3, "no other.pt; name one that it holds, model:"
+    )
     (tmp_path / "file").write_text("")
     outcome = call("evaluate", str(finished.run), "--out", str(tmp_path / "file"))
     assert outcome.returncode == 3 and "choose another --out" in outcome.messages[0], str(outcome)

@@ -91,7 +91,7 @@ def test_one_of_several_models_is_loaded_by_its_name(finished: Finished, copy: P
     images = torch.zeros(1, 3, 48, 48)
     expected = hvfreeze.load_model(finished.run).logits(images)
     assert torch.equal(hvfreeze.load_model(copy, name="model-a").logits(images), expected)
-    with pytest.raises(RefusedError, match=r"several models and no model.pt; name one of model-a"):
+    with pytest.raises(RefusedError, match=r"holds no model.pt; name one that it holds, model-a"):
         hvfreeze.load_model(copy)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +119,79 @@ def test_rows_of_another_prefix_data_set_or_precision_lie_in_another_file(tmp_pa
         {"autocast": torch.bfloat16},
     ]
     assert all(marks(tmp_path, **change) != "none" for change in changes)
+
+
+@dataclass(frozen=True)
+class Record:
+    path: Path
+
+
+class Files(Dataset[Any]):
+    """A sample a file, which it knows in a way of its own."""
+
+    def __init__(self, folder: Path, known: Callable[[Path], Any]) -> None:
+        self.known = [known(path) for path in sorted(folder.glob("*.pt"))]
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def __getitem__(self, index: int) -> Any:
+        place = self.known[index]
+        return torch.load(place.path if isinstance(place, Record) else place), index % 3
+
+
+@pytest.mark.parametrize("known", [str, Path, Record], ids=["text", "path", "record"])
+def test_rows_of_files_that_were_replaced_lie_in_another_file(tmp_path: Path, known: Callable[[Path], Any]) -> None:
+    """Also of one that no look at a few samples shows."""
+    torch.manual_seed(0)
+    for number in range(SAMPLES):
+        torch.save(torch.randn(3, 8, 8), tmp_path / f"{number:02}.pt")
+
+    def made() -> str:
+        return marks(tmp_path, data=lambda: Files(tmp_path, known))
+
+    assert made() != "none" and made() == "none"
+    replaced = tmp_path / "01.pt"
+    torch.save(torch.randn(3, 8, 8), replaced)
+    os.utime(replaced, ns=(1, 1))
+    assert made() != "none"
+    replaced.rename(tmp_path / "01-.pt")
+    assert made() != "none"
+
+
+class Scaled(Dataset[Any]):
+    """A script may scale it."""
+
+    scale = 1.0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.scale * torch.full((3, 8, 8), 1.0 + index), index % 3
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_samples_that_change_between_epochs_are_noticed(tmp_path: Path, store: bool) -> None:
+    """As where a script tells its data set of each epoch: kept rows are not those of its samples."""
+    model, data = image_model(), Scaled()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        model=model,
+        steps_per_epoch=4,
+        num_epochs=6,
+        settings=FreezeConfig(freeze="static", cut=1),
+        world=SoloWorld(),
+    )
+    cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=ROWS), optimizer, directory=tmp_path, store=store)
+    first = [batch.tensor for batch, _ in cached]
+    data.scale = 2.0
+    if store:
+        with pytest.raises(UsageError, match=r"gives other samples than when its CachedLoader was made.*store=False"):
+            next(iter(cached))
+    else:
+        assert not torch.equal(first[0], next(iter(cached))[0].tensor)
+    cached.close()
 
 
 class Skipping(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import types
 from pathlib import Path
@@ -41,12 +42,16 @@ def odd(num_classes):
 """
 
 
+OWN_MODULES = ("parts_of_mine", "other_parts", "middle_part")
+
+
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module `parts_of_mine` in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    monkeypatch.delitem(sys.modules, "parts_of_mine", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] in OWN_MODULES]:
+        monkeypatch.delitem(sys.modules, name)
     (tmp_path / "parts_of_mine.py").write_text(CODE)
     return tmp_path / "parts_of_mine.py"
 
@@ -70,6 +75,36 @@ def test_code_is_told_apart_by_its_file(code: Path) -> None:
     assert first == code_sha256("model", "parts_of_mine:odd")
     code.write_text(CODE + "\n")
     assert first != code_sha256("model", "parts_of_mine:plain")
+
+
+@pytest.mark.parametrize(
+    ("imports", "other"),
+    [
+        ("import other_parts", "other_parts.py"),
+        ("from other_parts import this", "other_parts.py"),
+        ("def later():\n    import other_parts.inner", "other_parts/inner.py"),
+        ("from other_parts import inner", "other_parts/inner.py"),
+        ("from other_parts import inner", "other_parts/__init__.py"),
+        ("import middle_part", "other_parts/deep/inner.py"),
+    ],
+)
+def test_code_is_told_apart_by_the_files_that_its_file_imports(code: Path, imports: str, other: str) -> None:
+    """Helpers of a model's file change the model as its own file does; installed packages have versions."""
+    code.write_text(f"{CODE}\n{imports}\n")
+    (code.parent / "middle_part.py").write_text("from other_parts.deep.inner import this")
+    path = code.parent / other
+    for folder in (path.parent, path.parent.parent):
+        if folder.is_relative_to(code.parent) and folder != code.parent:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "__init__.py").write_text("from . import inner\n" if folder == path.parent else "")
+            (folder / "inner.py").write_text("this = 1\n")
+    path.write_text("this = 1\n")
+    first = code_sha256("model", "parts_of_mine:plain")
+    assert first == code_sha256("model", "parts_of_mine:plain")
+    path.write_text("this = 2\n")
+    assert first != code_sha256("model", "parts_of_mine:plain")
+    code.write_text(CODE)
+    assert code_sha256("model", "parts_of_mine:plain") == hashlib.sha256(CODE.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,16 @@ import itertools
 import json
 import math
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvfreeze.__main__ import main
+from hvfreeze.cli import parse
+from hvfreeze.config.flags import configuration
+from hvfreeze.config.tree import to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.report import figures
 from hvfreeze.report.comparison import group_by_seed
@@ -73,6 +78,32 @@ def test_ballots_of_many_ranks_are_counted_and_a_shadow_has_a_column(tmp_path: P
 
 def test_the_command_of_a_run_names_what_differs_from_the_defaults(pair: list[Path]) -> None:
     assert command(load_run(pair[1])) == "horovodrun -np 2 hvfreeze train --epochs 3 --freeze gradient-norm"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"freeze": "auto", "epochs": 10},
+        {"freeze": "auto", "optimizer": "adamw"},
+        {"freeze": "auto", "optimizer": "sgd"},
+        {"freeze": "auto", "lr": 0.001},
+        {"freeze": "auto", "head": "last", "evaluate_every": 1},
+        {"strategy": "stale-ring", "optimizer": "sgd"},
+        {"strategy": "subnets", "momentum": 0.9},
+        {"optimizer": "adamw", "lr": 0.1},
+        {"data": "imagefolder", "data_dir": "my photos/it's here"},
+    ],
+)
+def test_the_command_of_a_run_starts_that_run(tmp_path: Path, flags: dict[str, Any]) -> None:
+    """Whatever its defaults depend on, and however a shell reads it."""
+    run = load_run(write_run(tmp_path / "run", accuracies=[0.1], size=1, **{"epochs": 16, **flags}))
+    words = shlex.split(command(run))
+    assert words[:2] == ["hvfreeze", "train"]
+    assert to_dict(configuration(parse(words[1:]))) == run.config
+
+
+def test_a_name_with_a_line_end_is_in_one_row_of_a_table() -> None:
+    assert Table(columns=("Run",), rows=(("a\nb\x1b",),)).to_text().splitlines()[2:] == ["| a\\nb\\x1b |"]
 
 
 def test_a_table_as_text_is_aligned_and_marks_its_columns() -> None:

@@ -40,6 +40,8 @@ def test_what_would_not_go_on_exactly_is_refused_or_allowed_and_recorded(
     assert [note for note in record.notes if note.startswith("not as before: ")]
     assert len(ran_on["resumed"]) == 1 and ran_on["resumed"][0]["changed"]
     assert held["cache"]["cache_dtype"] == flags.get("cache_dtype", "native")
+    # Who takes the file for another job has to allow that job the same.
+    assert held["run"]["resume"] is held["run"]["resume_inexact"] is False
     # From then on this is what the run is, and its history stays.
     assert start(tmp_path, now, **flags).close() is None
     assert kept(tmp_path)[1]["resumed"] == ran_on["resumed"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hvfreeze.strategies.grid.partitioning import (
     shorter_lines,
     transfers,
 )
+from tests.program import call
 
 FOUR = Partitioning(((0, 2), (2, 4), (4, 6), (6, 8)))
 EVEN = [1.0] * 8
@@ -83,3 +85,10 @@ def test_lines_share_a_batch_by_whole_micro_batches(rows: int, lines: int) -> No
     expected = torch.arange(rows).tensor_split(4)
     assert [part.labels.tolist() for part in parts] == [labels.tolist() for labels in expected]
     assert [part.counted for part in parts] == [len(labels) for labels in expected]
+
+
+@pytest.mark.parametrize(("flags", "said"), [((), True), (("--cut-by", "count"), False), (("--redeal", "off"), False)])
+def test_that_a_measured_partition_changes_digits_is_said(tmp_path: Path, flags: tuple[str, ...], said: bool) -> None:
+    small = "train --strategy grid --redeal on --model mlp-8 --train-samples 40 --batch-size 20 --epochs 1 --threads 1"
+    outcome = call(*small.split(), "--run-dir", str(tmp_path / "run"), *flags)
+    assert outcome.returncode == 0 and ("that is measured anew at each start" in outcome.stdout) is said, str(outcome)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from hvfreeze.data import overlap
 from hvfreeze.data.data_sets import ImageSet
@@ -142,6 +143,77 @@ def test_a_function_that_returns_one_split_for_both_is_told(tmp_path: Path) -> N
     outcome = call(*TRAIN, "--data", f"{__name__}:ignorant", "--run-dir", str(tmp_path / "run"))
     [note], _ = told(outcome, tmp_path / "run")
     assert "16 are training images too, such as sample 0 (in training: sample 0)" in note
+
+
+def copied_elsewhere(*, split: str) -> Dataset[Any]:
+    """Copies in another order, whose place in training nothing tells but their pixels."""
+    return Noise(range(16) if split == "train" else [3, 100, 101, 9])
+
+
+def divided_twice(*, split: str) -> Dataset[Any]:
+    """By random_split, as with another seed for each split."""
+    return Subset(WHOLE, range(12) if split == "train" else [20, 10, 30, 11])
+
+
+def divided_folder(data_dir: str, *, split: str) -> Dataset[Any]:
+    """Two objects over one folder."""
+    return Subset(Folder(Path(data_dir)), range(12) if split == "train" else [14, 15, 10, 11])
+
+
+class Noise(Dataset[tuple[Image.Image, int]]):
+    """Images by their seeds."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.seeds = seeds
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, row: int) -> tuple[Image.Image, int]:
+        return noise(self.seeds[row]), row % 2
+
+
+WHOLE = Noise(range(40))
+
+
+class Folder(Noise):
+    """With a list of its files, as torchvision's has it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(range(40))
+        self.samples = [(str(folder / f"{row}.png"), row % 2) for row in range(40)]
+        for path, _ in self.samples:
+            Path(path).touch()
+
+
+@pytest.mark.parametrize(
+    ("made", "decoded", "first", "second", "count"),
+    [
+        (ignorant, 4, 0, 0, 4),
+        (copied_elsewhere, 4, 0, 3, 2),
+        (divided_twice, 0, 1, 10, 2),
+        (divided_folder, 0, 2, 10, 2),
+    ],
+)
+def test_own_images_that_are_streamed_are_looked_at_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    made: Callable[..., Any],
+    decoded: int,
+    first: int,
+    second: int,
+    count: int,
+) -> None:
+    monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    monkeypatch.setattr(overlap, "MOST_DECODED", 4)
+    if not decoded:
+        monkeypatch.setattr("hvfreeze.training.build.samples_to_decode", None)
+    name = f"{__name__}:{made.__name__}"
+    outcome = call(*TRAIN, "--data", name, "--data-dir", str(tmp_path), "--run-dir", str(tmp_path / "run"))
+    [note], found = told(outcome, tmp_path / "run")
+    assert (
+        found == {"found": count, "looked_at": 4} and f"such as sample {first} (in training: sample {second})" in note
+    )
 
 
 def test_images_that_agree_where_they_are_looked_at_first_are_not_confused() -> None:

@@ -99,9 +99,14 @@ class ArraySource:
         _, channels, height, width = self.pixels.shape
         return (channels, self.side or height, self.side or width)
 
+    @property
+    def kept(self) -> bool:
+        """Whether `pixels` are what images are decoded to."""
+        return self.image_shape == self.pixels.shape[1:]
+
     def decode(self, row: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one image."""
-        if self.image_shape == self.pixels.shape[1:]:
+        if self.kept:
             kept: PixelArray = self.pixels[row]
             return kept
         assert self.side is not None

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
 from hvfreeze.comm.cycle_time import rest_longer_where_cores_are_full
+from hvfreeze.comm.node_memory import protect
 from hvfreeze.comm.replica_sync import broadcast_model
 from hvfreeze.comm.resources import (
     bound_apart,
@@ -46,6 +47,7 @@ from hvfreeze.training.auto import auto_stages, notes_on_stages
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
 from hvfreeze.training.mirror_trial import Finding, find_out, is_open
+from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, reads_images, statistics_of
@@ -105,6 +107,7 @@ def open_corpus(
 
     folders, local = look_once(world, look, place=str(root), what="data")
     listed = folders and folders.here(root, local)
+    contents, refusal = read_archive_once(data, world)
     splits = raise_on_all_ranks(
         world,
         lambda: open_data(
@@ -112,12 +115,13 @@ def open_corpus(
             data.data_dir,
             image_size=data.stored_size,
             listed=listed,
+            contents=contents,
             skip_bad=data.skip_bad,
             context=data.window,
         ),
         name="data",
     )
-    splits = with_odd_counted(splits, world)
+    splits = with_odd_counted(replace(splits, notes=[*splits.notes, *notes_on_sharing(refusal)]), world)
     if data.skip_bad:
         splits = without_broken(splits, world)
     return raise_on_all_ranks(
@@ -174,7 +178,7 @@ def assemble(
 ) -> Job:
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
     replica, replicas = place_of(world, config.strategy)
-    feed, evaluated = load_share(config, world, corpus, replica=replica, replicas=replicas)
+    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, replicas=replicas)
     content = content_of(world, corpus, feed, evaluated, replicas=replicas)
     overlap = overlap_of(world, corpus, feed, evaluated, replicas=replicas)
     card = raise_on_all_ranks(
@@ -240,6 +244,7 @@ def assemble(
         called=corpus.train.called,
         judge=factory.judge(stages) if auto and len(stages) > 1 else None,
         mirror=finding,
+        notes=notes,
     )
 
 
@@ -313,13 +318,17 @@ def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
 
 def load_share(
     config: Config, world: World, corpus: Corpus, *, replica: int, replicas: int
-) -> tuple[TrainFeed, Inputs]:
-    """Load the pixels of this rank's replica, to train on and to evaluate. Collective.
+) -> tuple[TrainFeed, Inputs, list[str]]:
+    """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
+
+    Pixels that several ranks of a node read are there once; each of them decodes a part.
 
     Raises:
         BrokenImagesError: one message names the broken images of all ranks; on all ranks.
     """
     broken: list[str] = []
+    budget_bytes = memory_budget(world.local_size)
+    pools, unshared = share_pools(config, world, corpus, replicas=replicas, budget_bytes=budget_bytes)
 
     def load() -> tuple[TrainFeed, Inputs] | None:
         try:
@@ -329,9 +338,10 @@ def load_share(
                 seed=config.data_seed,
                 replica=replica,
                 replicas=replicas,
-                budget_bytes=memory_budget(world.local_size) if reads_images(world, config.strategy) else 0,
+                budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
                 statistics=statistics_of(config.model),
                 solved=config.head.solved,
+                pools=pools,
             )
         except BrokenImagesError as error:
             broken.extend(error.reasons)
@@ -344,7 +354,10 @@ def load_share(
         refusal.everywhere = True
         raise refusal
     assert feeds is not None
-    return feeds
+    for pool in pools:
+        if pool is not None:
+            protect(pool.pixels)
+    return *feeds, notes_on_sharing(unshared)
 
 
 def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:
@@ -385,6 +398,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     job.unread = lambda stages, why: without_effect(replace(plan, stages=stages, stopped=why), given)
     job.notes = [
         *corpus.notes,
+        *(note for note in job.notes if note not in corpus.notes),
         *([job.overlap.describe()] if job.overlap else []),
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),

@@ -58,14 +58,15 @@ def read_archive_once(data: DataConfig, world: World) -> tuple[Contents | None, 
     whole = None not in here and len(labels) == len(files)
     ends = np.cumsum([len(labels[name]) for name in files]) if whole else np.zeros(1, np.int64)
     memory, refusal = share_memory(world, node, int(ends[-1] * np.prod(IMAGE_SHAPE)), name="archive")
-    if memory is None:
-        return None, refusal
-    assert mine is not None
-    pixels = memory.reshape(-1, *IMAGE_SHAPE)
-    for name, end in zip(files, ends):
-        if name in mine[1]:
-            pixels[end - len(labels[name]) : end] = mine[1][name][0]
+    if memory is not None and mine is not None:
+        pixels = memory.reshape(-1, *IMAGE_SHAPE)
+        for name, end in zip(files, ends):
+            if name in mine[1]:
+                pixels[end - len(labels[name]) : end] = mine[1][name][0]
+    # Also ranks of nodes that share nothing come here.
     world.barrier(name="archive.read")
+    if memory is None or mine is None:
+        return None, refusal
     protect(memory)
     trained = int(ends[len(archive.train) - 1])
     train, test = ([n for name in names for n in labels[name].tolist()] for names in (archive.train, archive.test))

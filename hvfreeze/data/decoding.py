@@ -130,9 +130,9 @@ class MemoryPixels:
         So it does not depend on how samples are dealt out to ranks. Of large sets some samples are left out.
         """
         rarely = -(-len(self._row_of) * self.bytes_each // MOST_DIGESTED_BYTES)
-        total = 0
+        total, pixels = 0, self._pixels.numpy()
         for sample in ids[ids % max(1, rarely) == 0].tolist():
-            row = self._pixels[self._row_of[sample]].numpy()
+            row = pixels[self._row_of[sample]]
             digest = hashlib.blake2b(row.data, digest_size=8, key=sample.to_bytes(8, "little")).digest()
             total = (total + int.from_bytes(digest, "little")) % 2**64
         return total

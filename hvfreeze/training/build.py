@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
@@ -32,7 +33,18 @@ from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, 
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
 from hvfreeze.data.folders import Folders
 from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, count_odd
-from hvfreeze.data.overlap import Overlap, digests_of_files, doubles_in_memory, files_to_compare, look_at, match
+from hvfreeze.data.overlap import (
+    Digests,
+    Doubles,
+    Overlap,
+    digests_in_memory,
+    digests_of_files,
+    files_to_compare,
+    first_pixels,
+    looked_at,
+    match,
+)
+from hvfreeze.data.shards import Ids
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
@@ -286,23 +298,23 @@ def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
     held, shown = (x.pixels if isinstance(x, Images) else None for x in (feed.images, evaluated))
     here = None
     if isinstance(held, MemoryPixels) and isinstance(shown, MemoryPixels):
-        here = look_at(shown, corpus.share(replica=replica, replicas=replicas))
+        ids = looked_at(shown, corpus.share(replica=replica, replicas=replicas))
+        here = (shown, ids), (held, corpus.owned(replica=replica, replicas=replicas))
     # One rank of those that work on the same samples.
-    everyone = [each for each, first in world.allgather_object((here, place == 0), name="overlap") if first]
-    looks = [each for each in everyone if each is not None]
+    leads = place == 0
+    counts = world.allgather_object((leads, None if here is None else len(here[0][1])), name="overlap")
+    known = [count for leading, count in counts if leading and count is not None]
     trained, tested = corpus.train.source, corpus.evaluated.source
-    if len(looks) == len(everyone):
-        owned = corpus.owned(replica=replica, replicas=replicas)
-        mine = doubles_in_memory(held, owned, looks) if isinstance(held, MemoryPixels) and place == 0 else {}
-        doubles = {k: v for theirs in world.allgather_object(mine, name="overlap.doubles") for k, v in theirs.items()}
-        looked_at = sum(len(each.digests) for each in looks)
+    if len(known) == sum(leading for leading, _ in counts):
+        doubles = doubles_in_memory(world, here if leads else None)
+        looked = sum(known)
     elif isinstance(trained, FileSource) and isinstance(tested, FileSource):
-        ids = np.unique(np.concatenate(corpus.plan.shards))
-        chosen, candidates = files_to_compare(tested, corpus.evaluated_ids, trained, ids)
+        every = np.unique(np.concatenate(corpus.plan.shards))
+        chosen, candidates = files_to_compare(tested, corpus.evaluated_ids, trained, every)
         parts = (digests_of_files(s, i[world.rank :: world.size]) for s, i in ((tested, chosen), (trained, candidates)))
         digests = world.allgather_object(tuple(parts), name="overlap.files")
         doubles = match(*({k: v for both in digests for k, v in both[part].items()} for part in (0, 1)))
-        looked_at = len(chosen)
+        looked = len(chosen)
     else:
         return None
     if not doubles:
@@ -310,10 +322,31 @@ def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
     first = min(doubles)
     return Overlap(
         found=len(doubles),
-        looked_at=looked_at,
+        looked_at=looked,
         evaluated=len(corpus.evaluated_ids),
         example=(corpus.evaluated.called(first), corpus.train.called(doubles[first])),
     )
+
+
+def doubles_in_memory(world: World, here: tuple[tuple[MemoryPixels, Ids], tuple[MemoryPixels, Ids]] | None) -> Doubles:
+    """Return which evaluated images of any rank are among the training images of any. Collective.
+
+    `here` are this rank's evaluated and training images, None where other ranks have them all.
+    """
+    nothing = np.zeros(0, "S1")
+    tested, trained = (first_pixels(*each) for each in here) if here else (nothing, nothing)
+    seen = np.concatenate(world.allgather_object(tested, name="overlap.first"))
+    alike = np.concatenate(world.allgather_object(np.intersect1d(trained, seen), name="overlap.alike"))
+    if len(alike) == 0:
+        return {}
+
+    def digests_of(pixels: MemoryPixels, ids: Ids, first: NDArray[np.bytes_]) -> Digests:
+        return digests_in_memory(pixels, ids[np.isin(first, alike)])
+
+    mine = digests_of(*here[0], tested) if here else {}
+    digests = {k: v for theirs in world.allgather_object(mine, name="overlap.digests") for k, v in theirs.items()}
+    found = match(digests, digests_of(*here[1], trained)) if here else {}
+    return {k: v for theirs in world.allgather_object(found, name="overlap.doubles") for k, v in theirs.items()}
 
 
 def load_share(

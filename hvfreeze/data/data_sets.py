@@ -71,7 +71,7 @@ class ImageSet:
     @property
     def ids(self) -> NDArray[np.int64]:
         """The samples that may be used, (N,) ascending."""
-        return np.array([row for row in range(len(self)) if row not in self.broken], dtype=np.int64)
+        return np.delete(np.arange(len(self)), list(self.broken))
 
     @property
     def image_shape(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from hvfreeze.comm.world import World
 
 @dataclass(frozen=True)
 class Node:
-    """The ranks of a job that run on this machine, by its name."""
+    """The ranks of a job that run on this machine, by its name, and read the same there."""
 
     host: str
     ranks: tuple[int, ...]
@@ -31,15 +31,15 @@ class Node:
     place: int
     """This rank's, in `ranks`."""
     shared: bool
-    """Whether any machine of the job has several ranks; the same on all ranks."""
+    """Whether the job has any such ranks beside each other; the same on all ranks."""
 
 
-def node_of(world: World) -> Node:
-    """Return the ranks that share this rank's machine. Collective."""
-    hosts = world.allgather_object(socket.gethostname(), name="node")
-    host = hosts[world.rank]
-    ranks = tuple(rank for rank, other in enumerate(hosts) if other == host)
-    return Node(host, ranks, ranks.index(world.rank), shared=len(set(hosts)) < len(hosts))
+def node_of(world: World, *, reads: str = "") -> Node:
+    """Return the ranks that share this rank's machine, and read from the same place there. Collective."""
+    here = (socket.gethostname(), reads)
+    places = world.allgather_object(here, name="node")
+    ranks = tuple(rank for rank, other in enumerate(places) if other == here)
+    return Node(here[0], ranks, ranks.index(world.rank), shared=len(set(places)) < len(places))
 
 
 def share_memory(world: World, node: Node, count: int, *, name: str) -> tuple[NDArray[np.uint8] | None, str]:

@@ -39,7 +39,7 @@ def read_archive_once(data: DataConfig, world: World) -> tuple[Contents | None, 
     archive, root = ARCHIVES.get(data.data), root_of(data.data_dir)
     if archive is None:
         return None, ""
-    node = node_of(world)
+    node = node_of(world, reads=str(root.resolve()))
     if not node.shared:
         return None, ""
     files = (*archive.train, *archive.test)
@@ -82,7 +82,7 @@ def share_pools(
     """
     if isinstance(corpus.train.source, TextSource) or (replicas == world.size and not corpus.plan.mixes):
         return (None, None), ""
-    node = node_of(world)
+    node = node_of(world, reads=str(root_of(config.data.data_dir).resolve()))
     nothing = np.zeros(0, np.int64)
 
     def wanted(samples: Callable[[int], Ids]) -> Callable[[int], Ids]:

@@ -166,6 +166,20 @@ def check_machines_share_nothing_with_each_other(world: World) -> None:
         assert corpus.train.identity() == open_data("cifar10", data.data_dir).train.identity()
 
 
+def check_ranks_that_read_from_different_places_share_nothing(world: World) -> None:
+    with folder_of(world) as folder:
+        if world.rank == 0:
+            for name in "01":
+                write_cifar10(folder / name)
+            other = folder / "1" / ARCHIVE.folder
+            shutil.copy(other / "data_batch_3", other / "data_batch_2")
+        world.barrier(name="test.written")
+        root = folder / str(world.rank % 2)
+        corpus = opened(world, Config(data=DataConfig(data="cifar10", data_dir=str(root))))
+        expected, _ = read_archive(root, ARCHIVE).train
+        assert (np.stack([corpus.train.decode(row) for row in range(20)]) == expected).all()
+
+
 def check_where_memory_is_refused_each_rank_keeps_its_own(world: World) -> None:
     def refused(*_: object) -> int:
         raise OSError(errno.ENOSYS, "it is refused")

@@ -24,8 +24,10 @@ def available_bytes(*, processes: int = 1, root: Path = Path("/")) -> int:
     found = [_machine(root), *_control_groups(root)]
     allowed = slurms_bytes()
     if allowed is not None:
-        # Slurm's limit is for the job here, and its other processes are much like this one.
-        found.append(max(0, allowed - processes * _number(root / "proc/self/status", "RssAnon:")))
+        # Slurm's limit is for the job here, and its other processes are much like this one; what they share is there
+        # once.
+        own, shared = (_number(root / "proc/self/status", name) for name in ("RssAnon:", "RssShmem:"))
+        found.append(max(0, allowed - processes * own - shared))
     return min(found)
 
 

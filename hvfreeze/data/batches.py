@@ -17,7 +17,7 @@ from torch import Tensor
 from hvfreeze.config.rules import parse_recipe
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.data_sets import DataSplits, ImageSet
-from hvfreeze.data.decoding import Images, Inputs, load_pixels
+from hvfreeze.data.decoding import Images, Inputs, Pool, load_pixels
 from hvfreeze.data.images import all_loaded, listed
 from hvfreeze.data.shards import Ids, ShardPlan, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.text import TextSource
@@ -247,6 +247,7 @@ def open_feeds(
     budget_bytes: int,
     statistics: Statistics | None = None,
     solved: bool = False,
+    pools: tuple[Pool | None, Pool | None] = (None, None),
 ) -> tuple[TrainFeed, Inputs]:
     """Load the pixels, or windows, of a replica's training and evaluation samples.
 
@@ -259,10 +260,11 @@ def open_feeds(
         budget_bytes: what each split's pixels may take in memory.
         statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
         solved: see `augment_of`.
+        pools: memory for the training and the evaluation samples, where that is taken already.
     """
     mirrors = data.mirrors(corpus.train.flips)
 
-    def load(image_set: ImageSet, ids: Ids, augment: Augment) -> Inputs:
+    def load(image_set: ImageSet, ids: Ids, augment: Augment, pool: Pool | None) -> Inputs:
         if isinstance(image_set.source, TextSource):
             return Windows(image_set.source, Shift(data_seed=seed, augment=augment))
         transform = transform_for(
@@ -275,13 +277,15 @@ def open_feeds(
             mirrors=mirrors,
         )
         workers = max(1, torch.get_num_threads())
-        pixels = load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers)
+        pixels = load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers, pool=pool)
         return Images(pixels, transform, image_set.labels)
 
     augment = augment_of(data, solved=solved, mirrors=mirrors)
     train, evaluated = all_loaded(
-        partial(load, corpus.train, corpus.plan.shards[replica], augment),
-        partial(load, corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none")),
+        partial(load, corpus.train, corpus.plan.shards[replica], augment, pools[0]),
+        partial(
+            load, corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none"), pools[1]
+        ),
     )
     return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated
 

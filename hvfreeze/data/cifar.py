@@ -89,27 +89,47 @@ def _read_pickle(path: Path, *keys: str) -> list[Any]:
         ) from error
 
 
-def read_archive(directory: Path, archive: Archive) -> tuple[tuple[str, ...], dict[str, tuple[PixelArray, list[int]]]]:
-    """Return the class names and, for `train` and `test`, the (N, 3, 32, 32) uint8 pixels and N labels.
+IMAGE_SHAPE = (3, 32, 32)
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What an archive holds: the class names, and of each split (N, 3, 32, 32) uint8 pixels and N labels."""
+
+    classes: tuple[str, ...]
+    train: tuple[PixelArray, list[int]]
+    test: tuple[PixelArray, list[int]]
+
+
+def read_archive(directory: Path, archive: Archive) -> Contents:
+    """Return what an archive holds.
 
     Raises RefusedError, which names it, where a file is missing, damaged or asks to run code.
     """
-    root = directory / archive.folder
-    (classes,) = _read_pickle(root / archive.meta, archive.classes_key)
+    classes = read_classes(directory, archive)
+    splits = []
+    for names in (archive.train, archive.test):
+        parts = [read_images(directory, archive, name) for name in names]
+        splits.append((np.concatenate([pixels for pixels, _ in parts]), [n for _, labels in parts for n in labels]))
+    return Contents(classes, *splits)
+
+
+def read_classes(directory: Path, archive: Archive) -> tuple[str, ...]:
+    """Return the names of the classes; raises RefusedError as `read_archive`."""
+    path = directory / archive.folder / archive.meta
+    (classes,) = _read_pickle(path, archive.classes_key)
     if not isinstance(classes, list) or len(classes) != archive.num_classes:
-        raise RefusedError(f"{root / archive.meta} does not hold {archive.num_classes} class names; unpack it again")
-    splits: dict[str, tuple[PixelArray, list[int]]] = {}
-    for split, names in (("train", archive.train), ("test", archive.test)):
-        parts: list[PixelArray] = []
-        labels: list[int] = []
-        for name in names:
-            data, known = _read_pickle(root / name, "data", archive.labels_key)
-            if not _is_batch(data, known, num_classes=len(classes)):
-                raise RefusedError(f"{root / name} does not hold 3x32x32 images with labels; unpack the archive again")
-            parts.append(data.reshape(-1, 3, 32, 32))
-            labels += known
-        splits[split] = (np.concatenate(parts), labels)
-    return tuple(str(name) for name in classes), splits
+        raise RefusedError(f"{path} does not hold {archive.num_classes} class names; unpack it again")
+    return tuple(str(name) for name in classes)
+
+
+def read_images(directory: Path, archive: Archive, name: str) -> tuple[PixelArray, list[int]]:
+    """Return the (N, 3, 32, 32) uint8 pixels and N labels of one file; raises RefusedError as `read_archive`."""
+    path = directory / archive.folder / name
+    data, labels = _read_pickle(path, "data", archive.labels_key)
+    if not _is_batch(data, labels, num_classes=archive.num_classes):
+        raise RefusedError(f"{path} does not hold 3x32x32 images with labels; unpack the archive again")
+    return data.reshape(-1, *IMAGE_SHAPE), labels
 
 
 def _is_batch(data: object, labels: object, *, num_classes: int) -> bool:

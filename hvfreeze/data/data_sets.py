@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.data.cifar import ARCHIVES, download, read_archive
+from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, is_folder, list_folders
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
@@ -71,7 +71,7 @@ class ImageSet:
     @property
     def ids(self) -> NDArray[np.int64]:
         """The samples that may be used, (N,) ascending."""
-        return np.array([row for row in range(len(self)) if row not in self.broken], dtype=np.int64)
+        return np.delete(np.arange(len(self)), list(self.broken))
 
     @property
     def image_shape(self) -> tuple[int, ...]:
@@ -181,6 +181,7 @@ def open_data(
     *,
     image_size: int | None = None,
     listed: Folders | None = None,
+    contents: Contents | None = None,
     reading: int = READING,
     skip_bad: bool = False,
     context: int = 64,
@@ -193,6 +194,7 @@ def open_data(
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
         listed: What `list_data` returned, here or on another rank; None lists the tree anew.
+        contents: What CIFAR's archive holds, where that has been read; None reads it.
         reading: How images become pixels; see `data.reading.READING`.
         skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
         context: Characters of a window of a text.
@@ -210,8 +212,8 @@ def open_data(
         return _from_own(open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad))
     root = root_of(directory)
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
-        names, splits = read_archive(root, ARCHIVES[name])
-        train, test = (_from_array(name, *splits[split], names, image_size) for split in ("train", "test"))
+        read = read_archive(root, ARCHIVES[name]) if contents is None else contents
+        train, test = (_from_array(name, *split, read.classes, image_size) for split in (read.train, read.test))
         return DataSplits(train=train, validation=None, test=test)
     if name not in _STATISTICS:
         raise UsageError(f"--data ({name}) must be one of {', '.join(_STATISTICS)}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.data_sets import ImageSet
-from hvfreeze.data.images import BrokenImagesError
+from hvfreeze.data.images import ArraySource, BrokenImagesError
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.views import Augment, Transform
@@ -42,6 +42,26 @@ def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers
         return {row: reason for part in found for row, reason in part.items()}
 
 
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Memory for pixels that also others read, of whom each decodes a part."""
+
+    ids: Ids
+    """(N,) of all samples in it, each once."""
+    pixels: PixelArray
+    """(N, C, H, W)."""
+    mine: slice
+    """The rows to decode; all are needed only after all others have decoded theirs."""
+
+
+def open_pool(image_set: ImageSet) -> Pool | None:
+    """Return the array that an image set's images are in already, None where there is none."""
+    source = image_set.source
+    if not isinstance(source, ArraySource) or not source.kept:
+        return None
+    return Pool(np.arange(len(image_set)), source.pixels, slice(0))
+
+
 class MemoryPixels:
     """All pixels of the given samples in memory."""
 
@@ -51,6 +71,7 @@ class MemoryPixels:
         ids: Ids,
         *,
         workers: int,
+        pool: Pool | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Decode the samples.
@@ -59,26 +80,32 @@ class MemoryPixels:
             image_set: The split that `ids` are rows of.
             ids: The samples that may be fetched later.
             workers: Decoding threads.
+            pool: Where the samples are, or are being, decoded to; None takes memory for them and decodes all.
             progress: Called with the number of decoded samples and their total, about every 64 samples.
 
         Raises:
             BrokenImagesError: Images are damaged or cannot be read; names them.
         """
-        self._pixels = torch.empty((len(ids), *image_set.image_shape), dtype=torch.uint8)
+        if pool is None:
+            pool = Pool(ids, np.empty((len(ids), *image_set.image_shape), dtype=np.uint8), slice(len(ids)))
+        self._pixels = torch.from_numpy(pool.pixels)
+        rows = np.full(len(image_set), -1, dtype=np.int64)
+        rows[pool.ids] = np.arange(len(pool.ids))
         self._row_of = np.full(len(image_set), -1, dtype=np.int64)
-        self._row_of[ids] = np.arange(len(ids))
-        starts = range(0, len(ids), _CHUNK)
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+        self._row_of[ids] = rows[ids]
+        own, out = pool.ids[pool.mine], self._pixels[pool.mine]
+        starts = range(0, len(own), _CHUNK)
+        threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         try:
-            futures = [_submit(pool, image_set, ids[i : i + _CHUNK], self._pixels[i : i + _CHUNK]) for i in starts]
+            futures = [_submit(threads, image_set, own[i : i + _CHUNK], out[i : i + _CHUNK]) for i in starts]
             broken: list[str] = []
             for start, future in zip(starts, futures, strict=True):
                 broken += future.result().values()
-                progress(min(start + _CHUNK, len(ids)), len(ids))
+                progress(min(start + _CHUNK, len(own)), len(own))
             if broken:
                 raise BrokenImagesError(broken)
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
 
     def fetch(self, ids: Ids) -> Tensor:
         """Return (B, C, H, W) uint8, row i of sample ids[i]; raises KeyError for a sample that was not given."""
@@ -103,9 +130,9 @@ class MemoryPixels:
         So it does not depend on how samples are dealt out to ranks. Of large sets some samples are left out.
         """
         rarely = -(-len(self._row_of) * self.bytes_each // MOST_DIGESTED_BYTES)
-        total = 0
+        total, pixels = 0, self._pixels.numpy()
         for sample in ids[ids % max(1, rarely) == 0].tolist():
-            row = self._pixels[self._row_of[sample]].numpy()
+            row = pixels[self._row_of[sample]]
             digest = hashlib.blake2b(row.data, digest_size=8, key=sample.to_bytes(8, "little")).digest()
             total = (total + int.from_bytes(digest, "little")) % 2**64
         return total
@@ -193,30 +220,34 @@ def load_pixels(
     *,
     budget_bytes: int,
     workers: int,
+    pool: Pool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MemoryPixels | StreamedPixels:
-    """Return the pixels of the samples `ids`: in memory when they fit `budget_bytes`, else streamed.
+    """Return the pixels of the samples `ids`: in memory when they are there or fit `budget_bytes`, else streamed.
 
     Args:
         image_set: The split that `ids` are rows of.
         ids: The samples that this rank may fetch.
         budget_bytes: What the decoded pixels may take, one byte per value.
         workers: Decoding threads.
+        pool: Memory that has all of the samples, taken already; see `MemoryPixels`.
         progress: Called with the number of decoded samples and their total while they are loaded into memory.
 
     Raises:
         RefusedError: An image is damaged or cannot be read (when streamed: at `fetch`).
         UsageError: An image has another size than the others (likewise).
     """
-    needed = len(ids) * int(np.prod(image_set.image_shape))
+    pool = pool or open_pool(image_set)
+    needed = 0 if pool else len(ids) * int(np.prod(image_set.image_shape))
     if needed > budget_bytes:
         _log.info("%d images need %d bytes, more than %d: they are streamed", len(ids), needed, budget_bytes)
         return StreamedPixels(image_set, workers=workers)
     started = time.perf_counter()
-    pixels = MemoryPixels(image_set, ids, workers=workers, progress=progress)
+    pixels = MemoryPixels(image_set, ids, workers=workers, pool=pool, progress=progress)
     seconds = time.perf_counter() - started
-    rate = len(ids) / max(seconds, 1e-9)
-    _log.info("decoded %d images in %.1f s (%.0f images/s, %d threads)", len(ids), seconds, rate, workers)
+    decoded = len(pool.ids[pool.mine]) if pool else len(ids)
+    rate = decoded / max(seconds, 1e-9)
+    _log.info("decoded %d images in %.1f s (%.0f images/s, %d threads)", decoded, seconds, rate, workers)
     return pixels
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 
 from hvfreeze.data.reading import (
     MODES_OF_16_BITS,
+    PNG_TEXTS,
     READING,
     PixelArray,
     bits_used,
@@ -99,9 +100,14 @@ class ArraySource:
         _, channels, height, width = self.pixels.shape
         return (channels, self.side or height, self.side or width)
 
+    @property
+    def kept(self) -> bool:
+        """Whether `pixels` are what images are decoded to."""
+        return self.image_shape == self.pixels.shape[1:]
+
     def decode(self, row: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one image."""
-        if self.image_shape == self.pixels.shape[1:]:
+        if self.kept:
             kept: PixelArray = self.pixels[row]
             return kept
         assert self.side is not None
@@ -190,8 +196,12 @@ HEAD_BYTES = 4096
 def is_plain(head: bytes) -> bool:
     """Tell whether the first bytes of a file already rule out all of `ODD`; Pillow takes four times as long to open it.
 
-    That is WebP without an extended header, and JPEG without an APP1 segment, which holds EXIF data and XMP.
+    That is WebP without an extended header, JPEG without an APP1 segment, which holds EXIF data and XMP, and PNG of at
+    most 8 bits without EXIF data and texts: a small one, as these may come behind the pixels.
     """
+    if head[:4] == b"\x89PNG":
+        whole = len(head) < HEAD_BYTES and b"IEND" in head
+        return whole and head[24] <= 8 and not any(chunk in head for chunk in PNG_TEXTS)
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return head[12:16] in (b"VP8 ", b"VP8L")
     place = 2 if head[:2] == b"\xff\xd8" else len(head)

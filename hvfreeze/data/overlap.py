@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -60,26 +60,9 @@ class Overlap:
         )
 
 
-@dataclass(frozen=True)
-class Look:
-    """A rank's evaluated images, as the others are to know them."""
-
-    digests: Digests
-    first: NDArray[np.bytes_]
-    """(images,) a few of each one's pixels."""
-
-
-def look_at(pixels: MemoryPixels, ids: Ids) -> Look:
-    """Return what is compared of evaluated images in memory; of many or large ones, some are left out."""
-    chosen = evenly(ids, max(1, min(MOST_IMAGES, MOST_BYTES // pixels.bytes_each)))
-    return Look(_digests(pixels, chosen), _first(pixels, chosen))
-
-
-def doubles_in_memory(pixels: MemoryPixels, ids: Ids, looks: Iterable[Look]) -> Doubles:
-    """Return which evaluated images are among the training images `ids`, which are in memory."""
-    looks = list(looks)
-    alike = np.isin(_first(pixels, ids), np.concatenate([look.first for look in looks]))
-    return match({i: d for look in looks for i, d in look.digests.items()}, _digests(pixels, ids[alike]))
+def looked_at(pixels: MemoryPixels, ids: Ids) -> Ids:
+    """Return which evaluated images in memory are compared; of many or large ones, some are left out."""
+    return evenly(ids, max(1, min(MOST_IMAGES, MOST_BYTES // pixels.bytes_each)))
 
 
 def match(evaluated: Digests, trained: Digests) -> Doubles:
@@ -88,12 +71,14 @@ def match(evaluated: Digests, trained: Digests) -> Doubles:
     return {sample: known[digest] for sample, digest in evaluated.items() if digest in known}
 
 
-def _first(pixels: MemoryPixels, ids: Ids) -> NDArray[np.bytes_]:
+def first_pixels(pixels: MemoryPixels, ids: Ids) -> NDArray[np.bytes_]:
+    """Return (images,) a few pixels of each image in memory: only images that agree in them are digested."""
     places = np.random.default_rng(0).integers(0, pixels.bytes_each, PIXELS_LOOKED_AT)
     return np.ascontiguousarray(pixels.at(ids, places)).view(f"S{PIXELS_LOOKED_AT}")[:, 0]
 
 
-def _digests(pixels: MemoryPixels, ids: Ids) -> Digests:
+def digests_in_memory(pixels: MemoryPixels, ids: Ids) -> Digests:
+    """Return digests of images in memory."""
     return {
         sample: hashlib.blake2b(pixels.fetch(ids[row : row + 1]).numpy().data, digest_size=16).digest()
         for row, sample in enumerate(ids.tolist())

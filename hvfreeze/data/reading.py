@@ -29,6 +29,8 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """What brings an image upright, by its EXIF orientation."""
+PNG_TEXTS = b"eXIf", b"iTXt", b"tEXt", b"zTXt"
+"""The pieces of a PNG file that may tell an orientation."""
 MODES_OF_16_BITS = "I;16"
 
 
@@ -122,7 +124,7 @@ def turn_in_header(image: Image.Image) -> Image.Transpose | None:
     if image.format == "PNG" and "exif" not in image.info:
         with open(image.filename, "rb") as file:  # type: ignore[attr-defined]  # it was opened from a file
             content = file.read()
-        if not any(chunk in content for chunk in (b"eXIf", b"iTXt", b"tEXt", b"zTXt")):
+        if not any(chunk in content for chunk in PNG_TEXTS):
             return None
     return turn_of(image)
 

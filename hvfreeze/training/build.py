@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
 from hvfreeze.comm.cycle_time import rest_longer_where_cores_are_full
+from hvfreeze.comm.node_memory import protect
 from hvfreeze.comm.replica_sync import broadcast_model
 from hvfreeze.comm.resources import (
     bound_apart,
@@ -32,14 +34,16 @@ from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
 from hvfreeze.data.folders import Folders
 from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.overlap import (
+    Digests,
     Doubles,
     Overlap,
+    digests_in_memory,
     digests_of_decoded,
     digests_of_files,
     doubles_by_origin,
-    doubles_in_memory,
     files_to_compare,
-    look_at,
+    first_pixels,
+    looked_at,
     match,
     samples_to_decode,
 )
@@ -60,6 +64,7 @@ from hvfreeze.training.auto import auto_stages, notes_on_stages
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
 from hvfreeze.training.mirror_trial import Finding, find_out, is_open
+from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, reads_images, statistics_of
@@ -119,6 +124,7 @@ def open_corpus(
 
     folders, local = look_once(world, look, place=str(root), what="data")
     listed = folders and folders.here(root, local)
+    contents, refusal = read_archive_once(data, world)
     splits = raise_on_all_ranks(
         world,
         lambda: open_data(
@@ -126,12 +132,13 @@ def open_corpus(
             data.data_dir,
             image_size=data.stored_size,
             listed=listed,
+            contents=contents,
             skip_bad=data.skip_bad,
             context=data.window,
         ),
         name="data",
     )
-    splits = with_odd_counted(splits, world)
+    splits = with_odd_counted(replace(splits, notes=[*splits.notes, *notes_on_sharing(refusal)]), world)
     if data.skip_bad:
         splits = without_broken(splits, world)
     return raise_on_all_ranks(
@@ -188,7 +195,7 @@ def assemble(
 ) -> Job:
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
     replica, replicas = place_of(world, config.strategy)
-    feed, evaluated = load_share(config, world, corpus, replica=replica, replicas=replicas)
+    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, replicas=replicas)
     content = content_of(world, corpus, feed, evaluated, replicas=replicas)
     overlap = overlap_of(world, corpus, feed, evaluated, replicas=replicas)
     card = raise_on_all_ranks(
@@ -255,6 +262,7 @@ def assemble(
         called=corpus.train.called,
         judge=factory.judge(stages) if auto and len(stages) > 1 else None,
         mirror=finding,
+        notes=notes,
     )
 
 
@@ -296,33 +304,32 @@ def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
     held, shown = (x.pixels if isinstance(x, Images) else None for x in (feed.images, evaluated))
     here = None
     if isinstance(held, MemoryPixels) and isinstance(shown, MemoryPixels):
-        here = look_at(shown, corpus.share(replica=replica, replicas=replicas))
+        ids = looked_at(shown, corpus.share(replica=replica, replicas=replicas))
+        here = (shown, ids), (held, corpus.owned(replica=replica, replicas=replicas))
     # One rank of those that work on the same samples.
-    everyone = [each for each, first in world.allgather_object((here, place == 0), name="overlap") if first]
-    looks = [each for each in everyone if each is not None]
+    leads = place == 0
+    counts = world.allgather_object((leads, None if here is None else len(here[0][1])), name="overlap")
+    known = [count for leading, count in counts if leading and count is not None]
     trained, tested = corpus.train.source, corpus.evaluated.source
-    ids = np.unique(np.concatenate(corpus.plan.shards))
-    if len(looks) == len(everyone):
-        owned = corpus.owned(replica=replica, replicas=replicas)
-        mine = doubles_in_memory(held, owned, looks) if isinstance(held, MemoryPixels) and place == 0 else {}
-        doubles = {k: v for theirs in world.allgather_object(mine, name="overlap.doubles") for k, v in theirs.items()}
-        looked_at = sum(len(each.digests) for each in looks)
+    every = np.unique(np.concatenate(corpus.plan.shards))
+    if len(known) == sum(leading for leading, _ in counts):
+        doubles, looked = doubles_in_memory(world, here if leads else None), sum(known)
     elif isinstance(trained, FileSource) and isinstance(tested, FileSource):
-        chosen, candidates = files_to_compare(tested, corpus.evaluated_ids, trained, ids)
+        chosen, candidates = files_to_compare(tested, corpus.evaluated_ids, trained, every)
         parts = (digests_of_files(s, i[world.rank :: world.size]) for s, i in ((tested, chosen), (trained, candidates)))
         digests = world.allgather_object(tuple(parts), name="overlap.files")
         doubles = match(*({k: v for both in digests for k, v in both[part].items()} for part in (0, 1)))
-        looked_at = len(chosen)
+        looked = len(chosen)
     elif isinstance(tested, TextSource):
         return None
     else:
-        doubles, looked_at = doubles_of_streamed(world, corpus, ids)
+        doubles, looked = doubles_of_streamed(world, corpus, every)
     if not doubles:
         return None
     first = min(doubles)
     return Overlap(
         found=len(doubles),
-        looked_at=looked_at,
+        looked_at=looked,
         evaluated=len(corpus.evaluated_ids),
         example=(corpus.evaluated.called(first), corpus.train.called(doubles[first])),
     )
@@ -348,15 +355,40 @@ def doubles_of_streamed(world: World, corpus: Corpus, ids: Ids) -> tuple[Doubles
     return doubles, len(chosen)
 
 
+def doubles_in_memory(world: World, here: tuple[tuple[MemoryPixels, Ids], tuple[MemoryPixels, Ids]] | None) -> Doubles:
+    """Return which evaluated images of any rank are among the training images of any. Collective.
+
+    `here` are this rank's evaluated and training images, None where other ranks have them all.
+    """
+    nothing = np.zeros(0, "S1")
+    tested, trained = (first_pixels(*each) for each in here) if here else (nothing, nothing)
+    seen = np.concatenate(world.allgather_object(tested, name="overlap.first"))
+    alike = np.concatenate(world.allgather_object(np.intersect1d(trained, seen), name="overlap.alike"))
+    if len(alike) == 0:
+        return {}
+
+    def digests_of(pixels: MemoryPixels, ids: Ids, first: NDArray[np.bytes_]) -> Digests:
+        return digests_in_memory(pixels, ids[np.isin(first, alike)])
+
+    mine = digests_of(*here[0], tested) if here else {}
+    digests = {k: v for theirs in world.allgather_object(mine, name="overlap.digests") for k, v in theirs.items()}
+    found = match(digests, digests_of(*here[1], trained)) if here else {}
+    return {k: v for theirs in world.allgather_object(found, name="overlap.doubles") for k, v in theirs.items()}
+
+
 def load_share(
     config: Config, world: World, corpus: Corpus, *, replica: int, replicas: int
-) -> tuple[TrainFeed, Inputs]:
-    """Load the pixels of this rank's replica, to train on and to evaluate. Collective.
+) -> tuple[TrainFeed, Inputs, list[str]]:
+    """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
+
+    Pixels that several ranks of a node read are there once; each of them decodes a part.
 
     Raises:
         BrokenImagesError: one message names the broken images of all ranks; on all ranks.
     """
     broken: list[str] = []
+    budget_bytes = memory_budget(world.local_size)
+    pools, unshared = share_pools(config, world, corpus, replicas=replicas, budget_bytes=budget_bytes)
 
     def load() -> tuple[TrainFeed, Inputs] | None:
         try:
@@ -366,9 +398,10 @@ def load_share(
                 seed=config.data_seed,
                 replica=replica,
                 replicas=replicas,
-                budget_bytes=memory_budget(world.local_size) if reads_images(world, config.strategy) else 0,
+                budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
                 statistics=statistics_of(config.model),
                 solved=config.head.solved,
+                pools=pools,
             )
         except BrokenImagesError as error:
             broken.extend(error.reasons)
@@ -381,7 +414,10 @@ def load_share(
         refusal.everywhere = True
         raise refusal
     assert feeds is not None
-    return feeds
+    for pool in pools:
+        if pool is not None:
+            protect(pool.pixels)
+    return *feeds, notes_on_sharing(unshared)
 
 
 def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:
@@ -422,6 +458,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     job.unread = lambda stages, why: without_effect(replace(plan, stages=stages, stopped=why), given)
     job.notes = [
         *corpus.notes,
+        *(note for note in job.notes if note not in corpus.notes),
         *([job.overlap.describe()] if job.overlap else []),
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),

@@ -161,10 +161,10 @@ def place_of(world: World, settings: StrategyConfig) -> tuple[int, int]:
     return world.rank // ranks, world.size // ranks
 
 
-def reads_images(world: World, settings: StrategyConfig) -> bool:
-    """Tell whether this rank reads images in every epoch, and should keep their pixels where there is room."""
+def reads_images(world: World, settings: StrategyConfig, rank: int) -> bool:
+    """Tell whether a rank reads images in every epoch, and should keep their pixels where there is room."""
     choice = CHOICES[settings.strategy]
-    return choice.reads_images(settings, world.rank % choice.ranks_per_replica(settings, world))
+    return choice.reads_images(settings, rank % choice.ranks_per_replica(settings, world))
 
 
 HELD_OUT = 0.1

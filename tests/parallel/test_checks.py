@@ -49,6 +49,7 @@ CHECKS: dict[str, list[Any]] = {
     "invariants": sizes(1, 2, 3, 4),
     "exchanging": sizes(1, 2, 3, 4),
     "lanes": sizes(1, 2, 3, 4),
+    "node_pixels": sizes(2, 3, 4),
 }
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

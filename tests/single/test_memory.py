@@ -82,6 +82,13 @@ def test_a_container_sees_its_own_group_where_the_mount_shows_it(machine: Path, 
     assert available_bytes(root=machine) == 3 * GIB
 
 
+def test_what_a_jobs_processes_share_counts_once(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = machine / "proc/self/status"
+    status.write_text(status.read_text() + f"RssShmem:\t{3 * 2**20} kB\n")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "16384")
+    assert available_bytes(processes=4, root=machine) == (16 - 4 - 3) * GIB
+
+
 @pytest.mark.parametrize(
     ("given", "gib"),
     [

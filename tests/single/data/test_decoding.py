@@ -14,6 +14,7 @@ from PIL import Image
 from hvfreeze.data import decoding as pixels_module
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import MemoryPixels, StreamedPixels, load_pixels
+from hvfreeze.data.images import ArraySource
 from hvfreeze.errors import RefusedError, UsageError
 
 NUM = 200
@@ -94,6 +95,19 @@ def test_memory_holds_the_ranks_samples_only_and_tells_when_asked_for_others(ima
     with pytest.raises(KeyError, match="sample 4 is not among"):
         memory.fetch(np.array([1, 4]))
     assert sorted(counted.decoded) == shard.tolist()
+
+
+def test_images_that_an_array_holds_are_neither_copied_nor_streamed() -> None:
+    digits = open_data("digits").train
+    assert isinstance(digits.source, ArraySource)
+    shard = np.arange(1, len(digits), 2)
+    memory = load_pixels(digits, shard, budget_bytes=0, workers=1)
+    assert isinstance(memory, MemoryPixels) and memory._pixels.data_ptr() == digits.source.pixels.ctypes.data
+    np.testing.assert_array_equal(memory.fetch(shard[[7]])[0].numpy(), digits.decode(15))
+    with pytest.raises(KeyError, match="sample 4 is not among"):
+        memory.fetch(np.array([1, 4]))
+    smaller = open_data("digits", image_size=16).train
+    assert isinstance(load_pixels(smaller, shard, budget_bytes=0, workers=1), StreamedPixels), "they are resized"
 
 
 def test_progress_counts_up_to_the_number_of_samples(images: ImageSet) -> None:

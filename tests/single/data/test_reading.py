@@ -12,10 +12,21 @@ import PIL
 import pytest
 import yaml
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 import hvfreeze
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.data.images import COARSE, SCALED, TURNED, FileSource, count_odd, digest_of_files, head_of, is_plain
+from hvfreeze.data.images import (
+    COARSE,
+    HEAD_BYTES,
+    SCALED,
+    TURNED,
+    FileSource,
+    count_odd,
+    digest_of_files,
+    head_of,
+    is_plain,
+)
 from hvfreeze.data.reading import ORIENTATION, read_rgb
 from tests.program import call, save_photos
 
@@ -63,13 +74,25 @@ def test_the_first_bytes_of_a_file_rule_out_what_is_special_only_where_pillow_fi
 ) -> None:
     path = tmp_path / name
     Image.fromarray(FRUIT).save(path, lossless=name.startswith("lossless"), progressive=name.startswith("progressive"))
-    assert is_plain(head_of(str(path))) == (path.suffix != ".png")
+    assert is_plain(head_of(str(path)))
     xmp = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x='adobe:ns:meta/' tiff:Orientation='6'/>"
-    for more in ({"exif": b"Exif\0\0" + Image.Exif().tobytes()}, {"xmp": xmp}):
+    text = PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", xmp.decode())
+    described = {"pnginfo": text} if path.suffix == ".png" else {"xmp": xmp}
+    for more in ({"exif": b"Exif\0\0" + Image.Exif().tobytes()}, described):
         Image.fromarray(FRUIT).save(path, **more)
         assert not is_plain(head_of(str(path)))
     for damaged in (b"", b"RIFF", b"\xff\xd8", b"\xff\xd8\xff\xe0\0", path.read_bytes()[:20]):
         assert not is_plain(damaged)
+
+
+def test_what_may_come_behind_the_first_bytes_of_a_png_is_looked_for(tmp_path: Path) -> None:
+    path = tmp_path / "1.png"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    assert path.stat().st_size > HEAD_BYTES and not is_plain(head_of(str(path)))
+    save_grey(path, 4095)
+    assert path.stat().st_size < HEAD_BYTES and not is_plain(head_of(str(path)))
 
 
 def test_an_orientation_behind_the_pixels_of_a_png_counts(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset
 
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data import overlap
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import ArraySource
+from hvfreeze.training.build import doubles_in_memory
 from tests.program import Outcome, call
 
 TRAIN = ["train", "--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
@@ -232,7 +234,25 @@ def test_images_that_agree_where_they_are_looked_at_first_are_not_confused() -> 
     )
     pixels = MemoryPixels(every, every.ids, workers=1)
     first, last = np.array([0, 1]), np.array([2, 3])
-    looks = [overlap.look_at(pixels, first), overlap.look_at(pixels, last[:0])]
-    assert len(set(looks[0].first.tolist())) == 1
-    assert overlap.doubles_in_memory(pixels, last, looks) == {}
-    assert overlap.doubles_in_memory(pixels, np.array([1, 2]), looks) == {1: 1}
+    assert len(set(overlap.first_pixels(pixels, every.ids).tolist())) == 1
+    assert doubles_in_memory(SoloWorld(), ((pixels, first), (pixels, last))) == {}
+    assert doubles_in_memory(SoloWorld(), ((pixels, first), (pixels, np.array([1, 2])))) == {1: 1}
+
+
+def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested = []
+    digests = overlap.digests_in_memory
+
+    def counted(pixels: MemoryPixels, ids: overlap.Ids) -> overlap.Digests:
+        digested.extend(ids)
+        return digests(pixels, ids)
+
+    monkeypatch.setattr("hvfreeze.training.build.digests_in_memory", counted)
+    folder = save_noise(tmp_path / "data")
+    train(folder, tmp_path / "different")
+    assert digested == []
+    copied(folder)
+    assert train(folder, tmp_path / "copied")[1] == {"found": 1, "looked_at": 9}
+    assert len(digested) == 2, "the image and its copy"

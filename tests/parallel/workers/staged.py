@@ -311,7 +311,7 @@ def check_trials(runs: Runs) -> None:
 
 def check_ways(runs: Runs) -> None:
     """Make runs that try two ways to tune, of which one may come to numbers that are not finite."""
-    given = {"weights": weights_of(runs), "epochs": 9, "optimizer": "auto", "lr": 3e-4}
+    given = {"weights": weights_of(runs), "epochs": 24, "optimizer": "auto", "lr": 3e-4}
     with paying(least=-math.inf):
         straight = runs("straight", **given)
         names = [stage["stage"] for stage in straight["stages"] if stage["steps"]]

@@ -169,31 +169,35 @@ def drawings(results: Results) -> list[Drawing]:
     found, known = [], sweeps(results)
     if known:
         lines = [
-            Line(label=f"{words}, {sweep.setting.words}", points=added_up(taken), colour=colour, dash=dash)
+            Line(label=f"{words}, {sweep.setting.size} pixels", points=added_up(taken), colour=colour, dash=dash)
             for sweep, dash in zip(known, ("-", "--"))
             for words, taken, colour in (
                 ("no cache", sweep.alone, COLOURS[0]),
                 ("shared cache", sweep.shared, COLOURS[1]),
             )
         ]
-        caption = "Seconds of whole commands as learning rates are tried one after another; one run each."
+        caption = (
+            "Seconds of whole commands as learning rates are tried one after another; one run each; "
+            f"{'; '.join(sweep.setting.words for sweep in known)}."
+        )
         figure = line_chart(lines, x="learning rates tried", y="seconds of all commands so far")
         found.append(Drawing("learning-rates", caption, figure))
     settings = timed(results)
     if settings:
         lines = [
             Line(
-                label=f"{cut} of {STAGES} stages, {words}",
+                label=f"{cut} of {STAGES} frozen, {words}",
                 points={s.size: gain(results, s, column=column) for s in settings if s.cut == cut},
                 colour=colour,
                 dash=dash,
             )
             for cut, colour in zip(CUTS, OTHERS)
             if any(s.cut == cut for s in settings)
-            for words, column, dash in (("whole command", WHOLE, "-"), ("training", TRAINING, "--"))
+            for words, column, dash in (("command", WHOLE, "-"), ("training", TRAINING, "--"))
         ]
         caption = (
-            f"Speed-up by the cache in one run of {EPOCHS} epochs and two views; "
+            f"Speed-up by the cache in one run of {EPOCHS} epochs and two views, by stages that are frozen: of the "
+            "whole command, and of training alone; "
             f"{results.spread([setting.label(ON) for setting in settings])}."
         )
         figure = line_chart(lines, x="image size (pixels)", y="speed-up by the cache", log_x=True)

@@ -211,8 +211,8 @@ def benefit(results: Results) -> Answer:
 
 def claim_of(results: Results, order: Sequence[Setting]) -> str:
     """Return the one claim: the sweep that gains most, else the single run that does; empty without either."""
-    if swept := sorted(sweeps(results), key=lambda sweep: -sweep.gain):
-        best = swept[0]
+    if swept := sweeps(results):
+        best = max(swept, key=lambda sweep: sweep.gain)
         return (
             f"{len(best.rates)} learning rates tried on one shared cache are {factor(best.gain)} as fast in all, "
             f"{shown(best.later_gain, factor, count=True)} after the first ({best.setting.words})."

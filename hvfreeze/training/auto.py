@@ -239,7 +239,7 @@ def stages_of(
         first, *others = (tuned_by(way, count, guarded=guarded, is_followed=ends_solved) for way in ways)
         return replace(first, other=others[0]) if tries and others else first
 
-    ends_solved, every_way = last_solve, ways
+    ends_solved, tried = last_solve, len(ways)
     if costs is not None:
         whole, trial = settings.epochs * costs.full_step, tries / many * costs.tuning_step + costs.judging
         trial = trial if tries else 0.0
@@ -252,22 +252,21 @@ def stages_of(
                 left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
             )
             if rounds:
-                ways = ways[:count]
+                tried = count
                 break
-        if tries and len(every_way) > 1 and not longer and sum(rounds) * costs.tuning_step < SMALL_PART * whole:
+        if tries and len(ways) > 1 and not longer and sum(rounds) * costs.tuning_step < SMALL_PART * whole:
             # SGD alone: it tells what is far from the pretraining in half the steps, and learns that the sooner.
-            epochs, ends_solved = tuned_first((whole - trial) / costs.tuning_step, costs.solution / costs.tuning_step)
+            epochs, solves = tuned_first((whole - trial) / costs.tuning_step, costs.solution / costs.tuning_step)
             if epochs:
-                tune = tuned(int(per_epoch * epochs), ways=every_way[1:], ends_solved=ends_solved)
-                return (trials[1], tune, solve)
+                return (trials[1], tuned(int(per_epoch * epochs), ways=ways[1:], ends_solved=solves), solve)
         steps = [int(per_epoch * epochs) for epochs in rounds]
-    stages += trials[: len(ways)] if steps else []
+    stages += trials[:tried] if steps else []
     if longer and (costs is None or sum(steps) >= LONG * per_epoch):
         stages.append(tuned_by(ways[0], per_epoch, name=TRY_LONGER))
         if costs is not None:
             steps[-1] -= int(per_epoch * (1 + costs.judging / costs.tuning_step))
     for count in steps:
-        long = tuned(count, ways=ways, ends_solved=ends_solved)
+        long = tuned(count, ways=ways[:tried], ends_solved=ends_solved)
         stages += [long, solve] if ends_solved else [long]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].is_trial or not last_solve)

@@ -25,6 +25,18 @@ from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.single.integration.counted_images import ROWS, SAMPLES, image_model, images
 
 
+def still(model: nn.Module) -> DistributedOptimizer:
+    """An optimizer that changes nothing, with the first block frozen."""
+    return DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        model=model,
+        steps_per_epoch=4,
+        num_epochs=6,
+        settings=FreezeConfig(freeze="static", cut=1),
+        world=SoloWorld(),
+    )
+
+
 class Noisy(Dataset[Any]):
     """Random draws of three libraries; views make them fixed."""
 
@@ -39,14 +51,7 @@ def test_random_draws_are_refused_without_views_and_fixed_with_them(tmp_path: Pa
     model = image_model()
 
     def open_cached(**options: Any) -> hvfreeze.CachedLoader:
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            model=model,
-            steps_per_epoch=4,
-            num_epochs=6,
-            settings=FreezeConfig(freeze="static", cut=1),
-            world=SoloWorld(),
-        )
+        optimizer = still(model)
         return hvfreeze.CachedLoader(DataLoader(Noisy(), batch_size=ROWS), optimizer, directory=tmp_path, **options)
 
     with pytest.raises(UsageError, match=r"gives another sample.*give views=K"):
@@ -175,14 +180,7 @@ class Scaled(Dataset[Any]):
 def test_samples_that_change_between_epochs_are_noticed(tmp_path: Path, store: bool) -> None:
     """As where a script tells its data set of each epoch: kept rows are not those of its samples."""
     model, data = image_model(), Scaled()
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        model=model,
-        steps_per_epoch=4,
-        num_epochs=6,
-        settings=FreezeConfig(freeze="static", cut=1),
-        world=SoloWorld(),
-    )
+    optimizer = still(model)
     cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=ROWS), optimizer, directory=tmp_path, store=store)
     first = [batch.tensor for batch, _ in cached]
     data.scale = 2.0

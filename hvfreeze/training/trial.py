@@ -88,18 +88,26 @@ class Trial:
         """After the best way."""
         return self.after[self.best]
 
-    def line(self, steps: int, *, epoch_follows: bool = False, solved: bool = True) -> str:
-        """Return it in words, with what follows; `solved` tells whether a head is solved already."""
+    def line(self, steps: int, *, epoch_follows: bool = False) -> str:
+        """Return it in words, where nothing is gained, with what follows."""
+        stays = "too few to tell, an epoch is tried" if epoch_follows else "no block gains, the solved head is kept"
+        return f"{self._found(steps)}: {self._goes_on if self.pays else stays}"
+
+    def early_line(self, steps: int, *, pays: bool) -> str:
+        """Return it in words where no head is solved yet, with what follows."""
+        stays = "no block gains enough, the head is solved for them as they were"
+        return f"{self._found(steps)}: {self._goes_on if pays else stays}"
+
+    @property
+    def _goes_on(self) -> str:
+        return f"blocks still gain, tuning goes on with {self.best}"
+
+    def _found(self, steps: int) -> str:
         found = " or ".join(
             f"{loss:.3f} ({way})" if math.isfinite(loss) else f"numbers that are not finite ({way})"
             for way, loss in self.after.items()
         )
-        goes_on = f"blocks still gain, tuning goes on with {self.best}"
-        kept = "the solved head is kept" if solved else "the head is solved for them as they were"
-        stays = "too few to tell, an epoch is tried" if epoch_follows else f"no block gains, {kept}"
-        end = goes_on if self.pays else stays
-        loss = f"the loss of held-out samples from {self.before:.3f} to {found}"
-        return f"tried: {steps} steps of tuning change {loss}: {end}"
+        return f"tried: {steps} steps of tuning change the loss of held-out samples from {self.before:.3f} to {found}"
 
     def describe(self) -> dict[str, Any]:
         """Return what summary.json says of it."""

@@ -235,10 +235,11 @@ def paying(*, least: float) -> Iterator[None]:
     """Let a trial pay where it lowers the loss by the part `least`: -inf is always, 1 never."""
     before, trial.LEAST_GAIN = trial.LEAST_GAIN, least
     longer, auto.LEAST_GAIN = auto.LEAST_GAIN, least
+    early, auto.EARLY_GAIN = auto.EARLY_GAIN, least
     try:
         yield
     finally:
-        trial.LEAST_GAIN, auto.LEAST_GAIN = before, longer
+        trial.LEAST_GAIN, auto.LEAST_GAIN, auto.EARLY_GAIN = before, longer, early
 
 
 @contextmanager

@@ -65,6 +65,13 @@ def test_with_few_epochs_sgd_is_tried_before_a_head_is_solved() -> None:
     assert cost((few[0], few[1])) <= 3 and cost((few[0], few[2])) <= 3, "one of them"
     assert cost(more) <= 8 and many[0].name == "solve"
     assert planned(epochs=4, optimizer="sgd")[0].name == "solve", "what was asked for is tuned with"
+    names = []
+    for epochs in (15, 16):
+        config = from_dict({"freeze": "auto", "weights": "some.pt", "epochs": epochs})
+        dear = replace(COSTS, judging=12.0)
+        first, *_ = stages_of(config, batches_per_epoch=20, guarded_batches=18, cut=2, deepest=DEEPEST, costs=dear)
+        names.append(first.name)
+    assert names == ["try", "solve"], "as many epochs as auto has by itself keep a solution to go back to"
     assert planned(epochs=8, batches=MANY // 32 + 1, guarded=900, optimizer="auto")[0].name == "solve"
     assert tuned_first(2.9, 3.0) == (0.0, False) and tuned_first(0.9, 0.1) == (0.0, False)
     assert tuned_first(4.0, 1.0) == (3.0, True) and tuned_first(2.9, 1.0) == (2.9, False)

@@ -41,6 +41,7 @@ from hvfreeze.heads.kernel_choice import (
     Tried,
     choose,
     choose_closely,
+    choose_directly,
     columns_at_once,
     solve_ridge,
     targets,
@@ -97,6 +98,9 @@ TOLERANCE = 0.01
 """For the residual, as a part of the right sides: less changed no accuracy."""
 MOST_LEFT_OUT = 1_000
 """Rows of which each is left out in turn: all of them choose then, which takes a tenth of a second on one core."""
+MOST_FACTORED_ROWS = 1_600
+"""Rows of which those that are not held out are fitted by a factorisation while the penalty is chosen: of more,
+conjugate gradients take less time."""
 MOST_COMPARED = 5_000
 """Rows on which the penalty is chosen, held-out ones among them: more rows change the choice little."""
 ALL_COMPARED = 50_000
@@ -175,22 +179,24 @@ def choose_head(
     world: World,
     memory_bytes: int,
     penalties: Sequence[float] = PENALTIES,
+    directions: int = MOST_DIRECTIONS,
     trained: bool = False,
     compare_mirrored: bool = False,
     kept: KeptPoints | None = None,
     read: Callable[[int], bool] = lambda rows: False,
     watch: Callable[[str], bool] = lambda note: False,
 ) -> Chosen | None:
-    """Return what rows say of a head that was not fitted to them; arguments and errors are `fit_kernel`'s. Collective.
+    """Return what rows say of a head that was not fitted to them. Collective.
 
-    None where some rank wants to stop before.
+    None where some rank wants to stop before. Rows are compared in so many of the features' leading `directions`; the
+    other arguments, and the errors, are `fit_kernel`'s.
     """
     values = list(penalties)
     if not values or min(values) <= 0 or len(set(values)) < len(values):
         raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
     mine = None if kept is None else kept.load()
     if mine is None:
-        mine = points_of(rows, world=world, stop=read)
+        mine = points_of(rows, directions=directions, world=world, stop=read)
         if mine is None:
             return None
         if kept is not None:
@@ -208,7 +214,8 @@ def choose_head(
         penalties=values,
         whole=len(part.labels) == len(marks.labels),
         choosing=part.held_out if trained and part.held_out.any() else torch.ones_like(part.held_out),
-        open_gram=None if few else partial(Gram, world=world, memory_bytes=beside, watch=watch),
+        closely=few,
+        open_gram=partial(Gram, world=world, memory_bytes=beside, watch=watch),
         world=world,
     )
     found = choosing(part)
@@ -358,16 +365,17 @@ def chosen(
     penalties: Sequence[float],
     whole: bool,
     choosing: Tensor,
-    open_gram: Callable[..., Gram] | None,
+    closely: bool,
+    open_gram: Callable[..., Gram],
     world: World,
 ) -> Found | None:
     """Return the choice for a head that is fitted to `part`, None where some rank wants to stop. Collective.
 
-    Without `open_gram` each sample is left out in turn, and the rows `choosing` choose; else held-out rows do.
+    If `closely`, each sample is left out in turn, and the rows `choosing` choose; else held-out rows do.
     """
-    if open_gram is None:
-        choose_here = partial(choose_closely, part, classes=classes, penalties=penalties, choosing=choosing)
-        mine = choose_here() if world.rank == 0 else None
+    if closely or len(part.labels) <= MOST_FACTORED_ROWS:
+        how = partial(choose_closely, choosing=choosing) if closely else partial(choose_directly, whole=whole)
+        mine = how(part, classes=classes, penalties=penalties) if world.rank == 0 else None
         found = world.broadcast_object(mine, name="head.choice")
         assert found is not None, "rank 0's"
         return Found(found, Spent())

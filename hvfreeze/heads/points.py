@@ -107,8 +107,10 @@ class OwnPoints(NamedTuple):
     """Over rows of features; over a sample, counted as if it were all."""
 
 
-def points_of(rows: WholeRows, *, world: World, stop: Callable[[int], bool]) -> OwnPoints | None:
-    """Return this rank's rows as points, None where some rank wants to stop. Collective.
+def points_of(
+    rows: WholeRows, *, directions: int = MOST_DIRECTIONS, world: World, stop: Callable[[int], bool]
+) -> OwnPoints | None:
+    """Return this rank's rows as points of so many numbers at most, None where some rank wants to stop. Collective.
 
     `stop` is called with the number of this rank's rows that have been read, after every chunk.
 
@@ -120,7 +122,7 @@ def points_of(rows: WholeRows, *, world: World, stop: Callable[[int], bool]) -> 
     some = rows if offered is None else offered
     if gather(some, world=world, stop=stop):
         return None
-    prepared = prepare(some, world=world, columns=min(rows.width, MOST_DIRECTIONS))
+    prepared = prepare(some, world=world, columns=min(rows.width, directions))
     matrix, shift = project(prepared, world=world)
     if offered is None:
         points = [torch.addmm(shift, chunk.features.float(), matrix.t()) for chunk in prepared.rows.chunks()]

@@ -50,18 +50,20 @@ MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
 """Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
 LONG = 4.0
 """Epochs of tuning that are left where one more is tried before them."""
-SGD_RATE, LARGER_BATCH = 0.05, 64
-"""Of the way to tune by SGD that is tried beside AdamW's: BatchNorm's own statistics want larger batches. Of many
-samples AdamW takes such ones too: its updates then take half the time, and there are enough of them."""
-SMALL_PART, FEWEST_TUNED = 0.5, 2.0
-"""Where less than this part of what --epochs has room for is left for tuning behind a first solution and trials, tuning
-is tried before a head is solved, and goes on from there where it pays; it is solved again behind it where at least so
-many epochs are tuned."""
+SGD_RATE, LARGER_BATCH, ENOUGH_STEPS = 0.05, 64, 400
+"""Of the way to tune by SGD that is tried beside AdamW's: it takes the largest batches, up to such ones, of which there
+are so many. With fewer steps the blocks learn less, however many samples each has. Of many samples AdamW takes the
+larger batches too: its updates then take half the time, and there are enough of them."""
+FEWEST_TUNED, LEAST_TUNED = 4.0, 0.5
+"""Where --epochs are fewer than auto takes by itself, tuning is tried before a head is solved, and goes on from there
+where it pays. The head that is solved behind it has mirror images where at least so many epochs are tuned beside; there
+is no such tuning where even without them fewer than the last are left."""
 EARLY_GAIN = 0.15
 """Part by which the loss falls in such a trial where it pays: no solution could be gone back to. On far tasks it fell
 by a quarter and more, on near ones, judged by few samples, by a twenty-fifth at most."""
-BACKWARD = 3.0
-"""What the backward pass and the update take, in forward passes of the same blocks, as measured."""
+BACKWARD, UPDATE = 3.0, 1e3
+"""What the backward pass takes, in forward passes of the same blocks; and floating-point operations of the forward pass
+in whose time a parameter's gradient is exchanged and the parameter updated, as measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +77,19 @@ class Costs:
     comparing: float = 0.0
     """Of a view of a sample with all views that a solution compares it with."""
     judging: float = 0.0
-    """Of judging a trial, for each sample of an epoch."""
+    """Of judging once how the network stands, for each sample of an epoch."""
+    update: float = 0.0
+    """Of a step, beside its samples: gradients are exchanged and parameters updated."""
+    plain: Costs | None = None
+    """With solutions without mirror images, where --mirror leaves them open."""
 
-    @property
-    def full_step(self) -> float:
-        """Of a step of full fine-tuning, for each of its samples."""
-        return 1 + BACKWARD
+    def full_step(self, batch: int) -> float:
+        """Of a step of full fine-tuning, for each of its samples, of which a replica has `batch`."""
+        return 1 + BACKWARD + self.update / batch
 
-    @property
-    def tuning_step(self) -> float:
+    def tuning_step(self, batch: int) -> float:
         """Of a step behind the cut, whose frozen blocks are computed."""
-        return 1 + BACKWARD * (1 - self.frozen)
+        return 1 + BACKWARD * (1 - self.frozen) + self.update / batch
 
     @property
     def solution(self) -> float:
@@ -105,14 +109,6 @@ def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
     deepest, cut = len(chain.blocks) - 1, config.freeze.cut or 0
     if cut > deepest:
         raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
-    work = work_of(chain, torch.zeros(1, *factory.blueprint.image_shape))
-    compared = centres_for(factory.rows(solved), solved.head.centres) if solved.head.head_fit == "kernel" else 0
-    costs = Costs(
-        views=max(1, factory.augment(solved).num_views),
-        frozen=sum(work[:cut]) / sum(work),
-        comparing=compared * PAIR / max(sum(work), LEAST_WORK),
-        judging=judging(sum(work), samples=feed.plan.samples) / feed.plan.samples,
-    )
     return stages_of(
         config,
         solved=solved,
@@ -120,9 +116,33 @@ def auto_stages(factory: StageFactory) -> tuple[Stage, ...]:
         guarded_batches=factory.guarded_batches() if ends_in_linear(chain) else 0,
         cut=cut,
         deepest=deepest,
-        costs=None if config.run.budget_seconds() is not None else costs,
+        costs=None if config.run.budget_seconds() is not None else costs_of(factory, solved, cut),
         replicas=len(feed.plan.shards),
     )
+
+
+def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
+    """Return the costs of a run whose heads are solved as `solved` says, and whose blocks are tuned behind `cut`."""
+    chain, samples = factory.context.chain, factory.context.feed.plan.samples
+    work = work_of(chain, torch.zeros(1, *factory.blueprint.image_shape))
+    whole = max(sum(work), LEAST_WORK)
+
+    def of(solved: Config) -> Costs:
+        compared = centres_for(factory.rows(solved), solved.head.centres) if solved.head.head_fit == "kernel" else 0
+        return Costs(
+            views=max(1, factory.augment(solved).num_views),
+            frozen=sum(work[:cut]) / sum(work),
+            comparing=compared * PAIR / whole,
+            judging=judging(sum(work), samples=samples) / samples,
+            update=UPDATE * sum(parameter.numel() for parameter in chain.model.parameters()) / whole,
+        )
+
+    return replace(of(solved), plain=of(without_mirror(solved)) if solved.data.mirror == "auto" else None)
+
+
+def without_mirror(config: Config) -> Config:
+    """Return the settings without mirror images."""
+    return replace(config, data=replace(config.data, mirror="off"))
 
 
 def ends_in_linear(chain: Chain) -> bool:
@@ -144,7 +164,7 @@ def ways_of(config: Config) -> tuple[Config, ...]:
     if settings.optimizer != AUTO:
         return (config,)
     decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
-    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay, batch_size=larger_batch(settings))
+    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay)
     statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
     return (
         replace(config, optimizer=replace(settings, optimizer="adamw")),
@@ -170,7 +190,7 @@ def affordable(factory: StageFactory) -> Config:
     """
     config = factory.config
     many = config.head.head_fit == "kernel" and config.head.centres is None and factory.rows(config) > ALL_COMPARED
-    return replace(config, data=replace(config.data, mirror="off")) if many and config.data.mirror == "auto" else config
+    return without_mirror(config) if many and config.data.mirror == "auto" else config
 
 
 def stages_of(
@@ -198,14 +218,14 @@ def stages_of(
     """
     ways = ways_of(config)
     config, solved = ways[0], solved or config
-    settings, freeze = config.optimizer, config.freeze
+    settings, freeze, batch = config.optimizer, config.freeze, config.optimizer.batch_size
     solve = Stage(
         name=SOLVE,
         config=solving(solved),
         steps=batches_per_epoch,
         batches_per_epoch=batches_per_epoch,
         shown_cut=deepest,
-        worth=costs.solution / costs.tuning_step if costs else 0.0,
+        worth=costs.solution / costs.tuning_step(batch) if costs else 0.0,
     )
     # Without a last solution the guard judges the tuned model itself.
     last_solve, guarded = freeze.has("last-solve"), freeze.has("guard")
@@ -213,72 +233,122 @@ def stages_of(
     several = last_solve and guarded and config.model.weights != "none"
     if batches == 0:
         return (solve,)
-    per_epoch = settings.steps_per_epoch(batches)
-    stages, steps = [solve], [per_epoch]
-    half = max(2, settings.batch_size // 2)
-    many = batches * settings.batch_size // half
-    tries = min(math.ceil(TUNED / (half * replicas)), many) if several else 0
-    longer = several and batches_per_epoch * settings.batch_size * replicas >= MANY
+    longer = several and batches_per_epoch * batch * replicas >= MANY
     if longer:
         ways = (replace(ways[0], optimizer=replace(settings, batch_size=larger_batch(settings))), *ways[1:])
-    trials = [
-        tune_stage(
-            replace(way, optimizer=replace(way.optimizer, batch_size=half, accumulate=1)),
-            cut,
-            steps=tries,
-            batches=many,
-            name=TRY,
-        )
-        for way in (ways if tries else ())
-    ]
-
-    def tuned_by(way: Config, count: int, **terms: Any) -> Stage:
-        """Return a stage of as many epochs as `count` steps of the run's own batches are."""
-        own = batches * settings.batch_size // way.optimizer.batch_size
-        if own == 0:
-            # Too few samples for a larger batch.
-            way, own = replace(way, optimizer=replace(way.optimizer, batch_size=settings.batch_size)), batches
-        lasts = max(1, count * way.optimizer.steps_per_epoch(own) // per_epoch)
-        return tune_stage(way, cut, steps=lasts, batches=own, **terms)
-
-    def tuned(count: int, *, ways: Sequence[Config], ends_solved: bool) -> Stage:
-        """Return the same in the first of the ways that are tried, which knows the second."""
-        first, *others = (tuned_by(way, count, guarded=guarded, is_followed=ends_solved) for way in ways)
-        return replace(first, other=others[0]) if tries and others else first
-
-    ends_solved, tried = last_solve, len(ways)
+    tunings = Tunings(settings=settings, batches=batches, cut=cut, guarded=guarded, replicas=replicas, costs=costs)
+    trials = [tunings.trial(way) for way in (ways if several else ())]
+    ends_solved, tried, steps = last_solve, len(ways), [tunings.per_epoch]
     if costs is not None:
-        whole, trial = settings.epochs * costs.full_step, tries / many * costs.tuning_step + costs.judging
-        trial = trial if tries else 0.0
-        room, rounds = whole - costs.solution, list[float]()
+        whole, each_tuned = settings.epochs * costs.full_step(larger_batch(settings)), costs.tuning_step(batch)
+        trial, judged = (tunings.trial_cost, costs.judging) if several else (0.0, 0.0)
+        rounds = list[float]()
         # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
         for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
-            left = room - count * trial
+            left = whole - costs.solution - judged - count * (trial + judged)
             each = costs.solution if ends_solved else 0.0
-            rounds = epochs_of_rounds(
-                left / costs.tuning_step, each / costs.tuning_step, several=several and ends_solved
-            )
+            rounds = epochs_of_rounds(left / each_tuned, each / each_tuned, several=several and ends_solved)
             if rounds:
                 tried = count
                 break
-        few = settings.epochs < usual("epochs") and sum(rounds) * costs.tuning_step < SMALL_PART * whole
-        if few and tries and len(ways) > 1 and not longer:
+        if settings.epochs < usual("epochs") and several and len(ways) > 1 and not longer:
             # SGD alone: it tells what is far from the pretraining in half the steps, and learns that the sooner.
-            epochs, solves = tuned_first((whole - trial) / costs.tuning_step, costs.solution / costs.tuning_step)
-            if epochs:
-                return (trials[1], tuned(int(per_epoch * epochs), ways=ways[1:], ends_solved=solves), solve)
-        steps = [int(per_epoch * epochs) for epochs in rounds]
-    stages += trials[:tried] if steps else []
-    if longer and (costs is None or sum(steps) >= LONG * per_epoch):
-        stages.append(tuned_by(ways[0], per_epoch, name=TRY_LONGER))
+            room = whole - trial - 2 * judged
+            first = tuned_first(room, costs, least=costs.tuning_step(larger_batch(settings)))
+            if first is not None:
+                spent, mirrored = first
+                count = int(tunings.per_epoch * spent / each_tuned)
+                last = solve if mirrored else replace(solve, config=solving(without_mirror(solved)))
+                if not mirrored and room >= costs.solution:
+                    last = replace(last, other=solve)
+                return (trials[1], tunings.tune(ways[1:], count, of=count, is_followed=True), last)
+        steps = [int(tunings.per_epoch * epochs) for epochs in rounds]
+    stages = [solve, *(trials[:tried] if steps else [])]
+    if longer and (costs is None or sum(steps) >= LONG * tunings.per_epoch):
+        stages.append(tunings.by(ways[0], tunings.per_epoch, name=TRY_LONGER))
         if costs is not None:
-            steps[-1] -= int(per_epoch * (1 + costs.judging / costs.tuning_step))
+            steps[-1] -= int(tunings.per_epoch * (1 + costs.judging / each_tuned))
     for count in steps:
-        long = tuned(count, ways=ways[:tried], ends_solved=ends_solved)
-        stages += [long, solve] if ends_solved else [long]
+        tune = tunings.tune(ways[: tried if several else 1], count, of=sum(steps), is_followed=ends_solved)
+        stages += [tune, solve] if ends_solved else [tune]
     # The model of the best solution, where what came after it is no better.
     goes_back = guarded and steps and (stages[1].is_trial or not last_solve)
     return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tunings:
+    """The stages that tune. Steps are counted in batches of the run's own size, and changed into those of a way."""
+
+    settings: OptimizerConfig
+    """Of the first way, with the run's own batch."""
+    batches: int
+    """Of an epoch, of every replica, in the run's own size."""
+    cut: int
+    guarded: bool
+    replicas: int
+    costs: Costs | None
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps."""
+        return self.settings.steps_per_epoch(self.batches)
+
+    @property
+    def half(self) -> int:
+        """The batch of a trial: steps count there, and not samples."""
+        return max(2, self.settings.batch_size // 2)
+
+    @property
+    def trial_cost(self) -> float:
+        """Of a trial, but for judging it, for each sample of an epoch."""
+        assert self.costs is not None
+        return self._tries / self._halves * self.costs.tuning_step(self.half)
+
+    def trial(self, way: Config) -> Stage:
+        """Return a stage that tells whether such tuning pays."""
+        way = replace(way, optimizer=replace(way.optimizer, batch_size=self.half, accumulate=1))
+        return tune_stage(way, self.cut, steps=self._tries, batches=self._halves, name=TRY)
+
+    def tune(self, ways: Sequence[Config], count: int, *, of: int, is_followed: bool) -> Stage:
+        """Return a stage that tunes, in the first of the ways, which knows the second."""
+        first, *others = (self.by(way, count, of=of, guarded=self.guarded, is_followed=is_followed) for way in ways)
+        return replace(first, other=others[0]) if others else first
+
+    def by(self, way: Config, count: int, *, of: int = 0, **terms: Any) -> Stage:
+        """Return a stage that tunes in such a way, as long as `count` steps take, `of` so many of all stages."""
+        batch = self.batch_of(way, of)
+        own = self.batches * self.settings.batch_size // batch
+        if own == 0:
+            # Too few samples for a larger batch.
+            batch, own = self.settings.batch_size, self.batches
+        way = replace(way, optimizer=replace(way.optimizer, batch_size=batch))
+        steps = max(1, int(count * self._pace(batch)) * way.optimizer.steps_per_epoch(own) // self.per_epoch)
+        return tune_stage(way, self.cut, steps=steps, batches=own, **terms)
+
+    def batch_of(self, way: Config, of: int) -> int:
+        """Return the batch of a way: of SGD the largest of which there are `ENOUGH_STEPS`, unless one was given."""
+        settings = self.settings
+        if way.optimizer.optimizer == settings.optimizer or settings.batch_size != usual("batch_size"):
+            return way.optimizer.batch_size
+        half, samples = settings.batch_size // 2, of * settings.batch_size * settings.accumulate
+        sizes = (LARGER_BATCH, settings.batch_size)
+        return next((size for size in sizes if samples * self._pace(size) / size >= ENOUGH_STEPS), half)
+
+    @property
+    def _halves(self) -> int:
+        """Half batches of an epoch."""
+        return self.batches * self.settings.batch_size // self.half
+
+    @property
+    def _tries(self) -> int:
+        """Steps of a trial."""
+        return min(math.ceil(TUNED / (self.half * self.replicas)), self._halves)
+
+    def _pace(self, batch: int) -> float:
+        """Return how many samples in such batches take as long as one in those of the run's own size."""
+        costs = self.costs
+        return costs.tuning_step(self.settings.batch_size) / costs.tuning_step(batch) if costs else 1.0
 
 
 def plans(ways: int, *, several: bool, last_solve: bool) -> list[tuple[int, bool]]:
@@ -288,15 +358,16 @@ def plans(ways: int, *, several: bool, last_solve: bool) -> list[tuple[int, bool
     return [(count, ends_solved) for count in range(ways, 0, -1) for ends_solved in (True, False)]
 
 
-def tuned_first(room: float, solution: float) -> tuple[float, bool]:
-    """Return how many epochs are tuned before any head is solved, 0 without room, and whether one is solved behind it.
+def tuned_first(room: float, costs: Costs, *, least: float) -> tuple[float, bool] | None:
+    """Return what is spent on tuning before any head is solved, and whether that has mirror images; None without room.
 
-    `room` is what a trial leaves, and `solution` what a solution takes, in epochs: it must fit where nothing is tuned.
+    `room` is what a trial leaves, in forward passes for each sample of an epoch, `least` what an epoch of tuning takes.
     """
-    if room < max(1.0, solution):
-        return 0.0, False
-    ends_solved = room - solution >= FEWEST_TUNED
-    return room - solution if ends_solved else room, ends_solved
+    if room - costs.solution >= FEWEST_TUNED * least:
+        return room - costs.solution, True
+    plain = costs.plain or costs
+    left = room - plain.solution
+    return (left, plain is costs) if left >= LEAST_TUNED * least else None
 
 
 def epochs_of_rounds(room: float, solution: float, *, several: bool) -> list[float]:
@@ -407,7 +478,7 @@ def begin_stage(job: Job) -> None:
         return
     assert judge is not None
     with job.clock.within("optimizer"):
-        loss = judge.begin(chain)
+        loss = judge.begin(chain, solves_last=not starts_from_zero(job))
     if guard is not None and trying:
         guard.trial.before = loss
         if runner.trials_to_come or guard.best is None:
@@ -476,10 +547,9 @@ def end_early_trial(job: Job, guard: Guard) -> None:
     if not pays:
         put_back(before, runner.opened.chain.model)
         runner.leave_out(TUNE)
-        # The solution finds out about mirror images itself, on all samples.
+        # The solution finds out about mirror images itself, on all samples, where there is room for them.
         runner.mirror = None
-    elif not runner.stages[runner.number + 1].is_followed:
-        runner.leave_out(SOLVE)
+        runner.take_other_way()
 
 
 def tune_at_once(job: Job) -> None:
@@ -496,12 +566,17 @@ def give_up_trial(job: Job) -> bool:
     return True
 
 
-def suit_last_layer(job: Job) -> None:
-    """Let the model's own last layer begin anew, with zeros, where SGD at `SGD_RATE` is tried.
+def starts_from_zero(job: Job) -> bool:
+    """Tell whether tuning begins under a last layer of zeros: with SGD at `SGD_RATE`.
 
     The large weights of a solved layer would make gradients too large for its rate.
     """
-    if job.config.optimizer.optimizer != AUTO or job.stage.config.optimizer.optimizer != "sgd":
+    return job.config.optimizer.optimizer == AUTO and job.stage.config.optimizer.optimizer == "sgd"
+
+
+def suit_last_layer(job: Job) -> None:
+    """Let the model's own last layer begin anew, with zeros, where that suits the way to tune."""
+    if not starts_from_zero(job):
         return
     _, layer = before_last_layer(job.stage_runner.opened.chain)
     with torch.no_grad():

@@ -115,7 +115,7 @@ class Job:
 
     def images(self, step: int) -> int:
         """Return how many images all replicas together train on in the first `step` steps, of this stage or before."""
-        return self.stage_runner.batches(step) * self.config.optimizer.batch_size * self.replicas
+        return self.stage_runner.images(step) * self.replicas
 
     def names(self, samples: Sequence[int]) -> str:
         """Return what a message calls some training samples, the first few where there are many."""

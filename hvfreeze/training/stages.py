@@ -60,7 +60,8 @@ class Stage:
     worth: float = 0.0
     """Of a solution: epochs of tuning that take as long."""
     other: Stage | None = None
-    """Another way to tune for as many epochs, which is taken where a trial finds it better."""
+    """Another way to tune for as many epochs, which is taken where a trial finds it better; or to solve the head, where
+    a trial finds that nothing is to be tuned."""
 
     @property
     def title(self) -> str:
@@ -92,6 +93,10 @@ class Stage:
         """Return how many batches of every replica the first `steps` steps are made of."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.batches_per_epoch + min(self.batches_per_epoch, rest * self.config.optimizer.accumulate)
+
+    def images(self, steps: int) -> int:
+        """Return how many images every replica sees in the first `steps` steps."""
+        return self.batches(steps) * self.config.optimizer.batch_size
 
 
 def single_stage(config: Config, *, batches_per_epoch: int, epochs: int) -> Stage:
@@ -180,10 +185,10 @@ class StageRunner:
         """Of all stages."""
         return sum(stage.steps for stage in self.stages)
 
-    def batches(self, step: int) -> int:
-        """Return how many batches of every replica the run's first `step` steps are made of."""
-        before = sum(stage.batches(stage.steps) for stage in self.stages[: self.number])
-        return before + self.stage.batches(step - self.first_step)
+    def images(self, step: int) -> int:
+        """Return how many images every replica sees in the run's first `step` steps."""
+        before = sum(stage.images(stage.steps) for stage in self.stages[: self.number])
+        return before + self.stage.images(step - self.first_step)
 
     @property
     def cut(self) -> int:

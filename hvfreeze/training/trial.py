@@ -36,10 +36,11 @@ FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 8192, 1 / 6
 judge them. Heads for few samples gain by what blocks have learned of other samples' labels, as one for all cannot."""
 LEAST_WORK = 5e7
 """Floating-point operations of a forward pass; one of fewer takes no less time, because it calls as many operators."""
-SEEN, SOLVED = 1.5, 7.5e8
-"""What judging a trial takes for each sample that heads are solved for or judged by: forward passes, with a part of
-those before the first trial, and floating-point operations of the forward pass in whose time the heads are solved, as
-measured."""
+DIRECTIONS = 256
+"""Of the features, in which these samples are compared; from so few samples more tell no more."""
+SEEN, SOLVED = 1.2, 1e8
+"""What judging takes for each sample that a head is solved for or judged by: forward passes, and floating-point
+operations of the forward pass in whose time the head is solved, as measured."""
 PENALTY = 0.01
 """Of the last layer under which tuning begins."""
 LEAST_GAIN = 0.04
@@ -53,7 +54,10 @@ def seen_by(samples: int) -> tuple[int, int]:
 
 
 def judging(forward: float, *, samples: int) -> float:
-    """Return what judging takes once, in forward passes of so many floating-point operations."""
+    """Return what judging takes once, in forward passes of so many floating-point operations.
+
+    It is done before the first trial, and after each.
+    """
     rows = min(samples, sum(seen_by(samples)))
     # Of few rows, fewer directions.
     return rows * (SEEN + SOLVED * min(1.0, rows / sum(seen_by(0))) / max(forward, LEAST_WORK))
@@ -127,15 +131,19 @@ class Judge:
     precision: str
     world: World
 
-    def begin(self, chain: Chain) -> float:
-        """Make the model's own last layer the solution for some training samples; return `loss`. Collective."""
+    def begin(self, chain: Chain, *, solves_last: bool) -> float:
+        """Return `loss`; if `solves_last`, make the model's own last layer a solution for these samples. Collective."""
         seen = self._see(chain)
+        if solves_last:
+            self._solve_last(chain, seen)
+        return self._solved(chain, seen)
+
+    def _solve_last(self, chain: Chain, seen: Seen) -> None:
         rows = RowsInMemory(seen.last[~seen.held], seen.labels[~seen.held], torch.zeros(int((~seen.held).sum())).bool())
         _, layer = before_last_layer(chain)
         fit = fit_softmax(rows, classes=layer.out_features, world=self.world, penalties=(PENALTY,))
         assert fit is not None, "nobody stops it"
         take(layer, fit)
-        return self._solved(chain, seen)
 
     def loss(self, chain: Chain) -> float:
         """Return the loss on held-out samples of a head that compares samples, on every block's features. Collective.
@@ -149,7 +157,9 @@ class Judge:
         rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples)
         _, layer = before_last_layer(chain)
         memory = memory_budget(self.world.local_size)
-        found = choose_head(rows, classes=layer.out_features, world=self.world, memory_bytes=memory)
+        found = choose_head(
+            rows, classes=layer.out_features, directions=DIRECTIONS, world=self.world, memory_bytes=memory
+        )
         assert found is not None, "nobody stops it"
         return found.trial.held_out_loss
 

@@ -46,7 +46,7 @@ def main() -> None:
     end_job_on_exception(world)
     table = labelled_table()
     # Of so many rows the penalty is chosen on a part.
-    fitting.MOST_COMPARED = len(table[1]) // 2
+    fitting.MOST_COMPARED, fitting.MOST_FACTORED_ROWS = len(table[1]) // 2, 0
     found = {}
     for name, split in shares(world.size, len(table[1])).items():
         rows = mine(world, split, table)
@@ -116,6 +116,7 @@ def decisions(world: World) -> dict[str, Any]:
     told = {}
     for few in (True, False):
         fitting.MOST_LEFT_OUT, linear.FEW_ROWS = (1000, 1000) if few else (0, 0)
+        fitting.MOST_FACTORED_ROWS = 0
         compared = fit_kernel(rows, classes=2, world=world, memory_bytes=2**30, compare_mirrored=True)
         separated = fit_softmax(rows, classes=2, world=world, compare_mirrored=True)
         for name, fit in (("kernel", compared), ("linear", separated)):

@@ -57,7 +57,7 @@ def check_points_that_are_kept_make_the_same_head_and_no_others_are_used(world: 
     let_models_be_small()
     root, fetched = Path(sys.argv[1]), Fetched()
     # Where each row is left out in turn, the choice has no passes to be stopped in.
-    kernel.MOST_LEFT_OUT = 20
+    kernel.MOST_LEFT_OUT, kernel.MOST_FACTORED_ROWS = 20, 0
     runs = Runs(world, root, SETTINGS)
     found: dict[str, Any] = {"straight": runs("straight")}
     kept = {"cache": "auto", "cache_dir": str(root / "rows")}

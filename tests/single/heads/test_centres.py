@@ -45,6 +45,7 @@ def exactly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("hvfreeze.heads.centres.CENTRES_TOLERANCE", 1e-5)
     monkeypatch.setattr("hvfreeze.heads.centres.ANSWERS_TOLERANCE", 1e-5)
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
     monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
     yield
 

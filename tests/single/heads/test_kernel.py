@@ -95,15 +95,18 @@ def test_what_no_plane_divides_is_learnt() -> None:
     assert float((answers(fit, others).argmax(1) == truth).float().mean()) > 0.95
 
 
-def test_held_out_rows_choose_and_are_fitted_only_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factored", [0, 1_600])
+def test_held_out_rows_choose_and_are_fitted_only_in_the_end(factored: int, monkeypatch: pytest.MonkeyPatch) -> None:
     table = labelled_table(500)
     _, labels, held_out = table
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", factored)
     fit = found(table, tolerance=1e-6)
     kernel = gaussian(fit.centres, fit.centres).double()
     targets = functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
     fitted = ~held_out
     for trial in fit.trials:
+        assert (trial.steps == 0) == bool(factored)
         system = kernel[fitted][:, fitted] + trial.penalty * torch.eye(int(fitted.sum()), dtype=torch.float64)
         said = kernel[held_out][:, fitted] @ torch.linalg.solve(system, targets[fitted])
         _, loss = best_scale(said, labels[held_out])
@@ -129,6 +132,7 @@ def test_held_out_rows_choose_the_penalty_where_labels_are_wrong(
     penalties: list[float], chosen: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
     points, labels, held_out = rings()
     wrong = torch.rand(600, generator=torch.Generator().manual_seed(1)) < 0.1
     rows = RowsInMemory(points, labels ^ wrong, held_out)
@@ -155,6 +159,7 @@ def test_of_many_rows_a_part_chooses_all_are_fitted_and_held_out_rows_judge_a_fi
     table = labelled_table(900)
     _, labels, held_out = table
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
     monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
     together = found(table, tolerance=1e-6)
     monkeypatch.setattr(kernel_choice, "MOST_COLUMNS", CLASSES - 1)
@@ -212,6 +217,7 @@ def test_features_that_say_nothing_give_a_head_that_knows_nothing() -> None:
 def test_many_classes_are_solved_a_few_penalties_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     table = labelled_table(400)
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
     together = found(table, tolerance=1e-6)
     monkeypatch.setattr(kernel_choice, "MOST_COLUMNS", CLASSES)
     alone = found(table, tolerance=1e-6)
@@ -238,6 +244,7 @@ def test_it_ends_without_a_head_when_that_is_asked(monkeypatch: pytest.MonkeyPat
             asked = iter([False] * before)
             assert fit(memory_bytes=PLENTY, centres=centres, watch=partial(answered, asked)) is None
     monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
     assert fit(memory_bytes=PLENTY, watch=lambda note: "off by" in note) is None, "while the penalty is chosen"
 
 

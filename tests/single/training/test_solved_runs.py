@@ -42,6 +42,7 @@ def test_the_accuracy_that_is_told_is_of_samples_that_were_not_fitted(
 ) -> None:
     # As with many rows: a part of them chooses the penalty.
     monkeypatch.setattr(kernel, "MOST_LEFT_OUT", 50)
+    monkeypatch.setattr(kernel, "MOST_FACTORED_ROWS", 0)
     monkeypatch.setattr(kernel, "MOST_COMPARED", 100)
     told = train(tmp_path / "run", "--train-samples", "400", "--head-fit", head_fit)
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())

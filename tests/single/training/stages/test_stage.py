@@ -7,26 +7,29 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto import FEWEST_TUNED, Costs, epochs_of_rounds, stages_of, tuned_first
+from hvfreeze.training.auto import ENOUGH_STEPS, FEWEST_TUNED, Costs, epochs_of_rounds, stages_of, tuned_first
 from hvfreeze.training.stages import Stage, single_stage
 from hvfreeze.training.trial import MANY, Trial, judging
 
-COSTS = Costs(views=2, frozen=0.25, judging=3.0)
+COSTS = Costs(views=2, frozen=0.25, judging=1.5)
+UPDATES = replace(COSTS, update=64.0)
 DEEPEST = 5
 
 
-def planned(*, batches: int = 20, guarded: int = 18, **changes: Any) -> tuple[Stage, ...]:
+def planned(*, batches: int = 20, guarded: int = 18, costs: Costs = COSTS, **changes: Any) -> tuple[Stage, ...]:
     config = from_dict({"freeze": "auto", "weights": "some.pt", "optimizer": "adamw", **changes})
-    return stages_of(config, batches_per_epoch=batches, guarded_batches=guarded, cut=2, deepest=DEEPEST, costs=COSTS)
+    return stages_of(config, batches_per_epoch=batches, guarded_batches=guarded, cut=2, deepest=DEEPEST, costs=costs)
 
 
-def cost(stages: tuple[Stage, ...]) -> float:
-    """In epochs of full fine-tuning; a trial has half batches."""
-    solutions = sum(stage.name == "solve" for stage in stages)
-    tuned = sum(stage.batches(stage.steps) for stage in stages if stage.name in ("try", "tune"))
-    tuned -= sum(stage.batches(stage.steps) / 2 for stage in stages if stage.name == "try")
-    judging = COSTS.judging * sum(stage.name == "try" for stage in stages)
-    return (solutions * COSTS.solution + judging + tuned / 18 * COSTS.tuning_step) / COSTS.full_step
+def cost(stages: tuple[Stage, ...], costs: Costs = COSTS) -> float:
+    """In epochs of full fine-tuning with batches of 64; it is judged before the first trial, and after each."""
+    each = [costs.plain or costs if stage.config.data.mirror == "off" else costs for stage in stages]
+    solutions = sum(one.solution for stage, one in zip(stages, each, strict=True) if stage.name == "solve")
+    trained = [(stage, stage.config.optimizer.batch_size) for stage in stages if stage.name in ("try", "tune")]
+    tuned = sum(stage.images(stage.steps) / (18 * 32) * costs.tuning_step(batch) for stage, batch in trained)
+    trials = sum(stage.name == "try" for stage in stages)
+    judging = costs.judging * (trials + 1 if trials else 0)
+    return (solutions + judging + tuned) / costs.full_step(64)
 
 
 def tuned_epochs(stages: tuple[Stage, ...]) -> list[float]:
@@ -53,28 +56,59 @@ def test_where_no_solution_has_room_behind_it_the_tuned_model_itself_is_judged()
     assert stages[2].guarded and not stages[2].is_followed
 
 
-def test_with_few_epochs_sgd_is_tried_before_a_head_is_solved() -> None:
-    solve_only, few, more, many = (planned(epochs=epochs, optimizer="auto") for epochs in (2, 3, 8, 16))
-    assert [stage.name for stage in solve_only] == ["solve"], "no room for a solution where nothing is tuned"
-    for stages, ends_solved in ((few, False), (more, True)):
-        trial, tune, solve = stages
-        assert [stage.name for stage in stages] == ["try", "tune", "solve"]
-        assert [each.config.optimizer.optimizer for each in (trial, tune)] == ["sgd", "sgd"] and tune.other is None
-        assert tune.guarded and tune.is_followed == ends_solved and solve.steps == 20
-    assert few[1].steps / 9 >= 1 and more[1].steps / 9 >= FEWEST_TUNED, "batches twice as large"
-    assert cost((few[0], few[1])) <= 3 and cost((few[0], few[2])) <= 3, "one of them"
-    assert cost(more) <= 8 and many[0].name == "solve"
+@pytest.mark.parametrize("epochs", [2, 3, 4, 8, 15])
+@pytest.mark.parametrize("update", [0.0, 64.0])
+def test_with_few_epochs_sgd_is_tried_before_a_head_is_solved(epochs: int, update: float) -> None:
+    costs = replace(COSTS, update=update, plain=replace(COSTS, views=1, update=update))
+    stages = planned(epochs=epochs, costs=costs, batches=200, guarded=180, optimizer="auto")
+    trial, tune, solve = stages
+    assert [stage.name for stage in stages] == ["try", "tune", "solve"]
+    assert [each.config.optimizer.optimizer for each in (trial, tune)] == ["sgd", "sgd"] and tune.other is None
+    assert tune.guarded and tune.is_followed and solve.steps == 200
+    trained = sum(
+        each.images(each.steps) / (180 * 32) * costs.tuning_step(each.config.optimizer.batch_size)
+        for each in stages[:2]
+    )
+    plain = solve.config.data.mirror == "off"
+    solution = (costs.plain if plain else costs).solution  # type: ignore[union-attr]
+    spent = (trained + solution + 2 * costs.judging) / costs.full_step(64)
+    assert epochs - 0.2 < spent <= epochs, "all of it, and no more"
+    assert plain == (epochs <= 4), "mirror images where there is time for them beside long tuning"
+    if plain:
+        assert solve.other is not None and solve.other.config.data.mirror == "auto", "where nothing is tuned there is"
+
+
+def test_with_few_epochs_there_must_be_room_for_a_trial_a_solution_and_some_tuning() -> None:
+    assert [stage.name for stage in planned(epochs=2, optimizer="auto")] == ["solve"]
     assert planned(epochs=4, optimizer="sgd")[0].name == "solve", "what was asked for is tuned with"
-    names = []
-    for epochs in (15, 16):
-        config = from_dict({"freeze": "auto", "weights": "some.pt", "epochs": epochs})
-        dear = replace(COSTS, judging=12.0)
-        first, *_ = stages_of(config, batches_per_epoch=20, guarded_batches=18, cut=2, deepest=DEEPEST, costs=dear)
-        names.append(first.name)
+    names = [planned(epochs=epochs, optimizer="auto")[0].name for epochs in (15, 16)]
     assert names == ["try", "solve"], "as many epochs as auto has by itself keep a solution to go back to"
     assert planned(epochs=8, batches=MANY // 32 + 1, guarded=900, optimizer="auto")[0].name == "solve"
-    assert tuned_first(2.9, 3.0) == (0.0, False) and tuned_first(0.9, 0.1) == (0.0, False)
-    assert tuned_first(4.0, 1.0) == (3.0, True) and tuned_first(2.9, 1.0) == (2.9, False)
+    plain = replace(COSTS, views=1)
+    open_ones = replace(COSTS, plain=plain)
+    least = 4.0
+    enough = COSTS.solution + FEWEST_TUNED * least
+    assert tuned_first(enough, open_ones, least=least) == (pytest.approx(FEWEST_TUNED * least), True)
+    found = tuned_first(enough - 0.1, open_ones, least=least)
+    assert found == (pytest.approx(enough - 0.1 - plain.solution), False)
+    assert tuned_first(plain.solution + 1.9, open_ones, least=least) is None
+    assert tuned_first(COSTS.solution + 2.1, COSTS, least=least) == (pytest.approx(2.1), True), "--mirror was given"
+
+
+def test_sgd_takes_the_largest_batches_of_which_there_are_enough() -> None:
+    sizes = {}
+    for batches in (100, 400, 1000, 4000):
+        stages = planned(epochs=8, costs=UPDATES, batches=batches, guarded=batches, optimizer="auto")
+        tune = next(stage for stage in stages if stage.name == "tune" and stage.steps)
+        way = tune if tune.config.optimizer.optimizer == "sgd" else tune.other
+        assert way is not None
+        sizes[batches] = way.config.optimizer.batch_size
+        assert way.config.optimizer.batch_size == 16 or way.steps >= ENOUGH_STEPS or tune is not way
+    assert sizes == {100: 32, 400: 64, 1000: 64, 4000: 64}
+    few = planned(epochs=4, costs=UPDATES, batches=60, guarded=54, optimizer="auto")[1]
+    assert (few.name, few.config.optimizer.batch_size) == ("tune", 16) and few.steps < ENOUGH_STEPS
+    given = planned(epochs=4, costs=UPDATES, batches=60, guarded=54, optimizer="auto", batch_size=24)[1]
+    assert given.config.optimizer.batch_size == 24, "what was given is taken"
 
 
 def test_each_tuning_lasts_twice_as_long_as_the_one_before_and_the_last_takes_the_rest() -> None:
@@ -102,12 +136,12 @@ def test_two_ways_to_tune_are_tried_where_there_is_room_and_each_stage_knows_the
     tuned, other = stages[3], stages[3].other
     assert other is not None and (other.config.optimizer.optimizer, other.config.optimizer.weight_decay) == ("sgd", 0.5)
     assert other.config.freeze == stages[2].config.freeze and other.guarded and other.is_followed
-    assert (other.config.optimizer.batch_size, other.batches_per_epoch) == (64, 9), "of 18 batches of 32"
-    assert (other.steps, other.epochs) == (tuned.steps // 2, tuned.epochs)
+    assert (other.config.optimizer.batch_size, other.batches_per_epoch) == (16, 36), "few steps, of 18 batches of 32"
+    assert (other.steps, other.epochs) == (2 * tuned.steps, tuned.epochs)
     given = planned(epochs=16, optimizer="auto", batch_size=8)[3].other
     assert given is not None and given.config.optimizer.batch_size == 8, "what was given is taken"
     tiny = planned(epochs=16, guarded=1, optimizer="auto")[3].other
-    assert tiny is not None and (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (32, 1)
+    assert tiny is not None and (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (16, 2)
     usual = planned(epochs=16, optimizer="auto")[2].config.optimizer.weight_decay
     assert usual == from_dict({}).optimizer.weight_decay, "SGD's own"
     scratch = planned(epochs=9, optimizer="auto", weights="none")
@@ -150,7 +184,7 @@ def test_of_many_samples_an_epoch_may_be_tried_where_short_trials_tell_too_littl
     assert sizes == [[16, *[32] * 5], [16, *[64] * 5, 32]], "updates take time, and there are enough"
     assert planned(epochs=16, batches=MANY // 8, guarded=900, batch_size=8)[2].config.optimizer.batch_size == 8
     cheaper = sum(s.steps for s in few if s.name == "tune") - 2 * sum(s.steps for s in stages if s.name == "tune")
-    assert cheaper == pytest.approx(900 * (1 + COSTS.judging / COSTS.tuning_step), abs=4), "it takes their time"
+    assert cheaper == pytest.approx(900 * (1 + COSTS.judging / COSTS.tuning_step(32)), abs=4), "it takes their time"
     assert "try longer" not in [s.name for s in planned(epochs=5, batches=MANY // 32 + 1, guarded=900)], "no room"
 
 

@@ -14,7 +14,7 @@ from hvfreeze.training.auto import Costs, end_trial, stages_of
 from hvfreeze.training.stages import TRY, StageRunner, joined
 from hvfreeze.training.trial import Trial
 
-COSTS = Costs(views=2, frozen=0.0, judging=3.0)
+COSTS = Costs(views=2, frozen=0.0, judging=1.5, plain=Costs(views=1, frozen=0.0, judging=1.5))
 CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_saved": 0.5}
 
 
@@ -100,7 +100,7 @@ def test_one_tuning_takes_the_steps_of_all_that_are_left_and_one_solution_follow
     assert names == ["solve", "try", "try", "tune", "solve", "tune", "solve", "tune", "solve", "back"]
     made.number, before = 4, [stage.steps for stage in made.stages]
     made.tune_at_once()
-    spared = int(COSTS.solution / COSTS.tuning_step * 18)
+    spared = int(COSTS.solution / COSTS.tuning_step(32) * 18)
     assert spared > 0, "a solution takes no time: this says nothing"
     merged = before[5] + before[7] + spared
     assert [stage.steps for stage in made.stages] == [*before[:5], merged, before[6], 0, 0, 0]
@@ -122,16 +122,18 @@ def trial_ends(made: StageRunner, loss: float, **guard: Any) -> None:
     end_trial(cast(Any, job))
 
 
-@pytest.mark.parametrize("epochs", [3, 8])
+@pytest.mark.parametrize("epochs", [3, 15])
 def test_after_an_early_trial_blocks_are_tuned_or_a_head_is_solved_for_them_as_they_were(epochs: int) -> None:
     state = {"weight": torch.full((1, 1), 7.0), "bias": torch.full((1,), 8.0)}
-    for loss, tuned, solved in ((0.99, False, True), (0.9, False, True), (0.5, True, epochs == 8)):
+    for loss, tuned, solved in ((0.99, False, True), (0.9, False, True), (0.5, True, True)):
         made = tried_runner(epochs=epochs)
         made.mirror = "on"
         assert [stage.name for stage in made.stages] == ["try", "tune", "solve"]
         trial_ends(made, loss, trial=Trial(before=1.0), best=None, before_trial=state)
         assert [stage.steps > 0 for stage in made.stages] == [True, tuned, solved]
         assert made.mirror == ("on" if tuned else None), "a solution finds out itself"
+        mirror = made.stages[2].config.data.mirror
+        assert mirror == ("off" if tuned and epochs == 3 else "auto"), "mirror images where there is time for them"
         weight = made.opened.chain.model.state_dict()["weight"]
         assert torch.equal(weight, state["weight"]) == (not tuned)
 

@@ -50,10 +50,11 @@ MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
 """Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
 LONG = 4.0
 """Epochs of tuning that are left where one more is tried before them."""
-SGD_RATE, LARGER_BATCH, ENOUGH_STEPS = 0.05, 64, 400
+SGD_RATE, LARGER_BATCH, ENOUGH_STEPS, MOST_UPDATING = 0.05, 64, 400, 1.5
 """Of the way to tune by SGD that is tried beside AdamW's: it takes the largest batches, up to such ones, of which there
-are so many. With fewer steps the blocks learn less, however many samples each has. Of many samples AdamW takes the
-larger batches too: its updates then take half the time, and there are enough of them."""
+are so many. With fewer steps the blocks learn less, however many samples each has. But none so small that an update
+takes that many times as long as its samples' passes. Of many samples AdamW takes the larger batches too: its updates
+then take half the time, and there are enough of them."""
 FEWEST_TUNED, LEAST_TUNED = 4.0, 0.5
 """Where --epochs are fewer than auto takes by itself, tuning is tried before a head is solved, and goes on from there
 where it pays. The head that is solved behind it has mirror images where at least so many epochs are tuned beside; there
@@ -90,6 +91,10 @@ class Costs:
     def tuning_step(self, batch: int) -> float:
         """Of a step behind the cut, whose frozen blocks are computed."""
         return 1 + BACKWARD * (1 - self.frozen) + self.update / batch
+
+    def updating(self, batch: int) -> float:
+        """Return how many times as long as its samples' passes an update takes."""
+        return self.update / batch / (1 + BACKWARD * (1 - self.frozen))
 
     @property
     def solution(self) -> float:
@@ -327,13 +332,18 @@ class Tunings:
         return tune_stage(way, self.cut, steps=steps, batches=own, **terms)
 
     def batch_of(self, way: Config, of: int) -> int:
-        """Return the batch of a way: of SGD the largest of which there are `ENOUGH_STEPS`, unless one was given."""
+        """Return the batch of a way, for `of` steps; see `ENOUGH_STEPS`. One that was given is taken."""
         settings = self.settings
         if way.optimizer.optimizer == settings.optimizer or settings.batch_size != usual("batch_size"):
             return way.optimizer.batch_size
-        half, samples = settings.batch_size // 2, of * settings.batch_size * settings.accumulate
-        sizes = (LARGER_BATCH, settings.batch_size)
-        return next((size for size in sizes if samples * self._pace(size) / size >= ENOUGH_STEPS), half)
+        samples, fitting = of * settings.batch_size * settings.accumulate, LARGER_BATCH
+        for size in (LARGER_BATCH, settings.batch_size, settings.batch_size // 2):
+            if size < LARGER_BATCH and self.costs and self.costs.updating(size) > MOST_UPDATING:
+                break
+            fitting = size
+            if samples * self._pace(size) / size >= ENOUGH_STEPS:
+                break
+        return fitting
 
     @property
     def _halves(self) -> int:

@@ -107,6 +107,8 @@ def test_sgd_takes_the_largest_batches_of_which_there_are_enough() -> None:
     assert sizes == {100: 32, 400: 64, 1000: 64, 4000: 64}
     few = planned(epochs=4, costs=UPDATES, batches=60, guarded=54, optimizer="auto")[1]
     assert (few.name, few.config.optimizer.batch_size) == ("tune", 16) and few.steps < ENOUGH_STEPS
+    dear = replace(COSTS, update=140.0)
+    assert planned(epochs=4, costs=dear, batches=60, guarded=54, optimizer="auto")[1].config.optimizer.batch_size == 32
     given = planned(epochs=4, costs=UPDATES, batches=60, guarded=54, optimizer="auto", batch_size=24)[1]
     assert given.config.optimizer.batch_size == 24, "what was given is taken"
 

@@ -59,6 +59,9 @@ class MadeRows:
         """Return the rows."""
         return self._made(self._parts)
 
+    def forget(self) -> None:
+        """Do nothing: nothing is kept."""
+
     def sample(self) -> _Some | None:
         """Return the first parts where there are more."""
         return _Some(self, self._parts[: self._sampled]) if self._sampled < len(self._parts) else None

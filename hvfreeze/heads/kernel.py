@@ -199,6 +199,8 @@ def choose_head(
         mine = points_of(rows, directions=directions, world=world, stop=read)
         if mine is None:
             return None
+        # Rows are read no more, and what they take is the likenesses' to have.
+        rows.forget()
         if kept is not None:
             kept.keep(mine)
     marks = marks_of(mine, world=world)

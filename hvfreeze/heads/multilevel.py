@@ -114,10 +114,14 @@ def head_of(chain: Chain) -> SolvableHead:
 
 @torch.no_grad()
 def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
-    """Make the solved head the layer's."""
+    """Make the solved head the layer's; a kernel head's centres are then one tensor with `fit.centres`."""
     if isinstance(fit, KernelFit):
         assert isinstance(layer, KernelHead)
-        layer.hold(len(fit.centres))
+        # Not copied: of many rows, two of them would be much of what a rank has.
+        layer.centres, layer.weight.data = fit.centres, fit.weight
+        layer.projection.copy_(fit.projection)
+        layer.shift.copy_(fit.shift)
+        return
     for name, tensor in layer.state_dict().items():
         tensor.copy_(getattr(fit, name))
 

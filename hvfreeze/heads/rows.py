@@ -61,6 +61,9 @@ class WholeRows(Rows, Protocol):
     def sample(self) -> Rows | None:
         """Return a few of the rows, on all ranks alike where there are many; None where they are all to be kept."""
 
+    def forget(self) -> None:
+        """Let go of rows that are kept: no pass follows, or one that fetches them anew."""
+
 
 def fits(rows: int, width: int, memory_bytes: int) -> bool:
     """Tell whether as many rows of `width` float32 features may be kept in memory."""
@@ -112,6 +115,9 @@ class RowsInMemory:
 
     def sample(self) -> None:
         """Return None: they are in memory."""
+
+    def forget(self) -> None:
+        """Keep the tensors, which are the caller's."""
 
 
 class SomeRows:
@@ -194,6 +200,10 @@ class RowsOfBatches:
                 if self.kept and (self._first is None or number < self._first):
                     self._chunks[number] = chunk
             yield chunk
+
+    def forget(self) -> None:
+        """Let go of rows that are kept."""
+        self._chunks.clear()
 
     def bare(self) -> tuple[Ids, Chunk]:
         """Return all views, (N,), and all rows as one chunk without features, (N, 0): nothing is fetched."""

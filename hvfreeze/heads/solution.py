@@ -104,11 +104,14 @@ class Solution:
         """The trial of the chosen penalty; None where the penalty was given."""
         return next((trial for trial in self.trials if trial.penalty == self.penalty), None)
 
+    def numbers(self) -> Solution:
+        """Return it without the tensors, which whoever keeps it would keep."""
+        return Solution(**{each.name: getattr(self, each.name) for each in fields(Solution)})
+
     def summary(self) -> dict[str, Any]:
         """Return the numbers, without the tensors, for a file."""
-        plain = {each.name: getattr(self, each.name) for each in fields(Solution)}
         return {
-            **plain,
+            **vars(self.numbers()),
             "trials": [asdict(trial) for trial in self.trials],
             "mirror": self.mirror and asdict(self.mirror) | {"taken": self.mirror.taken},
             "left_out": list(self.left_out),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvfreeze.comm.resources import give_back
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.centres import (
@@ -298,6 +299,8 @@ def fit_kernel(
     used = marks.only(taken)
     share = Share(mine.points[own] if not own.all() else mine.points, used, classes, choice)
     count, columns = centres_for(len(used.labels), centres), classes * (1 + share.judged)
+    # Features that are read no more lie in pieces between what is in use, which likenesses do not fill.
+    give_back()
     if count < len(used.labels):
         beside = beside_centres(memory_bytes, centres=count, rows=len(share.points), columns=columns, world=world)
         end = compare_some(count, share, Ends(tolerance, most_steps, beside, watch, kept), world=world)

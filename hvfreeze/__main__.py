@@ -75,7 +75,8 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
         from hvfreeze.comm.horovod_world import open_world
         from hvfreeze.comm.world import end_job_on_exception
 
-    world = open_world()
+    with kept_for_good():
+        world = open_world(beside="hvfreeze.training.run")
     end_job_on_exception(world)
     try:
         with kept_for_good():

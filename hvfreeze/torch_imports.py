@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,26 @@ def kept_for_good() -> Iterator[None]:
         if len(sys.modules) > loaded:
             gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def imported_beside(module: str) -> Iterator[None]:
+    """Import a module in a thread while what is inside waits for something else, as for other processes.
+
+    What is inside should import nothing that shares modules with it: threads that import each other's halves may see
+    some that are not whole. An error is left to whoever imports the module next, and meets it again.
+    """
+
+    def begin() -> None:
+        with suppress(Exception):
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=begin, name="imports")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 COMPILER = "torch._dynamo"

@@ -96,9 +96,9 @@ def main(out: str, launched: float, words: Sequence[str]) -> int:
     marks("other imports")
     opened = horovod_world.open_world
 
-    def open_world() -> Any:
+    def open_world(**named: Any) -> Any:
         marks("other imports")
-        world = opened()
+        world = opened(**named)
         marks("MPI and Horovod")
         follow()
         return world

@@ -13,7 +13,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from hvfreeze.comm.mpi_environment import (
 from hvfreeze.comm.stall_watch import STALL_SECONDS, StallWatch
 from hvfreeze.comm.world import LoneRank, SoloWorld, World
 from hvfreeze.errors import DivergedError, StallError, UsageError
+from hvfreeze.torch_imports import imported_beside
 
 T = TypeVar("T")
 
@@ -46,7 +47,8 @@ DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 class HorovodWorld(World):
     """One rank of a Horovod job over MPI. `among` makes another one of some of its ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside: str = "") -> None:
+        """Meet the other ranks; `beside` is a module that is imported meanwhile, empty for none."""
         # Fused transfers depend on timing, and sums on the place in the fused buffer: no two runs would be equal.
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault(STALL_SECONDS, "600")
@@ -56,7 +58,9 @@ class HorovodWorld(World):
         tune_open_mpi()
         import horovod.torch as hvd
 
-        with self.watch.waiting("start"), interrupt_ends_job():
+        # Not before: Horovod imports parts of torch too.
+        importing = imported_beside(beside) if beside else nullcontext()
+        with self.watch.waiting("start"), interrupt_ends_job(), importing:
             # Whoever initialises MPI finalises it: this order lets Horovod end, and start anew. Where Horovod cannot be
             # imported, MPI is not initialised: its end would wait for the other ranks'.
             self.mpi = start_mpi()
@@ -237,10 +241,11 @@ class HorovodWorld(World):
         return received, sizes
 
 
-def open_world() -> World:
+def open_world(*, beside: str = "") -> World:
     """Return this process's world: Horovod's under a launcher of several tasks, else alone; for a whole program.
 
-    A loop of one's own opens it by `integration.script_world`, which also lets Horovod rest where cores are full.
+    `beside` is a module that is imported while ranks start and meet, empty for none. A loop of one's own opens its world
+    by `integration.script_world`, which also lets Horovod rest where cores are full.
 
     Raises:
         UsageError: a launcher started several tasks that cannot talk to each other.
@@ -249,7 +254,7 @@ def open_world() -> World:
     if tasks == 1:
         return SoloWorld()
     try:
-        world = HorovodWorld()
+        world = HorovodWorld(beside=beside)
     except ImportError as error:
         raise UsageError(
             f"a launcher started {tasks} tasks, but Horovod or mpi4py cannot be imported ({error}); "

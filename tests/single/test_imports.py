@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import builtins
 import gc
+import importlib
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.torch_imports import imported_beside, kept_for_good
 from tests.program import ROOT
 
 
@@ -46,3 +50,26 @@ def test_commands_that_load_torch_spare_it_the_collector(command: list[str]) -> 
     )
     said = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[-1] == "True True True"
+
+
+def test_a_module_is_imported_while_something_else_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_one.py").write_text("import builtins; builtins.met.wait(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    met = threading.Event()
+    monkeypatch.setattr(builtins, "met", met, raising=False)
+    with imported_beside("slow_one"):
+        # Were it imported before what is inside, nobody would have set this.
+        met.set()
+    assert "slow_one" in sys.modules
+    del sys.modules["slow_one"]
+
+
+def test_an_error_is_left_to_whoever_imports_the_module_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_one.py").write_text("raise ImportError('not here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with imported_beside("broken_one"):
+        pass
+    with pytest.raises(ImportError, match="not here"):
+        importlib.import_module("broken_one")

@@ -244,8 +244,8 @@ class HorovodWorld(World):
 def open_world(*, beside: str = "") -> World:
     """Return this process's world: Horovod's under a launcher of several tasks, else alone; for a whole program.
 
-    `beside` is a module that is imported while ranks start and meet, empty for none. A loop of one's own opens its world
-    by `integration.script_world`, which also lets Horovod rest where cores are full.
+    `beside` is a module that is imported while ranks start and meet, empty for none. A loop of one's own opens
+    its world by `integration.script_world`, which also lets Horovod rest where cores are full.
 
     Raises:
         UsageError: a launcher started several tasks that cannot talk to each other.

@@ -32,6 +32,13 @@ LEVELS = 65_534
 """Steps between 0 and 1 of a rounded likeness: an even number, so that 1 is not beyond the largest of 16 bits."""
 
 
+BLOCK_BYTES = 2**26
+"""That are taken at a time for likenesses that are kept: tiles one by one would lie between what is left of making
+them, and take half as much again."""
+ALIGNED = 64
+"""Likenesses, a whole number of which each tile takes: products may depend on where their factors begin."""
+
+
 class Tiles:
     """Tiles of a matrix of likenesses, of which as many are kept as memory is allowed for; the others are made anew.
 
@@ -42,6 +49,7 @@ class Tiles:
         """Take the memory for tiles, whether likenesses are rounded, and a tile's most `cells`."""
         self._kept: dict[tuple[int, int], Tensor] = {}
         self._left = memory_bytes
+        self._block = torch.empty(0, dtype=torch.short if rounded else torch.float32)
         self._wide = torch.empty(cells) if rounded else None
 
     def __call__(self, place: tuple[int, int], points: Tensor, centres: Tensor) -> Tensor:
@@ -50,14 +58,22 @@ class Tiles:
         if kept is None:
             kept = gaussian(points, centres)
             if self._wide is not None:
-                kept = kept.sub_(0.5).mul_(LEVELS).round_().short()
-            size = kept.numel() * kept.element_size()
-            if size <= self._left:
-                self._left -= size
-                self._kept[place] = kept
+                kept = kept.sub_(0.5).mul_(LEVELS).round_().to(self._block.dtype)
+            cells = -(-kept.numel() // ALIGNED) * ALIGNED
+            if cells * kept.element_size() <= self._left:
+                kept = self._kept[place] = self._room(cells)[: kept.numel()].view_as(kept).copy_(kept)
         if self._wide is None:
             return kept
         return self._wide[: kept.numel()].view_as(kept).copy_(kept).mul_(1 / LEVELS).add_(0.5)
+
+    def _room(self, cells: int) -> Tensor:
+        """Return memory for as many likenesses, of which there is enough."""
+        each = self._block.element_size()
+        if len(self._block) < cells:
+            self._block = self._block.new_empty(max(cells, min(BLOCK_BYTES, self._left) // each))
+        self._left -= cells * each
+        room, self._block = self._block[:cells], self._block[cells:]
+        return room
 
 
 class Led(ABC):

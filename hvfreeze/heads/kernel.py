@@ -299,7 +299,7 @@ def fit_kernel(
     used = marks.only(taken)
     share = Share(mine.points[own] if not own.all() else mine.points, used, classes, choice)
     count, columns = centres_for(len(used.labels), centres), classes * (1 + share.judged)
-    # Features that are read no more lie in pieces between what is in use, which likenesses do not fill.
+    # What features have taken lies in pieces between what is in use, which likenesses do not fill.
     give_back()
     if count < len(used.labels):
         beside = beside_centres(memory_bytes, centres=count, rows=len(share.points), columns=columns, world=world)
@@ -546,6 +546,8 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
     right, everything = targets(rows.labels, classes), torch.ones(len(rows.labels), 1, dtype=torch.bool)
     together = share.judged and 2 * classes <= columns_at_once(len(right))
     known, others = leading(rows.points), ~rows.held_out[:, None]
+    # What finding these took, before the likenesses take theirs.
+    give_back()
     # What is solved in pieces begins anew.
     in_one = (together or not share.judged) and classes <= columns_at_once(len(right))
     stopped = ends.kept.solver(right, {"penalty": penalty}) if ends.kept is not None and in_one else None

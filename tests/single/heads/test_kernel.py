@@ -15,14 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.data.batches import padded_batches
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import kernel_choice
-from hvfreeze.heads.gram import Gram, gaussian
+from hvfreeze.heads.gram import Gram, Tiles, gaussian
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.kernel_choice import SCALES, best_scale, left_out_answers, views_of
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
-from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
+from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.solve import solve
 from tests.single.heads.table import CLASSES, labelled_table
 from tests.single.heads.test_features import small_chain
 from tests.single.heads.test_multilevel import loads_and_runs_elsewhere
@@ -151,6 +154,51 @@ def test_lines_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits(
     for memory_bytes in (0, 4 * 1203 * 600):
         anew = found(table, memory_bytes=memory_bytes)
         assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_likenesses_that_are_kept_lie_together_each_tile_where_products_begin_alike(*, rounded: bool) -> None:
+    points = torch.randn(700, 5, generator=torch.Generator().manual_seed(0))
+    tiles = Tiles(memory_bytes=PLENTY, rounded=rounded)
+    parts = points.split(99)
+    made = {(a, b): tiles((a, b), parts[a], parts[b]).clone() for a in range(8) for b in range(8)}
+    kept = tiles._kept.values()
+    assert len(kept) == 64 and len({tile.untyped_storage().data_ptr() for tile in kept}) == 1
+    assert all(tile.data_ptr() % 64 == 0 for tile in kept)
+    for (a, b), tile in made.items():
+        assert tiles((a, b), parts[a], parts[b]).equal(tile)
+        assert (tile - gaussian(parts[a], parts[b])).abs().max() < (1e-5 if rounded else 1e-9)
+
+
+def test_memory_for_likenesses_is_never_more_than_was_allowed() -> None:
+    parts = torch.randn(700, 5).split(100)
+    tiles = Tiles(memory_bytes=100_000, rounded=True)
+    for place, part in enumerate(parts):
+        tiles((place, 0), part, parts[0])
+    # Of 10 000 likenesses, up to a whole number of places to begin, in 2 bytes each.
+    assert len(tiles._kept) == 4
+    taken = {tile.untyped_storage().data_ptr(): tile.untyped_storage().nbytes() for tile in tiles._kept.values()}
+    assert sum(taken.values()) <= 100_000
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_solution_leaves_neither_rows_nor_a_second_copy_of_the_head(*, kernel: bool) -> None:
+    features, labels, _ = labelled_table(530)
+    batches = padded_batches(np.arange(530), lambda ids, views: labels[torch.from_numpy(ids)], 16)
+    rows = RowsOfBatches(
+        batches,
+        lambda batch: features[torch.from_numpy(batch.ids)],
+        expect=lambda batches: None,
+        width=features.shape[1],
+        held_out=np.arange(530) % 10 == 0,
+        mirrored=lambda ids, views: np.zeros(len(ids), np.bool_),
+        memory_bytes=PLENTY,
+    )
+    layer = KernelHead(rows.width, CLASSES) if kernel else torch.nn.Linear(rows.width, CLASSES)
+    terms: dict[str, Any] = {"trained": False, "centres": None, "compare_mirrored": False, "kept": None}
+    fit = solve(rows, layer, world=SoloWorld(), **terms, stop=lambda rows, note="": False, count=lambda *of: None)
+    assert type(fit) is Solution and fit.rows == 530
+    assert bool(rows._chunks) != kernel
 
 
 def test_of_many_rows_a_part_chooses_all_are_fitted_and_held_out_rows_judge_a_fit_to_all_others(

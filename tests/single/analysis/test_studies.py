@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from analysis import auto_parts, peers
-from analysis.clock import RANKS, commands
-from analysis.parts import clock_tables
+from analysis.clock import RANKS, commands, folder_of
+from analysis.parts import clock_tables, start_phases
+from analysis.parts.start_tables import columns, table
 from analysis.sweeps.presets import REDUCED, SMOKE
 from analysis.sweeps.results import Results
 from tests.single.analysis.runs_material import carried_out
@@ -68,3 +70,43 @@ def test_the_shortest_full_fine_tuning_that_is_good_enough_is_compared_on_every_
     epochs = {(each.experiment, each.cell.samples): each.cell.epochs for each in planned if each.cell.peer == "full"}
     assert epochs["peers64", 1_000] < 16
     assert {each.epochs for each in planned if each.ranks != 2} == {1}
+
+
+def test_each_phase_of_a_start_has_what_was_spent_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("one")
+    vars(module)["load"] = lambda value: value + 1
+    clock = iter([3.0, 4.0, 6.0])
+    monkeypatch.setattr(start_phases.time, "monotonic", lambda: next(clock))
+    marks, then = start_phases.Marks(1.0), list[str]()
+    marks("launcher")
+    marks.around(module, "load", "decoding", lambda: then.append("loaded"))
+    assert module.load(1) == 2 and then == ["loaded"]
+    assert {name: each for name, each in marks.seconds.items() if each} == {
+        "launcher": 2,
+        start_phases.REST: 1,
+        "decoding": 2,
+    }
+
+
+def test_a_start_is_told_without_the_import_of_torch() -> None:
+    both = [
+        {kind: dict.fromkeys(start_phases.PHASES, each) for kind in ("seconds", "cpu_seconds")} for each in (1.0, 2.0)
+    ]
+    row = columns(both)
+    others = len(start_phases.PHASES) - 1
+    assert (row["beside_torch_seconds"], row["beside_torch_cpu_seconds"]) == (f"{others:.2f}", f"{1.5 * others:.2f}")
+    assert table([{"data": "digits", "ranks": "2", **row}]).splitlines()[-1].startswith("| digits | 2 | 1.00 |")
+
+
+def test_a_folder_of_few_images_has_as_many_of_each_class(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "tree" / name).mkdir(parents=True)
+        for number in range(5):
+            (tmp_path / "tree" / name / f"{number}.png").write_bytes(b"")
+    few = folder_of(tmp_path / "tree", tmp_path / "few", 4)
+    assert sorted(path.relative_to(few).as_posix() for path in few.rglob("*.png")) == [
+        "a/0.png",
+        "a/1.png",
+        "b/0.png",
+        "b/1.png",
+    ]

@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from analysis.parts.cached_epochs import epochs_chart, saved_by_clocks
 from analysis.sweeps import paper
-from analysis.sweeps.charts import Line, bar_chart, in_time, line_chart
+from analysis.sweeps.charts import Line, in_time, line_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import SAME_TIME, Results
 from analysis.sweeps.statistics import is_below, mean_interval, shown, time_saved
 from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import COLOURS, NARROW, plot_phases
+from hvfreeze.report.figures import COLOURS
 from hvfreeze.report.tables import Table, factor, megabytes, percent, phase_table, seconds
 
 CUT = 4
@@ -167,7 +167,7 @@ def compared(results: Results, labels: Mapping[str, str], reference: str, *, tit
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return epochs, speed-ups by cut, accuracy by views, phases by image size, and accuracy against time."""
+    """Return epochs, speed-ups by cut, and accuracy against time."""
     labels, found = long_labels(results), []
     if not labels:
         return []
@@ -191,15 +191,6 @@ def drawings(results: Results) -> list[Drawing]:
         figure = line_chart(lines, x="frozen stages (of 6)", y="speed-up over full fine-tuning")
         caption = f"Speed-up by cut, two views; {results.spread(['full'])}."
         found.append(Drawing("speed-up", caption, figure))
-    views = {name: label for name, label in VIEW_LABELS.items() if results.of(label)}
-    bars = {f"views: {name}": results.mean(label, "test_accuracy") for name, label in views.items()}
-    figure = bar_chart(bars, x="test accuracy (%)", scale=100, from_zero=False)
-    caption = f"Accuracy by the number of views of a sample; {results.spread([*VIEW_LABELS.values()])}."
-    found.append(Drawing("views", caption, figure))
-    short = [label for label in results.labels if label.startswith("size")]
-    if short:
-        caption = "Training time of rank 0 by phase at three image sizes, a few steps, no augmentation; n = 1 run each."
-        found.append(Drawing("sizes", caption, plot_phases(results.runs_of(*short), width=NARROW)))
     return [*found, in_time(results, labels)]
 
 

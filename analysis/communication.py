@@ -19,7 +19,7 @@ from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.launching import bits_per_second
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import NOTHING, shown
+from analysis.sweeps.statistics import shown
 from analysis.sweeps.sweep import main
 from hvfreeze.report.figures import NARROW, plot_phases
 from hvfreeze.report.tables import Table, megabytes, number
@@ -178,31 +178,22 @@ def tables(results: Results) -> list[Table]:
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return exposed waiting, bytes on the wire, and phases on the slowest network."""
+    """Return exposed waiting, and phases on the slowest network."""
     if not results.rows:
         return []
     several = [label_of(name, *on) for on in REPEATED[1:] for name in VARIANTS if results.of(label_of(name, *on))]
     waits = {label: phase(results.runs_of(label), "allreduce") for label in several}
-    sent = {label: results.mean(label, "wire_bytes_per_step") for label in several}
-    found = [
-        Drawing(
-            name="exposed",
-            caption="Time a step waits for gradients at 1 Gbit/s; mean and 95 % interval over runs (others: table).",
-            figure=bar_chart(waits, x="exposed allreduce, a step (ms)", scale=1000),
-        ),
-        Drawing(
-            name="wire",
-            caption="Bytes that the busiest node sends in a step at 1 Gbit/s, counted at its interface.",
-            figure=bar_chart({k: v for k, v in sent.items() if v != NOTHING}, x="sent, a step (MB)", scale=1e-6),
-        ),
-    ]
     two = [label_of(name, *on) for on in REPEATED[:2] for name in VARIANTS if results.of(label_of(name, *on))]
     caption = (
         "Training time of rank 0 by phase, one node and two at 1 Gbit/s; speed-ups are over the full run of the same "
         "link and compression; the first run of each."
     )
     return [
-        *found,
+        Drawing(
+            name="exposed",
+            caption="Time a step waits for gradients at 1 Gbit/s; mean and 95 % interval over runs (others: table).",
+            figure=bar_chart(waits, x="exposed allreduce, a step (ms)", scale=1000),
+        ),
         Drawing(
             name="phases",
             caption=caption,

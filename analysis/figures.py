@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.experiments import EVERY
-from analysis.sweeps.experiment import SETTINGS, Answer, Experiment, draw, is_complete, readme
-from analysis.sweeps.kept import RESULTS, KeptRuns, publish, read_rows, write_rows
+from analysis.sweeps.experiment import Answer, Experiment, draw, is_complete, readme
+from analysis.sweeps.kept import PRESETS, RESULTS, KeptRuns, by_name, publish, read_rows, write_rows
 from analysis.sweeps.results import Results, open_results
 from hvfreeze.report.report import Picture, Section, write_page
 
@@ -80,7 +80,7 @@ def line(answer: Answer) -> str:
 def section(experiment: Experiment, results: Results, captions: dict[str, str], folder: Path) -> Section:
     """Return an experiment's part of the page, whose figures lie below `folder`."""
     pictures = tuple(Picture(caption=text, svg=folder / "figures" / f"{name}.svg") for name, text in captions.items())
-    settings = json.loads((results.directory / SETTINGS).read_text(encoding="utf-8"))
+    settings = by_name(results.directory.parent / PRESETS)[experiment.name]
     answers = experiment.answers(results)
     return Section(
         heading=experiment.title,

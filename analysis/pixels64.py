@@ -11,6 +11,7 @@ views of each sample and the cache, and a prefix that is frozen from the start a
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from analysis.baseline import HELD_OUT, learning_rates
 from analysis.sweeps.charts import in_time
@@ -19,8 +20,8 @@ from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import COMPARED, FINAL_CUT, SAME_TIME, Results, best_lr
 from analysis.sweeps.statistics import is_below
 from analysis.sweeps.sweep import main
-from hvfreeze.report.figures import NARROW, plot_phases
-from hvfreeze.report.tables import Table
+from hvfreeze.report.comparison import group_by_seed
+from hvfreeze.report.tables import Table, phase_table
 
 LARGER = 2
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1)
@@ -99,25 +100,22 @@ def answers(results: Results) -> list[Answer]:
 
 
 def tables(results: Results) -> list[Table]:
-    """Return the front and what stands against it, and the choice of the learning rate."""
+    """Return the front and what stands against it, the choice of the learning rate, and seconds by phase."""
     rows = []
     for label in (label for label in results.labels if not label.startswith("lr")):
         ahead = results.lead_text(label) if label in frozen_labels(results) else ""
         rows.append((results.shown_as(label), *results.compared(label, FULL), ahead, results.cut_text(label)))
     tested = Table(columns=("Run", *COMPARED, SAME_TIME, FINAL_CUT), rows=tuple(rows))
-    return [tested, learning_rates(results)]
+    phases = phase_table(group_by_seed(results.runs_of(FULL, *frozen_labels(results))))
+    return [tested, learning_rates(results), replace(phases, title="Seconds by phase")]
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return accuracy against time, and the phases."""
+    """Return accuracy against time."""
     labels = [FULL, *frozen_labels(results)]
     if len(labels) == 1 or not results.of(FULL):
         return []
-    caption = f"Training time by phase; {results.spread(labels)}."
-    return [
-        in_time(results, labels),
-        Drawing("phases", caption, plot_phases(results.runs_of(*labels), width=NARROW)),
-    ]
+    return [in_time(results, labels)]
 
 
 LIMITS = (

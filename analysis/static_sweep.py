@@ -22,7 +22,7 @@ from analysis.sweeps.results import COMPARED, SAME_TIME, Results
 from analysis.sweeps.statistics import Interval, is_below, shown, signed_points, time_saved
 from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.figures import COLOURS, NARROW, plot_phases
+from hvfreeze.report.figures import COLOURS
 from hvfreeze.report.tables import Table, factor, percent, phase_table
 
 GROUPS = range(7)
@@ -104,7 +104,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return speed-up and accuracy by cut, phases, and accuracy against time."""
+    """Return speed-up and accuracy by cut, and accuracy against time."""
     if not results.of(coarse(0)):
         return []
     known = [cut for cut in GROUPS if results.of(coarse(cut))]
@@ -119,22 +119,11 @@ def drawings(results: Results) -> list[Drawing]:
     )
     theirs = of_study("study (Figures 4, 5), other setting", paper.STATIC_ACCURACY)
     accuracy = line_chart([here, theirs], x=frozen, y="test accuracy (%)", scale=100)
-    finer = {cut: results.mean(fine(cut), "test_accuracy") for cut in range(10) if results.of(fine(cut))}
-    residual = line_chart(
-        [Line(label="here", points=finer, colour=COLOURS[0])],
-        x="frozen residual blocks, the stem counted as the first",
-        y="test accuracy (%)",
-        scale=100,
-        from_zero=False,
-    )
     inner = [fine(cut) for cut in INNER if results.of(fine(cut))]
     fastest = f"Speed-up by the number of frozen groups; {spread}; larger images: one run each, over its epochs."
-    phases = f"Training time of rank 0 by phase; mean of {results.count([coarse(0)])}."
     return [
         Drawing("speed-up", fastest, speed),
         Drawing("accuracy", f"Test accuracy by the number of frozen groups; {spread}.", accuracy),
-        Drawing("residual", f"The same, cut at residual blocks; {spread}.", residual),
-        Drawing("phases", phases, plot_phases(results.runs_of(*labels), width=NARROW)),
         in_time(results, [*labels, *inner], counted=labels),
     ]
 

@@ -24,7 +24,7 @@ from analysis.parts import vote_pages
 from analysis.parts.vote_log import BATCH, INTERVAL, LR, SKEWS, STEPS
 from analysis.parts.vote_rules import LEFT, LEVEL
 from analysis.parts.vote_study import EVIDENCE, RULES, add_missing, read_logs, replay, train_missing
-from analysis.sweeps.charts import bar_chart, in_time
+from analysis.sweeps.charts import in_time
 from analysis.sweeps.experiment import Answer, Drawing, Experiment, write_up
 from analysis.sweeps.kept import RESULTS, publish
 from analysis.sweeps.presets import REDUCED, PlannedRun, Preset, Value
@@ -225,22 +225,16 @@ def tables(results: Results) -> list[Table]:
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return what replayed rules save and forgo, and of whole runs accuracies, cuts, and accuracy against time."""
+    """Return what replayed rules save and forgo, and of whole runs cuts, and accuracy against time."""
     labels = voting(results)
     if not labels:
         return []
-    changes = {label: results.change(label, reference(label)) for label in labels}
     drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
     crowded = " More ranks than cores crowd the machine."
     folder = results.directory
     caption = REPLAY_CAPTION.format(**vote_pages.usual(folder)) if vote_pages.advice(folder) else ""
     return [
         *([Drawing("replay", caption, vote_pages.trade(folder))] if caption else []),
-        Drawing(
-            "accuracy",
-            f"Test accuracy against full fine-tuning on the same data; {results.spread(labels)}.",
-            bar_chart(changes, x="accuracy against full (points)", scale=100, from_zero=False),
-        ),
         Drawing(
             "cuts",
             "The cut and the ranks' proposals; n = 1, the first seed.",

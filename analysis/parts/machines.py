@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from analysis.sweeps.kept import RUNS, machine_of, read_environments, read_lines
+from analysis.sweeps.kept import ENVIRONMENTS, RUNS, by_name, machine_of, read_lines
 
 OTHERS = (
     "Of [bench](analysis/results/bench/README.md), [clock](analysis/results/clock/README.md), "
@@ -19,7 +19,7 @@ OTHERS = (
 
 def kept(root: Path) -> Iterator[tuple[str, str, str]]:
     """Yield machine, experiment and day of every kept run."""
-    known = {name: machine_of(environment) for name, environment in read_environments(root).items()}
+    known = {name: machine_of(environment) for name, environment in by_name(root / ENVIRONMENTS).items()}
     for path in sorted(root.glob(f"*/{RUNS}")):
         for line in read_lines(path).values():
             yield known[line["environment"]], path.parent.name, str(line.get("finished") or "")[:10]

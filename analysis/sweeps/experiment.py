@@ -2,12 +2,10 @@
 
 RESULTS/<experiment>/README.md      answers, figure, tables, limits, and how it was made
 RESULTS/<experiment>/figures/*.svg
-RESULTS/<experiment>/preset.json    the defaults around which one factor at a time is changed
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,14 +15,13 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from analysis.sweeps.kept import ROWS, RUNS, VERSIONS, Row, publish
+from analysis.sweeps.kept import PRESETS, ROWS, RUNS, VERSIONS, Row, by_name, locked, publish, publish_by_name
 from analysis.sweeps.presets import PlannedRun, Preset
 from analysis.sweeps.results import Results
 from hvfreeze.report.figures import STYLE
 from hvfreeze.report.tables import Table
 from hvfreeze.wording import plural
 
-SETTINGS = "preset.json"
 MOST_WORDS = 35
 """In a claim, numbers and signs between blanks counted too."""
 
@@ -90,7 +87,7 @@ class Experiment:
 
 def is_complete(directory: Path) -> bool:
     """Tell whether an experiment's folder holds rows and what they were made with."""
-    return (directory / ROWS).exists() and (directory / SETTINGS).exists()
+    return (directory / ROWS).exists() and directory.name in by_name(directory.parent / PRESETS)
 
 
 def write_up(experiment: Experiment, preset: Preset, results: Results, *, made: bool) -> None:
@@ -98,10 +95,13 @@ def write_up(experiment: Experiment, preset: Preset, results: Results, *, made: 
     if not results.rows:
         return
     captions = draw(experiment, results, results.directory)
-    if made or not (results.directory / SETTINGS).exists():
-        used = {"preset": preset.name, "ranks": preset.ranks, "flags": preset.common()}
-        used["weights_sha256"] = preset.weights_digest
-        publish(results.directory / SETTINGS, json.dumps(used, indent=1) + "\n")
+    root = results.directory.parent
+    with locked(root):
+        presets = by_name(root / PRESETS)
+        if made or experiment.name not in presets:
+            used = {"preset": preset.name, "ranks": preset.ranks, "flags": preset.common()}
+            used["weights_sha256"] = preset.weights_digest
+            publish_by_name(root / PRESETS, {**presets, experiment.name: used})
     publish(results.directory / "README.md", readme(experiment, results, captions))
 
 
@@ -151,7 +151,7 @@ def entry(answer: Answer) -> str:
 
 def made(experiment: Experiment, results: Results) -> str:
     """Return command, defaults, machine, versions and n."""
-    settings = json.loads((results.directory / SETTINGS).read_text(encoding="utf-8"))
+    settings = by_name(results.directory.parent / PRESETS)[experiment.name]
     flags = {key.replace("_", "-"): value for key, value in settings["flags"].items()}
     defaults = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
     weights = f" --weights {flags['weights']}" if "weights" in flags else ""

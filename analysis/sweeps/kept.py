@@ -3,6 +3,7 @@
 RESULTS/<experiment>/runs.jsonl     a line a run: plan, source, environment, configuration, summary, epochs, votes
 RESULTS/<experiment>/rows.csv       a row a run, made from these: seconds, bytes, accuracies 0-1
 RESULTS/environments.json           machines and versions by their digests
+RESULTS/presets.json                each experiment's defaults, around which one factor at a time is changed
 
 Training time is one thing in all experiments: seconds of rank 0 without set-up, evaluation and checkpoints. How often a
 run is saved is a matter of taste, and not every rival can save itself.
@@ -35,7 +36,7 @@ from hvfreeze.runs.environment import facts_of_this_rank
 from hvfreeze.runs.reading import TRAINING_PHASES, Run, check_values
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-RUNS, ROWS, ENVIRONMENTS = "runs.jsonl", "rows.csv", "environments.json"
+RUNS, ROWS, ENVIRONMENTS, PRESETS = "runs.jsonl", "rows.csv", "environments.json", "presets.json"
 UNCOUNTED = "checkpoint"
 """The phase of a run that is no part of its training time here."""
 COUNTED = tuple(phase for phase in TRAINING_PHASES if phase != UNCOUNTED)
@@ -63,7 +64,7 @@ class KeptRuns:
         self.directory = directory
         self.path = directory / RUNS
         self.lines = read_lines(self.path)
-        self.environments = read_environments(directory.parent)
+        self.environments = by_name(directory.parent / ENVIRONMENTS)
 
     def holds(self, planned: PlannedRun) -> bool:
         """Tell whether the run is kept.
@@ -121,10 +122,9 @@ class KeptRuns:
             line["whole_seconds"] = round(whole_seconds, 3)
         root = self.directory.parent
         with locked(root):
-            known = read_environments(root)
+            known = by_name(root / ENVIRONMENTS)
             if line["environment"] not in known:
-                known = {**known, line["environment"]: environment}
-                publish(root / ENVIRONMENTS, json.dumps(known, indent=1, sort_keys=True) + "\n")
+                publish_by_name(root / ENVIRONMENTS, {**known, line["environment"]: environment})
         self.append(line)
 
     def append(self, line: Line) -> None:
@@ -136,7 +136,7 @@ class KeptRuns:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self.lines, self.environments = read_lines(self.path), read_environments(self.directory.parent)
+        self.lines, self.environments = read_lines(self.path), by_name(self.directory.parent / ENVIRONMENTS)
 
     def borrow(self, planned: PlannedRun) -> bool:
         """Take the run over from another experiment that has made the same one; tell whether there was one."""
@@ -201,11 +201,15 @@ def read_lines(path: Path) -> dict[str, Line]:
     return found
 
 
-def read_environments(root: Path) -> dict[str, Line]:
-    """Return the environments of all kept runs by their digests."""
-    path = root / ENVIRONMENTS
+def by_name(path: Path) -> dict[str, Line]:
+    """Return the entries of `ENVIRONMENTS` or `PRESETS`, none where the file is absent."""
     known: dict[str, Line] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return known
+
+
+def publish_by_name(path: Path, entries: Mapping[str, Line]) -> None:
+    """Replace `ENVIRONMENTS` or `PRESETS`; the results' lock must be held from the reading on."""
+    publish(path, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.gradient_exchange import Scaling
+from hvfreeze.comm.gradient_exchange import Scaling, sparse_parameters
+from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.replica_sync import broadcast_tensors
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import parse_compression
@@ -90,24 +92,59 @@ def scaling_of(op: Any, gradient_predivide_factor: float, *, size: int) -> Scali
     return Scaling.mean(size) if factor == 1.0 else Scaling(1 / factor, factor / size)
 
 
-def check_groups(num_groups: int, groups: Any) -> None:
-    """Refuse groups of gradients that Horovod would refuse.
+@dataclass(frozen=True)
+class ExchangeArguments:
+    """How gradients travel, by the arguments of Horovod's optimizer; `DistributedOptimizer` describes them."""
 
-    Raises:
-        ArgumentError: they are neither a number nor lists of parameters, or name one twice.
-    """
-    if num_groups:
-        message = "num_groups is groups in Horovod since version 0.21"
-        warnings.warn(message, DeprecationWarning, stacklevel=5)
-    asked = groups if groups is not None else num_groups or None
-    if isinstance(asked, list):
-        members = [member for group in asked for member in group]
-        if any(not isinstance(member, Tensor) for member in members):
-            raise ArgumentError("groups must be a number, or lists of parameters")
-        if len({id(member) for member in members}) < len(members):
-            raise ArgumentError("groups: a parameter may be in one of them only")
-    elif asked is not None and (not isinstance(asked, int) or asked < 1):
-        raise ArgumentError(f"groups ({asked!r}) must be a number, at least 1, or lists of parameters")
+    compression: Any
+    backward_passes_per_step: int
+    op: Any
+    gradient_predivide_factor: float
+    num_groups: int
+    groups: Any
+    sparse_as_dense: bool
+
+    def check_groups(self) -> None:
+        """Refuse groups of gradients that Horovod would refuse.
+
+        Raises:
+            ArgumentError: they are neither a number nor lists of parameters, or name one twice.
+        """
+        if self.num_groups:
+            message = "num_groups is groups in Horovod since version 0.21"
+            warnings.warn(message, DeprecationWarning, stacklevel=5)
+        asked = self.groups if self.groups is not None else self.num_groups or None
+        if isinstance(asked, list):
+            members = [member for group in asked for member in group]
+            if any(not isinstance(member, Tensor) for member in members):
+                raise ArgumentError("groups must be a number, or lists of parameters")
+            if len({id(member) for member in members}) < len(members):
+                raise ArgumentError("groups: a parameter may be in one of them only")
+        elif asked is not None and (not isinstance(asked, int) or asked < 1):
+            raise ArgumentError(f"groups ({asked!r}) must be a number, at least 1, or lists of parameters")
+
+    def open_reducer(self, optimizer: torch.optim.Optimizer, model: nn.Module, world: World, *, title: str) -> Reducer:
+        """Return what averages the gradients of all that `model` and `optimizer` have; `title` begins all names.
+
+        Raises:
+            UsageError: the compression or the operation is none that gradients can travel by.
+            ArgumentError: the factor does not go with the operation.
+        """
+        return Reducer(
+            world,
+            compression=compression_of(self.compression),
+            backward_passes_per_step=self.backward_passes_per_step,
+            starts_itself=True,
+            title=title,
+            scaling=scaling_of(self.op, self.gradient_predivide_factor, size=world.size),
+            sparse=frozenset() if self.sparse_as_dense else sparse_parameters(model),
+            always=beside(optimizer, model),
+        )
+
+    def tell_if_grouped(self, world: World) -> None:
+        """Say that groups do nothing, where some are given."""
+        if self.groups is not None or self.num_groups:
+            tell(world, "groups has no effect: gradients travel in buckets of a few mebibytes in any case")
 
 
 def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Tensor, str]:

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks
-from hvfreeze.comm.gradient_exchange import sparse_parameters
-from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
@@ -33,15 +31,12 @@ from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.found_blocks import FoundBlocks
 from hvfreeze.integration.horovod_compat import (
     BROADCAST,
+    ExchangeArguments,
     begin_alike,
-    beside,
     called_by,
     check_arguments,
-    check_groups,
-    compression_of,
     create_state,
     names_of,
-    scaling_of,
 )
 from hvfreeze.integration.script_world import report_errors, script_world, tell
 from hvfreeze.model.blocks import Chain
@@ -161,9 +156,42 @@ class DistributedOptimizer(OptimizerWrapper):
     Rank 0 tells by the logger `hvfreeze` of the first vote and of each that moves the cut, of all others at level
     DEBUG; in lines on standard error where the script has configured no logging.
 
+    Making one divides `model` into blocks where that can be done before it runs, and starts Horovod where the script
+    has not. Any other model is divided by what its first forward pass in training calls, on rank 0 for all. One that
+    has no two blocks trains with nothing frozen, and a line says why. Collective: every rank of the job must make one.
+
+    Args:
+        optimizer: any torch optimizer but LBFGS, over parameters of `model` or others. What `requires_grad` a
+            script switches off and on between steps is followed.
+        named_parameters: as Horovod's, and checked alike; not needed, because `model` has the names.
+        compression: none, fp16 or powersgd:R, or Horovod's own `hvd.Compression.fp16`.
+        backward_passes_per_step: backward passes before each `step`, whose gradients are added up.
+        op: `hvd.Average` (None too) or `hvd.Sum`.
+        gradient_predivide_factor: as Horovod's: gradients are divided by it before they are summed, and their sum
+            by the number of ranks over it.
+        num_groups: as `groups`.
+        groups: as Horovod's, and checked alike; without effect, because gradients travel in buckets in any case.
+        sparse_as_dense: as Horovod's: sparse gradients travel dense.
+        process_set: as Horovod's: the ranks that exchange gradients and vote. Others train alone, nothing frozen.
+        model: any module; it is trained by calling it as ever.
+        steps_per_epoch: optimizer steps in an epoch, equal on all ranks; votes are then held twice an epoch, else
+            every `INTERVAL_STEPS` steps. Criteria that follow a schedule need it.
+        num_epochs: how long training lasts; likewise.
+        blocks: where the model may be cut: `stage`, `residual`, or names of submodules that start a block, in
+            forward order, as NAME,NAME,... or a list.
+        example: a batch of the model's inputs, a tensor, a tuple or a dict, on which it runs once to find its
+            blocks at once.
+        settings: criterion, guards, weights and quorum of the votes.
+        voter: this rank's shard, for votes weighted by it.
+        world: the ranks; None is all of the job.
+
     Attributes:
         freezer: the `Freezer`; `freezer.cut` is the number of frozen blocks.
         world: the ranks that exchange gradients and vote.
+
+    Raises:
+        UsageError: the settings fit neither the model nor the world, or ranks were given different ones.
+        ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
     """
 
     _synchronized = False
@@ -202,79 +230,27 @@ class DistributedOptimizer(OptimizerWrapper):
         voter: Voter = Voter(),  # noqa: B008  (frozen)
         world: World | None = None,
     ) -> None:
-        """Divide `model` into blocks where that can be done before it runs, and start Horovod where the script has not.
-
-        Any other model is divided by what its first forward pass in training calls, on rank 0 for all. One that has no
-        two blocks trains with nothing frozen, and a line says why.
-
-        Collective: every rank of the job must call this.
-
-        Args:
-            optimizer: any torch optimizer but LBFGS, over parameters of `model` or others. What `requires_grad` a
-                script switches off and on between steps is followed.
-            named_parameters: as Horovod's, and checked alike; not needed, because `model` has the names.
-            compression: none, fp16 or powersgd:R, or Horovod's own `hvd.Compression.fp16`.
-            backward_passes_per_step: backward passes before each `step`, whose gradients are added up.
-            op: `hvd.Average` (None too) or `hvd.Sum`.
-            gradient_predivide_factor: as Horovod's: gradients are divided by it before they are summed, and their sum
-                by the number of ranks over it.
-            num_groups: as `groups`.
-            groups: as Horovod's, and checked alike; without effect, because gradients travel in buckets in any case.
-            sparse_as_dense: as Horovod's: sparse gradients travel dense.
-            process_set: as Horovod's: the ranks that exchange gradients and vote. Others train alone, nothing frozen.
-            model: any module; it is trained by calling it as ever.
-            steps_per_epoch: optimizer steps in an epoch, equal on all ranks; votes are then held twice an epoch, else
-                every `INTERVAL_STEPS` steps. Criteria that follow a schedule need it.
-            num_epochs: how long training lasts; likewise.
-            blocks: where the model may be cut: `stage`, `residual`, or names of submodules that start a block, in
-                forward order, as NAME,NAME,... or a list.
-            example: a batch of the model's inputs, a tensor, a tuple or a dict, on which it runs once to find its
-                blocks at once.
-            settings: criterion, guards, weights and quorum of the votes.
-            voter: this rank's shard, for votes weighted by it.
-            world: the ranks; None is all of the job.
-
-        Raises:
-            UsageError: the settings fit neither the model nor the world, or ranks were given different ones.
-            ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
-        """
         self._stand_for(optimizer)
-        self.world = script_world(process_set) if world is None else world
+        self._model, self.world = model, script_world(process_set) if world is None else world
         report_errors(self.world)
         if process_set is not None and not process_set.included():
             settings = FreezeConfig()
-        given = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs, "passes": backward_passes_per_step}
+        length = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs}
+        passes = backward_passes_per_step
         title = _agreed_title(self.world)
-        check_equal(self.world, "arguments", {**given, **dataclasses.asdict(settings)})
+        check_equal(self.world, "arguments", {**length, "passes": passes, **dataclasses.asdict(settings)})
+        exchange = ExchangeArguments(
+            compression, passes, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense
+        )
 
         def build() -> Freezer:
-            check_arguments(
-                optimizer,
-                settings,
-                steps_per_epoch=steps_per_epoch,
-                num_epochs=num_epochs,
-                passes=backward_passes_per_step,
-            )
-            check_groups(num_groups, groups)
+            check_arguments(optimizer, settings, **length, passes=passes)
+            exchange.check_groups()
             self._parameter_names = names_of(optimizer, named_parameters)
             self._blocks = FoundBlocks(
-                model,
-                self.world,
-                trained=self.parameters(),
-                blocks=blocks,
-                example=example,
-                settings=settings,
+                model, self.world, trained=self.parameters(), blocks=blocks, example=example, settings=settings
             )
-            reducer = Reducer(
-                self.world,
-                compression=compression_of(compression),
-                backward_passes_per_step=backward_passes_per_step,
-                starts_itself=True,
-                title=title,
-                scaling=scaling_of(op, gradient_predivide_factor, size=self.world.size),
-                sparse=frozenset() if sparse_as_dense else sparse_parameters(model),
-                always=beside(optimizer, model),
-            )
+            reducer = exchange.open_reducer(optimizer, model, self.world, title=title)
             _take_over(self)  # before anything is frozen here: what an earlier one has frozen trains again
             return Freezer(
                 self._blocks.chain,
@@ -282,17 +258,16 @@ class DistributedOptimizer(OptimizerWrapper):
                 reducer=reducer,
                 world=self.world,
                 settings=settings,
-                cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
+                cadence=Cadence.of(settings, **length),
                 voter=voter,
             )
 
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
-        self.reducer, self._model = self.freezer.reducer, model
+        self.reducer = self.freezer.reducer
         self.reducer.owner = self
         check_equal(self.world, "models", _outline(model, self.freezer.chain))
         self._blocks.tell_if_single()
-        if groups is not None or num_groups:
-            tell(self.world, "groups has no effect: gradients travel in buckets of a few mebibytes in any case")
+        exchange.tell_if_grouped(self.world)
 
     def parameters(self) -> set[Tensor]:
         """Return all that it updates, the frozen ones too."""

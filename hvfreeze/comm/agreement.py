@@ -42,8 +42,8 @@ def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
     return result  # type: ignore[return-value]  # no verdict: work returned
 
 
-def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str, what: str) -> tuple[T, U]:
-    """Look at something on one rank of each node; return rank 0's find, and what is particular to this rank's node.
+def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str) -> tuple[T, U]:
+    """Look at the data on one rank of each node; return rank 0's find, and what is particular to this rank's node.
 
     The work is one look a node, however many ranks it has, and one broadcast. Collective.
 
@@ -51,24 +51,23 @@ def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str,
         world: all ranks.
         look: returns what is sent, a digest of it that must be equal everywhere, and what is particular to a node.
         place: ranks of a node look at the same where this is equal.
-        what: for messages.
 
     Raises:
         UsageError: places differ; names the first that differs from rank 0's.
     """
     here = (socket.gethostname(), place)
-    places = world.allgather_object(here, name=f"look.{what}.places")
+    places = world.allgather_object(here, name="look.data.places")
     # Also where two nodes have one name.
     looks = world.local_rank == 0 or places.index(here) == world.rank
-    seen = raise_on_all_ranks(world, lambda: look() if looks else None, name=f"look.{what}")
-    facts = world.allgather_object(None if seen is None else seen[1:], name=f"look.{what}.digests")
+    seen = raise_on_all_ranks(world, lambda: look() if looks else None, name="look.data")
+    facts = world.allgather_object(None if seen is None else seen[1:], name="look.data.digests")
     for rank, found in enumerate(facts):
         if found is not None and found[0] != facts[0][0]:  # type: ignore[index]  # rank 0 looks
             raise UsageError(
-                f"ranks were started with different {what}: {places[rank][1]} on rank {rank} ({places[rank][0]}) "
+                f"ranks were started with different data: {places[rank][1]} on rank {rank} ({places[rank][0]}) "
                 f"holds other files than {places[0][1]} on rank 0 ({places[0][0]}); bring the same to all of them"
             ).on_all_ranks()
-    sent = world.broadcast_object(None if seen is None else seen[0], name=f"look.{what}.seen")
+    sent = world.broadcast_object(None if seen is None else seen[0], name="look.data.seen")
     own = next(found[1] for found, at in zip(facts, places, strict=True) if found is not None and at == here)
     return sent, own  # type: ignore[return-value]  # rank 0 looks
 

@@ -196,10 +196,10 @@ def own_seconds(named: Named, compression: str) -> float:
     return max(0.0, shortest(step) - uncompressed) * elements / gradient.numel()
 
 
-def made_unlike(named: Named, compressions: Sequence[str], world: World) -> frozenset[str]:
-    """Return those of `compressions` of which ranks would make different bits from the same sums. Collective."""
+def made_unlike(named: Named, world: World) -> frozenset[str]:
+    """Return those of `CHOSEN` of which ranks would make different bits from the same sums. Collective."""
     mine = {}
-    for compression in compressions:
+    for compression in CHOSEN:
         kind, rank = parse_compression(compression)
         if kind == "powersgd":
             thin = [(name, parameter) for name, parameter in named if fits(parameter, rank=rank)]

@@ -24,12 +24,11 @@ from hvfreeze.comm.mpi_environment import (
     claimed_size,
     interrupt_ends_job,
     leave_mpi,
-    seconds_in,
     start_mpi,
     tune_open_mpi,
     yield_when_crowded,
 )
-from hvfreeze.comm.stall_watch import STALL_SECONDS, StallWatch
+from hvfreeze.comm.stall_watch import StallWatch, stall_limit
 from hvfreeze.comm.world import LoneRank, SoloWorld, World
 from hvfreeze.errors import DivergedError, StallError, UsageError
 from hvfreeze.torch_imports import imported_beside
@@ -51,8 +50,7 @@ class HorovodWorld(World):
         """Meet the other ranks; `beside` is a module that is imported meanwhile, empty for none."""
         # Fused transfers depend on timing, and sums on the place in the fused buffer: no two runs would be equal.
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
-        os.environ.setdefault(STALL_SECONDS, "600")
-        self.watch = StallWatch(seconds_in(STALL_SECONDS), self.abort)
+        self.watch = StallWatch(stall_limit(), self.abort)
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
         yield_when_crowded()
         tune_open_mpi()

@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.errors import UsageError
-
 TCP_MESSAGE_BYTES = 8 * 2**20
 """A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient in 4.7 MB halves."""
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
@@ -53,14 +51,6 @@ def tune_open_mpi() -> None:
     if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
         os.environ["OMPI_MCA_coll_tuned_use_dynamic_rules"] = "1"
         os.environ["OMPI_MCA_coll_tuned_dynamic_rules_filename"] = str(ALLREDUCE_RULES)
-
-
-def seconds_in(variable: str) -> float:
-    """Return the number of seconds in an environment variable; raises UsageError where it is no number."""
-    try:
-        return float(os.environ[variable])
-    except ValueError as error:
-        raise UsageError(f"${variable} ({os.environ[variable]}) must be a number of seconds; 0 is no limit") from error
 
 
 def start_mpi() -> Any:

@@ -20,14 +20,28 @@ from typing import Any
 
 from hvfreeze.comm.end_guard import guard_end
 from hvfreeze.comm.mpi_environment import claimed_rank
-from hvfreeze.errors import StallError
+from hvfreeze.errors import StallError, UsageError
 
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+USUAL_SECONDS = "600"
 LOOK_SECONDS = 0.5
 LOST_SECONDS = 2.0
 # After the limit: others are asked, then the lowest rank of those that wait speaks, then any. All is over in 10 s.
 ASK_SECONDS, JUDGE_SECONDS, LAST_SECONDS = 1.0, 4.0, 8.0
 QUESTION, ANSWER = 1, 2
+
+
+def stall_limit() -> float:
+    """Return the seconds for which a rank may wait for others, set in the environment too; 0 is no limit.
+
+    Raises:
+        UsageError: what the environment has is no number.
+    """
+    given = os.environ.setdefault(STALL_SECONDS, USUAL_SECONDS)
+    try:
+        return float(given)
+    except ValueError as error:
+        raise UsageError(f"${STALL_SECONDS} ({given}) must be a number of seconds; 0 is no limit") from error
 
 
 class StallWatch:

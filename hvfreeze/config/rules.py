@@ -184,7 +184,7 @@ def parse_dirichlet(text: str) -> float | None:
     return alpha
 
 
-def parse_bytes(flag: str, text: str) -> int | None:
+def parse_bytes(text: str) -> int | None:
     """Return the bytes in a size such as `500M` or `20G` (K, M, G, T are powers of 1024), None for `none`.
 
     Raises:
@@ -193,7 +193,7 @@ def parse_bytes(flag: str, text: str) -> int | None:
     if text == "none":
         return None
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)i?B?", text)
-    rule(found is not None, flag, text, "none or a size such as 500M or 20G")
+    rule(found is not None, "cache-limit", text, "none or a size such as 500M or 20G")
     assert found is not None
     return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2) or " "))
 
@@ -209,19 +209,19 @@ def parse_parts(flag: str, text: str, choices: tuple[str, ...]) -> frozenset[str
     return names
 
 
-def parse_cadence(flag: str, text: str) -> tuple[int, str]:
+def parse_cadence(text: str) -> tuple[int, str]:
     """Return how often something is done and its unit, `epochs`, or `steps` for a number with the suffix s.
 
     Raises:
         UsageError: it is neither `N` nor `Ns`.
     """
     found = re.fullmatch(r"([0-9]{1,18})(s?)", text)
-    rule(found is not None, flag, text, "auto, a number of epochs, or of steps with the suffix s")
+    rule(found is not None, "checkpoint-every", text, "auto, a number of epochs, or of steps with the suffix s")
     assert found is not None
     return int(found.group(1)), "steps" if found.group(2) else "epochs"
 
 
-def parse_duration(flag: str, text: str) -> float | None:
+def parse_duration(text: str) -> float | None:
     """Return the seconds in a time such as `90s`, `10m` or `1h30m`, None for `none`.
 
     Raises:
@@ -232,7 +232,7 @@ def parse_duration(flag: str, text: str) -> float | None:
     found = re.fullmatch(r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?(?:([0-9]{1,9})s)?", text)
     hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
     total = 3600 * hours + 60 * minutes + seconds
-    rule(total > 0, flag, text, "none or a time above 0 such as 90s, 10m or 1h30m")
+    rule(total > 0, "time-budget", text, "none or a time above 0 such as 90s, 10m or 1h30m")
     return float(total)
 
 

@@ -336,7 +336,7 @@ class CacheConfig(Section):
 
     def limit_bytes(self) -> int | None:
         """Return the budget in bytes over all ranks, None where there is none."""
-        return parse_bytes("cache-limit", self.cache_limit)
+        return parse_bytes(self.cache_limit)
 
 
 MOST_CELLS = 64
@@ -797,7 +797,7 @@ class RunConfig(Section):
         ok = self.threads is None or 1 <= self.threads <= MOST_THREADS
         rule(ok, "threads", self.threads, f"at least 1 and at most {MOST_THREADS}")
         if self.checkpoint_every != "auto":
-            parse_cadence("checkpoint-every", self.checkpoint_every)
+            parse_cadence(self.checkpoint_every)
         one_of("keep", self.keep, ("last", "best"))
         rule(self.early_stop is None or self.early_stop >= 1, "early-stop", self.early_stop, "at least 1 evaluation")
         self.budget_seconds()
@@ -805,11 +805,11 @@ class RunConfig(Section):
 
     def budget_seconds(self) -> float | None:
         """Return the seconds that the run may take, None for as long as --epochs makes it."""
-        return parse_duration("time-budget", self.time_budget)
+        return parse_duration(self.time_budget)
 
     def checkpoint_cadence(self) -> tuple[int, str] | None:
         """Return how many `epochs` or `steps` lie between two checkpoints, 0: none; None where their cost decides."""
-        return None if self.checkpoint_every == "auto" else parse_cadence("checkpoint-every", self.checkpoint_every)
+        return None if self.checkpoint_every == "auto" else parse_cadence(self.checkpoint_every)
 
     def evaluates(self, epoch: int) -> bool:
         """Tell whether epoch `epoch`, the first is 0, ends with an evaluation; the last one does in any case."""

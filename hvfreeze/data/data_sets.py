@@ -78,10 +78,10 @@ class ImageSet:
         """(C, H, W) of every decoded image, (T,) of a window of T characters."""
         return self.source.image_shape
 
-    def sample_digest(self, count: int = 16) -> str:
-        """Return the SHA-256 over the pixels of `count` samples that lie evenly in the set, as hex."""
+    def sample_digest(self) -> str:
+        """Return the SHA-256 over the pixels of 16 samples that lie evenly in the set, as hex."""
         digest = hashlib.sha256()
-        for sample_id in evenly(self.ids, count):
+        for sample_id in evenly(self.ids, 16):
             # Whoever loads the pixels tells of all broken images together.
             with suppress(RefusedError):
                 digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
@@ -142,7 +142,7 @@ def default_directory() -> Path:
     return Path(named) if named else Path(cache) / "hvfreeze" / "data"
 
 
-def prepare_data(name: str, directory: str | os.PathLike[str] | None = None) -> None:
+def prepare_data(name: str, directory: str | os.PathLike[str] | None) -> None:
     """Leaves CIFAR where `open_data` finds it, downloading it when absent: for one rank per node, before a barrier.
 
     Raises RefusedError where it is absent and cannot be downloaded.
@@ -157,7 +157,7 @@ def root_of(directory: str | os.PathLike[str] | None) -> Path:
     return Path(directory) if directory is not None else default_directory()
 
 
-def list_data(name: str, directory: str | os.PathLike[str] | None = None) -> Folders | None:
+def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | None:
     """Return what `open_data` must know of a tree of image files, by one pass over it; None where there is no tree.
 
     Raises RefusedError where data is missing, unreadable or inconsistent.

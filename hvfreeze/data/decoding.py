@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -72,7 +72,6 @@ class MemoryPixels:
         *,
         workers: int,
         pool: Pool | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Decode the samples.
 
@@ -81,7 +80,6 @@ class MemoryPixels:
             ids: The samples that may be fetched later.
             workers: Decoding threads.
             pool: Where the samples are, or are being, decoded to; None takes memory for them and decodes all.
-            progress: Called with the number of decoded samples and their total, about every 64 samples.
 
         Raises:
             BrokenImagesError: Images are damaged or cannot be read; names them.
@@ -99,9 +97,8 @@ class MemoryPixels:
         try:
             futures = [_submit(threads, image_set, own[i : i + _CHUNK], out[i : i + _CHUNK]) for i in starts]
             broken: list[str] = []
-            for start, future in zip(starts, futures, strict=True):
+            for future in futures:
                 broken += future.result().values()
-                progress(min(start + _CHUNK, len(own)), len(own))
             if broken:
                 raise BrokenImagesError(broken)
         finally:
@@ -221,7 +218,6 @@ def load_pixels(
     budget_bytes: int,
     workers: int,
     pool: Pool | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MemoryPixels | StreamedPixels:
     """Return the pixels of the samples `ids`: in memory when they are there or fit `budget_bytes`, else streamed.
 
@@ -231,7 +227,6 @@ def load_pixels(
         budget_bytes: What the decoded pixels may take, one byte per value.
         workers: Decoding threads.
         pool: Memory that has all of the samples, taken already; see `MemoryPixels`.
-        progress: Called with the number of decoded samples and their total while they are loaded into memory.
 
     Raises:
         RefusedError: An image is damaged or cannot be read (when streamed: at `fetch`).
@@ -243,7 +238,7 @@ def load_pixels(
         _log.info("%d images need %d bytes, more than %d: they are streamed", len(ids), needed, budget_bytes)
         return StreamedPixels(image_set, workers=workers)
     started = time.perf_counter()
-    pixels = MemoryPixels(image_set, ids, workers=workers, pool=pool, progress=progress)
+    pixels = MemoryPixels(image_set, ids, workers=workers, pool=pool)
     seconds = time.perf_counter() - started
     decoded = len(pool.ids[pool.mine]) if pool else len(ids)
     rate = decoded / max(seconds, 1e-9)

@@ -213,7 +213,7 @@ def local_checks() -> list[CheckResult]:
             local_size=int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")),
             yields=os.environ.get("OMPI_MCA_mpi_yield_when_idle", "0") not in ("", "0"),
         ),
-        check_processor(frozenset(_first_line("/proc/cpuinfo", "flags").partition(":")[2].split())),
+        check_processor(_processor_flags()),
         check_room("memory", available_bytes()),
         check_room("disk", shutil.disk_usage(Path.cwd()).free),
         check_room("shared memory", shutil.disk_usage("/dev/shm").free),
@@ -221,7 +221,6 @@ def local_checks() -> list[CheckResult]:
     ]
 
 
-def _first_line(path: str, start: str) -> str:
-    """Return the rest of the first line of a file that begins with `start`, empty without one."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return next((line.removeprefix(start).strip() for line in lines if line.startswith(start)), "")
+def _processor_flags() -> frozenset[str]:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())

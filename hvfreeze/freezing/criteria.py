@@ -130,15 +130,15 @@ def interpolated(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def linear(evidence: Evidence, *, level: float = 1.0) -> int:
-    """Freeze blocks in proportion to training done: int(level x (t - s) / (1 - s) x (n - 1)) (Composer, C4).
+def linear(evidence: Evidence) -> int:
+    """Freeze blocks in proportion to training done: int((t - s) / (1 - s) x (n - 1)) (Composer, C4).
 
     t is the fraction of training done, s the fraction that the warm-up takes.
     """
     start = min(evidence.warmup_epochs / evidence.num_epochs, 1.0)
     done = evidence.epoch / evidence.num_epochs
     progress = max(0.0, (done - start) / (1 - start)) if start < 1 else 0.0
-    cut = int(level * progress * (evidence.num_blocks - 1))
+    cut = int(progress * (evidence.num_blocks - 1))
     return max(evidence.cut, min(cut, evidence.deepest))
 
 

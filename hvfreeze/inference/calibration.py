@@ -65,14 +65,14 @@ class Calibration:
         ]
 
 
-def plot_calibration(found: Calibration, *, width: float = NARROW) -> Figure:
+def plot_calibration(found: Calibration) -> Figure:
     """Return the reliability diagram: accuracy by confidence, the diagonal of a model that is as sure as it is right.
 
     Below it are the samples of each bin.
     """
     centres = 100 * (np.arange(BINS) + 0.5) / BINS
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, 1.25 * width), layout="constrained")
+        figure = Figure(figsize=(NARROW, 1.25 * NARROW), layout="constrained")
         above, below = figure.subplots(2, height_ratios=(4, 1), sharex=True)
         above.bar(centres, np.nan_to_num(100 * found.accuracy), 92 / BINS)
         above.plot([0, 100], [0, 100], color="#888888", linewidth=1, linestyle="--")

@@ -58,7 +58,7 @@ MOST_PRINTED = 40
 """With more classes than this, only the worst are printed."""
 
 
-def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str], *, width: float = WIDE) -> Figure:
+def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     """Return a picture of the (classes, classes) counts, true classes in rows, each row shaded as parts of its sum.
 
     Cells carry their counts where there are few classes; with many, axes are numbered instead of named.
@@ -66,7 +66,7 @@ def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str], *, widt
     parts = confusion / confusion.sum(1, keepdims=True).clip(min=1)
     number = len(classes)
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(width, 0.85 * width), layout="constrained")
+        figure = Figure(figsize=(WIDE, 0.85 * WIDE), layout="constrained")
         axes = figure.add_subplot()
         picture = axes.imshow(100 * parts, cmap="Blues", vmin=0, vmax=100, interpolation="nearest")
         axes.set(xlabel="answer", ylabel="true class")

@@ -258,7 +258,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 reducer=reducer,
                 world=self.world,
                 settings=settings,
-                cadence=Cadence.of(settings, **length),
+                cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
                 voter=voter,
             )
 

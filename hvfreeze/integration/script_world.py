@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import socket
 import sys
 import time
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from hvfreeze.comm.cycle_time import advice_on_longer_rest, rest_longer_where_cores_are_full
 from hvfreeze.comm.horovod_world import HorovodWorld, open_world
-from hvfreeze.comm.mpi_environment import seconds_in, start_mpi
-from hvfreeze.comm.stall_watch import STALL_SECONDS, StallWatch
+from hvfreeze.comm.mpi_environment import start_mpi
+from hvfreeze.comm.stall_watch import StallWatch, stall_limit
 from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.errors import HvfreezeError, UsageError
 
@@ -49,10 +48,9 @@ class RunningWorld(HorovodWorld):
     def __init__(self, hvd: Any, process_set: Any = None, *, beside: HorovodWorld | None = None) -> None:
         """Begin among all ranks, or those of a process set; `beside` is another world of this process, if any."""
         if beside is None:
-            os.environ.setdefault(STALL_SECONDS, "600")
             self.mpi = start_mpi()
             # It asks nobody: the script may end MPI at any time.
-            self.watch = StallWatch(seconds_in(STALL_SECONDS), self.abort)
+            self.watch = StallWatch(stall_limit(), self.abort)
         else:
             self.mpi, self.watch = beside.mpi, beside.watch
         self._line: deque[_Transfer] = beside._line if isinstance(beside, RunningWorld) else deque()

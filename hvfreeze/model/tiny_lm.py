@@ -38,9 +38,9 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """Attention to what came before, then two linear layers; each is added to its input."""
 
-    def __init__(self, width: int, *, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
+        width = WIDTH
         self.attention_norm = nn.LayerNorm(width)
         self.attention_in = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -51,7 +51,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, T, width) for (B, T, width); position t depends on positions up to t."""
         batch, length, width = x.shape
-        parts = self.attention_in(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        parts = self.attention_in(self.attention_norm(x)).view(batch, length, 3, HEADS, width // HEADS)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(seen.transpose(1, 2).reshape(batch, length, width))
@@ -72,7 +72,7 @@ class TinyLM(nn.Module):
         super().__init__()
         self.context = context
         self.embedding = Embedding(characters, context=context, width=WIDTH)
-        self.layers = nn.Sequential(*[Layer(WIDTH, heads=HEADS) for _ in range(layers)])
+        self.layers = nn.Sequential(*[Layer() for _ in range(layers)])
         self.norm = nn.LayerNorm(WIDTH)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:

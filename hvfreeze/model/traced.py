@@ -151,9 +151,9 @@ class BlockPlan:
         is_made_of_parts = isinstance(module, CONTAINERS) or not type(module).__module__.startswith("torch.nn.")
         return is_made_of_parts and len(held) > 1 and self._sizes[name] > LARGEST_SHARE * self._sizes[""]
 
-    def check_order(self, scheme: str) -> None:
+    def check_order(self) -> None:
         """Raise UsageError where a name starts no part, or starts one before the name that stands before it."""
-        reached = -1
+        scheme, reached = ",".join(self.starts), -1
         for name in self.starts:
             inside = [place for place, part in enumerate(self.parts) if part == name or part.startswith(f"{name}.")]
             if not inside:
@@ -263,7 +263,7 @@ def blocks_from(model: nn.Module, calls: Sequence[Call], starts: Sequence[str] =
         IndivisibleError: there are no two blocks, or a parameter is used by two of them.
     """
     plan = BlockPlan(model, calls, starts)
-    plan.check_order(",".join(starts))
+    plan.check_order()
     chain = _assemble(plan, known_use=known_use) if plan.parts else undivided(model)
     if len(chain.blocks) < 2:
         raise IndivisibleError(

@@ -232,7 +232,7 @@ class CompressionChoice:
         """Forecast a step with each compression on rank 0; all ranks begin with what it chooses. Collective."""
         found: tuple[dict[str, StepForecast], tuple[str, ...]] | None = None
         if self._asked == "auto" and self._unlike is None:
-            self._unlike = made_unlike(self._reducer.carried, CHOSEN, self._world)
+            self._unlike = made_unlike(self._reducer.carried, self._world)
             if self._unlike:
                 self._say("powersgd is left out: ranks have unlike processors or threads, and replicas would differ")
         if self._world.rank == 0:

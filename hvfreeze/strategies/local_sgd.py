@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
@@ -206,24 +207,12 @@ class LocalSgd(RoundStrategy):
 
 def added(one: Any, other: Any) -> Any:
     """Return two optimizers' states, or other trees of one shape, as one: tensors summed, all else as in the first."""
-    if isinstance(one, Tensor):
-        return one + other if one.is_floating_point() else one
-    if isinstance(one, dict):
-        return {key: added(value, other[key]) for key, value in one.items()}
-    if isinstance(one, (list, tuple)):
-        return type(one)(added(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-    return one
+    return tree_map(lambda a, b: a + b if isinstance(a, Tensor) and a.is_floating_point() else a, one, other)
 
 
 def divided(total: Any, number: int) -> Any:
     """Return what `added` has made of `number` trees as their mean."""
-    if isinstance(total, Tensor):
-        return total / number if total.is_floating_point() else total
-    if isinstance(total, dict):
-        return {key: divided(value, number) for key, value in total.items()}
-    if isinstance(total, (list, tuple)):
-        return type(total)(divided(part, number) for part in total)
-    return total
+    return tree_map(lambda a: a / number if isinstance(a, Tensor) and a.is_floating_point() else a, total)
 
 
 def average_(flat: Tensor, wire: Wire, *, rank: int, size: int, lanes: tuple[str, str]) -> None:

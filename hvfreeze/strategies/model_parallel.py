@@ -19,6 +19,8 @@ from hvfreeze.errors import DivergedError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import RunBlocks, tensors_of
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.base import not_finite
+from hvfreeze.wording import plural
 
 Named = Iterable[tuple[str, nn.Parameter]]
 """Parameters by name."""
@@ -92,6 +94,12 @@ class StepSignals(NamedTuple):
     """The sum of losses."""
     squares: float
     """The squared norm of all gradients, 0 where it was not asked for."""
+
+    def check(self, *, step: int, losses: str, ranks: int, remedy: str) -> None:
+        """Raise NumericsError where a loss, told as `losses`, or a gradient on some of `ranks` is not finite."""
+        if self.broken_losses or self.broken_gradients:
+            gradients = f"the gradients are not finite on {self.broken_gradients} of {plural(ranks, 'rank')}"
+            raise not_finite(step, losses if self.broken_losses else gradients, remedy)
 
 
 SIGNAL_BYTES = 5 * 8

@@ -122,7 +122,7 @@ def open_corpus(
         found = list_data(data.data, data.data_dir)
         return (found.to_send(), found.digest(), found.local) if found else (None, "", {})
 
-    folders, local = look_once(world, look, place=str(root), what="data")
+    folders, local = look_once(world, look, place=str(root))
     listed = folders and folders.here(root, local)
     contents, refusal = read_archive_once(data, world)
     splits = raise_on_all_ranks(

@@ -6,6 +6,7 @@ Rank 0 decides, by its clock, and all ranks hear it at the same step. Two runs o
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -130,12 +131,7 @@ def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
 
 def least_seconds(work: Callable[[], object]) -> float:
     """Return the least time that `work` took."""
-    taken = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(timeit.repeat(work, repeat=TIMES, number=1))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel, not_finite
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
 from hvfreeze.strategies.grid.cached_rows import REMOTE_ROWS, FrozenDigests, merged
 from hvfreeze.strategies.grid.partitioning import MOVING, GridFacts, LocalStage, Partitioning, repartitioned
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, LineResult, Pipeline, joined
@@ -238,11 +238,9 @@ class Grid:
             with_norm=self.clip_grad is not None,
         )
         self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
-        if told.broken_losses or told.broken_gradients:
-            what = f"the loss is not finite on {told.broken_losses} of {plural(replicas, 'replica')}"
-            if not told.broken_losses:
-                what = f"the gradients are not finite on {told.broken_gradients} of {plural(self.world.size, 'rank')}"
-            raise not_finite(self.freezer.step, what, "lower --lr, or add --lr-warmup or --clip-grad")
+        losses = f"the loss is not finite on {told.broken_losses} of {plural(replicas, 'replica')}"
+        remedy = "lower --lr, or add --lr-warmup or --clip-grad"
+        told.check(step=self.freezer.step, losses=losses, ranks=self.world.size, remedy=remedy)
         return told.loss / replicas, told.leave, math.sqrt(told.squares / replicas)
 
     def _check_cut(self) -> None:

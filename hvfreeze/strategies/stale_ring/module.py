@@ -7,7 +7,7 @@ runs on copies of them, which are the version that its batch keeps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -103,13 +103,14 @@ class RingModule:
         done = self._passes.pop(batch)
         done.output.backward(error)
         for name, parameter in self.named if done.weights else []:
-            add_gradient(parameter, done.weights[name].grad)
+            gradient = done.weights[name].grad
+            if gradient is not None and parameter.requires_grad:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return done.input.grad
 
     def replace_output(self, batch: int, output: Tensor) -> None:
         """Let the backward pass of a batch begin at something that was made of its output, as a loss."""
-        done = self._passes[batch]
-        self._passes[batch] = Pass(done.input, output, done.weights, done.random)
+        self._passes[batch] = replace(self._passes[batch], output=output)
 
     def state_dict(self) -> dict[int, Any]:
         """Return the batches that wait: each one's input, weights and random state, of which it is computed anew."""
@@ -149,9 +150,3 @@ class RingModule:
 def copy_of(weight: Tensor) -> Tensor:
     """Return a copy, as it lies in memory, that takes a gradient where the original does."""
     return weight.detach().clone().requires_grad_(weight.is_floating_point())
-
-
-def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Add to a parameter's gradient."""
-    if gradient is not None and parameter.requires_grad:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

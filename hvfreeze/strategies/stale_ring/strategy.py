@@ -35,7 +35,7 @@ from hvfreeze.optim import Mixture, Objective, Update
 from hvfreeze.prefix.features import NOTHING_KEPT, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel, not_finite
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
 from hvfreeze.strategies.model_parallel import (
     SIGNAL_BYTES,
     block_digests,
@@ -54,7 +54,6 @@ from hvfreeze.strategies.model_parallel import (
 )
 from hvfreeze.strategies.schedules import stale_batch
 from hvfreeze.strategies.stale_ring.module import RingModule
-from hvfreeze.wording import plural
 
 LANES = ("activations", "errors")
 EVALUATION = "evaluation.activations"
@@ -377,12 +376,8 @@ class StaleRing:
             with_norm=self.clip_grad is not None,
         )
         self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
-        if told.broken_losses or told.broken_gradients:
-            what = "the loss is not finite"
-            if not told.broken_losses:
-                what = f"the gradients are not finite on {told.broken_gradients} of {plural(self.world.size, 'rank')}"
-            remedy = "lower --lr, raise --stale-after, or add --lr-warmup or --clip-grad"
-            raise not_finite(self.steps, what, remedy)
+        remedy = "lower --lr, raise --stale-after, or add --lr-warmup or --clip-grad"
+        told.check(step=self.steps, losses="the loss is not finite", ranks=self.world.size, remedy=remedy)
         return told.loss, told.leave, math.sqrt(told.squares)
 
     def _weigh_tied(self) -> None:

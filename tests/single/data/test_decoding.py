@@ -110,12 +110,6 @@ def test_images_that_an_array_holds_are_neither_copied_nor_streamed() -> None:
     assert isinstance(load_pixels(smaller, shard, budget_bytes=0, workers=1), StreamedPixels), "they are resized"
 
 
-def test_progress_counts_up_to_the_number_of_samples(images: ImageSet) -> None:
-    seen: list[tuple[int, int]] = []
-    MemoryPixels(images, np.arange(150), workers=2, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(64, 150), (128, 150), (150, 150)]
-
-
 def test_a_hint_is_worked_on_a_few_batches_ahead_and_each_batch_once(images: ImageSet) -> None:
     counted, batches = Counted(images), batches_of(0)
     stream = StreamedPixels(counted, workers=2)  # type: ignore[arg-type]

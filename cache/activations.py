@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, Disk
@@ -89,7 +90,6 @@ class PrefixActivations:
         budget: Budget | None = None,
         owner: str = "",
         disk: Disk | None = None,
-        prefetch: int = 2,
         phase: Phase | None = None,
         prefix_digest: Callable[[int], str] | None = None,
     ) -> None:
@@ -108,7 +108,6 @@ class PrefixActivations:
             budget: pays for all files of this process.
             owner: names the run; only files of the same owner are ever removed.
             disk: how fast it is.
-            prefetch: batches read ahead.
             phase: called with "cache_read" or "cache_write" around reads and writes that training waits for.
             prefix_digest: cut -> `digest_tensors` of that prefix; guards old rows when the cut moves.
         """
@@ -137,7 +136,7 @@ class PrefixActivations:
         self._stops, self._batch_invariant = on_failure == "stop", True
         self._phase = phase or (lambda name: nullcontext())
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
-        self._prefetcher = Prefetcher(self._levels, depth=prefetch)
+        self._prefetcher = Prefetcher(self._levels)
 
     @property
     def cut(self) -> int:
@@ -429,17 +428,20 @@ def _mean(mask: Mask) -> float:
     return float(mask.mean()) if len(mask) else 0.0
 
 
-def permuted_batch_is_exact(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> bool:
+def permuted_batch_is_exact(run_prefix: Callable[[Any], Tensor], inputs: Any) -> bool:
     """Tell whether each row's bits stay the same when the rows of a batch change places, which caching relies on.
 
     Args:
-        run_prefix: the frozen prefix in evaluation mode.
-        images: (rows, C, H, W), a batch of the training shape, in the training memory format.
+        run_prefix: the frozen prefix in evaluation mode; returns (rows, ...).
+        inputs: a batch of the training shape, in the training memory format: images, (rows, C, H, W), or tensors of
+            (rows, ...) in any nesting.
     """
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(images)))
-    permuted = torch.empty_like(images)
-    torch.index_select(images, 0, order, out=permuted)
+
+    def moved(leaf: Any) -> Any:
+        return torch.index_select(leaf, 0, order, out=torch.empty_like(leaf)) if isinstance(leaf, Tensor) else leaf
+
     with torch.no_grad():
-        straight, moved = run_prefix(images), run_prefix(permuted)
-    expected = straight.index_select(0, order)
-    return torch.equal(bytes_of(expected), bytes_of(moved))
+        straight = run_prefix(inputs)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(straight)))
+        expected = straight.index_select(0, order)
+        return torch.equal(bytes_of(expected), bytes_of(run_prefix(tree_map(moved, inputs))))

@@ -18,8 +18,4 @@ class CacheFull(CacheFault):
 
 
 class CacheMismatch(CacheFault):
-    """A file holds activations of something else than what was asked for; `fields` names what differs."""
-
-    def __init__(self, message: str, *, fields: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.fields = fields
+    """A file holds activations of something else than what was asked for."""

@@ -20,6 +20,8 @@ from hvfreeze.cache.store import RowLocation
 HANDOVER_SECONDS = 0.0005
 BYTES_PER_SECOND = 4e9
 AVERAGED_READS = 4
+DEPTH = 2
+"""Batches that are read ahead."""
 
 Found = tuple[Level, Tensor]
 """The level of the rows that are cached for a batch, and these, (batch_rows, ...)."""
@@ -56,10 +58,9 @@ class Prefetcher:
         upcoming: requests that were announced and not taken yet.
     """
 
-    def __init__(self, levels: Levels, *, depth: int) -> None:
-        """Read `depth` batches ahead; 0 never does."""
+    def __init__(self, levels: Levels) -> None:
         self.upcoming: deque[Request] = deque()
-        self._levels, self._depth, self._usual_excess = levels, depth, 0.0
+        self._levels, self._usual_excess = levels, 0.0
         self._started: deque[Future[Found | None]] = deque()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
 
@@ -84,7 +85,7 @@ class Prefetcher:
             self.upcoming.popleft()
         result = self._started.popleft().result() if is_next and self._started else self._read(request)
         if self._usual_excess > 0:
-            for position in range(len(self._started), min(self._depth, len(self.upcoming))):
+            for position in range(len(self._started), min(DEPTH, len(self.upcoming))):
                 self._started.append(self._reader.submit(self._read, self.upcoming[position]))
         return result
 

@@ -231,10 +231,7 @@ class ActivationFile:
             self.file_bytes = os.fstat(descriptor).st_size
             self.manifest, self.keys, self._digests, self.digest = _read_tables(descriptor, regions)
             if expected is not None and expected.differences(self.manifest.fingerprint):
-                raise CacheMismatch(
-                    f"it holds something else: {expected.explain(self.manifest.fingerprint)}",
-                    fields=expected.differences(self.manifest.fingerprint),
-                )
+                raise CacheMismatch(f"it holds something else: {expected.explain(self.manifest.fingerprint)}")
             self._rows = MappedRows(
                 descriptor,
                 offset=regions[PAYLOAD].offset,
@@ -245,7 +242,7 @@ class ActivationFile:
             )
             self._rows.seal(partial(verify_ranges, self.manifest, self._digests))
         except CacheMismatch as mismatch:
-            raise CacheMismatch(f"cache file {path} refused: {mismatch}", fields=mismatch.fields) from None
+            raise CacheMismatch(f"cache file {path} refused: {mismatch}") from None
         except (CacheFault, OSError, MemoryError) as fault:
             raise CacheFault(f"cache file {path} refused: {fault}") from fault
         finally:

@@ -118,8 +118,6 @@ class DataSplits:
     """A data set's splits, with equal classes and image shapes."""
 
     train: ImageSet
-    validation: ImageSet | None
-    """Only of an image folder that brings train, val and test."""
     test: ImageSet
     notes: list[str] = field(default_factory=list)
     """What the user should know about how the splits came about, one sentence each."""
@@ -214,7 +212,7 @@ def open_data(
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
         read = read_archive(root, ARCHIVES[name]) if contents is None else contents
         train, test = (_from_array(name, *split, read.classes, image_size) for split in (read.train, read.test))
-        return DataSplits(train=train, validation=None, test=test)
+        return DataSplits(train=train, test=test)
     if name not in _STATISTICS:
         raise UsageError(f"--data ({name}) must be one of {', '.join(_STATISTICS)}")
     folders = list_data(name, root) if listed is None else listed
@@ -230,7 +228,7 @@ def _open_digits(image_size: int | None) -> DataSplits:
     sets = []
     for ids in split_validation(targets, everything, fraction=0.2, seed=_DIGITS_SEED):
         sets.append(_from_array("digits", pixels[ids], targets[ids].tolist(), tuple("0123456789"), image_size))
-    return DataSplits(train=sets[0], validation=None, test=sets[1])
+    return DataSplits(train=sets[0], test=sets[1])
 
 
 def _open_text(directory: str | os.PathLike[str] | None, context: int) -> DataSplits:
@@ -249,7 +247,7 @@ def _open_text(directory: str | os.PathLike[str] | None, context: int) -> DataSp
 
     known = f"{plural(splits.length, 'character')}, {len(splits.characters)} different"
     note = f"text: {splits.name}, {known}; the last tenth is for testing"
-    return DataSplits(train=split(splits.train), validation=None, test=split(splits.test), notes=[note])
+    return DataSplits(train=split(splits.train), test=split(splits.test), notes=[note])
 
 
 def _from_array(
@@ -295,9 +293,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
         )
         for part, split in splits.items()
     }
-    return DataSplits(
-        train=sets["train"], validation=None, test=sets["test"], notes=[*train.notes, *test.notes, *notes]
-    )
+    return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
 
 
 def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: int) -> DataSplits:
@@ -314,7 +310,8 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
     side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
     shape = (3, side, side) if side else (3, *next(iter(sizes)))
     sets = {}
-    for part, listing in listings.items():
+    for part in ("train", "test"):
+        listing = listings[part]
         source = FileSource(
             root=listing.root,
             paths=listing.paths,
@@ -325,4 +322,4 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
             reading=reading,
         )
         sets[part] = _image_set(name, listing.classes, listing.labels(), source)
-    return DataSplits(train=sets["train"], validation=sets.get("val"), test=sets["test"], notes=folders.notes)
+    return DataSplits(train=sets["train"], test=sets["test"], notes=folders.notes)

@@ -187,9 +187,7 @@ class KeptPoints:
 
     def _give_up(self) -> None:
         if self._store.stop:
-            fault = CacheFault(self._fault)
-            fault.everywhere = True
-            raise fault
+            raise CacheFault(self._fault).on_all_ranks()
         self._store.say(f"points are not kept: {self._fault}")
 
     def _left_out(self, found: _Found | None) -> Sequence[int]:

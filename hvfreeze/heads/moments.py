@@ -86,9 +86,7 @@ def measure(rows: Rows, *, world: World) -> Standard:
     filled[world.rank] = int(first is not None)
     filled = world.allreduce_sum(filled, name="head.filled")
     if not filled.any():
-        error = UsageError("head fit: there are no samples to fit on; give more training samples")
-        error.everywhere = True
-        raise error
+        raise UsageError("head fit: there are no samples to fit on; give more training samples").on_all_ranks()
     origin = torch.zeros(rows.width, dtype=torch.float64) if first is None else first
     world.broadcast_(origin, name="head.origin", root=int(filled.nonzero()[0]))
     moments = torch.zeros(2, rows.width + 1, dtype=torch.float64)
@@ -129,11 +127,9 @@ def immeasurable(features: Tensor) -> list[int]:
 def check_choice(held_out: int, penalties: int) -> None:
     """Raise UsageError, on all ranks, for several penalties and no `held_out` rows to choose among them."""
     if penalties > 1 and held_out == 0:
-        error = UsageError(
+        raise UsageError(
             f"head fit: {penalties} penalties and no held-out samples to choose by; give more training samples"
-        )
-        error.everywhere = True
-        raise error
+        ).on_all_ranks()
 
 
 RANK = 128

@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from hvfreeze.cache.activations import PrefixActivations
+from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.fingerprint import JSON, Fingerprint, activation_fingerprint
 from hvfreeze.comm.agreement import raise_on_all_ranks
@@ -48,9 +48,9 @@ from hvfreeze.integration.samples import (
     inputs_and_labels,
 )
 from hvfreeze.integration.script_world import tell
-from hvfreeze.integration.split_model import Halves, autocast, halves_of, whole
+from hvfreeze.integration.split_model import Halves, autocast, halves_of
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.traced import Inputs
+from hvfreeze.model.traced import Inputs, call
 from hvfreeze.prefix.operations import operations_digest
 
 
@@ -96,22 +96,6 @@ def fingerprint_of(
         batch_rows=batch_rows,
         threads=torch.get_num_threads(),
     )
-
-
-def is_batch_invariant(run: Callable[[Any], Tensor], inputs: Inputs) -> bool:
-    """Tell whether a row's bits stay the same when the rows of a batch change places.
-
-    Args:
-        run: inputs -> the frozen prefix's output, (B, ...).
-        inputs: a batch of them.
-    """
-    straight = run(inputs)
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(straight)))
-
-    def moved(leaf: Any) -> Any:
-        return torch.index_select(leaf, 0, order, out=torch.empty_like(leaf)) if isinstance(leaf, Tensor) else leaf
-
-    return torch.equal(straight.index_select(0, order), run(tree_map(moved, inputs)))
 
 
 @dataclass(frozen=True)
@@ -338,7 +322,7 @@ class CachedLoader:
     def suffix(self, activations: BatchActivations) -> Any:
         """Return what the model gives for a batch; gradients reach what is behind its cut."""
         if activations.tensor is None:
-            return whole(self._chain, activations.inputs)
+            return call(self._chain.model, activations.inputs)
         return self._halves.after(activations.tensor, activations.inputs, activations.cut)
 
     def close(self) -> None:
@@ -421,7 +405,7 @@ class CachedLoader:
         if left <= len(views) and not there:
             self._follow(*self._samples.some())
             return
-        self._batch_invariant = is_batch_invariant(lambda given: self._passes.run(given, 0, cut), inputs)
+        self._batch_invariant = permuted_batch_is_exact(lambda given: self._passes.run(given, 0, cut), inputs)
         self._activations.begin_cut(
             cut, fingerprint=fingerprint, owned_keys=owned_keys, batch_invariant=self._batch_invariant
         )

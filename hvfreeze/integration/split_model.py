@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.split_forward import SplitForward, hidden
-from hvfreeze.model.traced import Inputs, TracedChain, call
+from hvfreeze.model.traced import Inputs, TracedChain
 from hvfreeze.prefix.splits import prefix_digest
 
 
@@ -106,11 +106,6 @@ class TracedHalves(Halves):
 def halves_of(chain: Chain) -> Halves:
     """Return the halves of a model in blocks."""
     return TracedHalves(chain) if isinstance(chain, TracedChain) else Halves(chain)
-
-
-def whole(chain: Chain, inputs: Inputs) -> Any:
-    """Return what the model gives."""
-    return call(chain.model, inputs)
 
 
 def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:

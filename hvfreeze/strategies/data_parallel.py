@@ -127,12 +127,10 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
     digests = context.world.allgather_object(mine, name="arithmetic")
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
-        error = UsageError(
+        raise UsageError(
             f"--clip-grad and --optimizer lars: rank {odd[0]} computes other norms than rank 0 from equal numbers, and "
             "replicas would drift apart; give all ranks equal processors and --threads, or use sgd or adamw unclipped"
-        )
-        error.everywhere = True
-        raise error
+        ).on_all_ranks()
 
 
 def passes_to_solve(context: BuildContext, *, memory_bytes: int) -> float:

@@ -410,9 +410,7 @@ def load_share(
     feeds = raise_on_all_ranks(world, load, name="pixels")
     everyone = world.allgather_object(broken, name="pixels.broken")
     if any(everyone):
-        refusal = BrokenImagesError(sorted({reason for theirs in everyone for reason in theirs}))
-        refusal.everywhere = True
-        raise refusal
+        raise BrokenImagesError(sorted({reason for theirs in everyone for reason in theirs})).on_all_ranks()
     assert feeds is not None
     for pool in pools:
         if pool is not None:

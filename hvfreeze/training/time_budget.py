@@ -195,12 +195,10 @@ class TimeBudget:
         needed, steps = self.world.broadcast_object((needed, steps), name="budget.plan")
         if needed > self.seconds:
             what = "solving the head" if stages[0].solves else "a step"
-            error = UsageError(
+            raise UsageError(
                 f"--time-budget ({self.seconds:.0f}s) must be at least about {1.1 * needed:.0f}s here, for set-up, "
                 f"{what} and an evaluation, by {self.expected.source}"
-            )
-            error.everywhere = True
-            raise error
+            ).on_all_ranks()
         if not stages[0].solves:
             # There is time for one step, though not for its share of evaluations between epochs.
             steps[0] = max(1, steps[0])

@@ -251,12 +251,10 @@ class Grid:
         cuts = self.world.allgather_object(self.cut, name="grid.cut")
         odd = next((rank for rank, theirs in enumerate(cuts) if theirs != cuts[0]), None)
         if odd is not None:
-            error = DivergedError(
+            raise DivergedError(
                 f"after the vote of step {self.freezer.step} rank {odd} has cut {cuts[odd]} and rank 0 cut {cuts[0]}; "
                 "give all ranks equal processors and versions"
             )
-            error.everywhere = True
-            raise error
 
     def _enter(self, batches: Sequence[Batch], *, training: bool) -> None:
         """Settle where these batches come into the line. Collective."""

@@ -34,7 +34,7 @@ def test_a_file_is_refused_by_the_name_of_each_field_that_differs(name: str, tmp
     path = write_file(tmp_path)
     with pytest.raises(CacheMismatch, match=rf"{path}.*\b{name} \(file") as refused:
         ActivationFile(path, expected=make_fingerprint(**{name: OTHER_IDENTITY[name]}))
-    assert refused.value.fields == (name,)
+    assert str(refused.value).count("(file") == 1
     assert refused.value.exit_code == 3
 
 

@@ -56,7 +56,7 @@ def test_both_python_2s_and_todays_pickles_give_the_pixels_in_order(tmp_path: Pa
     splits = open_data("cifar10", tmp_path)
     assert splits.train.classes == tuple(CLASSES)
     assert splits.train.labels.tolist() == [row % 10 for row in range(20)]
-    assert (len(splits.test), splits.validation, splits.notes) == (4, None, [])
+    assert (len(splits.test), splits.notes) == (4, [])
     for sample_id in range(20):
         np.testing.assert_array_equal(splits.train.decode(sample_id), pixels[sample_id])
 

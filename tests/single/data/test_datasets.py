@@ -40,7 +40,7 @@ def images_of(image_set: ImageSet) -> set[bytes]:
 
 def test_digits_are_a_fixed_stratified_split_of_32_pixel_rgb_without_flips() -> None:
     splits = open_data("digits")
-    assert (len(splits.train), len(splits.test), splits.validation) == (1438, 359, None)
+    assert (len(splits.train), len(splits.test)) == (1438, 359)
     assert splits.train.image_shape == (3, 32, 32) == splits.train.decode(0).shape
     pixels = np.stack([splits.train.decode(sample_id) for sample_id in range(100)])
     assert (pixels.min(), pixels.max()) == (0, 255)
@@ -100,18 +100,17 @@ def test_an_image_folder_tests_on_test_or_val(tmp_path: Path, held_out: str) -> 
     write_images(tmp_path / "train")
     write_images(tmp_path / held_out, num=2)
     splits = open_data("imagefolder", tmp_path)
-    assert (len(splits.train), len(splits.test), splits.validation) == (6, 4, None)
+    assert (len(splits.train), len(splits.test)) == (6, 4)
     assert splits.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert splits.train.decode(4)[:, 0, 0].tolist() == [1, 1, 8]
     assert [str(tmp_path / "val") in note for note in splits.notes] == [True] * (held_out == "val")
 
 
-def test_an_image_folder_with_all_three_validates_on_val(tmp_path: Path) -> None:
+def test_an_image_folder_with_all_three_leaves_val_alone(tmp_path: Path) -> None:
     for num, part in enumerate(("train", "val", "test"), start=1):
         write_images(tmp_path / part, num=num)
     splits = open_data("imagefolder", tmp_path)
-    assert splits.validation is not None
-    assert (len(splits.train), len(splits.validation), len(splits.test)) == (2, 4, 6)
+    assert (len(splits.train), len(splits.test)) == (2, 6)
 
 
 def test_class_folders_only_hold_out_a_fixed_tenth_of_each_class_and_say_so(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.sections import DataConfig, HeadConfig, ModelConfig
-from hvfreeze.config.tree import MOST_BYTES, parse_plain_yaml
+from hvfreeze.config.sections import HeadConfig
+from hvfreeze.config.tree import MOST_BYTES, Config, parse_plain_yaml
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import READING, PixelArray, fitted, picture_of, read_rgb, to_pixels, to_rgb
 from hvfreeze.data.text import encode
@@ -321,30 +321,21 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def describe(
-    model: ModelConfig,
-    head: HeadConfig,
-    data: DataConfig,
-    corpus: Corpus,
-    transform: Transform | Shift,
-    *,
-    precision: str,
-    batch_size: int,
-    hashed: bool,
-) -> Card:
+def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, hashed: bool) -> Card:
     """Return the card of a run that has not ended; `hashed` tells whether to read the weights' file for its digest."""
+    model, data = config.model, config.data
     path = weights_path(model.model, model.weights) if hashed else None
     library = ("timm",) if model.model.startswith(TIMM) else ()
     return Card(
         model=model.model,
         code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
         blocks=model.blocks,
-        head=head_named(head),
+        head=head_named(config.head),
         classes=corpus.train.classes,
         image=None if isinstance(transform, Shift) else preparation_of(transform, corpus.train.image_shape),
         context=data.window if isinstance(transform, Shift) else None,
-        precision=precision,
-        batch_size=batch_size,
+        precision=config.optimizer.precision,
+        batch_size=config.optimizer.batch_size,
         data=data.data,
         weights=model.weights,
         weights_sha256=sha256_of(path) if path else None,

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvfreeze.errors import UsageError
 from hvfreeze.files import PRIVATE_FOLDER
-from hvfreeze.runs.files import Lock, check_unlocked, reason_of
+from hvfreeze.runs.files import check_unlocked, lock_directory, reason_of
 from hvfreeze.runs.identity import Settings, changes
 from hvfreeze.runs.reading import read_config, read_object
 from hvfreeze.runs.record import Record
@@ -105,7 +105,7 @@ def open_record(directory: Path, settings: Settings, *, environment: Mapping[str
     """
     try:
         new = make_private(directory)
-        lock = Lock(directory)
+        lock = lock_directory(directory)
     except OSError as error:
         raise unusable(directory, f"cannot be written: {reason_of(error)}") from error
     try:

@@ -58,36 +58,28 @@ def publish(target: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error's reason."""
+    """Return the first line of an error's reason that says something."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return text.splitlines()[0] if text else type(error).__name__
+    return next(filter(None, map(str.strip, text.splitlines())), type(error).__name__)
 
 
 NAME = ".lock"
 PAUSE_SECONDS = 0.2
 
 
-class Lock:
-    """A directory that this process alone may use.
+def lock_directory(directory: Path) -> FileLock:
+    """Return the lock of a directory that this process alone may use.
 
     Raises:
         UsageError: another process has it.
         OSError: the lock's file cannot be made.
     """
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            self._lock = FileLock(directory / NAME)
-        except LockedError as locked:
-            raise in_use(directory, locked) from None
-        self.notes: list[str] = []
-        if not self._lock.held:
-            self.notes.append(f"{directory} cannot be locked on this file system: keep other jobs out of it")
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-
-    def release(self) -> None:
-        """Give the directory back; a second time does nothing."""
-        self._lock.release()
+    try:
+        lock = FileLock(directory / NAME)
+    except LockedError as locked:
+        raise in_use(directory, locked) from None
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    return lock
 
 
 def check_unlocked(directory: Path, *, patience_seconds: float = 0.0) -> None:

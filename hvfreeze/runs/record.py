@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hvfreeze.errors import RefusedError
-from hvfreeze.files import open_own
-from hvfreeze.runs.files import Lock, publish, reason_of
+from hvfreeze.files import FileLock, open_own
+from hvfreeze.runs.files import publish, reason_of
 from hvfreeze.runs.identity import Settings, absolute
 from hvfreeze.runs.reading import read_object
 
@@ -75,12 +75,13 @@ class Record:
         *,
         environment: Mapping[str, Any],
         changed: Sequence[str] = (),
-        lock: Lock | None = None,
+        lock: FileLock | None = None,
     ) -> None:
         self.directory = directory
         self._settings, self._environment, self._changed, self._lock = settings, environment, list(changed), lock
         self.resumed: list[dict[str, Any]] = []
-        self.notes = (*(f"not as before: {what}" for what in changed), *(lock.notes if lock else ()))
+        unlocked = f"{directory} cannot be locked on this file system: keep other jobs out of it"
+        self.notes = (*(f"not as before: {what}" for what in changed), *((unlocked,) if lock and not lock.held else ()))
         self._log = directory / "log.txt"
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "decisions")}
         for path in (self._log, *self._files.values()):

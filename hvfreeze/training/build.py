@@ -53,7 +53,7 @@ from hvfreeze.data.text import TextSource
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
-from hvfreeze.inference.card import describe
+from hvfreeze.inference.card import card_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -199,18 +199,7 @@ def assemble(
     content = content_of(world, corpus, feed, evaluated, replicas=replicas)
     overlap = overlap_of(world, corpus, feed, evaluated, replicas=replicas)
     card = raise_on_all_ranks(
-        world,
-        lambda: describe(
-            config.model,
-            config.head,
-            config.data,
-            corpus,
-            feed.images.transform,
-            precision=config.optimizer.precision,
-            batch_size=config.optimizer.batch_size,
-            hashed=world.rank == 0,
-        ),
-        name="card",
+        world, lambda: card_of(config, corpus, feed.images.transform, hashed=world.rank == 0), name="card"
     )
     clock, logger = PhaseClock(), RunLogger(rank=world.rank, quiet=config.run.quiet)
     context = BuildContext(
@@ -237,10 +226,9 @@ def assemble(
     judged = len(guard.held_out.batches) if guard and guard.held_out else 0
     budget = open_budget(factory, stages, evaluated=len(evaluation_batches), judged=judged, started=started)
     stages = stages if budget is None else budget.plan(stages)
-    trained = config.model.weights != "none"
     finding = None
     if is_open(stages, flips=corpus.train.flips):
-        place = world.rank % (world.size // replicas)
+        trained, place = config.model.weights != "none", world.rank % (world.size // replicas)
         finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
     stage_runner = StageRunner(stages, factory.open, mirror=None if finding is None else finding.mirror)
     shown = chain if auto else stage_runner.opened.chain

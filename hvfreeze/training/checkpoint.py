@@ -15,6 +15,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config, leaves, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import PHASES, train_seconds
+from hvfreeze.runs.files import reason_of
 from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS
 from hvfreeze.strategies.base import State
 from hvfreeze.training.best_model import bring_back_best, link_best, out_of_patience
@@ -361,7 +362,7 @@ def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> Non
     try:
         fill(job, shared, unpacked(own, name=name))
     except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RefusedError(f"the checkpoint {name} is another model's: {first_line(error)}") from error
+        raise RefusedError(f"the checkpoint {name} is another model's: {reason_of(error)}") from error
 
 
 def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
@@ -382,9 +383,3 @@ def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     job.best = {name: Best(*best) for name, best in shared["best"].items()}
     job.evaluations_in_vain = shared["evaluations_in_vain"]
     torch.set_rng_state(mine["random"])
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

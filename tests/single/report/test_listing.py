@@ -7,7 +7,7 @@ import pytest
 
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.tables import group_label
-from hvfreeze.runs.files import Lock
+from hvfreeze.runs.files import lock_directory
 from hvfreeze.runs.reading import load_run, load_runs
 from tests.program import call
 from tests.single.report.run_directories import write_run
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_runs_are_listed_with_how_far_they_are(folder: Path) -> None:
-    lock = Lock(folder / "begun")
+    lock = lock_directory(folder / "begun")
     outcome = call("runs", str(folder))
     lock.release()
     assert outcome.returncode == 0, str(outcome)

@@ -51,8 +51,8 @@ def test_a_check_changes_nothing_and_makes_nothing(tmp_path: Path) -> None:
 
 
 HELD = (
-    "import sys; from pathlib import Path; from hvfreeze.runs.files import Lock;"
-    "lock = Lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    "import sys; from pathlib import Path; from hvfreeze.runs.files import lock_directory;"
+    "lock = lock_directory(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 )
 
 

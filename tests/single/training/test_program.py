@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from hvfreeze.runs.files import Lock
+from hvfreeze.runs.files import lock_directory
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Score
 from tests.program import ROOT, Outcome, call, contents
@@ -110,7 +110,7 @@ def test_a_bomb_in_place_of_the_configuration_is_refused(run_dir: Path, config: 
 
 def test_a_job_does_not_enter_a_directory_in_which_another_is_at_work(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    lock = Lock(tmp_path / "run")
+    lock = lock_directory(tmp_path / "run")
     before = contents(tmp_path)
     outcome = train(tmp_path / "run")
     lock.release()

@@ -151,6 +151,11 @@ class Update:
         self.optimizer = optimizer
         self._base_rate, self._most = settings.lr, settings.clip_grad
 
+    def gradients_are_finite(self) -> bool:
+        """Tell whether no gradient holds NaN or infinity."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return all(bool(parameter.grad.isfinite().all()) for parameter in parameters if parameter.grad is not None)
+
     def make(self, rate: float) -> None:
         """Make the update; `rate` is what --lr has become by --schedule, which every group's own follows."""
         if self._most is not None:

@@ -110,8 +110,7 @@ class LayerGroup:
 
     def is_finite(self) -> bool:
         """Tell whether the loss and all gradients of the group are."""
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return math.isfinite(self.loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return math.isfinite(self.loss) and self._update.gradients_are_finite()
 
     def update(self, rate: float) -> None:
         """Update the group; `rate` is what --lr has become by --schedule."""

@@ -106,8 +106,7 @@ class Head:
 
     def is_finite(self, loss: float) -> bool:
         """Tell whether the loss and all gradients are."""
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return math.isfinite(loss) and self._update.gradients_are_finite()
 
     def update(self, rate: float) -> None:
         """Make the optimizer's step; `rate` is what --lr has become by --schedule, which this head's follows."""

@@ -10,9 +10,8 @@ Nothing is added up on the way from owners to trainers and back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +23,8 @@ from hvfreeze.model.mlp import Mlp
 DEALING = 0x646561
 """Keeps these draws apart from those of other uses of the same seed: "dea" in ASCII."""
 Range = tuple[int, int]
+Deal = tuple[tuple[Tensor, ...], ...]
+"""A round's neurons: `[layer][rank]` are the rank's, (k,) int64 ascending; all ranks' are a permutation."""
 
 
 def range_of(width: int, *, rank: int, size: int) -> Range:
@@ -31,12 +32,6 @@ def range_of(width: int, *, rank: int, size: int) -> Range:
     least, more = divmod(width, size)
     start = rank * least + min(rank, more)
     return start, start + least + (rank < more)
-
-
-class Deal(NamedTuple):
-    """A round's neurons: `hands[layer][rank]` are the rank's, (k,) int64 ascending; all ranks' are a permutation."""
-
-    hands: tuple[tuple[Tensor, ...], ...]
 
 
 def deal(widths: Sequence[int], *, size: int, seed: int, number: int) -> Deal:
@@ -51,7 +46,7 @@ def deal(widths: Sequence[int], *, size: int, seed: int, number: int) -> Deal:
         ranges = [range_of(width, rank=owner, size=size) for owner in range(size)]
         shuffled = np.concatenate([generator.permutation(np.arange(*own)) for own in ranges])
         hands.append(tuple(torch.from_numpy(np.sort(shuffled[rank::size])) for rank in range(size)))
-    return Deal(tuple(hands))
+    return tuple(hands)
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,12 @@ class Table:
     def own_shape(self, parameter: Parameter, owner: int) -> tuple[int, ...]:
         """Return the shape of what `owner` has of a parameter."""
         start, stop = self.own_range(parameter, owner)
-        return replaced(parameter.shape, parameter.owned, stop - start)
+        return (*parameter.shape[: parameter.owned], stop - start, *parameter.shape[parameter.owned + 1 :])
+
+    def own_part(self, parameter: Parameter, whole: Tensor, owner: int) -> Tensor:
+        """Return the entries of a whole parameter that `owner` has; they share its memory."""
+        start, stop = self.own_range(parameter, owner)
+        return whole.narrow(parameter.owned, start, stop - start)
 
     def indices(self, parameter: Parameter, dealt: Deal, *, owner: int, rank: int) -> tuple[Tensor, ...]:
         """Return for each dimension which entries of what `owner` has are rank's in this deal, in ascending order."""
@@ -126,7 +126,7 @@ class Table:
             if layer is None:
                 found.append(torch.arange(parameter.shape[dimension]))
                 continue
-            hand = dealt.hands[layer][rank]
+            hand = dealt[layer][rank]
             if dimension == parameter.owned:
                 start, stop = self.own_range(parameter, owner)
                 hand = hand[(hand >= start) & (hand < stop)] - start
@@ -170,11 +170,6 @@ class Table:
         return len(range(start + (rank - start) % self.size, stop, self.size))
 
 
-def replaced(shape: Sequence[int], dimension: int, length: int) -> tuple[int, ...]:
-    """Return a shape with another length of one dimension."""
-    return (*shape[:dimension], length, *shape[dimension + 1 :])
-
-
 def take(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """Return the entries in the product of `indices`, one for each dimension; a copy."""
     for dimension, chosen in enumerate(indices):
@@ -185,6 +180,11 @@ def take(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
 def put(tensor: Tensor, indices: Sequence[Tensor], entries: Tensor) -> None:
     """Write the entries that `take` would return."""
     tensor[np.ix_(*[chosen.numpy() for chosen in indices])] = entries
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the entries of tensors behind each other."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 DEALT, RETURNED, SEEN, WHOLE = "dealt", "returned", "evaluation.returned", "evaluation.whole"
@@ -207,78 +207,69 @@ class Exchange:
         self.table, self.wire, self.rank = table, wire, rank
         self._whole = dict(whole.named_parameters())
         self._piece = {name: parameter.data for name, parameter in piece.named_parameters()}
-        self.owned = {
-            p.name: self._whole[p.name].detach().narrow(p.owned, *self._span(p)).clone() for p in table.parameters
-        }
+        self.owned = {p.name: table.own_part(p, self._whole[p.name].detach(), rank).clone() for p in table.parameters}
 
     @torch.no_grad()
     def deal(self, dealt: Deal) -> None:
         """Give every rank its piece."""
-        for rank in self._others():
-            parts = [take(self.owned[p.name], self._indices(p, dealt, rank)).flatten() for p in self.table.parameters]
-            self.wire.put(torch.cat(parts), to=rank, lane=DEALT)
-        for owner in range(self.table.size):
-            arrived = None if owner == self.rank else self._get(owner, DEALT, self._shapes(owner=owner, rank=self.rank))
-            for number, p in enumerate(self.table.parameters):
-                part = take(self.owned[p.name], self._indices(p, dealt, owner)) if arrived is None else arrived[number]
-                self._place(p, owner).copy_(part)
-        self.wire.drain()
+        table = self.table
+
+        def give(rank: int) -> Tensor:
+            return flat(take(self.owned[p.name], self._indices(p, dealt, rank)) for p in table.parameters)
+
+        dealt_parts = self._swap(DEALT, give, lambda p, owner: table.part_shape(p, owner=owner, rank=self.rank))
+        for p, owner, part in dealt_parts:
+            self._place(p, owner).copy_(part)
 
     @torch.no_grad()
     def give_back(self, dealt: Deal, *, lane: str) -> None:
         """Put every rank's piece, as it is, where its owners have it."""
-        for owner in self._others():
-            parts = [self._place(p, owner).flatten() for p in self.table.parameters]
-            self.wire.put(torch.cat(parts), to=owner, lane=lane)
-        for rank in range(self.table.size):
-            arrived = None if rank == self.rank else self._get(rank, lane, self._shapes(owner=self.rank, rank=rank))
-            for number, p in enumerate(self.table.parameters):
-                part = self._place(p, rank) if arrived is None else arrived[number]
-                put(self.owned[p.name], self._indices(p, dealt, rank), part)
-        self.wire.drain()
+        table = self.table
+
+        def give(owner: int) -> Tensor:
+            return flat(self._place(p, owner) for p in table.parameters)
+
+        returned = self._swap(lane, give, lambda p, rank: table.part_shape(p, owner=self.rank, rank=rank))
+        for p, rank, part in returned:
+            put(self.owned[p.name], self._indices(p, dealt, rank), part)
 
     @torch.no_grad()
     def show_whole(self) -> None:
         """Fill in the whole module's parameters from their owners."""
-        mine = torch.cat([self.owned[p.name].flatten() for p in self.table.parameters])
-        for rank in self._others():
-            self.wire.put(mine, to=rank, lane=WHOLE)
+        mine = flat(self.owned[p.name] for p in self.table.parameters)
         for p in self.table.parameters:
             self._whole[p.name].data = torch.empty(p.shape)
-        for owner in range(self.table.size):
-            shapes = [self.table.own_shape(p, owner) for p in self.table.parameters]
-            arrived = None if owner == self.rank else self._get(owner, WHOLE, shapes)
-            for number, p in enumerate(self.table.parameters):
-                start, stop = self.table.own_range(p, owner)
-                part = self.owned[p.name] if arrived is None else arrived[number]
-                self._whole[p.name].narrow(p.owned, start, stop - start).copy_(part)
-        self.wire.drain()
+        for p, owner, part in self._swap(WHOLE, lambda _: mine, self.table.own_shape):
+            self.table.own_part(p, self._whole[p.name], owner).copy_(part)
 
     def give_up_whole(self) -> None:
         """Free the memory of the whole module's parameters."""
         for parameter in self._whole.values():
             parameter.data = torch.empty(0)
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.table.size) if rank != self.rank]
-
-    def _span(self, p: Parameter) -> tuple[int, int]:
-        start, stop = self.table.own_range(p, self.rank)
-        return start, stop - start
-
     def _indices(self, p: Parameter, dealt: Deal, rank: int) -> tuple[Tensor, ...]:
         return self.table.indices(p, dealt, owner=self.rank, rank=rank)
-
-    def _shapes(self, *, owner: int, rank: int) -> list[tuple[int, ...]]:
-        return [self.table.part_shape(p, owner=owner, rank=rank) for p in self.table.parameters]
 
     def _place(self, p: Parameter, owner: int) -> Tensor:
         """Return the entries of this rank's piece that `owner` has; they share its memory."""
         lengths = [self.table.part_shape(p, owner=each, rank=self.rank)[p.owned] for each in range(owner + 1)]
         return self._piece[p.name].narrow(p.owned, sum(lengths[:-1]), lengths[-1])
 
-    def _get(self, source: int, lane: str, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Return what came from a rank, in these shapes."""
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        flat = self.wire.get((sum(sizes),), source=source, lane=lane)
-        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+    def _swap(
+        self, lane: str, give: Callable[[int], Tensor], shape: Callable[[Parameter, int], tuple[int, ...]]
+    ) -> Iterator[tuple[Parameter, int, Tensor]]:
+        """Send every rank the entries that `give` returns for it; yield (parameter, rank, its entries for this one).
+
+        The entries of a rank are flat, parameter after parameter; `shape` says what they are formed to.
+        """
+        ranks = range(self.table.size)
+        for rank in ranks:
+            if rank != self.rank:
+                self.wire.put(give(rank), to=rank, lane=lane)
+        for rank in ranks:
+            shapes = [shape(p, rank) for p in self.table.parameters]
+            sizes = list(map(math.prod, shapes))
+            came = give(rank) if rank == self.rank else self.wire.get((sum(sizes),), source=rank, lane=lane)
+            for p, part, formed in zip(self.table.parameters, came.split(sizes), shapes, strict=True):
+                yield p, rank, part.view(formed)
+        self.wire.drain()

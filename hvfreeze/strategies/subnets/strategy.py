@@ -155,11 +155,6 @@ class Piece:
         optimizer = open_optimizer(named, self.settings, head=self.head)
         self.update = Update(optimizer, self.settings)
 
-    def gradients_are_finite(self) -> bool:
-        """Tell whether no gradient holds NaN or infinity."""
-        sums = [parameter.grad.sum() for parameter in self.mlp.parameters() if parameter.grad is not None]
-        return bool(torch.stack(sums).sum().isfinite())
-
 
 @dataclass(eq=False)
 class Subnets(RoundStrategy):
@@ -274,12 +269,8 @@ class Subnets(RoundStrategy):
         whole = self._whole_of(before)
         table = replace(self.exchange.table, size=size)
         for rank in range(size):
-            mine = {}
-            for p in table.parameters:
-                start, stop = table.own_range(p, rank)
-                mine[p.name] = whole[p.name].narrow(p.owned, start, stop - start).clone()
             yield {
-                "owned": mine,
+                "owned": {p.name: table.own_part(p, whole[p.name], rank).clone() for p in table.parameters},
                 "piece": {},
                 "rounds": Rounds.begun_anew(first["rounds"]),
                 "freezer": Freezer.redealt(first["freezer"], restep=restep),
@@ -336,7 +327,7 @@ class Subnets(RoundStrategy):
             logits_of.append(logits.detach())
             clock.enter("backward")
             loss.backward()
-        if not math.isfinite(value) or not self.piece.gradients_are_finite():
+        if not math.isfinite(value) or not self.piece.update.gradients_are_finite():
             what = "the gradients are" if math.isfinite(value) else "the loss is"
             raise not_finite(step, f"{what} not finite", self.replica.advice)
         clock.enter("optimizer")
@@ -392,13 +383,12 @@ class Subnets(RoundStrategy):
         whole = {p.name: torch.empty(p.shape) for p in table.parameters}
         for owner, own in enumerate(owns):
             for p in table.parameters:
-                start, stop = table.own_range(p, owner)
-                whole[p.name].narrow(p.owned, start, stop - start).copy_(own["owned"][p.name])
+                table.own_part(p, whole[p.name], owner).copy_(own["owned"][p.name])
         dealt = deal(table.widths, size=len(owns), seed=self.seed, number=owns[0]["rounds"]["ended"])
         for rank, own in enumerate(owns):
             for p in table.parameters if own["piece"] else ():
                 indices = [
-                    torch.arange(p.shape[dimension]) if layer is None else dealt.hands[layer][rank]
+                    torch.arange(p.shape[dimension]) if layer is None else dealt[layer][rank]
                     for dimension, layer in enumerate(p.layers)
                 ]
                 put(whole[p.name], indices, own["piece"]["weights"][p.name])

@@ -18,7 +18,7 @@ def test_a_deal_is_a_permutation_and_sizes_are_those_of_the_table(size: int) -> 
     deals = [deal(widths, size=size, seed=1, number=number) for number in range(3)]
     for dealt in deals:
         for layer, width in enumerate(widths):
-            hands = dealt.hands[layer]
+            hands = dealt[layer]
             assert sorted(torch.cat(hands).tolist()) == list(range(width))
             assert all(hand.tolist() == sorted(hand.tolist()) for hand in hands)
             assert max(map(len, hands)) - min(map(len, hands)) <= 1
@@ -27,13 +27,13 @@ def test_a_deal_is_a_permutation_and_sizes_are_those_of_the_table(size: int) -> 
                 for rank in range(size):
                     found = tuple(map(len, table.indices(p, dealt, owner=owner, rank=rank)))
                     assert found == table.part_shape(p, owner=owner, rank=rank), (p.name, owner, rank)
-        assert [len(dealt.hands[layer][size - 1]) for layer in (0, 1)] == list(table.hand_sizes(size - 1))
+        assert [len(dealt[layer][size - 1]) for layer in (0, 1)] == list(table.hand_sizes(size - 1))
     same = deal(widths, size=size, seed=1, number=0)
-    assert all(torch.equal(a, b) for mine, theirs in zip(deals[0].hands, same.hands) for a, b in zip(mine, theirs))
+    assert all(torch.equal(a, b) for mine, theirs in zip(deals[0], same) for a, b in zip(mine, theirs))
     if size > 1:
-        assert deals[0].hands[0][0].tolist() != deals[1].hands[0][0].tolist(), "rounds are dealt alike"
+        assert deals[0][0][0].tolist() != deals[1][0][0].tolist(), "rounds are dealt alike"
         other = deal(widths, size=size, seed=2, number=0)
-        assert deals[0].hands[0][0].tolist() != other.hands[0][0].tolist(), "the seed does not count"
+        assert deals[0][0][0].tolist() != other[0][0].tolist(), "the seed does not count"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

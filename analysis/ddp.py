@@ -98,7 +98,6 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         config.data,
         seed=config.data_seed,
         replica=rank,
-        replicas=size,
         budget_bytes=memory_budget(size),
         statistics=statistics_of(config.model),
     )
@@ -108,9 +107,7 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         optimizer=optimizer,
         feed=feed,
         evaluation=evaluation,
-        evaluation_batches=padded_batches(
-            corpus.share(replica=rank, replicas=size), evaluation.labels_of, settings.batch_size
-        ),
+        evaluation_batches=padded_batches(corpus.share(rank), evaluation.labels_of, settings.batch_size),
         clock=PhaseClock(),
         trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
     )

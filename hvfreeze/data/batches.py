@@ -44,15 +44,9 @@ class Corpus:
         """Return digests of a few decoded images: other files of the same names and sizes give others."""
         return {"train": self.train.sample_digest(), "test": self.evaluated.sample_digest()}
 
-    def share(self, *, replica: int, replicas: int) -> Ids:
+    def share(self, replica: int) -> Ids:
         """Return the samples that `replica` evaluates: every sample in exactly one replica."""
-        return self.evaluated_ids[replica::replicas]
-
-    def owned(self, *, replica: int, replicas: int) -> Ids:
-        """Return the training samples that `replica` is to store, if any: every sample in exactly one replica."""
-        shard = self.plan.shards[replica]
-        # Dealt anew in every epoch, all samples are in every shard.
-        return shard[replica::replicas] if self.plan.shuffle == "global" else shard
+        return self.evaluated_ids[replica :: self.plan.replicas]
 
 
 def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, ImageSet, Ids]:
@@ -167,8 +161,7 @@ class TrainFeed:
 
         `of` is (samples,), for each sample id whether it is meant; None means all.
         """
-        shard, replicas = self.plan.shards[self.replica], len(self.plan.shards)
-        own = shard[self.replica :: replicas] if self.plan.shuffle == "global" else shard
+        own = self.plan.owned(self.replica)
         own = own if of is None else own[of[own]]
         views = range(max(1, self.images.transform.augment.num_views))
         each = [padded_batches(own, self.images.labels_of, self.plan.batch_size, view=view) for view in views]
@@ -243,7 +236,6 @@ def open_feeds(
     *,
     seed: int,
     replica: int,
-    replicas: int,
     budget_bytes: int,
     statistics: Statistics | None = None,
     solved: bool = False,
@@ -256,7 +248,6 @@ def open_feeds(
         data: augmentation, mirror images and image size.
         seed: the data seed.
         replica: whose samples.
-        replicas: how many there are.
         budget_bytes: what each split's pixels may take in memory.
         statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
         solved: see `augment_of`.
@@ -283,9 +274,7 @@ def open_feeds(
     augment = augment_of(data, solved=solved, mirrors=mirrors)
     train, evaluated = all_loaded(
         partial(load, corpus.train, corpus.plan.shards[replica], augment, pools[0]),
-        partial(
-            load, corpus.evaluated, corpus.share(replica=replica, replicas=replicas), parse_augment("none"), pools[1]
-        ),
+        partial(load, corpus.evaluated, corpus.share(replica), parse_augment("none"), pools[1]),
     )
     return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated
 

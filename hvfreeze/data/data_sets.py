@@ -20,7 +20,7 @@ from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, is_folder, list_folders
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
-from hvfreeze.data.reading import READING, PixelArray
+from hvfreeze.data.reading import READING, PixelArray, one_shape
 from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
@@ -297,18 +297,14 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
 
 
 def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: int) -> DataSplits:
-    listings, sizes = folders.listings, folders.sizes
+    listings = folders.listings
     num_classes = len(listings["train"].classes)
     if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
         raise RefusedError(
             f"{root} holds {plural(num_classes, 'class', 'classes')} where {name} has {ARCHIVES[name].num_classes}; "
             "use --data imagefolder for other images"
         )
-    if image_size is None and len(sizes) > 1:
-        shown = " and ".join(f"{path} ({width}x{height})" for (height, width), path in list(sizes.items())[:2])
-        raise UsageError(f"images differ in size: {shown}; give --image-size SIDE to bring all to one size")
-    side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
-    shape = (3, side, side) if side else (3, *next(iter(sizes)))
+    shape, side = one_shape(folders.sizes, image_size)
     sets = {}
     for part in ("train", "test"):
         listing = listings[part]

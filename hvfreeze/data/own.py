@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze.data.images import BrokenImagesError, oddities
-from hvfreeze.data.reading import READING, PixelArray, picture_of, sized_pixels, to_rgb, turn_of
+from hvfreeze.data.reading import READING, PixelArray, one_shape, picture_of, sized_pixels, to_rgb, turn_of
 from hvfreeze.data.shards import evenly
-from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.user_code import call, code_sha256, told
 from hvfreeze.wording import plural
 
@@ -84,9 +84,7 @@ class OwnSplit:
 def open_own(
     name: str, directory: str | None, *, image_size: int | None, reading: int = READING, skip_bad: bool = False
 ) -> dict[str, OwnSplit]:
-    """Return the splits `train` and `test` that the function `name` makes, with images of one shape.
-
-    Squares have the side `image_size`, or the shorter side of the images where that is smaller.
+    """Return the splits `train` and `test` that the function `name` makes, with images of `one_shape`.
 
     Raises:
         UsageError: there is no such function, or it fails; or images differ in size and `image_size` is None.
@@ -100,13 +98,7 @@ def open_own(
         raise BrokenImagesError(broken)
     looks = {split: look(name, dataset, reading=reading) for split, dataset in made.items()}
     sizes = {size: f"{split} {row}" for split, (found, _) in looks.items() for size, row in found.items()}
-    if image_size is None and len(sizes) > 1:
-        shown = " and ".join(f"{place} ({width}x{height})" for (height, width), place in list(sizes.items())[:2])
-        raise UsageError(
-            f"--data ({name}): images differ in size: {shown}; give --image-size SIDE to bring all to one size"
-        )
-    side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
-    shape = (3, side, side) if side else (3, *next(iter(sizes)))
+    shape, side = one_shape(sizes, image_size, told=f"--data ({name}): ")
     return {
         split: OwnSplit(
             source=DatasetSource(name=name, dataset=dataset, image_shape=shape, side=side, reading=reading),

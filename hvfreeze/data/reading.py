@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,22 @@ def fitted(image: Image.Image, height: int, width: int) -> Image.Image:
     if (part_height, part_width) == (height, width):
         return image.crop(box)
     return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
+
+
+def one_shape(
+    sizes: Mapping[tuple[int, int], str], image_size: int | None, *, told: str = ""
+) -> tuple[tuple[int, int, int], int | None]:
+    """Return the (C, H, W) of all decoded images, and the side of their squares, None where they keep their size.
+
+    `sizes` are the distinct (height, width) of some, each with the place of one. Squares have the side `image_size`, or
+    the shorter side of the images where that is smaller. Raises UsageError, which begins with `told`, where images
+    differ in size and `image_size` is None.
+    """
+    if image_size is None and len(sizes) > 1:
+        shown = " and ".join(f"{place} ({width}x{height})" for (height, width), place in list(sizes.items())[:2])
+        raise UsageError(f"{told}images differ in size: {shown}; give --image-size SIDE to bring all to one size")
+    side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
+    return (3, side, side) if side else (3, *next(iter(sizes))), side
 
 
 def sized_pixels(image: Image.Image, *, side: int | None, image_shape: tuple[int, int, int], place: str) -> PixelArray:

@@ -185,6 +185,11 @@ class ShardPlan:
     """The data seed."""
 
     @property
+    def replicas(self) -> int:
+        """Those that have a shard each."""
+        return len(self.shards)
+
+    @property
     def samples(self) -> int:
         """Of all ranks, each counted once."""
         return len(self.shards[0]) if self.shuffle == "global" else sum(map(len, self.shards))
@@ -192,14 +197,19 @@ class ShardPlan:
     @property
     def mixes(self) -> bool:
         """Whether ranks meet each other's samples."""
-        return self.shuffle == "global" and len(self.shards) > 1
+        return self.shuffle == "global" and self.replicas > 1
+
+    def owned(self, rank: int) -> Ids:
+        """Return the samples that `rank` is to store, if any: every sample in exactly one rank."""
+        # Dealt anew in every epoch, all samples are in every shard.
+        return self.shards[rank][rank :: self.replicas] if self.shuffle == "global" else self.shards[rank]
 
     def epoch_order(self, epoch: int, rank: int) -> Ids:
         """Return (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
 
         With `global`, batch s of all ranks together covers the same samples for every size of an equal total batch.
         """
-        size = len(self.shards)
+        size = self.replicas
         if self.shuffle == "shard":
             order = shuffled(self.shards[rank], "order", self.seed, epoch, size)
             return order[: self.batches_per_epoch * self.batch_size].reshape(self.batches_per_epoch, self.batch_size)

@@ -36,7 +36,6 @@ class BuildContext:
     world: World
     replica: int
     """This rank's share of the samples: all ranks of a replica see the same batches."""
-    replicas: int
     chain: Chain
     build: Callable[[int], Chain]
     """Builds the same model for another number of classes, initialised from torch's generator."""
@@ -56,23 +55,21 @@ class BuildContext:
 
     def trained(self, *, passes_per_epoch: float = 1.0) -> Split:
         """Return this replica's training samples, all of which an epoch asks for `passes_per_epoch` times."""
-        ids = self.corpus.owned(replica=self.replica, replicas=self.replicas)
         return Split(
             name="train",
             image_set=self.corpus.train,
             images=self.feed.images,
-            ids=ids,
+            ids=self.corpus.plan.owned(self.replica),
             passes_per_epoch=passes_per_epoch,
         )
 
     def tested(self, *, passes_per_epoch: float = 1.0) -> Split:
         """Return the same of the samples that this replica evaluates."""
-        ids = self.corpus.share(replica=self.replica, replicas=self.replicas)
         return Split(
             name="test",
             image_set=self.corpus.evaluated,
             images=self.evaluated,
-            ids=ids,
+            ids=self.corpus.share(self.replica),
             passes_per_epoch=passes_per_epoch,
         )
 

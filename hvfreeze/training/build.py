@@ -67,7 +67,7 @@ from hvfreeze.training.mirror_trial import Finding, find_out, is_open
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
-from hvfreeze.training.stage_build import Blueprint, StageFactory, place_of, reads_images, statistics_of
+from hvfreeze.training.stage_build import Blueprint, StageFactory, reads_images, replicas_of, statistics_of
 from hvfreeze.training.stages import Stage, StageRunner
 from hvfreeze.training.time_budget import open_budget
 from hvfreeze.user_code import code_sha256, is_named_code
@@ -194,10 +194,10 @@ def assemble(
     started: float = 0.0,
 ) -> Job:
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
-    replica, replicas = place_of(world, config.strategy)
-    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, replicas=replicas)
-    content = content_of(world, corpus, feed, evaluated, replicas=replicas)
-    overlap = overlap_of(world, corpus, feed, evaluated, replicas=replicas)
+    replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
+    feed, evaluated, notes = load_share(config, world, corpus, replica=replica)
+    content = content_of(world, corpus, feed, evaluated)
+    overlap = overlap_of(world, corpus, feed, evaluated)
     card = raise_on_all_ranks(
         world, lambda: card_of(config, corpus, feed.images.transform, hashed=world.rank == 0), name="card"
     )
@@ -205,7 +205,6 @@ def assemble(
     context = BuildContext(
         world=world,
         replica=replica,
-        replicas=replicas,
         chain=chain,
         build=lambda num_classes: blueprint.build(num_classes)[0],
         corpus=corpus,
@@ -218,8 +217,7 @@ def assemble(
         fused=config.optimizer.optimizer == AUTO,
     )
     factory = StageFactory(context, config, blueprint, trainable_of(chain.model))
-    share = corpus.share(replica=replica, replicas=replicas)
-    evaluation_batches = padded_batches(share, evaluated.labels_of, config.optimizer.batch_size)
+    evaluation_batches = padded_batches(corpus.share(replica), evaluated.labels_of, config.optimizer.batch_size)
     auto = config.freeze.auto
     stages = raise_on_all_ranks(world, lambda: auto_stages(factory) if auto else factory.stages(), name="stages")
     guard = open_guard(factory, stages) if auto else None
@@ -228,7 +226,7 @@ def assemble(
     stages = stages if budget is None else budget.plan(stages)
     finding = None
     if is_open(stages, flips=corpus.train.flips):
-        trained, place = config.model.weights != "none", world.rank % (world.size // replicas)
+        trained = config.model.weights != "none"
         finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
     stage_runner = StageRunner(stages, factory.open, mirror=None if finding is None else finding.mirror)
     shown = chain if auto else stage_runner.opened.chain
@@ -244,7 +242,6 @@ def assemble(
         guard=guard,
         card=card,
         evaluation_batches=evaluation_batches,
-        replicas=replicas,
         clock=clock,
         logger=logger,
         called=corpus.train.called,
@@ -262,13 +259,13 @@ def open_guard(factory: StageFactory, stages: Sequence[Stage]) -> Guard | None:
     return Guard(factory.held_out(next(stage for stage in stages if stage.solves)) if ends_tuned else None)
 
 
-def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs, *, replicas: int) -> dict[str, str]:
+def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs) -> dict[str, str]:
     """Return digests of the pixels of all ranks' samples, by split, of those splits that are in memory. Collective.
 
     Paths and sizes of files do not tell of an image that was replaced by another of its size.
     """
-    replica, place = divmod(world.rank, world.size // replicas)
-    owned = corpus.owned(replica=replica, replicas=replicas), corpus.share(replica=replica, replicas=replicas)
+    replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
+    owned = corpus.plan.owned(replica), corpus.share(replica)
     mine: dict[str, int | None] = {}
     for split, images, ids in zip(("train", "test"), (feed.images, evaluated), owned):
         pixels = images.pixels if isinstance(images, Images) else None
@@ -283,17 +280,16 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs,
     return found
 
 
-def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs, *, replicas: int) -> Overlap | None:
+def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs) -> Overlap | None:
     """Return which evaluated images are training images too, None where none is known to be. Collective.
 
     Images of all ranks are compared where they are in memory, else a few of their files, or of them once decoded.
     """
-    replica, place = divmod(world.rank, world.size // replicas)
+    replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     held, shown = (x.pixels if isinstance(x, Images) else None for x in (feed.images, evaluated))
     here = None
     if isinstance(held, MemoryPixels) and isinstance(shown, MemoryPixels):
-        ids = looked_at(shown, corpus.share(replica=replica, replicas=replicas))
-        here = (shown, ids), (held, corpus.owned(replica=replica, replicas=replicas))
+        here = (shown, looked_at(shown, corpus.share(replica))), (held, corpus.plan.owned(replica))
     # One rank of those that work on the same samples.
     leads = place == 0
     counts = world.allgather_object((leads, None if here is None else len(here[0][1])), name="overlap")
@@ -364,9 +360,7 @@ def doubles_in_memory(world: World, here: tuple[tuple[MemoryPixels, Ids], tuple[
     return {k: v for theirs in world.allgather_object(found, name="overlap.doubles") for k, v in theirs.items()}
 
 
-def load_share(
-    config: Config, world: World, corpus: Corpus, *, replica: int, replicas: int
-) -> tuple[TrainFeed, Inputs, list[str]]:
+def load_share(config: Config, world: World, corpus: Corpus, *, replica: int) -> tuple[TrainFeed, Inputs, list[str]]:
     """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
 
     Pixels that several ranks of a node read are there once; each of them decodes a part.
@@ -376,7 +370,7 @@ def load_share(
     """
     broken: list[str] = []
     budget_bytes = memory_budget(world.local_size)
-    pools, unshared = share_pools(config, world, corpus, replicas=replicas, budget_bytes=budget_bytes)
+    pools, unshared = share_pools(config, world, corpus, budget_bytes=budget_bytes)
 
     def load() -> tuple[TrainFeed, Inputs] | None:
         try:
@@ -385,7 +379,6 @@ def load_share(
                 config.data,
                 seed=config.data_seed,
                 replica=replica,
-                replicas=replicas,
                 budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
                 statistics=statistics_of(config.model),
                 solved=config.head.solved,
@@ -466,7 +459,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         asked=asked,
         stages=job.stage_runner.stages,
         ranks=job.world.size,
-        replicas=job.replicas,
+        replicas=corpus.plan.replicas,
         flips=corpus.train.flips,
         side=min(corpus.train.image_shape[1:], default=0),
         decodes=not isinstance(corpus.train.source, ArraySource),
@@ -508,7 +501,7 @@ def usable_directory(config: Config, world: World, environment: dict[str, Any]) 
 
 def agreed_corpus(config: Config, world: World, *, adapts: bool) -> tuple[Corpus, dict[str, str]]:
     """Return the samples, and digests of them that are equal on all ranks. For `adapts` see `deal`. Collective."""
-    _, replicas = raise_on_all_ranks(world, lambda: place_of(world, config.strategy), name="replicas")
+    replicas = raise_on_all_ranks(world, lambda: replicas_of(world, config.strategy), name="replicas")
     data, cache = config.data, config.cache
     if replicas > 1 and data.shuffle == "global" and cache.cache == "on" and not cache.cache_shared:
         raise UsageError(

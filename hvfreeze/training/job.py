@@ -43,7 +43,6 @@ class Job:
     """Of the models, as far as it is known before they are trained."""
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
-    replicas: int
     clock: PhaseClock
     logger: RunLogger
     judge: Judge | None = None
@@ -115,7 +114,7 @@ class Job:
 
     def images(self, step: int) -> int:
         """Return how many images all replicas together train on in the first `step` steps, of this stage or before."""
-        return self.stage_runner.images(step) * self.replicas
+        return self.stage_runner.images(step) * self.feed.plan.replicas
 
     def names(self, samples: Sequence[int]) -> str:
         """Return what a message calls some training samples, the first few where there are many."""

@@ -148,7 +148,8 @@ def find_out(
 
     def see() -> tuple[RowsInMemory, str]:
         features, seen = features_of(chain, torch.zeros(1, *image_shape), trained=trained)
-        own = own_ids(feed, ids) if place == 0 else ids[:0]
+        # Of a replica one rank reads the samples that it alone has.
+        own = ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
         return rows_of(features, images, own, ids[::10], width=features(torch.zeros(1, *image_shape)).shape[1]), seen
 
     with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
@@ -167,14 +168,6 @@ def find_out(
     if found is None or found.mirror is None:
         return None
     return Finding(found.mirror, seen, float(np.bincount(labels[ids]).max() / len(ids)))
-
-
-def own_ids(feed: TrainFeed, ids: Ids) -> Ids:
-    """Return those of `ids` that this replica alone reads."""
-    own = feed.plan.shards[feed.replica]
-    if feed.plan.shuffle == "global":
-        own = own[feed.replica :: len(feed.plan.shards)]
-    return ids[np.isin(ids, own)]
 
 
 def features_of(chain: Chain, example: Tensor, *, trained: bool) -> tuple[Features, str]:

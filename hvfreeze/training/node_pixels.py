@@ -74,12 +74,13 @@ def read_archive_once(data: DataConfig, world: World) -> tuple[Contents | None, 
 
 
 def share_pools(
-    config: Config, world: World, corpus: Corpus, *, replicas: int, budget_bytes: int
+    config: Config, world: World, corpus: Corpus, *, budget_bytes: int
 ) -> tuple[tuple[Pool | None, Pool | None], str]:
     """Return memory for the training and the evaluation samples that ranks of this node share; see `share_pool`.
 
     `budget_bytes` is what each rank's pixels of a split may take. Collective.
     """
+    replicas = corpus.plan.replicas
     if isinstance(corpus.train.source, TextSource) or (replicas == world.size and not corpus.plan.mixes):
         return (None, None), ""
     node = node_of(world, reads=str(root_of(config.data.data_dir).resolve()))
@@ -91,7 +92,7 @@ def share_pools(
 
     budget_bytes *= len(node.ranks)
     shards = wanted(corpus.plan.shards.__getitem__)
-    shares = wanted(lambda replica: corpus.share(replica=replica, replicas=replicas))
+    shares = wanted(corpus.share)
     train, refusal = share_pool(world, node, corpus.train, shards, budget_bytes=budget_bytes, name="train")
     test, other = share_pool(world, node, corpus.evaluated, shares, budget_bytes=budget_bytes, name="test")
     return (train, test), refusal or other

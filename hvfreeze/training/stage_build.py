@@ -149,8 +149,8 @@ CHOICES = {
 }
 
 
-def place_of(world: World, settings: StrategyConfig) -> tuple[int, int]:
-    """Return which replica this rank belongs to, and how many there are: each has its own share of the samples."""
+def replicas_of(world: World, settings: StrategyConfig) -> int:
+    """Return how many replicas the ranks form: each has its own share of the samples."""
     name = settings.strategy
     ranks = CHOICES[name].ranks_per_replica(settings, world)
     if world.size % ranks:
@@ -158,7 +158,7 @@ def place_of(world: World, settings: StrategyConfig) -> tuple[int, int]:
             f"--strategy ({name}): {plural(world.size, 'rank')} cannot form replicas of {ranks} each; start a multiple "
             f"of {ranks}"
         )
-    return world.rank // ranks, world.size // ranks
+    return world.size // ranks
 
 
 def reads_images(world: World, settings: StrategyConfig, rank: int) -> bool:

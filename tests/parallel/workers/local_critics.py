@@ -80,7 +80,7 @@ class Trial:
         corpus = open_corpus(
             config.data, SoloWorld(), whole_batches=True, seed=config.data_seed, batch_size=BATCH, replicas=1
         )
-        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, replicas=1, budget_bytes=2**30)
+        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, budget_bytes=2**30)
         torch.manual_seed(0)
         model: Any = laid_out(10)
         torch.manual_seed(1)

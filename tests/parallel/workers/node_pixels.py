@@ -26,7 +26,7 @@ from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
 from hvfreeze.errors import RefusedError
 from hvfreeze.training import build, node_pixels
-from hvfreeze.training.stage_build import place_of
+from hvfreeze.training.stage_build import replicas_of
 from tests.parallel.workers.checking import run_checks
 from tests.program import save_photos
 from tests.single.data.test_cifar import write_cifar10
@@ -78,13 +78,12 @@ def photos(world: World, **settings: Any) -> Iterator[DataConfig]:
 
 
 def opened(world: World, config: Config) -> Corpus:
-    _, replicas = place_of(world, config.strategy)
+    replicas = replicas_of(world, config.strategy)
     return build.open_corpus(config.data, world, seed=0, batch_size=2, replicas=replicas, whole_batches=True)
 
 
 def loaded(world: World, config: Config, corpus: Corpus) -> tuple[TrainFeed, Inputs, list[str]]:
-    replica, replicas = place_of(world, config.strategy)
-    return build.load_share(config, world, corpus, replica=replica, replicas=replicas)
+    return build.load_share(config, world, corpus, replica=world.rank * corpus.plan.replicas // world.size)
 
 
 def same_on_all(world: World, value: object) -> bool:
@@ -139,8 +138,7 @@ def decode_once(world: World, shuffle: str, strategy: StrategyConfig) -> None:
         assert total(world, len(decoded)) == len(corpus.train) + len(corpus.evaluated) and notes == []
         pieces = 1 if shuffle == "global" else 2
         assert [access for access, _ in mappings()] == ["r--s"] * pieces and same_on_all(world, mappings())
-        replica, replicas = place_of(world, strategy)
-        tested = corpus.share(replica=replica, replicas=replicas)
+        tested = corpus.share(world.rank * corpus.plan.replicas // world.size)
         for inputs, image_set, ids in (
             (feed.images, corpus.train, corpus.train.ids),
             (evaluated, corpus.evaluated, tested),

@@ -104,7 +104,7 @@ class Trial:
         """Train a twin on a run's batches."""
         shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": 1}
         corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, replicas=1, budget_bytes=2**30)
+        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, budget_bytes=2**30)
         for epoch in range(EPOCHS):
             for batch in feed.epoch(epoch):
                 twin.step(feed.images.load(batch.ids, batch.views), batch.labels)

@@ -19,7 +19,7 @@ def feeds(**settings: str) -> list[TrainFeed]:
     data = DataConfig(train_samples=SAMPLES, **settings)  # type: ignore[arg-type]
     corpus = deal(open_data("digits", None, image_size=None), data, seed=5, batch_size=4, replicas=REPLICAS)
     ranks = range(REPLICAS)
-    return [open_feeds(corpus, data, seed=5, replica=r, replicas=REPLICAS, budget_bytes=10**9)[0] for r in ranks]
+    return [open_feeds(corpus, data, seed=5, replica=r, budget_bytes=10**9)[0] for r in ranks]
 
 
 @pytest.mark.parametrize("shuffle", ["shard", "global"])

@@ -43,7 +43,7 @@ def test_a_model_knows_no_more_characters_than_a_byte_counts() -> None:
 def test_windows_tile_the_text_and_labels_are_what_follows(file: Path) -> None:
     data = DataConfig(data="text", data_dir=str(file), augment="none", context=CONTEXT)
     corpus = deal(open_data("text", str(file), context=CONTEXT), data, seed=1, batch_size=4, replicas=2)
-    feeds = [open_feeds(corpus, data, seed=1, replica=r, replicas=2, budget_bytes=0) for r in range(2)]
+    feeds = [open_feeds(corpus, data, seed=1, replica=r, budget_bytes=0) for r in range(2)]
     border = len(TEXT) - len(TEXT) // 10
     seen: dict[int, str] = {}
     for feed, _ in feeds:
@@ -64,7 +64,7 @@ def test_windows_tile_the_text_and_labels_are_what_follows(file: Path) -> None:
 def test_views_begin_elsewhere_in_every_epoch_and_end_before_the_text(file: Path) -> None:
     data = DataConfig(data="text", data_dir=str(file), context=CONTEXT)
     corpus = deal(open_data("text", str(file), context=CONTEXT), data, seed=1, batch_size=4, replicas=1)
-    feed, _ = open_feeds(corpus, data, seed=1, replica=0, replicas=1, budget_bytes=0)
+    feed, _ = open_feeds(corpus, data, seed=1, replica=0, budget_bytes=0)
     ids = np.arange(len(corpus.train))
     starts = []
     for epoch in range(3):

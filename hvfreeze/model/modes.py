@@ -1,4 +1,4 @@
-"""A model's modes, buffers and torch's random state, kept as they were while somebody looks at what the model does."""
+"""A model's modes, buffers and gradients, and torch's random state, kept while somebody looks at what it does."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Give `model` its modes and buffers back afterwards, and torch's generator its state."""
+    """Give `model` its modes, buffers and gradients back afterwards, and torch's generator its state."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with modes_kept(model), torch.random.fork_rng(devices=[]):
+            for parameter, _ in gradients:
+                parameter.grad = None
             yield
     finally:
+        for parameter, before in gradients:
+            parameter.grad = before
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, value in buffers:
+                buffer.copy_(value)

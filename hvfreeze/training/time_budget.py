@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.comm.world import World
@@ -88,7 +87,7 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
             logits = chain.run(prefix, cut, blocks)
         functional.cross_entropy(logits.float(), batch.labels).backward()
 
-    with untouched(chain.model):
+    with state_kept(chain.model):
         mine = (least_seconds(forward), least_seconds(step))
     forwards, steps = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
     return Timing(max(forwards), max(steps))
@@ -132,17 +131,6 @@ def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
 def least_seconds(work: Callable[[], object]) -> float:
     """Return the least time that `work` took."""
     return min(timeit.repeat(work, repeat=TIMES, number=1))
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Give a model its modes, buffers and gradients back, and torch's generator its state, whatever happens inside."""
-    try:
-        with state_kept(model):
-            yield
-    finally:
-        for parameter in model.parameters():
-            parameter.grad = None
 
 
 SECONDS_BETWEEN_PLANS = 2.0

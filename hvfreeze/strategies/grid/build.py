@@ -245,7 +245,7 @@ def try_sizes(context: BuildContext, config: Config, halves: Halves, facts: Grid
 
 
 def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
-    """Try a training step with `images`, (B, C, H, W); parameters, buffers, modes and random state stay.
+    """Try a training step with `images`, (B, C, H, W); parameters, gradients, buffers, modes and random state stay.
 
     Raises:
         UsageError: a block cannot train on so few images.
@@ -261,8 +261,6 @@ def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
                 x = one_block(run, x, block, name=chain.blocks[block].name)
                 least[block] = min(least[block], time.perf_counter() - start)
                 boundaries.append(TensorLayout.of(x))
-    for parameter in chain.model.parameters():
-        parameter.grad = None
     return BlockTrial(tuple(boundaries), tuple(least))
 
 

@@ -15,10 +15,11 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence, Length
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.model_sources import build_model
+from hvfreeze.model.modes import state_kept
 from hvfreeze.training import time_budget as module
 from hvfreeze.training.auto import stages_of
 from hvfreeze.training.stages import Opened, Stage, StageRunner, single_stage, with_steps
-from hvfreeze.training.time_budget import Expected, TimeBudget, untouched
+from hvfreeze.training.time_budget import Expected, TimeBudget
 from tests.program import call
 
 SOLVE, STEP, EVALUATION = 4.0, 0.1, 1.0
@@ -183,13 +184,16 @@ def test_a_budget_that_goes_on_counts_what_was_spent(clock: Clock) -> None:
 
 def test_trying_a_batch_leaves_the_model_as_it_was() -> None:
     chain = cut_into_blocks(build_model("shufflenet_v2_x0_5", num_classes=10, image_size=32).model)
+    first, *others = chain.model.parameters()
+    gradient = first.grad = torch.ones_like(first)
     before, random = parameter_digest(chain.model), torch.get_rng_state()
-    with untouched(chain.model):
+    with state_kept(chain.model):
         chain.model.train()
         chain(torch.randn(4, 3, 32, 32)).sum().backward()
         assert parameter_digest(chain.model) != before, "running statistics were not touched: this says nothing"
     assert parameter_digest(chain.model) == before and torch.equal(torch.get_rng_state(), random)
-    assert all(parameter.grad is None for parameter in chain.model.parameters())
+    assert first.grad is gradient and bool((gradient == 1).all())
+    assert all(parameter.grad is None for parameter in others)
 
 
 @pytest.mark.parametrize("seconds", [38.0, 40.0, 60.0])

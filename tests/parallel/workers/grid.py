@@ -68,7 +68,7 @@ class Trial(checking.Trial):
         config = self.config("data", shares=replicas)
         shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": replicas}
         corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        given = {"seed": config.data_seed, "replicas": replicas, "budget_bytes": 2**30}
+        given = {"seed": config.data_seed, "budget_bytes": 2**30}
         feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
         torch.manual_seed(0)
         options = {"lr": rate_of(shape), "momentum": 0.9, "weight_decay": 1e-2}

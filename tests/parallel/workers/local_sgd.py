@@ -60,7 +60,7 @@ class Trial(checking.Trial):
         config = self.config("data")
         shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": self.world.size}
         corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        given = {"seed": config.data_seed, "replicas": self.world.size, "budget_bytes": 2**30}
+        given = {"seed": config.data_seed, "budget_bytes": 2**30}
         feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(self.world.size)]
         epochs = [zip(*[feed.epoch(epoch) for feed in feeds], strict=True) for epoch in range(EPOCHS)]
         return [

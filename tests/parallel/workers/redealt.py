@@ -55,7 +55,7 @@ class Redealt(Trial):
         grid, replicas = summary["grid"], summary["grid"]["replicas"]
         shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": replicas}
         corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        given = {"seed": config.data_seed, "replicas": replicas, "budget_bytes": 2**30}
+        given = {"seed": config.data_seed, "budget_bytes": 2**30}
         feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
         torch.manual_seed(0)
         first, *later = grid["deals"]

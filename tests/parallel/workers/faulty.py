@@ -166,9 +166,9 @@ def build_in(faults: str) -> None:
             fault(job)
         return make_step(job, batches)
 
-    def faulty_start() -> World:
+    def faulty_start(*, beside: str = "") -> World:
         wanted.get((claimed_rank(os.environ), -3), nothing)(None)
-        return start()
+        return start(beside=beside)
 
     def faulty_preparation(config: Config, world: World, **more: Any) -> Job:
         wanted.get((world.rank, -2), nothing)(None)

@@ -6,6 +6,7 @@ A cluster is one supervisor process; see `cluster_supervisor`.
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,9 @@ from cluster_supervisor import ENDING, supervise
 
 LAUNCH = Path(__file__).resolve().parent
 STOP_SECONDS = 10.0
+SSHD_USER = "sshd"
+"""Without which sshd does not start. Its package makes it last: a machine that is being installed has the program first.
+"""
 
 
 def missing() -> list[str]:
@@ -39,9 +43,19 @@ def missing() -> list[str]:
         )
         if shutil.which(program) is None
     ]
+    if not lacking and not _has_user(SSHD_USER):
+        lacking.append(f"the user {SSHD_USER} is missing, for sshd: apt-get install --reinstall openssh-server")
     if not lacking and (refusal := namespaces.refusal()):
         lacking.append(refusal)
     return lacking
+
+
+def _has_user(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
 
 
 def _claim(name: str | None) -> tuple[str, int]:

@@ -102,7 +102,9 @@ def _require(program: str, *options: str) -> None:
         return
     if os.geteuid() == 0 and shutil.which("apt-get") and not Path("/run/systemd/system").exists():
         print(f"installing {' '.join(PACKAGES[program])}", file=sys.stderr)
-        install = ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES[program]]
+        # Another process may be installing them.
+        patience = ("-o", "DPkg::Lock::Timeout=120")
+        install = ["apt-get", *patience, "install", "-y", "--no-install-recommends", *PACKAGES[program]]
         variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         if subprocess.run(install, env=variables, capture_output=True).returncode != 0:
             subprocess.run(["apt-get", "update"], env=variables, capture_output=True)

@@ -24,8 +24,7 @@ from cluster_supervisor import ENDING, supervise
 LAUNCH = Path(__file__).resolve().parent
 STOP_SECONDS = 10.0
 SSHD_USER = "sshd"
-"""Without which sshd does not start. Its package makes it last: a machine that is being installed has the program first.
-"""
+"""Without which sshd does not start. While its package is being installed, the program is there before the user is."""
 
 
 def missing() -> list[str]:

@@ -90,11 +90,16 @@ class Costs:
 
     def tuning_step(self, batch: int) -> float:
         """Of a step behind the cut, whose frozen blocks are computed."""
-        return 1 + BACKWARD * (1 - self.frozen) + self.update / batch
+        return self._passes + self.update / batch
 
     def updating(self, batch: int) -> float:
         """Return how many times as long as its samples' passes an update takes."""
-        return self.update / batch / (1 + BACKWARD * (1 - self.frozen))
+        return self.update / batch / self._passes
+
+    @property
+    def _passes(self) -> float:
+        """Of a step behind the cut, without its update, for each of its samples."""
+        return 1 + BACKWARD * (1 - self.frozen)
 
     @property
     def solution(self) -> float:

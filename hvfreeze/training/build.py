@@ -60,7 +60,7 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.training.auto import auto_stages, notes_on_stages
+from hvfreeze.training.auto_plan import auto_stages, notes_on_stages
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
 from hvfreeze.training.mirror_trial import Finding, find_out, is_open
@@ -69,7 +69,7 @@ from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stage_build import Blueprint, StageFactory, reads_images, replicas_of, statistics_of
 from hvfreeze.training.stages import Stage, StageRunner
-from hvfreeze.training.time_budget import open_budget
+from hvfreeze.training.time_budget import open_budget, passes_left, time_run
 from hvfreeze.user_code import code_sha256, is_named_code
 
 
@@ -219,10 +219,13 @@ def assemble(
     factory = StageFactory(context, config, blueprint, trainable_of(chain.model))
     evaluation_batches = padded_batches(corpus.share(replica), evaluated.labels_of, config.optimizer.batch_size)
     auto = config.freeze.auto
-    stages = raise_on_all_ranks(world, lambda: auto_stages(factory) if auto else factory.stages(), name="stages")
+    timing = time_run(factory)
+    left = passes_left(factory, timing, evaluated=len(evaluation_batches), started=started)
+    stages = raise_on_all_ranks(world, lambda: auto_stages(factory, left) if auto else factory.stages(), name="stages")
     guard = open_guard(factory, stages) if auto else None
     judged = len(guard.held_out.batches) if guard and guard.held_out else 0
-    budget = open_budget(factory, stages, evaluated=len(evaluation_batches), judged=judged, started=started)
+    evaluated_batches = len(evaluation_batches)
+    budget = open_budget(factory, stages, timing, evaluated=evaluated_batches, judged=judged, started=started)
     stages = stages if budget is None else budget.plan(stages)
     finding = None
     if is_open(stages, flips=corpus.train.flips):

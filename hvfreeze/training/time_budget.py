@@ -27,8 +27,9 @@ from hvfreeze.heads.rows import CHUNK_ROWS
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.segments import work_of
+from hvfreeze.training.auto_plan import tuning
 from hvfreeze.training.stage_build import StageFactory
-from hvfreeze.training.stages import Stage, StageRunner, with_steps
+from hvfreeze.training.stages import Stage, StageRunner, single_stage, with_steps
 from hvfreeze.training.trial import judging
 
 TIMES = 2
@@ -49,6 +50,8 @@ class Timing:
     """Through all blocks, without gradient."""
     step: float
     """Of a training step behind a cut, but for the exchange of gradients and the update."""
+    images: int
+    """Of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ class Expected:
 
     solve: float
     step: float
+    images: int
+    """Of a replica, in such a step: ways to tune may differ in that."""
     evaluation: float
     judging: float = 0.0
     """Of a tuned model that no solution follows."""
@@ -90,7 +95,7 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
     with state_kept(chain.model):
         mine = (least_seconds(forward), least_seconds(step))
     forwards, steps = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
-    return Timing(max(forwards), max(steps))
+    return Timing(max(forwards), max(steps), feed.plan.batch_size)
 
 
 def time_solving(*, rows: int, width: int, classes: int, size: int) -> float:
@@ -166,8 +171,8 @@ class TimeBudget:
     _measured: tuple[float, int] | None = None
     """Seconds and steps of the stage under way when its step was last measured."""
     _plan_at: int = 0
-    _images: int = 0
-    """Of a step that takes `expected.step`; ways to tune may differ in it."""
+    _worth: float = 0.0
+    """Of a solution that takes `expected.solve`; solutions may differ in their views of samples."""
 
     def elapsed(self) -> float:
         """Return the seconds that the run has taken so far, on this rank's clock."""
@@ -176,18 +181,19 @@ class TimeBudget:
     def plan(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """Return the stages with the steps that there is time for."""
         self._mark = self.elapsed()
-        self._images = images_of_step(trained_first(stages))
+        solves = next((stage for stage in stages if stage.solves), None)
+        self._worth = solves.worth if solves else 0.0
         needed = self._mark + self._reserve() + self.expected.evaluation
-        needed += self.expected.solve if stages[0].solves else self.expected.step
+        needed += self.expected.solve if solves else self.expected.step
         steps = self._chosen(stages, 0)
         needed, steps = self.world.broadcast_object((needed, steps), name="budget.plan")
         if needed > self.seconds:
-            what = "solving the head" if stages[0].solves else "a step"
+            what = "solving the head" if solves else "a step"
             raise UsageError(
                 f"--time-budget ({self.seconds:.0f}s) must be at least about {1.1 * needed:.0f}s here, for set-up, "
                 f"{what} and an evaluation, by {self.expected.source}"
             ).on_all_ranks()
-        if not stages[0].solves:
+        if not solves:
             # There is time for one step, though not for its share of evaluations between epochs.
             steps[0] = max(1, steps[0])
         planned = with_steps(stages, steps)
@@ -229,8 +235,8 @@ class TimeBudget:
             return
         then, made = self._measured
         if done > made:
-            self.expected = replace(self.expected, step=(now - then - self._evaluating) / (done - made))
-            self._images = images_of_step(stage)
+            seconds = (now - then - self._evaluating) / (done - made)
+            self.expected = replace(self.expected, step=seconds, images=images_of_step(stage))
         steps = max(done, self._room(stage_runner.stages, stage_runner.number, done=done, elapsed=now))
         wait = max(1, min((steps - done) // 2, round(SECONDS_BETWEEN_PLANS / max(self.expected.step, 1e-6))))
         steps, self._plan_at = self.world.broadcast_object((steps, done + wait), name="budget.steps")
@@ -249,6 +255,7 @@ class TimeBudget:
         now = self.elapsed()
         if stage_runner.stage.solves:
             self.expected = replace(self.expected, solve=now - self._mark - self._evaluating)
+            self._worth = stage_runner.stage.worth
         self._spent.append(now - self._mark)
         self._mark, self._measured, self._evaluating = now, None, 0.0
         if stage_runner.is_last:
@@ -290,11 +297,12 @@ class TimeBudget:
         """Return every stage's steps, those from `first` on as there is time; a solution that nothing precedes goes.
 
         Where there is no time for all trials, an epoch of tuning and the solution behind it, that solution goes first,
-        then the last trial.
+        then the last trial. The first solution of all is made in any case.
         """
-        coming = range(first, len(stages))
-        trials = [number for number in coming if stages[number].is_trial and stages[number].steps]
-        solutions = [number for number in coming if stages[number].solves and number]
+        coming = [number for number in range(first, len(stages)) if stages[number].steps]
+        always = next((number for number, stage in enumerate(stages) if stage.solves), 0)
+        trials = [number for number in coming if stages[number].is_trial]
+        solutions = [number for number in coming if stages[number].solves and number != always]
         tuning = [number for number in coming if not (stages[number].solves or stages[number].is_trial)]
         steps = found = [stage.steps for stage in stages]
         if not tuning:
@@ -306,14 +314,14 @@ class TimeBudget:
                 found = self._filled(with_steps(stages, wanted), first)
                 if any(found[number] for number in tuning):
                     return found
-        return [count if number < max(first, 1) else 0 for number, count in enumerate(found)]
+        return [count if number < first or number == always else 0 for number, count in enumerate(steps)]
 
     def _filled(self, stages: Sequence[Stage], first: int) -> list[int]:
         """Return the same with all the stages that have steps."""
         steps = [stage.steps for stage in stages]
         for number in range(first, len(stages)):
             stage = stages[number]
-            if not (stage.solves or stage.is_trial):
+            if stage.steps and not (stage.solves or stage.is_trial):
                 before = sum(self._takes(stages, earlier) for earlier in range(first, number))
                 steps[number] = self._room(stages, number, done=0, elapsed=self.elapsed() + before)
                 if stage.is_followed and steps[number] < stage.steps_per_epoch:
@@ -333,9 +341,12 @@ class TimeBudget:
         if stage.steps == 0:
             return 0.0
         if stage.solves:
-            return self.expected.solve + self.expected.evaluation
+            ratio = stage.worth / self._worth if stage.worth and self._worth else 1.0
+            return self.expected.solve * ratio + self.expected.evaluation
         if stage.is_trial:
-            return stage.steps * self._step(stage) + self.expected.trial
+            # It is judged before the first of them, too.
+            judged = 1 if any(earlier.is_trial for earlier in stages[:number]) else 2
+            return stage.steps * self._step(stage) + judged * self.expected.trial
         return stage.steps * self._with_evaluations(stage) + self._ends(stages, number)
 
     def _ends(self, stages: Sequence[Stage], number: int) -> float:
@@ -348,39 +359,69 @@ class TimeBudget:
         return max(1e-6, self._step(stage) + evaluation)
 
     def _step(self, stage: Stage) -> float:
-        return self.expected.step * images_of_step(stage) / self._images
+        return self.expected.step * images_of_step(stage) / self.expected.images
 
     def _reserve(self) -> float:
-        return RESERVED_SECONDS + RESERVED * self.seconds
+        return reserve_of(self.seconds)
+
+
+def time_run(factory: StageFactory) -> Timing | None:
+    """Return what a batch of the run costs, None without --time-budget. Collective."""
+    config, context = factory.config, factory.context
+    if config.run.budget_seconds() is None:
+        return None
+    trained = tuning(config, config.freeze.cut or 0, epochs=1) if config.freeze.auto else config
+    cut = 0 if trained.head.solved else trained.freeze.cut or 0
+    feed = factory.feed(single_stage(trained, batches_per_epoch=1, epochs=1))
+    return time_batch(context.chain, feed, cut=cut, precision=config.optimizer.precision, world=context.world)
+
+
+def passes_left(factory: StageFactory, timing: Timing | None, *, evaluated: int, started: float) -> float | None:
+    """Return what --time-budget has time for, in forward passes for each sample of an epoch. Collective.
+
+    None without --time-budget. For the arguments see `open_budget`.
+    """
+    seconds, context = factory.config.run.budget_seconds(), factory.context
+    if seconds is None or timing is None:
+        return None
+    left = seconds - (time.monotonic() - started) - reserve_of(seconds) - timing.forward * evaluated
+    left = context.world.broadcast_object(left, name="budget.passes")
+    plan = context.feed.plan
+    return left / timing.forward * timing.images / (plan.batches_per_epoch * plan.batch_size)
 
 
 def open_budget(
-    factory: StageFactory, stages: Sequence[Stage], *, evaluated: int, judged: int, started: float
+    factory: StageFactory,
+    stages: Sequence[Stage],
+    timing: Timing | None,
+    *,
+    evaluated: int,
+    judged: int,
+    started: float,
 ) -> TimeBudget | None:
     """Return what chooses the steps of the stages, None without --time-budget. Collective.
 
     Args:
         factory: opens the stages.
-        stages: with the steps of an epoch.
+        stages: those that there is time for, about.
+        timing: what `time_run` returned.
         evaluated: batches of this replica in an evaluation.
         judged: and of those by which a tuned model is judged.
         started: see `TimeBudget`.
     """
-    config, context = factory.config, factory.context
-    seconds, world = config.run.budget_seconds(), context.world
-    if seconds is None:
+    config, world = factory.config, factory.context.world
+    seconds = config.run.budget_seconds()
+    if seconds is None or timing is None:
         return None
-    trained = trained_first(stages)
-    cut = 0 if trained.solves else trained.config.freeze.cut or 0
-    precision = config.optimizer.precision
-    timing = time_batch(context.chain, factory.feed(trained), cut=cut, precision=precision, world=world)
-    solve = expected_solution(factory, stages[0], timing.forward) if stages[0].solves else 0.0
+    solves = next((stage for stage in stages if stage.solves), None)
+    solve = expected_solution(factory, solves, timing.forward) if solves else 0.0
     expected = Expected(
         solve=max(world.allgather_object(solve, name="budget.solve")),
         step=timing.step * config.optimizer.accumulate,
+        images=timing.images * config.optimizer.accumulate,
         evaluation=timing.forward * evaluated,
         judging=timing.forward * judged,
-        trial=expected_judging(factory, timing, images_of_step(trained)) if any(s.is_trial for s in stages) else 0.0,
+        trial=expected_judging(factory, timing) if any(stage.is_trial for stage in stages) else 0.0,
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
     return TimeBudget(
@@ -388,9 +429,9 @@ def open_budget(
     )
 
 
-def trained_first(stages: Sequence[Stage]) -> Stage:
-    """Return the first stage whose steps are chosen; the first of all where none are."""
-    return next((stage for stage in stages if not (stage.solves or stage.is_trial)), stages[0])
+def reserve_of(seconds: float) -> float:
+    """Return which seconds of a budget are for what comes after the last stage."""
+    return RESERVED_SECONDS + RESERVED * seconds
 
 
 def images_of_step(stage: Stage) -> int:
@@ -398,11 +439,11 @@ def images_of_step(stage: Stage) -> int:
     return stage.config.optimizer.batch_size * stage.config.optimizer.accumulate
 
 
-def expected_judging(factory: StageFactory, timing: Timing, images: int) -> float:
-    """Return the seconds of judging a trial, by the timing of batches of so many images of a rank."""
+def expected_judging(factory: StageFactory, timing: Timing) -> float:
+    """Return the seconds of judging a trial."""
     plan = factory.context.feed.plan
     forward = sum(work_of(factory.context.chain, torch.zeros(1, *factory.blueprint.image_shape)))
-    return judging(forward, samples=plan.samples) * timing.forward / (images * len(plan.shards))
+    return judging(forward, samples=plan.samples) * timing.forward / (timing.images * len(plan.shards))
 
 
 def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> float:

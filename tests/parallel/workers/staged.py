@@ -24,7 +24,7 @@ from hvfreeze.heads import rows
 from hvfreeze.heads.solution import Stop
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.strategies.data_parallel import DataParallel
-from hvfreeze.training import auto, loop, time_budget, trial
+from hvfreeze.training import auto, auto_plan, loop, time_budget, trial
 from hvfreeze.training.job import Job
 from hvfreeze.training.stages import StageRunner
 from hvfreeze.training.time_budget import Timing
@@ -129,7 +129,7 @@ def clocked(world: World) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=lambda: next(ticks) * 0.05 * (world.rank + 1))
     before = time_budget.time, loop.time, time_budget.time_batch, time_budget.time_comparing  # type: ignore[attr-defined]
     time_budget.time = loop.time = clock  # type: ignore[assignment,attr-defined]
-    time_budget.time_batch = lambda *args, **rest: Timing(0.01, 0.1)  # type: ignore[attr-defined]
+    time_budget.time_batch = lambda *args, **rest: Timing(0.01, 0.1, 32)  # type: ignore[attr-defined]
     time_budget.time_comparing = lambda **rest: 0.1  # type: ignore[attr-defined]
     try:
         yield
@@ -245,19 +245,19 @@ def paying(*, least: float) -> Iterator[None]:
 @contextmanager
 def many_samples(*, epoch_pays: bool) -> Iterator[None]:
     """Let there be enough samples for a trial of an epoch, which alone may pay."""
-    before = auto.MANY, auto.LONG, auto.MUCH_LEFT, trial.Trial.pays
+    before = auto_plan.MANY, auto_plan.LONG, auto.MUCH_LEFT, trial.Trial.pays
     pays = property(lambda tried: epoch_pays and any(way.endswith("an epoch") for way in tried.after))
-    auto.MANY, auto.LONG, auto.MUCH_LEFT, trial.Trial.pays = 1, 1.0, 0.0, pays  # type: ignore[misc]
+    auto_plan.MANY, auto_plan.LONG, auto.MUCH_LEFT, trial.Trial.pays = 1, 1.0, 0.0, pays  # type: ignore[misc]
     try:
         yield
     finally:
-        auto.MANY, auto.LONG, auto.MUCH_LEFT, trial.Trial.pays = before  # type: ignore[misc]
+        auto_plan.MANY, auto_plan.LONG, auto.MUCH_LEFT, trial.Trial.pays = before  # type: ignore[misc]
 
 
 @contextmanager
 def rates_of(adamw: float, sgd: float) -> Iterator[None]:
     """Let the two ways that are tried have these learning rates; at 1e30 numbers are soon not finite."""
-    ways_of = auto.ways_of
+    ways_of = auto_plan.ways_of
 
     def with_rates(config: Config) -> tuple[Config, ...]:
         ways = ways_of(config)
@@ -267,11 +267,11 @@ def rates_of(adamw: float, sgd: float) -> Iterator[None]:
             replace(way, optimizer=replace(way.optimizer, lr=lr)) for way, lr in zip(ways, (adamw, sgd), strict=True)
         )
 
-    auto.ways_of = with_rates
+    auto_plan.ways_of = with_rates
     try:
         yield
     finally:
-        auto.ways_of = ways_of
+        auto_plan.ways_of = ways_of
 
 
 def weights_of(runs: Runs) -> str:

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.optim import Objective
-from hvfreeze.training.auto import solving, tuning
+from hvfreeze.training.auto_plan import solving, tuning
 
 FEATURES = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0)).contiguous(
     memory_format=torch.channels_last

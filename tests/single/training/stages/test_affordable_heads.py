@@ -13,7 +13,7 @@ from hvfreeze.config.sections import FreezeConfig, HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.heads.kernel import ALL_COMPARED
-from hvfreeze.training.auto import affordable, notes_on_stages, stages_of
+from hvfreeze.training.auto_plan import Costs, affordable, notes_on_stages, stages_of
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage
 
@@ -67,7 +67,14 @@ def test_what_was_asked_for_stays() -> None:
 def test_blocks_are_tuned_on_mirror_images_that_a_head_has_no_room_for() -> None:
     config = replace(Config(), freeze=FreezeConfig(freeze="auto"), head=KERNEL)
     alone = replace(config, data=replace(config.data, mirror="off"))
-    settings = {"batches_per_epoch": 9, "guarded_batches": 8, "cut": 2, "deepest": 5, "costs": None}
+    settings = {
+        "batches_per_epoch": 9,
+        "guarded_batches": 8,
+        "cut": 2,
+        "deepest": 5,
+        "costs": Costs(views=2, frozen=0.0),
+        "passes": 50.0,
+    }
     stages = stages_of(config, solved=alone, **settings)  # type: ignore[arg-type]
     assert [stage.config.data.mirror for stage in stages] == ["off", "auto", "off"]
 

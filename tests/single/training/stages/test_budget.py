@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,12 +18,13 @@ from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.modes import state_kept
 from hvfreeze.training import time_budget as module
-from hvfreeze.training.auto import stages_of
+from hvfreeze.training.auto_plan import Costs, stages_of
 from hvfreeze.training.stages import Opened, Stage, StageRunner, single_stage, with_steps
 from hvfreeze.training.time_budget import Expected, TimeBudget
 from tests.program import call
 
 SOLVE, STEP, EVALUATION = 4.0, 0.1, 1.0
+COSTS = Costs(views=2, frozen=0.25)
 
 
 class Clock:
@@ -42,15 +44,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def stages(**settings: Any) -> tuple[Stage, ...]:
+def stages(passes: float = 100.0, **settings: Any) -> tuple[Stage, ...]:
     config = from_dict(settings)
     if not config.freeze.auto:
         return (single_stage(config, batches_per_epoch=20, epochs=1),)
-    return stages_of(config, batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=None)
+    return stages_of(config, batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=COSTS, passes=passes)
 
 
 def budget_of(clock: Clock, seconds: float, **expected: float) -> TimeBudget:
-    read = Expected(**{"solve": SOLVE, "step": STEP, "evaluation": EVALUATION, **expected}, source="a guess")
+    parts = {"solve": SOLVE, "step": STEP, "evaluation": EVALUATION, **expected}
+    read = Expected(**parts, images=32, source="a guess")
     return TimeBudget(seconds=seconds, world=SoloWorld(), started=clock.now, expected=read, evaluate_every=1000)
 
 
@@ -220,7 +223,7 @@ def test_both_ways_are_tried_where_there_is_time_and_tuning_takes_the_rest(clock
 
 
 @pytest.mark.parametrize(
-    ("seconds", "tried", "solved"), [(11.0, 0, False), (13.0, 1, False), (17.0, 2, False), (21.0, 2, True)]
+    ("seconds", "tried", "solved"), [(11.0, 0, False), (15.2, 1, False), (19.2, 2, False), (23.2, 2, True)]
 )
 def test_ways_are_tried_only_where_an_epoch_of_tuning_has_time_too(
     clock: Clock, seconds: float, tried: int, solved: bool
@@ -236,8 +239,57 @@ def test_ways_are_tried_only_where_an_epoch_of_tuning_has_time_too(
     assert clock.now - began <= 1.02 * seconds
 
 
+WITH_PLAIN = replace(COSTS, plain=replace(COSTS, views=1))
+
+
+def early(passes: float) -> tuple[Stage, ...]:
+    config = from_dict(PRETRAINED)
+    return stages_of(
+        config, batches_per_epoch=200, guarded_batches=180, cut=0, deepest=5, costs=WITH_PLAIN, passes=passes
+    )
+
+
+def test_with_little_time_sgd_is_tried_before_a_head_is_solved_and_takes_what_is_left(clock: Clock) -> None:
+    began, given = clock.now, early(8.0)
+    assert [stage.name for stage in given] == ["try", "tune", "solve"]
+    budget = budget_of(clock, 60.0, trial=2.0)
+    planned = budget.plan(given)
+    assert [stage.name for stage in planned if stage.steps] == ["try", "tune", "solve"]
+    trial = planned[0].steps * STEP / 2 + 2 * 2.0
+    assert budget._takes(planned, 0) == pytest.approx(trial), "it is judged before and after"
+    stage_runner = follow(budget, clock, planned, solve=SOLVE, step=lambda done: STEP)
+    assert 0.9 * 60.0 <= clock.now - began + budget._reserve() <= 1.02 * 60.0
+    assert stage_runner.stages[1].steps > 180
+
+
+def test_with_little_time_a_refused_trial_is_followed_by_a_solution_alone(clock: Clock) -> None:
+    budget, stage_runner = budget_of(clock, 60.0, trial=2.0), cast(StageRunner, StageRunner.__new__(StageRunner))
+    stage_runner.stages, stage_runner.number = budget.plan(early(8.0)), 0
+    stage_runner.opened = opened(stage_runner)
+    plain = budget._takes(stage_runner.stages, 2)
+    stage_runner.leave_out("tune")
+    stage_runner.take_other_way()
+    budget.after_stage(stage_runner)
+    assert [stage.steps > 0 for stage in stage_runner.stages] == [True, False, True], "nobody tunes after all"
+    with_mirror_images = budget._takes(stage_runner.stages, 2)
+    assert with_mirror_images - EVALUATION == pytest.approx(2 * (plain - EVALUATION)), "twice as many views"
+
+
+def test_where_time_runs_out_in_a_trial_the_head_is_solved_all_the_same(clock: Clock) -> None:
+    budget, stage_runner = budget_of(clock, 60.0, trial=2.0), cast(StageRunner, StageRunner.__new__(StageRunner))
+    stage_runner.stages, stage_runner.number = budget.plan(early(8.0)), 0
+    stage_runner.opened = opened(stage_runner)
+    clock.now += 55.0
+    budget.after_stage(stage_runner)
+    assert [stage.steps for stage in stage_runner.stages[1:]] == [0, 200]
+
+
+def test_a_budget_worth_all_epochs_or_next_to_nothing_solves_first() -> None:
+    assert {early(passes)[0].name for passes in (3.0, 100.0)} == {"solve"}
+
+
 def test_a_step_of_smaller_batches_takes_as_much_less(clock: Clock) -> None:
-    budget, given = budget_of(clock, 60.0), stages(**PRETRAINED)
+    budget, given = budget_of(clock, 60.0), stages(passes=70.0, **PRETRAINED)
     budget.plan(given)
     other = given[3].other
     assert other is not None

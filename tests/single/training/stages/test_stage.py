@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto import ENOUGH_STEPS, FEWEST_TUNED, Costs, epochs_of_rounds, stages_of, tuned_first
+from hvfreeze.training.auto_plan import ENOUGH_STEPS, FEWEST_TUNED, Costs, epochs_of_rounds, stages_of, tuned_first
 from hvfreeze.training.stages import Stage, single_stage
 from hvfreeze.training.trial import MANY, Trial, judging
 

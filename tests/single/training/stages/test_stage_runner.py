@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto import Costs, end_trial, stages_of
+from hvfreeze.training.auto import end_trial
+from hvfreeze.training.auto_plan import Costs, stages_of
 from hvfreeze.training.stages import TRY, StageRunner, joined
 from hvfreeze.training.trial import Trial
 
@@ -23,7 +24,7 @@ def stage_runner() -> StageRunner:
     made.mirror, made.other_way = None, False
     made.stages, made.number, made._earlier = (
         stages_of(
-            from_dict({"freeze": "auto"}), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=None
+            from_dict({"freeze": "auto"}), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=COSTS
         ),
         0,
         {},

@@ -1,0 +1,472 @@
+"""--freeze auto: which stages a run has, and how many steps each: what --epochs or a time budget has room for.
+
+Solve the head; try whether tuning pays; tune and solve again, longer each time. With less to spend, SGD is tried and
+goes on before any head is solved. Costs are counted in forward passes; no clock is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig, OptimizerConfig
+from hvfreeze.config.tree import SOLVED, Config, leaves
+from hvfreeze.errors import UsageError
+from hvfreeze.heads.features import before_last_layer
+from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.segments import work_of
+from hvfreeze.training.stage_build import StageFactory
+from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
+from hvfreeze.training.trial import LEAST_WORK, MANY, TUNED, judging
+
+WARMUP = 0.1
+"""Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
+SOLVING = 0.15
+"""What solving takes beside the features' forward pass, as a part of it, but for comparing rows."""
+PAIR = 14e3
+"""Floating-point operations of the forward pass in whose time a row is compared with another, as measured."""
+LONG = 4.0
+"""Epochs of tuning that are left where one more is tried before them."""
+SGD_RATE, LARGER_BATCH, ENOUGH_STEPS, MOST_UPDATING = 0.05, 64, 400, 1.5
+"""Of the way to tune by SGD that is tried beside AdamW's: it takes the largest batches, up to such ones, of which there
+are so many. With fewer steps the blocks learn less, however many samples each has. But none so small that an update
+takes that many times as long as its samples' passes. Of many samples AdamW takes the larger batches too: its updates
+then take half the time, and there are enough of them."""
+FEWEST_TUNED, LEAST_TUNED = 4.0, 0.5
+"""Where --epochs are fewer than auto takes by itself, tuning is tried before a head is solved, and goes on from there
+where it pays. The head that is solved behind it has mirror images where at least so many epochs are tuned beside; there
+is no such tuning where even without them fewer than the last are left."""
+BACKWARD, UPDATE = 3.0, 1e3
+"""What the backward pass takes, in forward passes of the same blocks; and floating-point operations of the forward pass
+in whose time a parameter's gradient is exchanged and the parameter updated, as measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs in forward passes of a sample through the whole network; no clock is asked."""
+
+    views: int
+    """Of each sample, that a solution is fitted to."""
+    frozen: float
+    """Part of the forward pass in front of the cut at which tuning begins."""
+    comparing: float = 0.0
+    """Of a view of a sample with all views that a solution compares it with."""
+    judging: float = 0.0
+    """Of judging once how the network stands, for each sample of an epoch."""
+    update: float = 0.0
+    """Of a step, beside its samples: gradients are exchanged and parameters updated."""
+    plain: Costs | None = None
+    """With solutions without mirror images, where --mirror leaves them open."""
+
+    def full_step(self, batch: int) -> float:
+        """Of a step of full fine-tuning, for each of its samples, of which a replica has `batch`."""
+        return 1 + BACKWARD + self.update / batch
+
+    def tuning_step(self, batch: int) -> float:
+        """Of a step behind the cut, whose frozen blocks are computed."""
+        return self._passes + self.update / batch
+
+    def updating(self, batch: int) -> float:
+        """Return how many times as long as its samples' passes an update takes."""
+        return self.update / batch / self._passes
+
+    @property
+    def _passes(self) -> float:
+        """Of a step behind the cut, without its update, for each of its samples."""
+        return 1 + BACKWARD * (1 - self.frozen)
+
+    @property
+    def solution(self) -> float:
+        """Of a solution, for each sample of an epoch."""
+        return self.views * (1 + SOLVING + self.comparing)
+
+
+def auto_stages(factory: StageFactory, passes: float | None) -> tuple[Stage, ...]:
+    """Return the stages with the steps that --epochs gives them, or `passes`; see `stages_of`.
+
+    Raises:
+        UsageError: --cut is deeper than the model, or there are too few samples to solve a head.
+    """
+    config, solved, context = factory.config, affordable(factory), factory.context
+    factory.check_held_out()
+    chain, feed = context.chain, context.feed
+    deepest, cut = len(chain.blocks) - 1, config.freeze.cut or 0
+    if cut > deepest:
+        raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
+    return stages_of(
+        config,
+        solved=solved,
+        batches_per_epoch=feed.plan.batches_per_epoch,
+        guarded_batches=factory.guarded_batches() if ends_in_linear(chain) else 0,
+        cut=cut,
+        deepest=deepest,
+        costs=costs_of(factory, solved, cut),
+        passes=passes,
+        replicas=len(feed.plan.shards),
+    )
+
+
+def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
+    """Return the costs of a run whose heads are solved as `solved` says, and whose blocks are tuned behind `cut`."""
+    chain, samples = factory.context.chain, factory.context.feed.plan.samples
+    work = work_of(chain, torch.zeros(1, *factory.blueprint.image_shape))
+    whole = max(sum(work), LEAST_WORK)
+
+    def of(solved: Config) -> Costs:
+        compared = centres_for(factory.rows(solved), solved.head.centres) if solved.head.head_fit == "kernel" else 0
+        return Costs(
+            views=max(1, factory.augment(solved).num_views),
+            frozen=sum(work[:cut]) / sum(work),
+            comparing=compared * PAIR / whole,
+            judging=judging(sum(work), samples=samples) / samples,
+            update=UPDATE * sum(parameter.numel() for parameter in chain.model.parameters()) / whole,
+        )
+
+    return replace(of(solved), plain=of(without_mirror(solved)) if solved.data.mirror == "auto" else None)
+
+
+def without_mirror(config: Config) -> Config:
+    """Return the settings without mirror images."""
+    return replace(config, data=replace(config.data, mirror="off"))
+
+
+def ends_in_linear(chain: Chain) -> bool:
+    """Tell whether the model's own last layer can be solved, under which tuning begins."""
+    try:
+        before_last_layer(chain)
+    except UsageError:
+        return False
+    return True
+
+
+def ways_of(config: Config) -> tuple[Config, ...]:
+    """Return the settings of each way to tune that may be tried; the first is taken where none is tried.
+
+    AdamW at a small rate, with the statistics of the pretrained weights, improves features that serve the task. SGD at
+    a large rate, with each batch's statistics, learns others. --optimizer says which, unless it is auto.
+    """
+    settings, freeze = config.optimizer, config.freeze
+    if settings.optimizer != AUTO:
+        return (config,)
+    decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
+    sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay)
+    statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
+    return (
+        replace(config, optimizer=replace(settings, optimizer="adamw")),
+        replace(config, optimizer=sgd, freeze=replace(freeze, statistics=statistics)),
+    )
+
+
+def larger_batch(settings: OptimizerConfig) -> int:
+    """Return `LARGER_BATCH`, or the batch that was given."""
+    return LARGER_BATCH if settings.batch_size == usual("batch_size") else settings.batch_size
+
+
+def usual(leaf: str) -> Any:
+    """Return what a setting is with --freeze auto where it is not given."""
+    return leaves()[leaf][1].metadata["auto"]
+
+
+def affordable(factory: StageFactory) -> Config:
+    """Return the run's settings; where rows are too many to be compared with each other, without mirror images.
+
+    Unless --mirror on asks for them: with the same number of comparisons, more samples tell more than their mirror
+    images do.
+    """
+    config = factory.config
+    many = config.head.head_fit == "kernel" and config.head.centres is None and factory.rows(config) > ALL_COMPARED
+    return without_mirror(config) if many and config.data.mirror == "auto" else config
+
+
+def stages_of(
+    config: Config,
+    *,
+    solved: Config | None = None,
+    batches_per_epoch: int,
+    guarded_batches: int,
+    cut: int,
+    deepest: int,
+    costs: Costs,
+    passes: float | None = None,
+    replicas: int = 1,
+) -> tuple[Stage, ...]:
+    """Return the stages, in order.
+
+    Args:
+        config: the run's, resolved.
+        solved: the same as far as a head is solved, where that is different; see `affordable`.
+        batches_per_epoch: of all samples.
+        guarded_batches: of an epoch without the samples that are held out; 0 where nothing can be tuned.
+        cut: at which tuning begins.
+        deepest: the cut of a network that is frozen but for its head.
+        costs: of its parts.
+        passes: what a time budget has time for, in forward passes for each sample of an epoch; None is what --epochs
+            of full fine-tuning take. Of a time budget there is one tuning, whose steps are chosen as they are made.
+        replicas: that train on an epoch's batches each.
+    """
+    ways = ways_of(config)
+    config, solved = ways[0], solved or config
+    settings, freeze, batch = config.optimizer, config.freeze, config.optimizer.batch_size
+    solve = Stage(
+        name=SOLVE,
+        config=solving(solved),
+        steps=batches_per_epoch,
+        batches_per_epoch=batches_per_epoch,
+        shown_cut=deepest,
+        worth=costs.solution / costs.tuning_step(batch),
+    )
+    # Without a last solution the guard judges the tuned model itself.
+    last_solve, guarded = freeze.has("last-solve"), freeze.has("guard")
+    batches = guarded_batches if guarded else batches_per_epoch
+    several = last_solve and guarded and config.model.weights != "none"
+    if batches == 0:
+        return (solve,)
+    longer = several and batches_per_epoch * batch * replicas >= MANY
+    if longer:
+        ways = (replace(ways[0], optimizer=replace(settings, batch_size=larger_batch(settings))), *ways[1:])
+    tunings = Tunings(settings=settings, batches=batches, cut=cut, guarded=guarded, replicas=replicas, costs=costs)
+    step, each = costs.full_step(larger_batch(settings)), costs.tuning_step(batch)
+    whole = settings.epochs * step if passes is None else passes
+    if several and len(ways) > 1 and not longer and whole < usual("epochs") * step:
+        early = early_stages(tunings, ways, solve, whole)
+        if early:
+            return early
+    trial, judged = (tunings.trial_cost, costs.judging) if several else (0.0, 0.0)
+    tried, ends_solved, rounds = len(ways), last_solve, list[float]()
+    # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
+    for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
+        left = whole - costs.solution - judged - count * (trial + judged)
+        after = costs.solution if ends_solved else 0.0
+        rounds = epochs_of_rounds(left / each, after / each, several=several and ends_solved)
+        if rounds:
+            tried = count
+            break
+    if passes is not None:
+        tried, ends_solved, rounds = len(ways), last_solve, [max(1.0, sum(rounds))]
+    steps = [int(tunings.per_epoch * epochs) for epochs in rounds]
+    stages = [solve, *([tunings.trial(way) for way in ways[:tried]] if steps and several else [])]
+    if longer and (passes is not None or sum(steps) >= LONG * tunings.per_epoch):
+        stages.append(tunings.by(ways[0], tunings.per_epoch, name=TRY_LONGER))
+        if passes is None:
+            steps[-1] -= int(tunings.per_epoch * (1 + costs.judging / each))
+    for count in steps:
+        tune = tunings.tune(ways[: tried if several else 1], count, of=sum(steps), is_followed=ends_solved)
+        stages += [tune, solve] if ends_solved else [tune]
+    # The model of the best solution, where what came after it is no better.
+    goes_back = guarded and steps and (stages[1].is_trial or not last_solve)
+    return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
+
+
+def early_stages(tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: float) -> tuple[Stage, ...]:
+    """Return the stages that try SGD before any head is solved, go on from there and then solve it; none without room.
+
+    SGD alone: it tells what is far from the pretraining in half the steps, and learns that the sooner. `whole` is what
+    all may take, in forward passes for each sample of an epoch.
+    """
+    costs, settings = tunings.costs, tunings.settings
+    room = whole - tunings.trial_cost - 2 * costs.judging
+    found = tuned_first(room, costs, least=costs.tuning_step(larger_batch(settings)))
+    if found is None:
+        return ()
+    spent, mirrored = found
+    count = int(tunings.per_epoch * spent / costs.tuning_step(settings.batch_size))
+    last, plain = solve, costs.plain
+    if not mirrored and plain is not None:
+        part = plain.solution / costs.solution
+        last = replace(solve, config=without_mirror(solve.config), worth=solve.worth * part)
+        if room >= costs.solution:
+            last = replace(last, other=solve)
+    return (tunings.trial(ways[1]), tunings.tune(ways[1:], count, of=count, is_followed=True), last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tunings:
+    """The stages that tune. Steps are counted in batches of the run's own size, and changed into those of a way."""
+
+    settings: OptimizerConfig
+    """Of the first way, with the run's own batch."""
+    batches: int
+    """Of an epoch, of every replica, in the run's own size."""
+    cut: int
+    guarded: bool
+    replicas: int
+    costs: Costs
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps."""
+        return self.settings.steps_per_epoch(self.batches)
+
+    @property
+    def half(self) -> int:
+        """The batch of a trial: steps count there, and not samples."""
+        return max(2, self.settings.batch_size // 2)
+
+    @property
+    def trial_cost(self) -> float:
+        """Of a trial, but for judging it, for each sample of an epoch."""
+        return self._tries / self._halves * self.costs.tuning_step(self.half)
+
+    def trial(self, way: Config) -> Stage:
+        """Return a stage that tells whether such tuning pays."""
+        way = replace(way, optimizer=replace(way.optimizer, batch_size=self.half, accumulate=1))
+        return tune_stage(way, self.cut, steps=self._tries, batches=self._halves, name=TRY)
+
+    def tune(self, ways: Sequence[Config], count: int, *, of: int, is_followed: bool) -> Stage:
+        """Return a stage that tunes, in the first of the ways, which knows the second."""
+        first, *others = (self.by(way, count, of=of, guarded=self.guarded, is_followed=is_followed) for way in ways)
+        return replace(first, other=others[0]) if others else first
+
+    def by(self, way: Config, count: int, *, of: int = 0, **terms: Any) -> Stage:
+        """Return a stage that tunes in such a way, as long as `count` steps take, `of` so many of all stages."""
+        batch = self.batch_of(way, of)
+        own = self.batches * self.settings.batch_size // batch
+        if own == 0:
+            # Too few samples for a larger batch.
+            batch, own = self.settings.batch_size, self.batches
+        way = replace(way, optimizer=replace(way.optimizer, batch_size=batch))
+        steps = max(1, int(count * self._pace(batch)) * way.optimizer.steps_per_epoch(own) // self.per_epoch)
+        return tune_stage(way, self.cut, steps=steps, batches=own, **terms)
+
+    def batch_of(self, way: Config, of: int) -> int:
+        """Return the batch of a way, for `of` steps; see `ENOUGH_STEPS`. One that was given is taken."""
+        settings = self.settings
+        if way.optimizer.optimizer == settings.optimizer or settings.batch_size != usual("batch_size"):
+            return way.optimizer.batch_size
+        samples, fitting = of * settings.batch_size * settings.accumulate, LARGER_BATCH
+        for size in (LARGER_BATCH, settings.batch_size, settings.batch_size // 2):
+            if size < LARGER_BATCH and self.costs.updating(size) > MOST_UPDATING:
+                break
+            fitting = size
+            if samples * self._pace(size) / size >= ENOUGH_STEPS:
+                break
+        return fitting
+
+    @property
+    def _halves(self) -> int:
+        """Half batches of an epoch."""
+        return self.batches * self.settings.batch_size // self.half
+
+    @property
+    def _tries(self) -> int:
+        """Steps of a trial."""
+        return min(math.ceil(TUNED / (self.half * self.replicas)), self._halves)
+
+    def _pace(self, batch: int) -> float:
+        """Return how many samples in such batches take as long as one in those of the run's own size."""
+        return self.costs.tuning_step(self.settings.batch_size) / self.costs.tuning_step(batch)
+
+
+def plans(ways: int, *, several: bool, last_solve: bool) -> list[tuple[int, bool]]:
+    """Return what there may be room for, the best first: how many ways are tried, whether the head is solved again."""
+    if not several:
+        return [(ways, last_solve)]
+    return [(count, ends_solved) for count in range(ways, 0, -1) for ends_solved in (True, False)]
+
+
+def tuned_first(room: float, costs: Costs, *, least: float) -> tuple[float, bool] | None:
+    """Return what is spent on tuning before any head is solved, and whether that has mirror images; None without room.
+
+    `room` is what a trial leaves, in forward passes for each sample of an epoch, `least` what an epoch of tuning takes.
+    """
+    if room - costs.solution >= FEWEST_TUNED * least:
+        return room - costs.solution, True
+    plain = costs.plain or costs
+    left = room - plain.solution
+    return (left, plain is costs) if left >= LEAST_TUNED * least else None
+
+
+def epochs_of_rounds(room: float, solution: float, *, several: bool) -> list[float]:
+    """Return how many epochs each tuning lasts: 1, 2, 4 and so on, then what is left, where `several` are wanted.
+
+    `room` is what there is for all, and `solution` what comes after each, in epochs. Less than one is not tuned.
+    """
+    rounds: list[float] = []
+    while room - solution >= 1:
+        length = room - solution
+        longer = 2.0 ** len(rounds)
+        # Too little is left for a longer one after it.
+        if several and length - longer - solution >= 2 * longer:
+            length = longer
+        rounds.append(length)
+        room -= length + solution
+    return rounds
+
+
+def tune_stage(
+    config: Config,
+    cut: int,
+    *,
+    steps: int,
+    batches: int,
+    guarded: bool = True,
+    is_followed: bool = True,
+    name: str = TUNE,
+) -> Stage:
+    """Return a stage that trains so many steps behind `cut`."""
+    settings = config.optimizer
+    warmup = settings.lr_warmup or max(1, int(WARMUP * steps))
+    return Stage(
+        name=name,
+        config=tuning(
+            replace(config, optimizer=replace(settings, lr_warmup=warmup)),
+            cut,
+            epochs=-(-steps // settings.steps_per_epoch(batches)),
+        ),
+        steps=steps,
+        batches_per_epoch=batches,
+        guarded=guarded,
+        is_followed=is_followed,
+    )
+
+
+def solving(config: Config) -> Config:
+    """Return the settings with which stages solve the head: fixed views for fresh draws, no pairs, no groups."""
+    criterion, cut = SOLVED
+    config = ways_of(config)[0]
+    data = config.data if config.data.cacheable() else replace(config.data, augment="none", recipe="crop")
+    return replace(
+        config,
+        data=data,
+        optimizer=replace(config.optimizer, epochs=1, mixup=0.0, accumulate=1),
+        freeze=replace(config.freeze, freeze=criterion, cut=cut, auto_without="none"),
+    )
+
+
+def tuning(config: Config, cut: int, *, epochs: int) -> Config:
+    """Return the settings with which the model is tuned behind `cut`, under its own last layer."""
+    config = ways_of(config)[0]
+    freeze = "coherence" if config.freeze.has("votes") else "static" if cut else "none"
+    pretrained = config.model.weights != "none"
+    return replace(
+        config,
+        head=HeadConfig(),
+        optimizer=replace(config.optimizer, epochs=epochs),
+        freeze=replace(
+            config.freeze,
+            freeze=freeze,
+            cut=cut or None,
+            auto_without="none",
+            # Statistics of this task's batches would spoil features whose weights were trained with others.
+            statistics="kept" if pretrained and config.freeze.statistics == "auto" else config.freeze.statistics,
+        ),
+        cache=config.cache if config.data.cacheable() else replace(config.cache, cache="off"),
+    )
+
+
+def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
+    """Return notes on rows that are other than was asked, and on a head that is solved on random weights."""
+    notes = []
+    if any(stage.solves and stage.config.data.mirror != config.data.mirror for stage in stages):
+        notes.append(
+            f"no mirror images for the solved head: with them there are more than {ALL_COMPARED} views of samples, "
+            "more than are all compared with each other; --mirror on takes them, and compares all with fewer"
+        )
+    if config.model.weights == "none" and len(stages) == 1:
+        notes.append("the head is solved on a network with random weights; --freeze auto is for trained --weights")
+    return notes

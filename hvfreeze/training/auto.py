@@ -28,6 +28,7 @@ from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
 from hvfreeze.training.stages import TRY, TRY_LONGER, TUNE
+from hvfreeze.training.trial import seen_by
 
 WORTH_IT, FEWEST_WRONG = 0.005, 1.5
 """Of the held-out samples, how many must be wrong for tuning to be worth a try: half a point, and more than one sample,
@@ -61,7 +62,7 @@ def begin_stage(job: Job) -> None:
     with job.clock.within("optimizer"):
         loss = judge.begin(chain, solves_last=not starts_from_zero(job))
     if guard is not None and trying:
-        guard.trial.before = loss
+        guard.trial.before, guard.trial.samples = loss, judged_by(job)
         if runner.trials_to_come or guard.best is None:
             guard.before_trial = copied(chain.model)
         suit_last_layer(job)
@@ -89,7 +90,8 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
             loss = math.inf
     way, longer = f"{settings.optimizer} at {settings.lr:g}", runner.stage.name == TRY_LONGER
     trial.after[f"{way}, an epoch" if longer else way] = loss if math.isfinite(loss) else math.inf
-    if TRY in runner.trials_to_come and trial.is_promising:
+    # Few samples cannot show what one way gains, and the other costs them little time.
+    if TRY in runner.trials_to_come and (trial.is_promising or runner.stage.epochs > 1):
         return
     if guard.best is None:
         end_early_trial(job, guard)
@@ -219,6 +221,11 @@ def leave_out_tuning(job: Job) -> None:
 def held_out_of(job: Job) -> int:
     """Return how many samples are held out, of all ranks."""
     return int(job.feed.held_out(HELD_OUT).sum())
+
+
+def judged_by(job: Job) -> int:
+    """Return how many samples judge a trial, about, of all ranks."""
+    return min(held_out_of(job), seen_by(job.feed.plan.samples)[1])
 
 
 def goes_on(before: Verdict, now: Verdict, held_out: int) -> bool:

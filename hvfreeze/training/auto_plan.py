@@ -7,7 +7,7 @@ goes on before any head is solved. Costs are counted in forward passes; no clock
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import work_of
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
-from hvfreeze.training.trial import LEAST_WORK, MANY, TUNED, judging
+from hvfreeze.training.trial import LEAST_WORK, MANY, MOST_TRIED, TRIED, TUNED, judging
 
 WARMUP = 0.1
 """Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
@@ -230,13 +230,16 @@ def stages_of(
     if longer:
         ways = (replace(ways[0], optimizer=replace(settings, batch_size=larger_batch(settings))), *ways[1:])
     tunings = Tunings(settings=settings, batches=batches, cut=cut, guarded=guarded, replicas=replicas, costs=costs)
-    step, each = costs.full_step(larger_batch(settings)), costs.tuning_step(batch)
+    step, each = costs.full_step(tunings.full_batch()), costs.tuning_step(batch)
     whole = settings.epochs * step if passes is None else passes
     if several and len(ways) > 1 and not longer and whole < usual("epochs") * step:
         early = early_stages(tunings, ways, solve, whole)
         if early:
             return early
     trial, judged = (tunings.trial_cost, costs.judging) if several else (0.0, 0.0)
+    if several and passes is None and settings.epochs >= usual("epochs") and tunings.trial_epochs > 1:
+        # Of few samples trials take a large part of the steps that a far task needs, and little time.
+        whole += judged + len(ways) * (trial + judged)
     tried, ends_solved, rounds = len(ways), last_solve, list[float]()
     # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
     for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
@@ -270,7 +273,7 @@ def early_stages(tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: 
     """
     costs, settings = tunings.costs, tunings.settings
     room = whole - tunings.trial_cost - 2 * costs.judging
-    found = tuned_first(room, costs, least=costs.tuning_step(larger_batch(settings)))
+    found = tuned_first(room, costs, least=costs.tuning_step(tunings.full_batch()))
     if found is None:
         return ()
     spent, mirrored = found
@@ -310,7 +313,12 @@ class Tunings:
     @property
     def trial_cost(self) -> float:
         """Of a trial, but for judging it, for each sample of an epoch."""
-        return self._tries / self._halves * self.costs.tuning_step(self.half)
+        return self.trial_epochs * self.costs.tuning_step(self.half)
+
+    @property
+    def trial_epochs(self) -> float:
+        """Of a trial."""
+        return self._tries / self._halves
 
     def trial(self, way: Config) -> Stage:
         """Return a stage that tells whether such tuning pays."""
@@ -338,12 +346,25 @@ class Tunings:
         settings = self.settings
         if way.optimizer.optimizer == settings.optimizer or settings.batch_size != usual("batch_size"):
             return way.optimizer.batch_size
-        samples, fitting = of * settings.batch_size * settings.accumulate, LARGER_BATCH
-        for size in (LARGER_BATCH, settings.batch_size, settings.batch_size // 2):
+        samples = of * settings.batch_size * settings.accumulate
+        return self._largest(lambda size: samples * self._pace(size) / size)
+
+    def full_batch(self) -> int:
+        """Return the batch of the full fine-tuning that --epochs counts: one of which auto's own epochs have enough."""
+        settings = self.settings
+        if settings.batch_size != usual("batch_size"):
+            return settings.batch_size
+        samples = usual("epochs") * self.batches * settings.batch_size
+        return self._largest(lambda size: samples / size)
+
+    def _largest(self, steps: Callable[[int], float]) -> int:
+        """Return the largest batch with which there are enough `steps`; see `ENOUGH_STEPS`."""
+        fitting, usual_batch = LARGER_BATCH, self.settings.batch_size
+        for size in (LARGER_BATCH, usual_batch, usual_batch // 2):
             if size < LARGER_BATCH and self.costs.updating(size) > MOST_UPDATING:
                 break
             fitting = size
-            if samples * self._pace(size) / size >= ENOUGH_STEPS:
+            if steps(size) >= ENOUGH_STEPS:
                 break
         return fitting
 
@@ -355,7 +376,8 @@ class Tunings:
     @property
     def _tries(self) -> int:
         """Steps of a trial."""
-        return min(math.ceil(TUNED / (self.half * self.replicas)), self._halves)
+        by_samples = min(math.ceil(TUNED / (self.half * self.replicas)), self._halves)
+        return max(by_samples, min(TRIED, int(MOST_TRIED * self._halves)))
 
     def _pace(self, batch: int) -> float:
         """Return how many samples in such batches take as long as one in those of the run's own size."""

@@ -9,7 +9,7 @@ import pytest
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto_plan import ENOUGH_STEPS, FEWEST_TUNED, Costs, epochs_of_rounds, stages_of, tuned_first
 from hvfreeze.training.stages import Stage, single_stage
-from hvfreeze.training.trial import MANY, Trial, judging
+from hvfreeze.training.trial import MANY, MOST_TRIED, TRIED, Trial, judging
 
 COSTS = Costs(views=2, frozen=0.25, judging=1.5)
 UPDATES = replace(COSTS, update=64.0)
@@ -21,12 +21,12 @@ def planned(*, batches: int = 20, guarded: int = 18, costs: Costs = COSTS, **cha
     return stages_of(config, batches_per_epoch=batches, guarded_batches=guarded, cut=2, deepest=DEEPEST, costs=costs)
 
 
-def cost(stages: tuple[Stage, ...], costs: Costs = COSTS) -> float:
+def cost(stages: tuple[Stage, ...], costs: Costs = COSTS, guarded: int = 18) -> float:
     """In epochs of full fine-tuning with batches of 64; it is judged before the first trial, and after each."""
     each = [costs.plain or costs if stage.config.data.mirror == "off" else costs for stage in stages]
     solutions = sum(one.solution for stage, one in zip(stages, each, strict=True) if stage.name == "solve")
     trained = [(stage, stage.config.optimizer.batch_size) for stage in stages if stage.name in ("try", "tune")]
-    tuned = sum(stage.images(stage.steps) / (18 * 32) * costs.tuning_step(batch) for stage, batch in trained)
+    tuned = sum(stage.images(stage.steps) / (guarded * 32) * costs.tuning_step(batch) for stage, batch in trained)
     trials = sum(stage.name == "try" for stage in stages)
     judging = costs.judging * (trials + 1 if trials else 0)
     return (solutions + judging + tuned) / costs.full_step(64)
@@ -38,14 +38,41 @@ def tuned_epochs(stages: tuple[Stage, ...]) -> list[float]:
 
 @pytest.mark.parametrize("epochs", [1, 2, 3, 4, 9, 16])
 def test_stages_take_what_epochs_have_room_for_and_no_more(epochs: int) -> None:
-    stages = planned(epochs=epochs)
+    stages = planned(epochs=epochs, batches=24, guarded=22)
     names = [stage.name for stage in stages if stage.steps]
     rounds = ["tune", "solve"] * (len(names) // 2 - 1)
     room_for = {1: ["solve"], 2: ["solve"], 3: ["solve", "try", "tune"]}
     assert names == room_for.get(epochs, ["solve", "try", *rounds])
-    assert cost(stages) <= epochs
-    assert epochs <= 2 or cost(stages) > epochs - 1 / 10
-    assert (stages[-1].name, stages[-1].steps) == (("solve", 20) if epochs <= 2 else ("back", 0))
+    assert cost(stages, guarded=22) <= epochs
+    assert epochs <= 2 or cost(stages, guarded=22) > epochs - 1 / 10
+    assert (stages[-1].name, stages[-1].steps) == (("solve", 24) if epochs <= 2 else ("back", 0))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("guarded", [1, 6, 18, 400])
+def test_a_trial_has_steps_enough_to_learn_by_however_many_ranks_and_however_few_samples(
+    replicas: int, guarded: int
+) -> None:
+    config = from_dict({"freeze": "auto", "weights": "some.pt"})
+    stages = stages_of(
+        config,
+        batches_per_epoch=guarded + 2,
+        guarded_batches=guarded,
+        cut=0,
+        deepest=5,
+        costs=COSTS,
+        passes=1000.0,
+        replicas=replicas,
+    )
+    (first, second) = (stage.steps for stage in stages if stage.name == "try")
+    assert first == second >= min(TRIED, MOST_TRIED * 2 * guarded)
+    assert first * 16 * replicas <= max(1280 + 16 * replicas, TRIED * 16 * replicas)
+
+
+def test_of_few_samples_trials_come_on_top_of_autos_own_epochs_and_of_no_others() -> None:
+    own, fewer = planned(epochs=16, optimizer="auto"), planned(epochs=14, optimizer="auto", auto_without="last-solve")
+    assert own[1].epochs == 2, "this says nothing"
+    assert 16 < cost(own) < 16 + 3.0 and cost(fewer) <= 14
 
 
 def test_where_no_solution_has_room_behind_it_the_tuned_model_itself_is_judged() -> None:
@@ -131,7 +158,7 @@ def test_what_was_asked_for_is_neither_tried_nor_made_in_parts() -> None:
 def test_two_ways_to_tune_are_tried_where_there_is_room_and_each_stage_knows_the_other() -> None:
     stages = planned(epochs=16, optimizer="auto", weight_decay=0.5)
     names = [stage.name for stage in stages]
-    assert names[:5] == ["solve", "try", "try", "tune", "solve"] and cost(stages) <= 16
+    assert names[:5] == ["solve", "try", "try", "tune", "solve"] and cost(stages) < 19
     found = [(each.optimizer.optimizer, each.optimizer.lr) for each in (stage.config for stage in stages[1:4])]
     assert found == [("adamw", 3e-4), ("sgd", 0.05), ("adamw", 3e-4)]
     assert [stage.config.freeze.statistics for stage in stages[1:4]] == ["kept", "batch", "kept"]
@@ -158,6 +185,16 @@ def test_the_better_way_is_that_after_which_the_loss_is_least() -> None:
     assert not Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).pays
     assert not Trial(before=1.0, after={"adamw": math.inf, "sgd": math.inf}).pays
     found = {0.99: False, 0.97: True, 0.5: True, math.inf: True}
+    gains = [0.97, 0.95, 0.91, 0.89]
+    pays = {
+        n: [Trial(before=1.0, after={"adamw": loss}, samples=n).pays for loss in gains] for n in (None, 60, 100, 900)
+    }
+    assert pays == {
+        None: [False, True, True, True],
+        60: [False, False, False, True],
+        100: [False, False, True, True],
+        900: [False, True, True, True],
+    }
     assert {loss: Trial(before=1.0, after={"adamw": loss}).is_promising for loss in found} == found
     assert "from 1.000 to 0.900 (adamw) or numbers that are not finite (sgd)" in Trial(
         before=1.0, after={"adamw": 0.9, "sgd": math.inf}

@@ -12,6 +12,7 @@ import torch
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import end_trial
 from hvfreeze.training.auto_plan import Costs, stages_of
+from hvfreeze.training.evaluation import Score
 from hvfreeze.training.stages import TRY, StageRunner, joined
 from hvfreeze.training.trial import Trial
 
@@ -152,6 +153,22 @@ def test_one_tuning_follows_a_trial_that_gains_much_where_much_is_left(
     best = SimpleNamespace(verdict=SimpleNamespace(held_out_accuracy=accuracy))
     trial_ends(made, loss, trial=Trial(before=1.0, after={"adamw at 0.0003": 0.95}), best=best)
     assert sum(stage.steps > 0 for stage in made.stages if stage.name == "tune") == rounds
+
+
+@pytest.mark.parametrize("batches", [18, 200])
+@pytest.mark.parametrize("loss", [0.97, 1.02])
+def test_the_second_way_is_tried_where_the_first_gains_a_little_or_samples_are_few(batches: int, loss: float) -> None:
+    made = tried_runner()
+    made.number, first = 1, made.stages[1]
+    made.stages = (made.stages[0], replace(first, batches_per_epoch=batches), *made.stages[2:])
+    state = torch.nn.Linear(1, 1).state_dict()
+    best = SimpleNamespace(
+        verdict=SimpleNamespace(held_out_accuracy=0.6), state=state, scores={"model": Score(1.0, 0.5)}
+    )
+    ended: list[bool] = []
+    made.drop_rest = made.turn_back = lambda: ended.append(True)  # type: ignore[method-assign]
+    trial_ends(made, loss, trial=Trial(before=1.0), best=best)
+    assert (not ended) == (batches == 18 or loss == 0.97)
 
 
 def test_reports_of_stages_add_up() -> None:

@@ -23,7 +23,7 @@ from hvfreeze.heads.features import before_last_layer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.strategies.base import MODEL
-from hvfreeze.training.evaluation import Score, Totals, mean, reduce
+from hvfreeze.training.evaluation import Score, Totals, evaluate, mean, reduce
 from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
@@ -173,12 +173,18 @@ def put_back(state: Mapping[str, Tensor], model: nn.Module) -> None:
         model.load_state_dict(state)
 
 
-def go_back(job: Job) -> None:
-    """Open the stage without steps that the run ends with, and give it the best state. Collective."""
+def go_back(job: Job, *, tuned: bool = False) -> None:
+    """Open the stage without steps that the run ends with, and give it the best state. Collective.
+
+    If `tuned`, that is one of the model's own last layer, which has not been evaluated yet.
+    """
     guard, runner = job.guard, job.stage_runner
     assert guard is not None and guard.best is not None
-    runner.turn_back()
+    runner.turn_back(tuned=tuned)
     put_back(guard.best.state, runner.opened.chain.model)
+    if tuned:
+        with job.clock.within("evaluate"):
+            guard.best.scores = evaluate(job.strategy, job.evaluation_batches, job.world)
     job.last_scores, job.last_accuracy = guard.best.scores, mean(guard.best.scores).accuracy
 
 
@@ -255,19 +261,43 @@ def least_wrong(held_out: int) -> float:
 
 
 def judge_tuned(job: Job) -> None:
-    """Go back to the best solution where a guard finds a tuned model, which ends the run, no better. Collective.
+    """Judge a tuned model with its own last layer; at the run's end, go back to what is best. Collective.
 
     The model that the run keeps is then that of the stage without steps that is opened for it.
     """
     guard, runner = job.guard, job.stage_runner
-    if guard is None or guard.best is None or guard.held_out is None or runner.stage.solves or not runner.is_last:
+    if guard is None or guard.held_out is None or runner.stage.is_trial:
+        return
+    if runner.stage.solves:
+        if runner.is_last:
+            end_with_own(job, guard)
         return
     mirrored, precision = runner.mirror != "off", job.config.optimizer.precision
-    score = score_of(runner.opened.chain, guard.held_out, mirrored=mirrored, precision=precision, world=job.world)
-    verdict = guard.judge_tuned(score, stage=runner.number)
-    job.logger.info(verdict.line(guard.best.verdict))
-    if not verdict.kept:
-        go_back(job)
+    with job.clock.within("optimizer"):
+        score = score_of(runner.opened.chain, guard.held_out, mirrored=mirrored, precision=precision, world=job.world)
+    if not runner.is_last:
+        verdict = guard.note_own(score, runner.opened.chain.model, stage=runner.number)
+        job.logger.info(f"{verdict.line(None)}; by the tuned model's own last layer")
+    elif guard.best is not None:
+        verdict = guard.judge_tuned(score, stage=runner.number)
+        job.logger.info(verdict.line(guard.best.verdict))
+        if not verdict.kept:
+            go_back(job)
+
+
+def end_with_own(job: Job, guard: Guard) -> None:
+    """End with a tuned model's own last layer where held-out samples find no solution better. Collective."""
+    if job.stage_runner.stages[-1].steps:
+        # A run that goes on from a source whose plans had no stage to go back to.
+        return
+    own = guard.take_own()
+    if own is None:
+        return
+    go_back(job, tuned=True)
+    job.logger.info(
+        f"the tuned model's own last layer is kept: loss {own.verdict.held_out_loss:.3f} on held-out samples is less "
+        f"than that of every solved head | test {100 * job.last_accuracy:.2f} %"
+    )
 
 
 def score_of(chain: Chain, held_out: HeldOut, *, precision: str, world: World, mirrored: bool = True) -> Score:
@@ -292,9 +322,9 @@ def score_of(chain: Chain, held_out: HeldOut, *, precision: str, world: World, m
 
 
 def report_of_stages(job: Job) -> dict[str, Any]:
-    """Return what summary.json says of each stage, and of the head that was kept."""
+    """Return what summary.json says of each stage, and of the solved head that was kept, None for a layer of its own."""
     guard, stages = job.guard, [{"stage": stage.name, "steps": stage.steps} for stage in job.stage_runner.stages]
     for verdict in guard.verdicts if guard else ():
         stages[verdict.stage] |= verdict.describe()
     tried = {"trial": guard.trial.describe()} if guard and guard.trial.after else {}
-    return {"stages": stages, **tried, **({"head": guard.best.head} if guard and guard.best else {})}
+    return {"stages": stages, **tried, **({"head": guard.best.head or None} if guard and guard.best else {})}

@@ -20,7 +20,7 @@ from hvfreeze.heads.features import before_last_layer
 from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import work_of
-from hvfreeze.training.stage_build import StageFactory
+from hvfreeze.training.stage_build import HELD_OUT, StageFactory
 from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
 from hvfreeze.training.trial import LEAST_WORK, MANY, MOST_TRIED, TRIED, TUNED, judging
 
@@ -244,7 +244,7 @@ def stages_of(
     # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
     for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
         left = whole - costs.solution - judged - count * (trial + judged)
-        after = costs.solution if ends_solved else 0.0
+        after = HELD_OUT * costs.views + (costs.solution if ends_solved else 0.0)
         rounds = epochs_of_rounds(left / each, after / each, several=several and ends_solved)
         if rounds:
             tried = count
@@ -260,9 +260,12 @@ def stages_of(
     for count in steps:
         tune = tunings.tune(ways[: tried if several else 1], count, of=sum(steps), is_followed=ends_solved)
         stages += [tune, solve] if ends_solved else [tune]
-    # The model of the best solution, where what came after it is no better.
-    goes_back = guarded and steps and (stages[1].is_trial or not last_solve)
-    return (*stages, replace(solve, name="back", steps=0)) if goes_back else tuple(stages)
+    return (*stages, back_to(solve)) if guarded and steps else tuple(stages)
+
+
+def back_to(solve: Stage) -> Stage:
+    """Return the stage without steps that is opened for the best model, where what came after it is no better."""
+    return replace(solve, name="back", steps=0)
 
 
 def early_stages(tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: float) -> tuple[Stage, ...]:
@@ -272,7 +275,7 @@ def early_stages(tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: 
     all may take, in forward passes for each sample of an epoch.
     """
     costs, settings = tunings.costs, tunings.settings
-    room = whole - tunings.trial_cost - 2 * costs.judging
+    room = whole - tunings.trial_cost - 2 * costs.judging - HELD_OUT * costs.views
     found = tuned_first(room, costs, least=costs.tuning_step(tunings.full_batch()))
     if found is None:
         return ()
@@ -284,7 +287,7 @@ def early_stages(tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: 
         last = replace(solve, config=without_mirror(solve.config), worth=solve.worth * part)
         if room >= costs.solution:
             last = replace(last, other=solve)
-    return (tunings.trial(ways[1]), tunings.tune(ways[1:], count, of=count, is_followed=True), last)
+    return (tunings.trial(ways[1]), tunings.tune(ways[1:], count, of=count, is_followed=True), last, back_to(solve))
 
 
 @dataclass(frozen=True, kw_only=True)

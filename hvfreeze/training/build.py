@@ -258,8 +258,8 @@ def open_guard(factory: StageFactory, stages: Sequence[Stage]) -> Guard | None:
     """Return what keeps the best state of --freeze auto, None where that is left out. Not a collective."""
     if not factory.config.freeze.has("guard"):
         return None
-    ends_tuned = not (stages[-1].solves and stages[-1].steps)
-    return Guard(factory.held_out(next(stage for stage in stages if stage.solves)) if ends_tuned else None)
+    solves, tuned = ([stage for stage in stages if stage.solves == solves] for solves in (True, False))
+    return Guard(factory.held_out(solves[0]) if tuned else None)
 
 
 def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs) -> dict[str, str]:

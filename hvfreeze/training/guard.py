@@ -1,13 +1,16 @@
 """The best state of a run of stages: what held-out samples find no better is taken back, bit for bit.
 
+A tuned model is judged with its own last layer too, and that is kept where no solution is better.
+
 The samples are those that choose the penalty. The stages between two solutions do not train on them, so both uses are
 honest, and no test sample takes part. Every solution ends with a fit to all samples, so the state kept has one too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,11 +70,13 @@ class HeldOut(NamedTuple):
 class Guard:
     """Judges solutions as they come, and a tuned model that no solution follows.
 
-    `held_out` are the samples by which such a model is judged; None where there is none.
+    `held_out` are the samples by which such a model is judged; None where nothing is tuned.
     """
 
     held_out: HeldOut | None = None
     best: Best | None = None
+    own: Best | None = None
+    """The best tuned model under its own last layer, without scores: it stands beside solutions until the run ends."""
     verdicts: list[Verdict] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
     before_trial: dict[str, Tensor] | None = None
@@ -109,12 +114,35 @@ class Guard:
         self.verdicts.append(verdict)
         return verdict
 
+    def note_own(self, score: Score, model: nn.Module, *, stage: int) -> Verdict:
+        """Keep a tuned model with its own last layer, where no other such was better; a solution follows.
+
+        Of few samples a layer that was tuned with the blocks can be better than one that is solved for them.
+        """
+        verdict = Verdict(stage, score.accuracy, score.loss, kept=False)
+        self.verdicts.append(verdict)
+        # So that a loss that is not finite is never the better one.
+        if score.loss < (self.own.verdict.held_out_loss if self.own else math.inf):
+            self.own = Best(verdict, copied(model), {}, {})
+        return verdict
+
+    def take_own(self) -> Best | None:
+        """Return the tuned model with its own last layer where it is better than every solution, which it then is."""
+        own, best = self.own, self.best
+        if own is None or best is None or not own.verdict.held_out_loss < best.verdict.held_out_loss:
+            return None
+        kept = replace(own.verdict, kept=True)
+        self.verdicts = [kept if verdict is own.verdict else verdict for verdict in self.verdicts]
+        self.best = replace(own, verdict=kept)
+        return self.best
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; equal on all ranks."""
         best = self.best
         return {
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "trial": asdict(self.trial),
+            "own": None if self.own is None else {"verdict": asdict(self.own.verdict), "state": self.own.state},
             "before_trial": self.before_trial,
             "after_first": self.after_first,
             "best": None
@@ -132,6 +160,8 @@ class Guard:
         self.verdicts = [Verdict(**verdict) for verdict in state["verdicts"]]
         self.trial = Trial(**state.get("trial", {}))
         self.before_trial, self.after_first = state.get("before_trial"), state.get("after_first")
+        own = state.get("own")
+        self.own = own and Best(Verdict(**own["verdict"]), own["state"], {}, {})
         kept = state["best"]
         self.best = kept and Best(
             Verdict(**kept["verdict"]),

@@ -161,6 +161,8 @@ class StageRunner:
         """What has been found out about mirror images, on or off, for the stages to come."""
         self.other_way = False
         """Whether stages that have another way to tune have taken it."""
+        self.ends_tuned = False
+        """Whether the run ends with a tuned model under its own last layer, and solutions follow no tuning."""
         self._open_stage = open_stage
         self._earlier: Report = {}
         self.opened = open_stage(with_mirror(self.stages[0], mirror))
@@ -249,12 +251,15 @@ class StageRunner:
         kept = {tuning[0]: merged} | {number: steps[number] for number in solutions[:1]}
         self.plan([kept.get(number, 0) if number in coming else count for number, count in enumerate(steps)])
 
-    def turn_back(self) -> None:
+    def turn_back(self, *, tuned: bool = False) -> None:
         """Open the last stage, which has no steps: with it the run ends, its model is the caller's to fill. Collective.
 
-        All steps are made, and stay those of the stages before it.
+        All steps are made, and stay those of the stages before it. The model has a solved head, or its own last layer
+        if `tuned`.
         """
         assert self.stages[-1].steps == 0, "a stage whose steps are not made"
+        if tuned:
+            self._end_tuned()
         self._enter(len(self.stages) - 1, earlier=self.report())
 
     def report(self) -> Report:
@@ -271,7 +276,7 @@ class StageRunner:
         earlier = {**self._earlier, "cut_history": [list(move) for move in self._earlier.get("cut_history", ())]}
         steps = [stage.steps for stage in self.stages]
         asked, names = list(self.asked), [stage.name for stage in self.stages]
-        found = {"mirror": self.mirror, "other_way": self.other_way}
+        found = {"mirror": self.mirror, "other_way": self.other_way, "ends_tuned": self.ends_tuned}
         return {"number": self.number, "names": names, "steps": steps, "asked": asked, "earlier": earlier, **found}
 
     def knows(self, state: Any) -> bool:
@@ -306,6 +311,8 @@ class StageRunner:
             self.take_other_way()
         if keeps_plan or list(self.asked) == state.get("asked"):
             self.plan(state["steps"])
+        if state.get("ends_tuned"):
+            self._end_tuned()
         moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
         earlier = {**state["earlier"], "cut_history": moves} if moves else {}
         before, self.mirror = self.mirror, state.get("mirror")
@@ -315,6 +322,12 @@ class StageRunner:
             self._earlier = earlier
         else:
             self._enter(state["number"], earlier=earlier)
+
+    def _end_tuned(self) -> None:
+        self.ends_tuned = True
+        *before, last = self.stages
+        tuned = [stage for stage in before if stage.name == TUNE][-1]
+        self.stages = (*before, lasting(replace(tuned, name=last.name, other=None), 0))
 
     def _enter(self, number: int, *, earlier: Report) -> None:
         self.opened.strategy.close()

@@ -64,7 +64,7 @@ class Expected:
     """Of a replica, in such a step: ways to tune may differ in that."""
     evaluation: float
     judging: float = 0.0
-    """Of a tuned model that no solution follows."""
+    """Of a tuned model with its own last layer."""
     trial: float = 0.0
     """Of judging a tuning that is tried."""
     source: str
@@ -350,9 +350,9 @@ class TimeBudget:
         return stage.steps * self._with_evaluations(stage) + self._ends(stages, number)
 
     def _ends(self, stages: Sequence[Stage], number: int) -> float:
-        """Return the seconds that a stage of training ends with: nothing where another judges what came of it."""
-        is_judged = any(stage.solves and stage.steps for stage in stages[number + 1 :])
-        return 0.0 if is_judged else self.expected.evaluation + self.expected.judging
+        """Return the seconds that a stage of training ends with: it is not evaluated where a solution follows."""
+        is_followed = any(stage.solves and stage.steps for stage in stages[number + 1 :])
+        return self.expected.judging + (0.0 if is_followed else self.expected.evaluation)
 
     def _with_evaluations(self, stage: Stage) -> float:
         evaluation = self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch)

@@ -19,6 +19,7 @@ CHECKS: dict[str, list[Any]] = {
     "staged stops": sizes(2, 3, of=(2, 3, 4)),
     "staged parts": sizes(2, of=(2, 3)),
     "staged trials": sizes(3, of=(2, 3)),
+    "staged own_layer": sizes(2, 3, of=(2, 3)),
     "staged ways": sizes(2, of=(2, 3)),
     "staged early_trials": sizes(2, of=(2, 3)),
     "staged longer_trials": sizes(3, of=(2, 3)),

@@ -25,6 +25,7 @@ from hvfreeze.heads.solution import Stop
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import auto, auto_plan, loop, time_budget, trial
+from hvfreeze.training.evaluation import Score
 from hvfreeze.training.job import Job
 from hvfreeze.training.stages import StageRunner
 from hvfreeze.training.time_budget import Timing
@@ -171,7 +172,7 @@ def same_run(runs: Runs, found: dict[str, Any], name: str, straight: dict[str, A
 def compare_stopped(runs: Runs, stops: Iterable[str]) -> None:
     """Compare equal runs, one from a cache, and some that were stopped."""
     straight = runs("straight")
-    assert [stage["stage"] for stage in straight["stages"]] == ["solve", "tune", "solve"]
+    assert [stage["stage"] for stage in straight["stages"]] == ["solve", "tune", "solve", "back"]
     cuts = [cut for _, _, cut in straight["cut_history"]]
     assert cuts[:2] == [5, 0] and cuts[-1] == 5, "frozen, tuned, frozen"
     assert len(cuts) > 3, "no vote has moved the cut: this test says little"
@@ -217,7 +218,7 @@ def check_parts(runs: Runs) -> None:
     assert some["parameter_digest"] == same["parameter_digest"], "cached rows give another head"
     assert some["head"]["compared_with"] == 20 < some["head"]["rows"] == solved["head"]["rows"]
     assert [stage["stage"] for stage in solved["stages"]] == ["solve"], "one epoch has room for one solution"
-    assert [stage.get("kept") for stage in spoilt["stages"]] == [True, None, False]
+    assert [stage.get("kept") for stage in spoilt["stages"]] == [True, False, False, None]
     for key in ("test_accuracy", "head", "parameter_digest"):
         assert spoilt[key] == solved[key], f"what tuning spoilt was not taken back: {key}"
     assert unguarded["parameter_digest"] != solved["parameter_digest"], "there was nothing to take back"
@@ -234,12 +235,13 @@ def check_parts(runs: Runs) -> None:
 def paying(*, least: float) -> Iterator[None]:
     """Let a trial pay where it lowers the loss by the part `least`: -inf is always, 1 never."""
     before, trial.LEAST_GAIN = trial.LEAST_GAIN, least
+    chance, trial.CHANCE = trial.CHANCE, least
     longer, auto.LEAST_GAIN = auto.LEAST_GAIN, least
     early, auto.EARLY_GAIN = auto.EARLY_GAIN, least
     try:
         yield
     finally:
-        trial.LEAST_GAIN, auto.LEAST_GAIN, auto.EARLY_GAIN = before, longer, early
+        trial.LEAST_GAIN, trial.CHANCE, auto.LEAST_GAIN, auto.EARLY_GAIN = before, chance, longer, early
 
 
 @contextmanager
@@ -282,6 +284,36 @@ def weights_of(runs: Runs) -> str:
         torch.save(build_model(MODEL, num_classes=7, image_size=8).model.state_dict(), path)
     runs.world.barrier(name="weights")
     return str(path)
+
+
+@contextmanager
+def own_layer_is_best() -> Iterator[None]:
+    """Let no solved head be as good as the last layer of a tuned model."""
+    before, auto.score_of = auto.score_of, lambda *args, **rest: Score(0.0, 1.0)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        auto.score_of = before
+
+
+def check_own_layer(runs: Runs) -> None:
+    """Make runs that end with the tuned model's own last layer, with and without a solution before it."""
+    ends = {"own": {}, "own-early": {"weights": weights_of(runs), "epochs": 12, "optimizer": "auto", "lr": 3e-4}}
+    for name, given in ends.items():
+        with own_layer_is_best(), paying(least=-math.inf):
+            straight = runs(name, **given)
+            number = next(n for n, stage in enumerate(straight["stages"]) if stage["stage"] == "tune")
+            stopped(runs, f"{name}-stopped", counted(1, "features", stage=number + 1), **given)
+            resumed = runs(f"{name}-stopped", resume=True, **given)
+            again = runs(name, resume=True, **given)
+        kept = [stage["stage"] for stage in straight["stages"] if stage.get("kept")]
+        assert "tune" in kept and straight["head"] is None, straight["stages"]
+        assert straight["cut_history"][-1][2] == 0, "the model's own blocks, none of which is frozen"
+        for key in ("parameter_digest", "test_accuracy", "stages", "cut_history", "steps"):
+            assert straight[key] == resumed[key] == again[key], f"{name}: {key}"
+        if runs.world.rank == 0:
+            loaded = hvfreeze.load_model(runs.root / name)
+            assert loaded.card.head == "last"
 
 
 def check_trials(runs: Runs) -> None:
@@ -390,7 +422,7 @@ def check_budgets(runs: Runs) -> None:
         trained = runs("timed-plain", time_budget="4s", freeze="linear", head="last", head_fit="sgd")
     for name, run in {"timed": timed, "resumed": resumed, "trained": trained}.items():
         assert 3.0 < run["time_budget"]["spent"] < 4.2, f"{name}: {run['time_budget']}"
-    assert [stage["stage"] for stage in timed["stages"]] == ["solve", "tune", "solve"]
+    assert [stage["stage"] for stage in timed["stages"]] == ["solve", "tune", "solve", "back"]
     assert timed["stages"][1]["steps"] != timed["time_budget"]["planned"][1]["steps"], "clocks have changed nothing"
     assert resumed["time_budget"]["planned"] == timed["time_budget"]["planned"], "a resumed run has its own plan"
     assert trained["steps"] != trained["time_budget"]["planned"][0]["steps"]

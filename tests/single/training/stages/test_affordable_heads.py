@@ -76,7 +76,7 @@ def test_blocks_are_tuned_on_mirror_images_that_a_head_has_no_room_for() -> None
         "passes": 50.0,
     }
     stages = stages_of(config, solved=alone, **settings)  # type: ignore[arg-type]
-    assert [stage.config.data.mirror for stage in stages] == ["off", "auto", "off"]
+    assert [stage.config.data.mirror for stage in stages] == ["off", "auto", "off", "off"]
 
 
 def test_what_was_left_out_is_told() -> None:

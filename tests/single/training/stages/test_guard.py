@@ -77,6 +77,27 @@ def test_a_tuned_model_is_kept_where_its_loss_is_lower_than_the_solutions(loss: 
     assert [verdict.kept for verdict in guard.verdicts] == [True, kept]
 
 
+@pytest.mark.parametrize(("losses", "kept"), [((0.4, 0.3), 2), ((0.4, 0.45), 1), ((0.6, math.nan), None)])
+def test_a_tuned_model_with_its_own_last_layer_ends_the_run_where_no_solution_is_better(
+    losses: tuple[float, float], kept: int | None
+) -> None:
+    guard, model = Guard(), nn.Linear(3, 2)
+    judged(guard, model, 0.5, stage=0)
+    for number, loss in enumerate(losses, start=1):
+        with torch.no_grad():
+            model.weight.fill_(float(number))
+        guard.note_own(Score(loss, 0.5), model, stage=number)
+        judged(guard, model, 0.7, stage=number)
+    loaded = Guard()
+    loaded.load_state_dict(unpacked(packed(guard.state_dict()), name="test"))
+    for each in (guard, loaded):
+        best = each.take_own()
+        assert (best is None) == (kept is None)
+        if best is not None:
+            assert best.verdict.stage == kept and bool((best.state["weight"] == kept).all()) and each.best is best
+    assert [v.stage for v in guard.verdicts if v.kept] == [0, *([] if kept is None else [kept])]
+
+
 def test_a_verdict_in_words() -> None:
     guard, model = Guard(), nn.Linear(3, 2)
     first, second = (guard.judge(solution(loss), model, {}, stage=stage) for stage, loss in ((0, 0.5), (2, 0.625)))

@@ -22,7 +22,7 @@ CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_
 
 def stage_runner() -> StageRunner:
     made = cast(StageRunner, StageRunner.__new__(StageRunner))
-    made.mirror, made.other_way = None, False
+    made.mirror, made.other_way, made.ends_tuned = None, False, False
     made.stages, made.number, made._earlier = (
         stages_of(
             from_dict({"freeze": "auto"}), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=COSTS
@@ -30,7 +30,7 @@ def stage_runner() -> StageRunner:
         0,
         {},
     )
-    made.asked = (20, 18, 20)
+    made.asked = (20, 18, 20, 0)
     return made
 
 
@@ -42,7 +42,7 @@ def test_what_a_runner_keeps_is_what_it_knows() -> None:
 
 def test_a_run_goes_on_in_stages_that_are_those_it_began_with_alone() -> None:
     made, state = stage_runner(), stage_runner().state_dict()
-    assert state["names"] == ["solve", "tune", "solve"] and made.fits(state, keeps_plan=False)
+    assert state["names"] == ["solve", "tune", "solve", "back"] and made.fits(state, keeps_plan=False)
     assert made.fits(state | {"names": ["solve", "try", "tune"]}, keeps_plan=False), "those to come are planned anew"
     assert not made.fits(state | {"names": ["solve", "try", "tune"]}, keeps_plan=True)
     assert not made.fits(state | {"names": ["try", "tune", "solve"]}, keeps_plan=False)
@@ -61,7 +61,7 @@ def test_a_run_goes_on_in_stages_that_are_those_it_began_with_alone() -> None:
         {},
         {"number": 3, "steps": [20, 18, 20], "earlier": {}},
         {"number": True, "steps": [20, 18, 20], "earlier": {}},
-        {"number": 0, "steps": [20, 18, 20, 1], "earlier": {}},
+        {"number": 0, "steps": [20, 18, 20, 0, 1], "earlier": {}},
         {"number": 0, "steps": [20, "18", 20], "earlier": {}},
         {"number": 0, "steps": [20, -18, 20], "earlier": {}},
         {"number": 0, "steps": [20, 18, 20], "earlier": None},
@@ -130,9 +130,9 @@ def test_after_an_early_trial_blocks_are_tuned_or_a_head_is_solved_for_them_as_t
     for loss, tuned, solved in ((0.99, False, True), (0.9, False, True), (0.5, True, True)):
         made = tried_runner(epochs=epochs)
         made.mirror = "on"
-        assert [stage.name for stage in made.stages] == ["try", "tune", "solve"]
+        assert [stage.name for stage in made.stages] == ["try", "tune", "solve", "back"]
         trial_ends(made, loss, trial=Trial(before=1.0), best=None, before_trial=state)
-        assert [stage.steps > 0 for stage in made.stages] == [True, tuned, solved]
+        assert [stage.steps > 0 for stage in made.stages] == [True, tuned, solved, False]
         assert made.mirror == ("on" if tuned else None), "a solution finds out itself"
         mirror = made.stages[2].config.data.mirror
         assert mirror == ("off" if tuned and epochs == 3 else "auto"), "mirror images where there is time for them"
@@ -166,7 +166,8 @@ def test_the_second_way_is_tried_where_the_first_gains_a_little_or_samples_are_f
         verdict=SimpleNamespace(held_out_accuracy=0.6), state=state, scores={"model": Score(1.0, 0.5)}
     )
     ended: list[bool] = []
-    made.drop_rest = made.turn_back = lambda: ended.append(True)  # type: ignore[method-assign]
+    made.drop_rest = lambda: ended.append(True)  # type: ignore[method-assign]
+    made.turn_back = lambda **terms: ended.append(True)  # type: ignore[method-assign]
     trial_ends(made, loss, trial=Trial(before=1.0), best=best)
     assert (not ended) == (batches == 18 or loss == 0.97)
 

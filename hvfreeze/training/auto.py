@@ -322,7 +322,7 @@ def score_of(chain: Chain, held_out: HeldOut, *, precision: str, world: World, m
 
 
 def report_of_stages(job: Job) -> dict[str, Any]:
-    """Return what summary.json says of each stage, and of the solved head that was kept, None for a layer of its own."""
+    """Return what summary.json says of each stage, and of the solved head that was kept: None for the own layer."""
     guard, stages = job.guard, [{"stage": stage.name, "steps": stage.steps} for stage in job.stage_runner.stages]
     for verdict in guard.verdicts if guard else ():
         stages[verdict.stage] |= verdict.describe()

@@ -132,7 +132,7 @@ class Guard:
         if own is None or best is None or not own.verdict.held_out_loss < best.verdict.held_out_loss:
             return None
         kept = replace(own.verdict, kept=True)
-        self.verdicts = [kept if verdict is own.verdict else verdict for verdict in self.verdicts]
+        self.verdicts = [kept if verdict.stage == kept.stage else verdict for verdict in self.verdicts]
         self.best = replace(own, verdict=kept)
         return self.best
 

@@ -366,7 +366,7 @@ def check_ways(runs: Runs) -> None:
 
 def check_early_trials(runs: Runs) -> None:
     """Make runs with so few epochs that SGD is tried before a head is solved."""
-    given = {"weights": weights_of(runs), "epochs": 5, "optimizer": "auto", "lr": 3e-4}
+    given = {"weights": weights_of(runs), "epochs": 12, "optimizer": "auto", "lr": 3e-4}
     solved = runs("solved", **given | {"epochs": 1})
     with paying(least=1.0):
         tried = runs("tried", **given)

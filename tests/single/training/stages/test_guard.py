@@ -87,7 +87,7 @@ def test_a_tuned_model_with_its_own_last_layer_ends_the_run_where_no_solution_is
         with torch.no_grad():
             model.weight.fill_(float(number))
         guard.note_own(Score(loss, 0.5), model, stage=number)
-        judged(guard, model, 0.7, stage=number)
+        judged(guard, model, 0.7, stage=10 + number)
     loaded = Guard()
     loaded.load_state_dict(unpacked(packed(guard.state_dict()), name="test"))
     for each in (guard, loaded):
@@ -95,7 +95,7 @@ def test_a_tuned_model_with_its_own_last_layer_ends_the_run_where_no_solution_is
         assert (best is None) == (kept is None)
         if best is not None:
             assert best.verdict.stage == kept and bool((best.state["weight"] == kept).all()) and each.best is best
-    assert [v.stage for v in guard.verdicts if v.kept] == [0, *([] if kept is None else [kept])]
+        assert [v.stage for v in each.verdicts if v.kept] == [0, *([] if kept is None else [kept])]
 
 
 def test_a_verdict_in_words() -> None:

@@ -93,10 +93,13 @@ class Cadence:
         """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
         return step > 0 and (step - self.warmup) % self.interval == 0
 
+    def next_end(self, after: int) -> int:
+        """Return the first step after `after` at which an interval ends."""
+        return after + 1 + (self.warmup - after - 1) % self.interval
+
     def interval_ends(self, after: int, last: int) -> range:
         """Return the steps after `after`, up to `last`, at which an interval ends."""
-        first = after + 1 + (self.warmup - after - 1) % self.interval
-        return range(first, last + 1, self.interval)
+        return range(self.next_end(after), last + 1, self.interval)
 
     def votes(self, step: int) -> bool:
         """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""

@@ -13,6 +13,7 @@ a low rank, take the products of their own gradients of two steps in a row.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,9 @@ SAMPLES_PER_INTERVAL = 16
 LOOK_EVERY = 16
 """Steps of an interval for each batch of a look at frozen blocks."""
 LEAST_PARTS = 4
-"""Into which the samples of a look are divided."""
+"""Into which the samples of a look are divided; a look by fewer gradients says nothing."""
+LOOKED_AT = 64
+"""Steps of an interval for each whose own backward pass reaches frozen blocks, where `look` is not called."""
 LONGEST_GAP = 16
 """Steps between two samples, at most; at least two."""
 WINDOW = 32
@@ -95,12 +98,22 @@ class Coherence:
     """Of the interval under way."""
     turn: int = 0
     """Counts samples, for the piece that the next looks at."""
+    looking: bool = False
+    """Whether the backward pass of the step under way reaches frozen blocks."""
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    """Pieces of this rank's own gradients in such steps of the interval, by the parameter's name."""
     _blocks: dict[str, int] = field(default_factory=dict)
     """Of each parameter that trains, by its name."""
     _kept: dict[str, Tensor] = field(default_factory=dict)
     """Pieces of this rank's own gradients."""
     _products: dict[str, tuple[float, float]] = field(default_factory=dict)
     """<g, h> and |h|^2 of the sample under way, of whole parameters."""
+    _part: dict[str, Tensor] = field(default_factory=dict)
+    """Of the step under way."""
+    _part_of: int = -1
+    """The step of the reducer that it belongs to: a step that is skipped is followed by another."""
+    _taken: Counter[str] = field(default_factory=Counter)
+    """Backward passes of that step that have reached a frozen parameter."""
 
     @property
     def gains(self) -> Gains | None:
@@ -122,16 +135,26 @@ class Coherence:
         self.steps, self.latest = 0, []
         self.looks = self.looks if len(self.looks) < 2 else []
         self._kept, self._products = {}, {}
+        self.looking, self.parts = False, []
 
     def observe(self, slot: int, gradient: Tensor) -> None:
         """Look at this rank's own gradient of the `slot`-th carried parameter, before it is averaged."""
         name, parameter = self.reducer.carried[slot]
+        if self.looking and name in self._blocks:
+            self._look_at(name, parameter, gradient)
         if self.steps % self.every == 0:
             # Anew where a step was skipped, as one whose gradients are infinite.
             if name in self._blocks:
                 self._kept[name] = piece(gradient, self.turn, like=parameter)[0].clone()
         elif name in self._kept:
             self._multiply(name, parameter, gradient)
+
+    def take(self, name: str, gradient: Tensor) -> bool:
+        """Look at the gradient of a frozen parameter in one backward pass; tell whether it was the step's last."""
+        whole = gradient.to_dense() if gradient.is_sparse else gradient
+        self._look_at(name, self.prefix.chain.model.get_parameter(name), whole)
+        self._taken[name] += 1
+        return self._taken[name] >= self.reducer.backward_passes_per_step
 
     def compare(self) -> None:
         """Look at the averages, which the parameters' gradients are now, where ranks are compared."""
@@ -145,6 +168,8 @@ class Coherence:
 
         `scale` is by what the gradients of this step that were looked at are too large.
         """
+        if self.looking:
+            self._keep_part(scale)
         if self._products:
             row = self._by_block(scale)
             if all(map(math.isfinite, row)):
@@ -180,36 +205,65 @@ class Coherence:
         The losses are computed one by one, with the frozen parameters' gradients.
         """
         chain = self.prefix.chain
-        named = [(b, p) for b in range(len(chain.blocks)) for _, p in self.prefix.trained(b, b + 1)]
+        named = self.prefix.trained(0, len(chain.blocks))
         frozen = [parameter for _, parameter in named if not parameter.requires_grad]
-        parts: list[list[Tensor]] = []
+        parts: list[dict[str, Tensor]] = []
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
             for loss in losses:
                 found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True, materialize_grads=True)
                 pieces = zip(found, named, strict=True)
-                parts.append([piece(gradient, self.turn, like=p)[0].clone() for gradient, (_, p) in pieces])
+                parts.append({name: piece(of, self.turn, like=p)[0].clone() for of, (name, p) in pieces})
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True)]
+        self._add_look(parts)
+        self.turn += 1
+
+    def end_look(self) -> None:
+        """Compare the gradients of the interval's steps that have reached frozen blocks; before `end_interval`."""
+        self._add_look(self.parts if len(self.parts) >= LEAST_PARTS else [])
+
+    def _add_look(self, parts: Sequence[dict[str, Tensor]]) -> None:
+        self.looks.append(self._gains_of(parts))
+        interval = self.intervals + 1
+        self.next_look = interval + 1 if len(self.looks) == 1 else 2 * interval
+
+    def _gains_of(self, parts: Sequence[dict[str, Tensor]]) -> Gains:
+        """Return a row for each part, the products of its gradients with the mean of all others."""
+        count = len(self.prefix.chain.blocks)
+        named = [(block, *of) for block in range(count) for of in self.prefix.trained(block, block + 1)]
         group_of = {
             p: g for g, group in zip(self.optimizer.param_groups, self.prefix.groups, strict=True) for p in group
         }
-        rows = []
-        for part in parts:
-            row = [0.0] * len(chain.blocks)
-            for (block, p), own, total in zip(named, part, sums, strict=True):
-                times = p.numel() / max(1, own.numel())
-                norm = math.sqrt(times) * float(torch.linalg.vector_norm(total)) / len(parts)
-                rate = rate_of(self.optimizer, group_of[p], elements=p.numel(), norm=norm)
+        rows = [[0.0] * count for _ in parts]
+        for block, name, p in named:
+            # A parameter that took no part in a loss has no gradient in it.
+            found = [(row, part[name]) for row, part in zip(rows, parts, strict=True) if name in part]
+            if not found:
+                continue
+            total = torch.stack([own for _, own in found]).sum(0)
+            times = p.numel() / max(1, total.numel())
+            norm = math.sqrt(times) * float(torch.linalg.vector_norm(total)) / len(parts)
+            rate = rate_of(self.optimizer, group_of[p], elements=p.numel(), norm=norm)
+            for row, own in found:
                 row[block] += rate * times * float(torch.dot(own, total - own)) / (len(parts) - 1)
-            rows.append(tuple(row))
-        self.looks.append(tuple(rows))
-        self.turn += 1
-        interval = self.intervals + 1
-        self.next_look = interval + 1 if len(self.looks) == 1 else 2 * interval
+        return tuple(map(tuple, rows))
+
+    def _look_at(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a piece of a gradient, the same in all steps of an interval, to what this step's passes had of it."""
+        if self._part_of != self.reducer.steps:
+            self._part, self._taken, self._part_of = {}, Counter(), self.reducer.steps
+        own = piece(gradient.detach(), self.intervals, like=parameter)[0]
+        self._part[name] = self._part[name] + own if name in self._part else own.clone()
+
+    def _keep_part(self, scale: float) -> None:
+        """Keep what this step's gradients were, unless they are not finite, or no frozen block was reached."""
+        reached = any(name not in self._blocks for name in self._part)
+        if reached and all(math.isfinite(float(own.sum())) for own in self._part.values()):
+            self.parts.append({name: own.div_(scale) if scale != 1.0 else own for name, own in self._part.items()})
+        self._part = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's samples, and the pieces that wait for the next step."""
@@ -223,6 +277,7 @@ class Coherence:
             "complete": [[list(row) for row in rows] for rows in self.complete],
             "peaks": list(self.peaks),
             "kept": {name: tensor.clone() for name, tensor in self._kept.items()},
+            "parts": [{name: tensor.clone() for name, tensor in part.items()} for part in self.parts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,6 +289,8 @@ class Coherence:
         self.complete = [tuple(tuple(row) for row in rows) for rows in state["complete"]]
         self.peaks = list(state["peaks"])
         self._kept = {name: tensor.clone() for name, tensor in state["kept"].items()}
+        # Checkpoints of earlier versions have none.
+        self.parts = [{name: tensor.clone() for name, tensor in part.items()} for part in state.get("parts", [])]
 
     @property
     def _across(self) -> bool:
@@ -264,13 +321,18 @@ class Coherence:
 
 def nothing_sampled() -> dict[str, Any]:
     """Return the state of a `Coherence` at the begin of the first interval at a cut, but for its peaks."""
-    looked = {"looks": [], "intervals": 0, "next_look": 2}
+    looked = {"looks": [], "intervals": 0, "next_look": 2, "parts": []}
     return {"steps": 0, "turn": 0, "latest": [], "complete": [], "kept": {}, **looked}
 
 
 def batches_of_a_look(interval: int) -> int:
     """Return how many batches a look takes, for intervals of so many steps."""
     return max(1, interval // LOOK_EVERY)
+
+
+def steps_of_a_look(interval: int) -> int:
+    """Return how many steps' own backward passes make a look, the last of an interval of so many; 0: too few there."""
+    return max(LEAST_PARTS, interval // LOOKED_AT) if interval >= LEAST_PARTS else 0
 
 
 @dataclass(frozen=True)

@@ -205,12 +205,17 @@ def gains_from(evidence: Evidence, look: Gains) -> int:
 
 
 def gain_shares(evidence: Evidence) -> tuple[float, ...]:
-    """Return each block's part of what a step gains, NaN where it is frozen; nothing where no gains are known."""
-    if not evidence.gains:
+    """Return each block's part of what a step gains; nothing before gains can be known.
+
+    By two looks, where there were two; else in training, NaN where a block is frozen. NaN too where none was found.
+    """
+    if evidence.gains is None and len(evidence.looks) < 2:
         return ()
-    means = [sum(column) / len(evidence.gains) for column in zip(*evidence.gains, strict=True)]
+    looked = [row for look in evidence.looks for row in look] if len(evidence.looks) == 2 else []
+    rows, first = looked or evidence.gains or (), 0 if looked else evidence.cut
+    means = [sum(row[block] for row in rows) / max(1, len(rows)) for block in range(evidence.num_blocks)]
     total = sum(max(0.0, mean) for mean in means)
-    return tuple(math.nan if block < evidence.cut or total <= 0 else mean / total for block, mean in enumerate(means))
+    return tuple(math.nan if block < first or total <= 0 else mean / total for block, mean in enumerate(means))
 
 
 CRITERIA: dict[str, Criterion] = {

@@ -15,7 +15,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
-from hvfreeze.freezing.coherence import Coherence, gap, nothing_sampled
+from hvfreeze.freezing.coherence import Coherence, gap, nothing_sampled, steps_of_a_look
 from hvfreeze.freezing.criteria import Evidence, Proposer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import GradientSums, Join, Observations, nothing_observed
@@ -50,6 +50,8 @@ class Freezer:
         held: the blocks lo..hi-1 that this rank has, where the chain is cut over ranks; None is all.
         join: adds up what this rank and those that hold the other blocks have observed; a collective among them.
         work: each block's part of a step's time, for criteria that weigh it; empty: all the same.
+        looks_in_steps: whether frozen blocks are looked at by backward passes of the steps themselves, in a loop that
+            is not ours; else by `look`, where `looks` says so.
 
     Attributes:
         step: optimizer steps so far.
@@ -69,6 +71,7 @@ class Freezer:
         held: tuple[int, int] | None = None,
         join: Join = list,
         work: Sequence[float] = (),
+        looks_in_steps: bool = False,
     ) -> None:
         self.optimizer, self.reducer, self.world = optimizer, reducer, world
         self.settings, self.cadence, self.voter = settings, cadence, voter
@@ -85,7 +88,7 @@ class Freezer:
         self._proposers = {name: Proposer(name) for name in settings.criteria()}
         watched = {proposer.criterion.watches for proposer in self._proposers.values()}
         source = settings.signal if "norms" in watched or settings.vote_weight == "snr" else "none"
-        self._work = tuple(work)
+        self._work, self._looks_in_steps = tuple(work), looks_in_steps
         self._coherence = (
             Coherence(self.prefix, optimizer, reducer, every=gap(cadence.interval), join=join)
             if "gains" in watched
@@ -127,6 +130,14 @@ class Freezer:
             DivergedError: something changed a frozen parameter or buffer since it was frozen.
         """
         self.prefix.check(step=self.step)
+        looked = self.looking
+        if looked:
+            self.prefix.stop_again()
+        decision = self._count_step(loss, scale=scale, looked=looked)
+        self._reach_frozen()
+        return decision
+
+    def _count_step(self, loss: float, *, scale: float, looked: bool) -> Decision | None:
         self.step += 1
         if len(self.chain.blocks) < 2:
             return None
@@ -137,6 +148,8 @@ class Freezer:
             return None
         self._seen.end_interval()
         if self._coherence is not None:
+            if looked:
+                self._coherence.end_look()
             self._coherence.end_interval()
         for proposer in self._proposers.values():
             proposer.intervals += 1
@@ -149,9 +162,26 @@ class Freezer:
     @property
     def looks(self) -> bool:
         """Whether frozen blocks are to be looked at before this step is counted; equal on all ranks."""
+        return not self._looks_in_steps and self._looks_within(1)
+
+    @property
+    def looking(self) -> bool:
+        """Whether the backward pass of the coming step reaches frozen blocks, to look at them; equal on all ranks."""
+        return self._coherence is not None and self._coherence.looking
+
+    def _looks_within(self, steps: int) -> bool:
+        """Tell whether in so few steps an interval ends before whose vote frozen blocks are to be looked at."""
         seen, decides = self._coherence, self.settings.freeze == "coherence"
-        ends = self.cadence.ends_interval(self.step + 1) and self.cadence.votes(self.step + 1)
-        return seen is not None and decides and ends and seen.looks_are_due
+        end = self.cadence.next_end(self.step)
+        near = end - self.step <= steps and self.cadence.votes(end)
+        return seen is not None and decides and near and seen.looks_are_due
+
+    def _reach_frozen(self) -> None:
+        """Let the coming step look at frozen blocks, where it is one of those that do."""
+        if self._coherence is not None and self._looks_in_steps:
+            self._coherence.looking = self._looks_within(steps_of_a_look(self.cadence.interval))
+            if self._coherence.looking:
+                self.prefix.reach(self._coherence.take)
 
     def look(self, losses: Iterable[Tensor]) -> None:
         """Let the coming vote know what frozen blocks would gain; see `Coherence.look`. Not a collective."""
@@ -211,6 +241,7 @@ class Freezer:
         if self._coherence is not None and "coherence" in state:
             self._coherence.load_state_dict(state["coherence"])
         self.prefix.unseal()
+        self._reach_frozen()
 
     @staticmethod
     def redealt(state: dict[str, Any], *, restep: Callable[[int], int]) -> dict[str, Any]:

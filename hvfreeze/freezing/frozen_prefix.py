@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,19 @@ def release_model(model: nn.Module, trainable: frozenset[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+def give_buffers(optimizer: torch.optim.Optimizer, again: Collection[Tensor]) -> None:
+    """Give parameters that train again the momentum, zero, that fused SGD asks for where others have some.
+
+    Any other optimizer creates a parameter's state in its first step.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []:
+        others = [parameter for parameter in group["params"] if parameter not in again]
+        if group.get("fused") and any("momentum_buffer" in optimizer.state.get(other, {}) for other in others):
+            for parameter in group["params"]:
+                if parameter in again:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 class FrozenPrefix:
     """The one owner of the cut: keeps the first `cut` blocks of a chain as they are, and tells others of its moves.
 
@@ -109,6 +123,8 @@ class FrozenPrefix:
         self._left_out = self._never_trained()
         self._stopped: set[nn.Parameter] = set()
         """Whose `requires_grad` is off because their block is frozen."""
+        self._reached: list[Any] = []
+        """Hooks on frozen parameters that a backward pass is to reach."""
         self._seal: Seal | None = None
 
     @property
@@ -140,6 +156,8 @@ class FrozenPrefix:
     def move(self, *moves: Move) -> None:
         """Freeze exactly the first `moves[-1].cut` blocks from now on, seal them, and tell of it."""
         self.history += moves
+        self._reach_no_more()
+        again: set[Tensor] = set()
         for block in range(len(self.chain.blocks)):
             frozen = block < self.cut
             for module in self.chain.modules(block, block + 1):
@@ -152,8 +170,10 @@ class FrozenPrefix:
                 elif not frozen and parameter in self._stopped:
                     self._stopped.remove(parameter)
                     parameter.requires_grad_(True)
+                    again.add(parameter)
                 parameter.grad = None
         self._prune()
+        give_buffers(self._optimizer, again)
         self.seal()
         for callback in self._listeners:
             callback()
@@ -166,8 +186,29 @@ class FrozenPrefix:
         for callback in self._listeners:
             callback()
 
+    def reach(self, take: Callable[[str, Tensor], bool]) -> None:
+        """Let backward passes reach frozen parameters until `stop_again`; nothing else is done to them.
+
+        `take` is given each one's name and gradient, which goes no further. Where it returns True, the parameter is
+        switched off at once: scripts expect a gradient wherever `requires_grad` is on.
+        """
+
+        def hook_for(name: str) -> Callable[[Tensor], None]:
+            def taken(parameter: Tensor) -> None:
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None and take(name, gradient):
+                    parameter.requires_grad_(False)
+
+            return taken
+
+        for name, parameter in self.trained(0, self.cut):
+            if parameter in self._stopped:
+                parameter.requires_grad_(True)
+                self._reached.append(parameter.register_post_accumulate_grad_hook(hook_for(name)))
+
     def stop_again(self) -> None:
-        """Switch off what a script has switched on in frozen blocks: its gradients would be clipped with the others."""
+        """Switch off what is on in frozen blocks, by a script or for a look: its gradients would be clipped too."""
+        self._reach_no_more()
         for parameter in self._stopped:
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
@@ -214,6 +255,11 @@ class FrozenPrefix:
             self.seal()
         else:
             self._seal.check(step=step)
+
+    def _reach_no_more(self) -> None:
+        for hook in self._reached:
+            hook.remove()
+        self._reached = []
 
     def _never_trained(self) -> set[nn.Parameter]:
         """Return what the optimizer does not hold, and what no gradient will reach."""

@@ -31,7 +31,7 @@ class Decision:
     `proposals` and `weights` have an entry per rank, `tally` an entry per cut 0..deepest (integers in units of the
     largest weight / 2^20), `total` is the tally of a cut that everybody supports.
     For the reader, of each rank and per block, None where unknown: `etas`, rates of change; `gains`, parts of what a
-    step gains.
+    step gains, those of frozen blocks where they were looked at.
     """
 
     step: int
@@ -98,6 +98,8 @@ def explain(tally: Sequence[int], *, quorum: float, cut_before: int, cut_after: 
         if cut_before + 1 == len(tally):
             return "every block but the head is frozen"
         return f"cut {cut_before + 1} has {tally[cut_before + 1] / total:.3f} of the weight, quorum {quorum:g}"
+    if cut_after < cut_before:
+        return f"cut {cut_after + 1} has only {tally[cut_after + 1] / total:.3f} of the weight, quorum {quorum:g}"
     return f"cut {cut_after} has {tally[cut_after] / total:.3f} of the weight, quorum {quorum:g}"
 
 
@@ -161,7 +163,8 @@ def hold_vote(
     """
     mine = [proposer.propose(evidence, settings.patience) for proposer in proposers]
     etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
-    shown = [weight, *etas, *gain_shares(evidence)]
+    shares = gain_shares(evidence)
+    shown = [weight, *etas, *shares]
     proposals, numbers, broken_ranks = exchange(world, mine, shown, broken)
     weights, notes = counted_weights([row[0] for row in numbers], broken_ranks)
     cast = fixed_point(weights[world.rank], max(weights)) if not broken_ranks else 0
@@ -191,7 +194,7 @@ def hold_vote(
             if proposer.name != settings.freeze
         },
         etas=[known(row[1 : 1 + len(etas)]) for row in numbers],
-        gains=[known(row[1 + len(etas) :]) for row in numbers] if evidence.gains else [],
+        gains=[known(row[1 + len(etas) :]) for row in numbers] if shares else [],
     )
 
 

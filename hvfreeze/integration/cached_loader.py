@@ -346,6 +346,10 @@ class CachedLoader:
 
     def _batch(self, ids: Ids, views: Ids) -> tuple[BatchActivations, Any]:
         inputs: Inputs | None = None
+        if self._freezer.looking:
+            # Its backward pass is to reach the frozen blocks.
+            inputs, labels = self._passes.read(ids, views)
+            return BatchActivations(0, None, inputs), labels
         if self._needs_no_samples(ids, views):
             labels = self._passes.labels.get(ids, views)
         else:

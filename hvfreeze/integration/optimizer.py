@@ -26,7 +26,7 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.vote import Voter
+from hvfreeze.freezing.vote import Decision, Voter
 from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.found_blocks import FoundBlocks
 from hvfreeze.integration.horovod_compat import (
@@ -79,6 +79,18 @@ def _outline(model: nn.Module, chain: Chain) -> dict[str, Any]:
     """Return what must be equal on all ranks: the names of blocks, and each parameter's type and shape."""
     shapes = {name: f"{str(p.dtype)[6:]} {list(p.shape)}" for name, p in model.named_parameters()}
     return {"blocks": [block.name for block in chain.blocks], "parameter": shapes}
+
+
+def outcome(decision: Decision, chain: Chain) -> str:
+    """Return what a vote has frozen or thawed, and why."""
+    names = [block.name for block in chain.blocks]
+    frozen = f"frozen: {', '.join(names[: decision.cut_after]) or 'nothing'} ({decision.reason})"
+    thawed = range(decision.cut_after, decision.cut_before)
+    if not thawed:
+        return frozen
+    columns = {block: [row[block] for row in decision.gains if row[block] is not None] for block in thawed}
+    parts = {block: f" (gains {' '.join(f'{part:.3f}' for part in of)})" if of else "" for block, of in columns.items()}
+    return f"thawed: {', '.join(names[block] + parts[block] for block in thawed)}; {frozen}"
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -260,6 +272,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 settings=settings,
                 cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
                 voter=voter,
+                looks_in_steps=True,
             )
 
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
@@ -413,12 +426,10 @@ class DistributedOptimizer(OptimizerWrapper):
         decision = self.freezer.after_step(self._loss, scale=scale)
         self._loss = math.nan
         if decision is not None:
-            names = ", ".join(block.name for block in self.freezer.chain.blocks[: decision.cut_after])
             # Most votes change nothing, and training may take thousands.
             level = logging.INFO if decision.moved or not self._told else logging.DEBUG
             self._told = True
-            message = "step %d: frozen: %s (%s)"
-            tell(self.world, message, decision.step, names or "nothing", decision.reason, level=level)
+            tell(self.world, "step %d: %s", decision.step, outcome(decision, self.freezer.chain), level=level)
 
     def _heed_others(self) -> None:
         """Freeze no block of which something else changes parameters, and say so once."""

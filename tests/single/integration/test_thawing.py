@@ -1,0 +1,221 @@
+"""In a script of one's own, frozen blocks are looked at in some steps, and thaw by vote."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.freezing.coherence import Coherence
+from hvfreeze.integration.optimizer import DistributedOptimizer
+
+INTERVAL = 5
+SETTINGS = FreezeConfig(freeze="coherence", interval=INTERVAL, freeze_warmup=INTERVAL)
+LOOKED = [7, 8, 9, 10, 12, 13, 14, 15]
+"""Steps after the freeze in which there are looks, up to the first vote that may thaw."""
+
+
+def image_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.1))
+    return nn.Sequential(first, nn.Conv2d(4, 4, 3), nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    """Return images whose class is told by a small pattern in noise, which a random first layer hardly sees."""
+    generator = torch.Generator().manual_seed(number)
+    labels = torch.randint(0, 3, (16,), generator=generator)
+    patterns = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(99))
+    return patterns[labels] + 0.2 * torch.randn(16, 1, 8, 8, generator=generator), labels
+
+
+class Script:
+    """A training script: its model, its optimizer, and which steps had a gradient in the frozen block."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], *, passes: int = 1, **settings: Any) -> None:
+        self.model, self.passes = image_model(), passes
+        self.inner = make(self.model.parameters())
+        chosen = FreezeConfig(**{**vars(SETTINGS), **settings})
+        self.optimizer = DistributedOptimizer(
+            self.inner, model=self.model, settings=chosen, world=SoloWorld(), backward_passes_per_step=passes
+        )
+        self.reached: list[int] = []
+        self.front = self.model[0][0].weight
+
+    @property
+    def seen(self) -> Coherence:
+        """What was sampled of gains."""
+        found = self.optimizer.freezer._coherence
+        assert found is not None
+        return found
+
+    def train(
+        self, steps: int, *, scale: float = 1.0, dtype: torch.dtype | None = None, steps_made: bool = True
+    ) -> None:
+        for _ in range(steps):
+            step = self.optimizer.freezer.step + 1
+            torch.manual_seed(step)  # dropout
+            self.optimizer.zero_grad()
+            frozen = self.optimizer.freezer.cut > 0
+            if frozen and self.front.requires_grad:
+                self.reached.append(step)
+            for number in range(self.passes):
+                images, labels = batch(self.passes * step + number)
+                with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                    loss = functional.cross_entropy(self.model(images), labels)
+                (loss / self.passes * scale).backward()
+            assert not frozen or self.front.grad is None
+            assert not frozen or not self.front.requires_grad, "scripts expect a gradient then"
+            self.optimizer.synchronize()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            if steps_made:  # a scaler leaves one out whose gradients overflow
+                with self.optimizer.skip_synchronize():
+                    self.optimizer.step()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
+}
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("passes", "dtype"), [(1, None), (3, None), (1, torch.bfloat16)])
+def test_looks_change_nothing_but_the_vote(
+    passes: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, resting = Script(sgd, passes=passes), Script(sgd, passes=passes)
+    monkeypatch.setattr(looking.seen, "_gains_of", lambda parts: ())
+    looking.optimizer.freezer.freeze(1)
+    resting.optimizer.freezer.freeze(1)
+    resting.seen.next_look = 10**9
+    before = copy.deepcopy(looking.model[0])
+    for script in (looking, resting):
+        script.train(17, dtype=dtype)
+        assert script.optimizer.freezer.cut == 1
+    assert looking.reached == LOOKED and resting.reached == []
+    assert equal(looking.model, resting.model) and equal(looking.model[0], before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_block_that_was_frozen_too_early_thaws_and_learns_under_every_optimizer(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(OPTIMIZERS[name])
+    script.train(2)
+    script.optimizer.freezer.freeze(1)
+    script.train(12)
+    assert script.optimizer.freezer.cut == 1
+    with caplog.at_level(logging.INFO, logger="hvfreeze"):
+        script.train(1)
+    assert script.optimizer.freezer.cut == 0, "nobody has seen what the frozen block would gain"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("step 15: thawed: 0 (gains 0.") and "frozen: nothing (cut 1 has only 0.000 of" in line
+    before = script.front.detach().clone()
+    state = script.inner.state.get(script.front, {})
+    assert not any(bool(value.any()) for value in state.values()), "the optimizer remembers what was before the freeze"
+    assert script.model[0].training and script.front.requires_grad
+    script.train(1)
+    assert not torch.equal(before, script.front)
+    script.train(4)
+
+
+def test_a_block_that_gains_nothing_stays_frozen() -> None:
+    script = Script(sgd)
+    # What comes out of the first block does not reach the loss.
+    nn.init.zeros_(script.model[1].weight)
+    script.model[1].weight.requires_grad_(False)
+    script.optimizer.freezer.freeze(1)
+    script.train(32)
+    assert script.reached == [*LOOKED, 27, 28, 29, 30, 32] and script.optimizer.freezer.cut == 1
+
+
+@pytest.mark.parametrize("freeze", ["gradient-norm", "percentile", "linear", "geometric"])
+def test_no_other_criterion_looks_at_frozen_blocks(freeze: str) -> None:
+    script = Script(sgd, freeze=freeze, shadow="coherence", eta_max=1e-9)
+    script.optimizer.freezer.freeze(1)
+    script.train(20)
+    assert script.reached == [] and script.optimizer.freezer.cut >= 1
+
+
+@pytest.mark.parametrize("stop", [8, 10, 13, 14, 15, 16])
+def test_a_resumed_script_looks_and_thaws_as_the_uninterrupted_one(stop: int) -> None:
+    straight = Script(OPTIMIZERS["adamw"])
+    straight.optimizer.freezer.freeze(1)
+    straight.train(stop)
+    saved = copy.deepcopy(
+        (
+            straight.model.state_dict(),
+            straight.optimizer.state_dict(),
+            straight.optimizer.freezer_state_dict(),
+        )
+    )
+    straight.train(20 - stop)
+    resumed = Script(OPTIMIZERS["adamw"])
+    resumed.model.load_state_dict(saved[0])
+    resumed.optimizer.load_state_dict(saved[1])
+    resumed.optimizer.load_freezer_state_dict(saved[2])
+    resumed.train(20 - stop)
+    assert equal(straight.model, resumed.model)
+    histories = [script.optimizer.freezer.cut_history for script in (straight, resumed)]
+    assert histories[0] == histories[1] and [move.cut for move in histories[0]] == [0, 1, 0]
+    assert resumed.reached == [step for step in LOOKED if step > stop]
+
+
+def test_a_step_whose_gradients_overflow_says_nothing() -> None:
+    script = Script(sgd)
+    script.optimizer.freezer.freeze(1)
+    script.train(8)
+    script.train(1, scale=math.inf, steps_made=False)
+    assert [len(part) for part in script.seen.parts] == [8, 8]
+    script.train(2)
+    assert script.seen.looks == [()], "three gradients are too few"
+    script.train(5)
+    assert script.optimizer.freezer.cut == 1
+
+
+def test_who_switches_parameters_or_moves_the_cut_between_steps_is_followed() -> None:
+    script = Script(sgd)
+    script.optimizer.freezer.freeze(1)
+    script.train(7)
+    assert script.front.requires_grad and script.optimizer.freezer.looking
+    script.optimizer.freezer.freeze(2)
+    assert not script.front.requires_grad and not script.optimizer.freezer.looking
+    script.optimizer.freezer.thaw(0)
+    assert script.front.requires_grad
+    script.model.zero_grad()
+    script.model(batch(1)[0]).sum().backward()
+    assert script.front.grad is not None, "a hook of a look has stayed"
+
+
+def test_a_second_optimizer_has_parameters_that_a_look_would_have_reached() -> None:
+    script = Script(sgd)
+    script.optimizer.freezer.freeze(1)
+    script.train(7)
+    later = DistributedOptimizer(sgd(script.model.parameters()), model=script.model, world=SoloWorld())
+    script.model(batch(1)[0]).sum().backward()
+    assert script.front.grad is not None
+    later.step()

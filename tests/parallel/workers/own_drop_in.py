@@ -407,6 +407,101 @@ def text_training(world: World, seed: int) -> tuple[Text, DistributedOptimizer, 
     return model, optimizer, train
 
 
+class Mixed(nn.Module):
+    """A convolution that a script may freeze before it has learned, BatchNorm, dropout, and a part that some skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.middle, self.extra = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1)
+        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 3))
+
+    def forward(self, x: Tensor, *, more: bool = False) -> Tensor:
+        x = self.middle(self.stem(x))
+        logits: Tensor = self.head(self.extra(x) + x if more else x)
+        return logits
+
+
+def mixed_training(
+    world: World, make: Any, **options: Any
+) -> tuple[Mixed, DistributedOptimizer, Callable[[int], None]]:
+    """Return what trains on patterns in noise, in two passes a step, the gradients clipped."""
+    model, patterns = Mixed(), torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(99))
+    settings = FreezeConfig(freeze="coherence", interval=5, freeze_warmup=5)
+    given = {"blocks": ["stem", "middle", "head"], "backward_passes_per_step": 2, "settings": settings, **options}
+    optimizer = DistributedOptimizer(make(model.parameters()), model=model, world=world, **given)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            step = optimizer.freezer.step
+            generator = torch.Generator().manual_seed(1000 * step + world.rank)
+            torch.manual_seed(1000 * step + world.rank)  # dropout
+            optimizer.zero_grad()
+            for number in range(2):
+                labels = torch.randint(0, 3, (16,), generator=generator)
+                images = patterns[labels] + 0.2 * torch.randn(16, 1, 8, 8, generator=generator)
+                more = (step + world.rank + number) % 3 == 0
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = functional.cross_entropy(model(images, more=more), labels) / 2
+                loss.backward()
+            optimizer.synchronize()
+            for parameter in model.parameters():
+                assert parameter.requires_grad == (parameter.grad is not None)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    return model, optimizer, train
+
+
+def check_blocks_that_were_frozen_too_early_thaw_on_all_ranks(world: World) -> None:
+    makes: list[tuple[Any, dict[str, Any]]] = [
+        (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2, fused=True), {}),
+        (lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True), {"compression": "fp16"}),
+        (lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True), {"compression": "powersgd:1"}),
+    ]
+    for make, options in makes:
+        model, optimizer, train = mixed_training(world, make, **options)
+        train(2)
+        optimizer.freezer.freeze(2)
+        frozen, sent = copy.deepcopy([model.stem.state_dict(), model.middle.state_dict()]), []
+        for _ in range(12):
+            before = optimizer.reducer.payload_bytes
+            train(1)
+            sent.append(optimizer.reducer.payload_bytes - before)
+        now = [model.stem.state_dict(), model.middle.state_dict()]
+        same = zip(frozen, now, strict=True)
+        assert all(torch.equal(a, b) for one, other in same for a, b in zip(one.values(), other.values(), strict=True))
+        assert optimizer.freezer.cut == 2 and len(set(sent)) <= 2, "gradients of frozen blocks travel"
+        check_replicas(model.stem, world, step=14)
+        said()
+        saved = copy.deepcopy(
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "freezer": optimizer.freezer_state_dict(),
+            }
+        )
+        train(6)
+        history = optimizer.freezer.cut_history
+        assert history[1].cut == 2 and history[2].cut < 2 and history[2].step == 15, history
+        told = [line for line in said() if line.startswith("step 15: thawed: ")]
+        assert len(told) == (world.rank == 0) and all("(gains 0." in line for line in told), told
+        optimizer.freezer.average_statistics()
+        check_replicas(model, world, step=20)
+        assert not torch.equal(model.middle.weight, frozen[1]["weight"])
+
+        again, resumed, advance = mixed_training(world, make, **options)
+        again.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["optimizer"])
+        resumed.load_freezer_state_dict(saved["freezer"])
+        advance(6)
+        resumed.freezer.average_statistics()
+        assert resumed.freezer.cut_history == history
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
 def hooks_on(model: nn.Module) -> int:
     return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
 

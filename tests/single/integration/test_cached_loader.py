@@ -16,8 +16,10 @@ import hvfreeze
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
 from hvfreeze.integration import cached_loader as module
 from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.runs.reading import Move
 from tests.single.integration.counted_images import EPOCHS, LOADED, ROWS, SAMPLES, Counting, image_model, images
 from tests.single.model.own_models import Text
 
@@ -62,6 +64,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Counting]]] = {
 }
 
 
+HISTORY: dict[str, list[Move]] = {}
+"""Where the cut has been in the last training of each kind."""
+
+
 def batch_of(data: Dataset[Any], rows: int = 2) -> tuple[Tensor, ...]:
     return tuple(torch.stack(column) for column in zip(*(data[i] for i in range(rows))))[:-1]
 
@@ -74,6 +80,7 @@ def train(
     moves: dict[int, int],
     epochs: int = EPOCHS,
     rows: int = ROWS,
+    settings: FreezeConfig = FreezeConfig(freeze="static", cut=0),  # noqa: B008  (frozen)
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """Train with cuts that move after the given steps; `how` is plain, computed or cached."""
@@ -88,9 +95,10 @@ def train(
         example=batch_of(data) if case != "a chain of images" else None,
         steps_per_epoch=len(loader),
         num_epochs=epochs,
-        settings=FreezeConfig(freeze="static", cut=0),
+        settings=settings,
         world=SoloWorld(),
     )
+    HISTORY[how] = optimizer.freezer.cut_history
     cached: Any = None
     if how != "plain":
         cached = hvfreeze.CachedLoader(loader, optimizer, directory=directory, store=how == "cached", **options)
@@ -125,6 +133,30 @@ def test_cached_computed_and_plain_training_have_the_same_bits(
     cached, loader = train(case, "cached", tmp_path, moves=moves)
     assert equal(plain, computed) and equal(plain, cached)
     assert loader.rows_read > 0 and loader.exact and without.rows_read == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_that_are_cached_are_looked_at_and_thaw_as_they_would_without(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+
+    def thaw(seen: Evidence) -> int:
+        """Propose that all thaws once two looks in a row have found what frozen blocks gain."""
+        looks.append(seen.looks)
+        return 0 if len(seen.looks) == 2 and all(seen.looks) else seen.cut
+
+    monkeypatch.setitem(CRITERIA, "coherence", Criterion(thaw, watches="gains"))
+    settings = FreezeConfig(freeze="coherence", interval=8, freeze_warmup=8)
+    found = []
+    for how in ("plain", "computed", "cached"):
+        looks.clear()
+        model, loader = train(case, how, tmp_path, moves={3: 2, 28: 1}, epochs=8, settings=settings)
+        found.append((model, HISTORY[how], list(looks)))
+    assert [tuple(move)[1:] for move in HISTORY["plain"]] == [(0, 0), (3, 2), (24, 0), (28, 1)]
+    assert found[0][1:] == found[1][1:] == found[2][1:]
+    assert equal(found[0][0], found[1][0]) and equal(found[0][0], found[2][0])
+    assert loader.rows_read >= 2 * SAMPLES, "an epoch before each look"
 
 
 def test_what_the_data_set_draws_does_not_reach_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

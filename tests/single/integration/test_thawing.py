@@ -45,8 +45,9 @@ class Script:
         self.model, self.passes = image_model(), passes
         self.inner = make(self.model.parameters())
         chosen = FreezeConfig(**{**vars(SETTINGS), **settings})
+        length = {} if chosen.freeze in ("coherence", "gradient-norm") else {"steps_per_epoch": 10, "num_epochs": 9}
         self.optimizer = DistributedOptimizer(
-            self.inner, model=self.model, settings=chosen, world=SoloWorld(), backward_passes_per_step=passes
+            self.inner, model=self.model, settings=chosen, world=SoloWorld(), backward_passes_per_step=passes, **length
         )
         self.reached: list[int] = []
         self.front = self.model[0][0].weight

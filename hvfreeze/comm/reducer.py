@@ -226,6 +226,11 @@ class Reducer:
         self._hooks, self._passes, self._released = [], 0, True
 
     @property
+    def passes(self) -> int:
+        """Backward passes of the step under way; between steps, those that a step has by default."""
+        return self._passes or self.backward_passes_per_step
+
+    @property
     def exchanging(self) -> bool:
         """Whether gradients of a step are on their way, or `begin` waits for them."""
         return self._passes > 0

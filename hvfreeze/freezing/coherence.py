@@ -154,7 +154,7 @@ class Coherence:
         whole = gradient.to_dense() if gradient.is_sparse else gradient
         self._look_at(name, self.prefix.chain.model.get_parameter(name), whole)
         self._taken[name] += 1
-        return self._taken[name] >= self.reducer.backward_passes_per_step
+        return self._taken[name] >= self.reducer.passes
 
     def compare(self) -> None:
         """Look at the averages, which the parameters' gradients are now, where ranks are compared."""

@@ -408,4 +408,5 @@ def freeze_by_vote(
         world=world,
         settings=settings,
         cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
+        looks_in_steps=True,
     )

@@ -15,7 +15,7 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing import coherence as module
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.coherence import Coherence, Estimate, gap, piece, rate_of, share_gained
-from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
 from hvfreeze.model.traced import in_blocks
 
 
@@ -173,6 +173,39 @@ def test_a_look_finds_what_frozen_blocks_would_gain_and_changes_nothing() -> Non
     assert rows[0][0] == pytest.approx(0.5 * sum(pairs) / 3, rel=1e-4)
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
     assert all(p.grad is None for p in model[0].parameters())
+
+
+@pytest.mark.parametrize(("passes", "scales"), [(1, [1.0] * 4), (3, [1.0] * 4), (1, [2.0, 8.0, 8.0, 4.0])])
+def test_steps_of_a_script_look_at_frozen_blocks_themselves(passes: int, scales: list[float]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    freezer = freeze_by_vote(model, optimizer, SoloWorld(), steps_per_epoch=10, num_epochs=9)
+    freezer.freeze(1)
+    seen, every, gradients = freezer._coherence, list(model.parameters()), []
+    assert seen is not None
+    for number in range(10):
+        inputs = torch.randn(6, 3)
+        alone = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        alone.load_state_dict(model.state_dict())
+        scale = scales[number - 6] if 6 <= number < 10 else 1.0
+        freezer.reducer.begin(passes=passes)
+        for part in inputs.chunk(passes):
+            (model(part).pow(2).mean() / passes * scale).backward()
+        assert [parameter.requires_grad for parameter in every] == [False] * 2 + [True] * 2
+        freezer.reducer.finish()
+        assert all(parameter.grad is None for parameter in every[:2])
+        if 6 <= number < 10:
+            gradients.append(torch.autograd.grad(alone(inputs).pow(2).mean(), list(alone.parameters())))
+        looking = freezer.looking
+        freezer.after_step(0.0, scale=scale)
+        assert looking == (6 <= number < 10) and not freezer.looks, number
+    (rows,) = seen.looks
+    for own, row in enumerate(rows):
+        others = [gradient for number, gradient in enumerate(gradients) if number != own]
+        for block, of in ((0, slice(0, 2)), (1, slice(2, 4))):
+            pairs = [sum(float((a * b).sum()) for a, b in zip(gradients[own][of], other[of])) for other in others]
+            assert row[block] == pytest.approx(0.5 * sum(pairs) / 3, rel=1e-4)
 
 
 def test_looks_come_in_pairs_each_twice_as_late_as_the_one_before() -> None:

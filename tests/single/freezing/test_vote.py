@@ -102,4 +102,5 @@ def test_a_person_can_read_why() -> None:
     tally = tally_of([1, 0, 0], [1, 1, 1])
     assert explain(tally, quorum=0.5, cut_before=0, cut_after=0) == "cut 1 has 0.333 of the weight, quorum 0.5"
     assert explain(tally, quorum=0.5, cut_before=5, cut_after=5) == "every block but the head is frozen"
+    assert explain(tally, quorum=0.5, cut_before=2, cut_after=0) == "cut 1 has only 0.333 of the weight, quorum 0.5"
     assert "no weight" in explain([0, 0], quorum=0.5, cut_before=0, cut_after=0)

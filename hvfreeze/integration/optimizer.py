@@ -160,7 +160,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
 
 class DistributedOptimizer(OptimizerWrapper):
-    """Wraps any torch optimizer: averages gradients over ranks, and freezes front blocks of the model by vote.
+    """Wraps any torch optimizer: averages gradients over ranks, and freezes and thaws front blocks by vote.
 
     It is the wrapped optimizer to schedulers and everybody else: the same groups, state and state_dict. With one
     process it is plain PyTorch, bit for bit, until a block is frozen.

@@ -218,37 +218,72 @@ class Coherence:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        self._add_look(parts)
+        self._add_look(self._gains_of(parts, summed(parts), count=len(parts)))
         self.turn += 1
 
     def end_look(self) -> None:
-        """Compare the gradients of the interval's steps that have reached frozen blocks; before `end_interval`."""
-        self._add_look(self.parts if len(self.parts) >= LEAST_PARTS else [])
+        """Compare the gradients of the interval's steps that have reached frozen blocks; before `end_interval`.
 
-    def _add_look(self, parts: Sequence[dict[str, Tensor]]) -> None:
-        self.looks.append(self._gains_of(parts))
+        With the mean of all other ranks', whose samples are others; one rank alone compares its own. Collective.
+        """
+        parts = self.parts
+        whole, count = summed(parts), len(parts)
+        mine = whole if self.reducer.world.size > 1 else None
+        if mine is not None:
+            whole, count = self._over_ranks(whole, count)
+        enough = len(parts) >= LEAST_PARTS and (mine is None or count - len(parts) >= LEAST_PARTS)
+        self._add_look(self._gains_of(parts, whole, count=count, mine=mine) if enough else ())
+
+    def _over_ranks(self, mine: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], int]:
+        """Return the sums of all ranks' pieces, and of their numbers of gradients. Collective."""
+        named = self.prefix.trained(0, len(self.prefix.chain.blocks))
+        empty = {name: torch.zeros_like(piece(p.detach(), self.intervals, like=p)[0]) for name, p in named}
+        pieces = [mine.get(name, empty[name]).float() for name, _ in named]
+        sent = torch.cat([torch.tensor([float(count)]), *pieces])
+        self.reducer.other_bytes += sent.nbytes
+        sums = self.reducer.world.allreduce_sum(sent, name=f"{self.reducer.title}look")
+        counts, *wholes = sums.split([1, *map(len, pieces)])
+        return {name: of.to(empty[name].dtype) for (name, _), of in zip(named, wholes, strict=True)}, int(counts)
+
+    def _add_look(self, rows: Gains) -> None:
+        self.looks.append(rows)
         interval = self.intervals + 1
         self.next_look = interval + 1 if len(self.looks) == 1 else 2 * interval
 
-    def _gains_of(self, parts: Sequence[dict[str, Tensor]]) -> Gains:
-        """Return a row for each part, the products of its gradients with the mean of all others."""
-        count = len(self.prefix.chain.blocks)
-        named = [(block, *of) for block in range(count) for of in self.prefix.trained(block, block + 1)]
+    def _gains_of(
+        self,
+        parts: Sequence[dict[str, Tensor]],
+        whole: dict[str, Tensor],
+        *,
+        count: int,
+        mine: dict[str, Tensor] | None = None,
+    ) -> Gains:
+        """Return a row for each part, the products of its gradients with the mean of others.
+
+        Args:
+            parts: this rank's gradients.
+            whole: the sum of these, and of those of other ranks where there are some.
+            count: how many it is the sum of.
+            mine: the sum of this rank's, to compare with others' alone; None compares with all but the part itself.
+        """
+        chain = self.prefix.chain
+        named = [(b, *of) for b in range(len(chain.blocks)) for of in self.prefix.trained(b, b + 1)]
         group_of = {
             p: g for g, group in zip(self.optimizer.param_groups, self.prefix.groups, strict=True) for p in group
         }
-        rows = [[0.0] * count for _ in parts]
+        rows, others = [[0.0] * len(chain.blocks) for _ in parts], count - (1 if mine is None else len(parts))
         for block, name, p in named:
             # A parameter that took no part in a loss has no gradient in it.
             found = [(row, part[name]) for row, part in zip(rows, parts, strict=True) if name in part]
             if not found:
                 continue
-            total = torch.stack([own for _, own in found]).sum(0)
+            total = whole[name]
             times = p.numel() / max(1, total.numel())
-            norm = math.sqrt(times) * float(torch.linalg.vector_norm(total)) / len(parts)
+            norm = math.sqrt(times) * float(torch.linalg.vector_norm(total)) / count
             rate = rate_of(self.optimizer, group_of[p], elements=p.numel(), norm=norm)
             for row, own in found:
-                row[block] += rate * times * float(torch.dot(own, total - own)) / (len(parts) - 1)
+                other = total - (own if mine is None else mine[name])
+                row[block] += rate * times * float(torch.dot(own, other)) / others
         return tuple(map(tuple, rows))
 
     def _look_at(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
@@ -323,6 +358,12 @@ def nothing_sampled() -> dict[str, Any]:
     """Return the state of a `Coherence` at the begin of the first interval at a cut, but for its peaks."""
     looked = {"looks": [], "intervals": 0, "next_look": 2, "parts": []}
     return {"steps": 0, "turn": 0, "latest": [], "complete": [], "kept": {}, **looked}
+
+
+def summed(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the sum of each parameter's pieces in these parts."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) for name in names}
 
 
 def batches_of_a_look(interval: int) -> int:

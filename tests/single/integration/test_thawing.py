@@ -109,7 +109,7 @@ def test_looks_change_nothing_but_the_vote(
     passes: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking, resting = Script(sgd, passes=passes), Script(sgd, passes=passes)
-    monkeypatch.setattr(looking.seen, "_gains_of", lambda parts: ())
+    monkeypatch.setattr(looking.seen, "_gains_of", lambda *of, **among: ())
     looking.optimizer.freezer.freeze(1)
     resting.optimizer.freezer.freeze(1)
     resting.seen.next_look = 10**9

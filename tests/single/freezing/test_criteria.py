@@ -160,7 +160,7 @@ def test_parts_of_frozen_blocks_are_known_by_two_looks_and_ranks_send_equally_ma
     shares = gain_shares(replace(frozen, looks=(first, looked(2.0, 0.0, 0.0, 0.0, 0.0, 0.0))))
     assert shares == pytest.approx((0.75, 0.0, 0.0, 0.0, 0.25, 0.0))
     for unknown in ({"looks": (first,)}, {"looks": ((), ())}):
-        assert [math.isnan(share) for share in gain_shares(replace(frozen, **unknown))] == [True] * 2 + [False] * 4  # type: ignore[arg-type]
+        assert [math.isnan(share) for share in gain_shares(replace(frozen, **unknown))] == [True] * 2 + [False] * 4
     nothing = [gain_shares(replace(frozen, gains=(), looks=looks)) for looks in ((), ((), ()))]
     assert all(len(shares) == 6 and all(map(math.isnan, shares)) for shares in nothing)
 

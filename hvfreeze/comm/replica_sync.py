@@ -93,20 +93,54 @@ def average_running_statistics(modules: Iterable[nn.Module], world: World) -> in
     avg(v_r) + avg((m_r - m)^2), the law of total variance. Computed in float64; where all ranks hold equal values
     already, the result is these values, bit for bit, so that averaging twice changes nothing.
     """
-    statistics = running_statistics(modules)
-    if world.size == 1 or not statistics:
-        return 0
-    means = torch.cat([mean.double().flatten() for mean, _ in statistics])
-    variances = torch.cat([variance.double().flatten() for _, variance in statistics])
-    mean = world.allreduce_sum(means, name="batchnorm.mean") / world.size
-    pooled = world.allreduce_sum(variances + (means - mean) ** 2, name="batchnorm.variance") / world.size
-    sizes = [len(target) for target, _ in statistics]
-    for (target_mean, target_variance), own, its in zip(statistics, mean.split(sizes), pooled.split(sizes)):
-        for target, value in ((target_mean, own), (target_variance, its)):
-            # What is equal already may be frozen by another optimizer of the model, which notices what is written.
-            if not torch.equal(target, value.to(target.dtype)):
-                target.copy_(value)
-    return 2 * means.nbytes
+    return StatisticsAverage(modules, world).finish()
+
+
+class StatisticsAverage:
+    """`average_running_statistics` under way, so that a rank may do other things meanwhile.
+
+    The constructor starts the first message, `go_on` waits for it and starts the second, `finish` waits for that and
+    writes the averages. Each is a collective; nobody may write the statistics before `finish` has returned.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], world: World) -> None:
+        self._statistics, self._world = running_statistics(modules) if world.size > 1 else [], world
+        self._gone_on = not self._statistics
+        if self._statistics:
+            means, variances = zip(*self._statistics, strict=True)
+            self._means, self._variances = packed(means), packed(variances)
+            self._sum = self._means.clone()
+            self._handle = world.start_allreduce_(self._sum, name="batchnorm.mean")
+
+    def go_on(self) -> None:
+        """Start the second message; not needed before `finish`. Collective."""
+        if not self._gone_on:
+            self._gone_on = True
+            self._world.wait(self._handle)
+            self._mean = self._sum / self._world.size
+            self._sum = self._variances + (self._means - self._mean) ** 2
+            self._handle = self._world.start_allreduce_(self._sum, name="batchnorm.variance")
+
+    def finish(self) -> int:
+        """Write the averages; return the bytes that this rank sent. Collective."""
+        if not self._statistics:
+            return 0
+        self.go_on()
+        self._world.wait(self._handle)
+        pooled, sizes = self._sum / self._world.size, [len(mean) for mean, _ in self._statistics]
+        for (target_mean, target_variance), own, its in zip(
+            self._statistics, self._mean.split(sizes), pooled.split(sizes), strict=True
+        ):
+            for target, value in ((target_mean, own), (target_variance, its)):
+                # What is equal already may be frozen by another optimizer of the model, which notices what is written.
+                if not torch.equal(target, value.to(target.dtype)):
+                    target.copy_(value)
+        return 2 * self._means.nbytes
+
+
+def packed(tensors: Iterable[Tensor]) -> Tensor:
+    """Return all elements of the tensors, one tensor after the other, float64 [number of elements]."""
+    return torch.cat([tensor.flatten() for tensor in tensors]).double()
 
 
 def pooled_statistics(means: Sequence[Tensor], variances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

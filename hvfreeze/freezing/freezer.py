@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.reducer import Observer, Reducer
-from hvfreeze.comm.replica_sync import average_running_statistics
+from hvfreeze.comm.replica_sync import StatisticsAverage
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
@@ -77,6 +77,8 @@ class Freezer:
         self.settings, self.cadence, self.voter = settings, cadence, voter
         self.step = 0
         self.limit: int | None = None
+        self._averaged = 0
+        """Front blocks whose running statistics have been averaged, and have been frozen since."""
         # A script's reducer, which any backward pass starts, follows the script's switches.
         self.prefix = FrozenPrefix(
             chain,
@@ -146,6 +148,8 @@ class Freezer:
             self._coherence.end_step(scale=scale)
         if not self._proposers or not self.cadence.ends_interval(self.step):
             return None
+        average = self._begin_average() if self.cadence.votes(self.step) else None
+        # While the first message of the average travels, and then, beside the vote's, the second.
         self._seen.end_interval()
         if self._coherence is not None:
             if looked:
@@ -153,9 +157,14 @@ class Freezer:
             self._coherence.end_interval()
         for proposer in self._proposers.values():
             proposer.intervals += 1
-        decision = self._vote() if self.cadence.votes(self.step) else None
+        if average is None:
+            self._begin_interval()
+            return None
+        average.go_on()
+        decision = self._vote()
         self._begin_interval()
-        if decision is not None and decision.moved:
+        self._end_average(average)
+        if decision.moved:
             self._move(decision.cut_after)
         return decision
 
@@ -227,6 +236,7 @@ class Freezer:
             "step": self.step,
             "cut": self.cut,
             "cut_history": [list(move) for move in self.cut_history],
+            "averaged": self._averaged,
             "tracks": {name: proposer.state() for name, proposer in self._proposers.items()},
             **self._seen.state_dict(),
             **({} if self._coherence is None else {"coherence": self._coherence.state_dict()}),
@@ -236,6 +246,8 @@ class Freezer:
         """Continue from a state of the same rank; call it before the optimizer's own `load_state_dict`."""
         self.step = state["step"]
         self.prefix.restore([Move(*entry) for entry in state["cut_history"]])
+        # Checkpoints of earlier versions, and those for a job of another size, have none.
+        self._averaged = state.get("averaged", 0)
         self._proposers |= {name: Proposer(name, *values) for name, values in state["tracks"].items()}
         self._seen.load_state_dict(state)
         if self._coherence is not None and "coherence" in state:
@@ -268,8 +280,7 @@ class Freezer:
 
     def average_statistics(self) -> None:
         """Make BatchNorm's running statistics equal on all ranks; frozen ones keep their bits. Collective."""
-        self.reducer.other_bytes += average_running_statistics(self.chain.modules(), self.world)
-        self.prefix.seal()
+        self._end_average(self._begin_average())
 
     def _check_settings(self) -> None:
         self.prefix.refuse(self.settings.cut or 0)
@@ -281,7 +292,19 @@ class Freezer:
                     f"it must have one per rank, of which there are {self.world.size}"
                 )
 
+    def _begin_average(self) -> StatisticsAverage:
+        """Start to average the running statistics that may differ between ranks. Collective."""
+        return StatisticsAverage(self.chain.modules(self._averaged), self.world)
+
+    def _end_average(self, average: StatisticsAverage) -> None:
+        """Write the averages. Collective."""
+        self.reducer.other_bytes += average.finish()
+        self._averaged = self.cut
+        self.prefix.seal()
+
     def _move(self, cut: int) -> None:
+        """Freeze exactly the first `cut` blocks; but at the start, their running statistics have just been averaged."""
+        self._averaged = cut if self.cut_history else 0
         self.prefix.move(Move(self.cadence.epoch(self.step), self.step, cut))
 
     def _follow(self) -> None:
@@ -337,7 +360,6 @@ class Freezer:
         return any(parameter.requires_grad for _, parameter in self.prefix.trained(block, block + 1))
 
     def _vote(self) -> Decision:
-        self.average_statistics()
         weight = voting_weight(
             self.settings.vote_weight,
             rank=self.world.rank,

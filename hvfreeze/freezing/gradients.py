@@ -28,6 +28,8 @@ class GradientSums:
     steps: int = 0
     squared_steps: float = 0.0
     _sums: list[Tensor] = field(default_factory=list)
+    _added: list[bool] = field(default_factory=list)
+    """Of each sum, whether a gradient of this interval is in it; before that it holds anything, and counts 0."""
     _block_of: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -41,8 +43,7 @@ class GradientSums:
 
     def restart(self) -> None:
         """Begin an empty interval."""
-        for total in self._sums:
-            total.zero_()
+        self._added = [False] * len(self._sums)
         self.steps, self.squared_steps = 0, 0.0
 
     def add(self, slot: int, gradient: Tensor) -> None:
@@ -50,8 +51,10 @@ class GradientSums:
         if slot >= len(self._sums):
             return
         if self._sums[slot].shape != gradient.shape:
-            self._sums[slot] = torch.zeros_like(gradient)
-        self._sums[slot].add_(gradient)
+            self._sums[slot], self._added[slot] = torch.empty_like(gradient), False
+        # The first is copied: zeroing sums as large as the model, to add to them, takes as long as adding.
+        self._sums[slot].add_(gradient) if self._added[slot] else self._sums[slot].copy_(gradient)
+        self._added[slot] = True
         if self.step_norms:
             self.squared_steps += float(torch.linalg.vector_norm(gradient)) ** 2
 
@@ -59,7 +62,9 @@ class GradientSums:
         """Return per block of the whole chain the norm of its summed gradient, 0 for blocks that nobody observed."""
         squares = [0.0] * len(self.prefix.chain.blocks)
         if self.steps:
-            for block, total in zip(self._block_of, self._sums, strict=True):
+            for block, total, added in zip(self._block_of, self._sums, self._added, strict=True):
+                if not added:
+                    continue
                 squares[block] += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
         return tuple(math.sqrt(square) for square in self.join(squares))
 
@@ -71,7 +76,8 @@ class GradientSums:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's accumulators; the sums only where an interval has begun."""
-        sums = [total.clone() for total in self._sums] if self.steps else []
+        summed = zip(self._sums, self._added, strict=True) if self.steps else ()
+        sums = [total.clone() if added else torch.zeros_like(total) for total, added in summed]
         return {"cut": self.prefix.cut, "steps": self.steps, "squared_steps": self.squared_steps, "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,7 +85,7 @@ class GradientSums:
         self.steps = state["steps"]
         self.squared_steps = state["squared_steps"]
         for slot, saved in enumerate(state["sums"]):
-            self._sums[slot] = saved.clone()
+            self._sums[slot], self._added[slot] = saved.clone(), True
 
 
 @dataclass

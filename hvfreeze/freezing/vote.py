@@ -149,7 +149,7 @@ def hold_vote(
     step: int,
     epoch: int,
 ) -> Decision:
-    """Vote once for every criterion; nothing is applied. Collective.
+    """Vote once for every criterion, with one message; nothing is applied. Collective.
 
     Args:
         world: the ranks that vote.
@@ -167,8 +167,9 @@ def hold_vote(
     shown = [weight, *etas, *shares]
     proposals, numbers, broken_ranks = exchange(world, mine, shown, broken)
     weights, notes = counted_weights([row[0] for row in numbers], broken_ranks)
-    cast = fixed_point(weights[world.rank], max(weights)) if not broken_ranks else 0
-    tallies = count(world, mine, cast, deepest=evidence.num_blocks - 1)
+    cast = [0 if broken_ranks else fixed_point(each, max(weights)) for each in weights]
+    # Every rank has all ballots, and adds up integers: there is nothing left to send.
+    tallies = [count(proposed, cast, deepest=evidence.num_blocks - 1) for proposed in proposals]
     cuts = [
         deepest_supported(tally, quorum=settings.quorum, cut=proposer.cut)
         for proposer, tally in zip(proposers, tallies, strict=True)
@@ -229,7 +230,7 @@ def exchange(
     return table[1 : 1 + len(proposals)].tolist(), floats.tolist(), torch.nonzero(table[0]).flatten().tolist()
 
 
-def count(world: World, proposals: Sequence[int], cast: int, *, deepest: int) -> list[list[int]]:
-    """Return per criterion the weight that all ranks together give every cut 0..`deepest`. Collective."""
-    mine = torch.tensor([ballot(p, cast, deepest=deepest) for p in proposals], dtype=torch.int64)
-    return world.allreduce_sum(mine, name="vote.tally").tolist()
+def count(proposals: Sequence[int], cast: Sequence[int], *, deepest: int) -> list[int]:
+    """Return the weight that all ranks together give every cut 0..`deepest`, of their proposals and cast weights."""
+    ballots = [ballot(proposal, weight, deepest=deepest) for proposal, weight in zip(proposals, cast, strict=True)]
+    return [sum(column) for column in zip(*ballots, strict=True)]

@@ -50,8 +50,12 @@ class Rates:
     may be taken for one, which only makes the plan more careful."""
 
 
-def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk: Disk | None = None) -> Rates:
-    """Return the rates of `directory`, from a temporary file of at most 24 MiB or about 0.15 s of writing.
+def measure_directory(
+    directory: Path, *, row_bytes: int, batch_rows: int, most_bytes: int = PROBE_BYTES, disk: Disk | None = None
+) -> Rates:
+    """Return the rates of `directory`, from a temporary file of at most `most_bytes` or about 0.15 s of writing.
+
+    One batch is written at least.
 
     Raises:
         CacheFault: the directory cannot be written.
@@ -62,14 +66,14 @@ def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk:
     try:
         try:
             with tempfile.TemporaryFile(dir=directory) as file:
-                written, write, write_cpu = _time_writes(file.fileno(), batch, disk)
+                written, write, write_cpu = _time_writes(file.fileno(), batch, disk, most_bytes)
                 cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             # What lies there can still be read: measured in memory, and taken for a slow disk where it is not.
             with os.fdopen(os.memfd_create("hvfreeze"), "w+b") as file:
-                written, write, write_cpu = _time_writes(file.fileno(), batch, disk)
+                written, write, write_cpu = _time_writes(file.fileno(), batch, disk, most_bytes)
                 _, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk)
             cold = max(warm, SLOW_DISK)
         status, free = os.statvfs(directory), free_bytes(directory)
@@ -90,12 +94,12 @@ def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, disk:
     )
 
 
-def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk) -> tuple[int, float, float]:
+def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk, most_bytes: int) -> tuple[int, float, float]:
     """Return bytes written, and seconds and processor seconds per byte."""
     written = unsynced = 0
     start, start_cpu = time.perf_counter(), time.thread_time()
     # At least one batch, however long a crowded core made this process wait.
-    while written == 0 or (written + batch.nbytes <= PROBE_BYTES and time.perf_counter() - start < PROBE_SECONDS):
+    while written == 0 or (written + batch.nbytes <= most_bytes and time.perf_counter() - start < PROBE_SECONDS):
         disk.write(batch.nbytes)
         hashlib.sha256(batch.data).digest()
         os.pwrite(descriptor, batch.data, written)

@@ -27,19 +27,32 @@ def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
 
     `work` may hold no collective. Collective.
     """
+    results: list[T] = []
+
+    def keep() -> None:
+        results.append(work())
+
+    results_of_all_ranks(world, keep, name=name)
+    return results[0]
+
+
+def results_of_all_ranks(world: World, work: Callable[[], T], *, name: str) -> list[T]:
+    """Do as `raise_on_all_ranks`, and return every rank's result, in rank order; for small ones. Collective."""
     error: HvfreezeError | None = None
     result: T | None = None
     try:
         result = work()
     except HvfreezeError as mine:
         error = mine
-    verdicts = world.allgather_object((type(error), str(error)) if error else None, name=f"verdict.{name}")
+    said = (type(error), str(error)) if error else None
+    gathered = world.allgather_object((said, result), name=f"verdict.{name}")
+    verdicts = [verdict for verdict, _ in gathered]
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
             kind, message = verdict
             common = all(v == verdict for v in verdicts)
             raise kind(message if common else f"rank {rank}: {message}").on_all_ranks() from error
-    return result  # type: ignore[return-value]  # no verdict: work returned
+    return [theirs for _, theirs in gathered]  # type: ignore[misc]  # no verdict: work returned
 
 
 def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str) -> tuple[T, U]:

@@ -330,12 +330,13 @@ class Freezer:
             self._coherence.restart()
 
     def _evidence(self) -> Evidence:
-        blocks = range(len(self.chain.blocks))
+        count = len(self.chain.blocks)
+        trained = [block for block in range(self.cut, count) if self._trains(block)]
         previous, current = self._seen.last_two
         return Evidence(
             cut=self.cut,
-            num_blocks=len(blocks),
-            has_parameters=tuple(b < self.cut or self._trains(b) for b in blocks),
+            num_blocks=count,
+            has_parameters=tuple(block < self.cut or block in trained for block in range(count)),
             previous_norms=previous,
             norms=current,
             epoch=self.cadence.epochs_in(self.step),
@@ -347,12 +348,11 @@ class Freezer:
             peaks=() if self._coherence is None else tuple(self._coherence.peaks),
             work=self._work,
             min_gain=self.settings.min_gain,
-            limit=self._deepest(),
+            limit=self._deepest(trained),
         )
 
-    def _deepest(self) -> int:
-        """Return the deepest cut behind which something still trains, within the limit: a loss needs a gradient."""
-        trained = [block for block in range(self.cut, len(self.chain.blocks)) if self._trains(block)]
+    def _deepest(self, trained: Sequence[int]) -> int:
+        """Return the deepest cut with one of the `trained` blocks behind it, within the limit: a loss needs a gradient."""
         last = trained[-1] if trained else self.cut
         return last if self.limit is None else min(self.limit, last)
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,16 @@ from torch import Tensor
 from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.reader import directory_bytes
-from hvfreeze.cache.planning import CostMeasurement, Plan, Rates, make_plan, measure_directory, reads_again
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.cache.planning import (
+    PROBE_BYTES,
+    CostMeasurement,
+    Plan,
+    Rates,
+    make_plan,
+    measure_directory,
+    reads_again,
+)
+from hvfreeze.comm.agreement import results_of_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.shards import Ids
@@ -232,10 +239,19 @@ def suffix_seconds(clock: PhaseClock, *, batches: float) -> float:
     return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, batches)
 
 
-@lru_cache
-def rates_of(directory: Path, row_bytes: int, batch_rows: int) -> Rates:
-    """Measure a directory once per size of row."""
-    return measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows)
+_MEASURED: dict[tuple[Path, int, int], tuple[int, Rates]] = {}
+"""By directory, size of row and rows of a batch: the bytes of the probe, and what it has found."""
+
+
+def rates_of(directory: Path, row_bytes: int, batch_rows: int, rows: int) -> Rates:
+    """Measure a directory once per size of row, with no more bytes than so many rows have.
+
+    For few rows a full probe would take longer than all that the cache can save.
+    """
+    key, most = (directory, row_bytes, batch_rows), min(PROBE_BYTES, row_bytes * rows)
+    if key not in _MEASURED or _MEASURED[key][0] < most:
+        _MEASURED[key] = most, measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows, most_bytes=most)
+    return _MEASURED[key][1]
 
 
 def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
@@ -285,9 +301,15 @@ class Planner:
         """
         split, world = self.source.split, self.world
         epochs = split.coming(self.costs.horizon().epoch)
-        shares = raise_on_all_ranks(world, lambda: look(epochs), name=f"cache.look.{split.name}")
-        # Measuring a directory takes most of a second, which a run that would read nothing is spared.
-        worth = asked or reads_again(world.allgather_object(self._outline(shares), name="cache.outlines"))
+        looks: list[Shares] = []
+
+        def outline() -> CostMeasurement:
+            looks.append(look(epochs))
+            return self._outline(looks[0])
+
+        outlines = results_of_all_ranks(world, outline, name=f"cache.look.{split.name}")
+        # Measuring a directory takes up to a second, which a run that would read nothing is spared.
+        worth, shares = asked or reads_again(outlines), looks[0]
 
         def measure() -> CostMeasurement:
             if cut != self._cut:
@@ -298,8 +320,7 @@ class Planner:
                 self._try()
             return self._measured(shares, rated=worth)
 
-        mine = raise_on_all_ranks(world, measure, name=f"cache.measure.{split.name}")
-        ranks = world.allgather_object(mine, name="cache.costs")
+        ranks = results_of_all_ranks(world, measure, name=f"cache.measure.{split.name}")
         left = self.costs.budget.left_bytes
         plan = make_plan(ranks, limit_bytes=None if left is None else left * world.size, asked=asked)
         return world.broadcast_object(plan, name="cache.plan")
@@ -346,9 +367,10 @@ class Planner:
         trial, recipe = self._trial, self.source.recipe
         stored = recipe.stored or (trial.dtype if trial else None)
         row_bytes = trial.row_elements * stored.itemsize if trial and stored else 0
-        probed = (self.costs.directory, row_bytes or PROBED_ROW_BYTES, recipe.batch_rows)
+        outline = self._outline(shares)
+        probed = (self.costs.directory, row_bytes or PROBED_ROW_BYTES, recipe.batch_rows, outline.rows * outline.views)
         found = replace(
-            self._outline(shares),
+            outline,
             image_seconds=self._image_seconds,
             prefix_seconds=max(0.0, self.timer.seconds_per_batch() - self._image_seconds),
             suffix_seconds=self.costs.suffix_seconds() if self.source.split.name == "train" else 0.0,

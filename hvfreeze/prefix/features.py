@@ -15,7 +15,7 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.file.reader import refusals
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import raise_on_all_ranks, results_of_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch, announce
@@ -226,7 +226,7 @@ class Features:
         self.account.settle(self.cut)
         self.account.begin(cut, plan, kept=use)
 
-        def begin() -> None:
+        def begin() -> str | None:
             self.activations.begin_cut(
                 cut,
                 fingerprint=fingerprint,
@@ -234,9 +234,9 @@ class Features:
                 store=use,
                 batch_invariant=planner.batch_invariant,
             )
+            return self.activations.failed
 
-        raise_on_all_ranks(world, begin, name=f"cache.begin.{split.name}")
-        self._agree_on_failure()
+        self._fail_with(results_of_all_ranks(world, begin, name=f"cache.begin.{split.name}"))
         if use and self.activations.failed is None:
             self._tell_refusals(fingerprint)
         if use and self.activations.failed is None and self.source.shared:
@@ -268,7 +268,11 @@ class Features:
 
     def _agree_on_failure(self) -> None:
         name = f"cache.failed.{self.source.split.name}"
-        for rank, reason in enumerate(self.terms.world.allgather_object(self.activations.failed, name=name)):
+        self._fail_with(self.terms.world.allgather_object(self.activations.failed, name=name))
+
+    def _fail_with(self, reasons: Sequence[str | None]) -> None:
+        """Keep no rows any more where a rank, by its number, has a reason not to. Not a collective."""
+        for rank, reason in enumerate(reasons):
             if reason is not None and self.activations.failed is None:
                 self.activations.disable(f"rank {rank}: {reason}", told=True)
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from hvfreeze.comm.world import World
+from hvfreeze.prefix.features import Features
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.run import run
-from tests.parallel.workers.checking import let_runs_build, run_checks, small_resnet
+from tests.parallel.workers.checking import let_runs_build, messages, run_checks, small_resnet
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 
 models: Any = torchvision.models
@@ -57,6 +58,37 @@ def compare(world: World, model: str) -> None:
     for name, summary in {"cached": cached, "resumed": resumed, "again": again}.items():
         assert summary["parameter_digest"] == plain["parameter_digest"], f"{model}, {name}: other bits"
         assert summary["cache"]["exact"] is True and summary["cache"]["rows_read"] > 0, f"{model}, {name}: {summary}"
+
+
+def check_following_the_cut_takes_a_message_for_each_thing_to_agree_on(world: World) -> None:
+    let_runs_build(lambda classes: resnet())
+    move, sent = Features.move, list[list[str]]()
+
+    def counted(features: Features, cuts: Any) -> None:
+        with messages(world) as names:
+            move(features, cuts)
+        # A plan that fits into the head of its message is the head alone.
+        sent.append([name for name in names if name != "cache.plan"] if cuts[-1] > 0 else [])
+
+    Features.move = counted  # type: ignore[method-assign,assignment]
+    try:
+        run(configuration(Path(sys.argv[1]) / "counted", world.size, **{**SCHEDULED, "cache": "on"}), world)
+    finally:
+        Features.move = move  # type: ignore[method-assign]
+    expected = {
+        tuple(
+            f"{what}.{split}" if split else what
+            for what, split in (
+                ("cache.failed", split),
+                ("verdict.cache.look", split),
+                ("verdict.cache.measure", split),
+                ("cache.plan.head", ""),
+                ("verdict.cache.begin", split),
+            )
+        )
+        for split in ("train", "test")
+    }
+    assert set(map(tuple, sent)) - {()} == (expected if world.size > 1 else set()), sent
 
 
 if __name__ == "__main__":

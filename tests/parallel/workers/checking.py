@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,24 @@ def run_checks(
     report(opened.rank, checks=[check.__name__ for check in checks])
     if world is None:
         opened.close()
+
+
+@contextmanager
+def messages(world: World) -> Iterator[list[str]]:
+    """Collect the names of the messages that this rank waits for within; none where it is alone."""
+    names: list[str] = []
+    wait = world.wait
+
+    def noting(handle: Any) -> Any:
+        if handle is not None:
+            names.append(handle[1])
+        return wait(handle)
+
+    world.wait = noting  # type: ignore[method-assign]
+    try:
+        yield names
+    finally:
+        del world.wait
 
 
 class Trial:

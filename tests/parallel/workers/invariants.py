@@ -28,7 +28,7 @@ from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.training import build
-from tests.parallel.workers.checking import run_checks
+from tests.parallel.workers.checking import messages, run_checks
 from tests.program import save_photos
 
 
@@ -253,6 +253,55 @@ def check_votes_move_all_ranks_alike(world: World) -> None:
     assert len(set(world.allgather_object(str(lines), name="test.votes"))) == 1
     assert parts.freezer.cut > 0, "sixty steps without a single frozen block"
     assert any(len(set(line.proposals)) > 1 for line in lines) or world.size == 1, "local signals never differed"
+
+
+def check_a_vote_is_one_message_and_only_statistics_that_can_differ_are_averaged(world: World) -> None:
+    parts = Parts(world, freeze="percentile", shadow="coherence,linear", eta_max=1e-12, vote_weight="loss")
+    after_step, sent = parts.freezer.after_step, list[list[str]]()
+
+    def counted(loss: float) -> object:
+        with messages(world) as names:
+            decision = after_step(loss)
+        sent.append(sorted(names))
+        return decision
+
+    parts.freezer.after_step = counted  # type: ignore[method-assign,assignment]
+    averages = ["batchnorm.mean", "batchnorm.variance"] if world.size > 1 else []
+    ballots = ["vote.ballots"] if world.size > 1 else []
+    for _ in range(6):
+        parts.step()
+    assert sent == [[], [], [], averages + ballots, [], averages + ballots], sent
+    with messages(world) as names:
+        parts.freezer.freeze(3)
+    assert names == averages, "the blocks that freeze"
+    del sent[:]
+    before = frozen_state(parts, 3)
+    for _ in range(4):
+        parts.step()
+    assert sent == [[], ballots, [], ballots], sent
+    assert all(torch.equal(a, b) for a, b in zip(before, frozen_state(parts, 3), strict=True))
+    with messages(world) as names:
+        parts.freezer.thaw(1)
+    assert names == [], "what was frozen is equal already"
+    del sent[:]
+    for _ in range(2):
+        parts.step()
+    assert sent == [[], averages + ballots], sent
+    check_replicas(parts.model, world, step=12)
+
+
+def check_statistics_that_differ_where_blocks_are_frozen_from_the_start_become_equal(world: World) -> None:
+    parts = Parts(world, freeze="static", cut=2)
+    parts.model[0][1].running_mean.fill_(world.rank)
+    parts.freezer.average_statistics()
+    assert torch.equal(parts.model[0][1].running_mean, torch.full((8,), (world.size - 1) / 2))
+    # A state without a note of it, as earlier versions have saved, says nothing of what is equal.
+    state = parts.freezer.state_dict()
+    del state["averaged"]
+    parts.freezer.load_state_dict(state)
+    parts.model[0][1].running_mean.fill_(world.rank)
+    parts.freezer.average_statistics()
+    assert torch.equal(parts.model[0][1].running_mean, torch.full((8,), (world.size - 1) / 2))
 
 
 def check_a_rank_s_gains_are_products_of_its_gradient_with_the_others(world: World) -> None:

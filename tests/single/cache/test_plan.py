@@ -8,7 +8,8 @@ import pytest
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Disk
-from hvfreeze.cache.planning import CostMeasurement, Plan, Rates, make_plan, measure_directory
+from hvfreeze.cache.planning import PROBE_BYTES, CostMeasurement, Plan, Rates, make_plan, measure_directory
+from hvfreeze.prefix import cache_decision
 
 GIB = 1 << 30
 
@@ -184,6 +185,32 @@ def test_a_slower_disk_is_measured_as_slower(tmp_path: Path) -> None:
     rates = measure_directory(tmp_path, row_bytes=1 << 12, batch_rows=16, disk=disk)
     assert rates.read_cold >= 1e-7 and rates.write >= 0.5e-7
     assert rates.write_cpu < rates.write and rates.read_cpu < rates.read_warm
+
+
+def test_a_probe_writes_no_more_than_it_is_told(tmp_path: Path) -> None:
+    class Counting(Disk):
+        written = 0
+
+        def write(self, num_bytes: int) -> None:
+            Counting.written += num_bytes
+
+    for most_bytes, expected in ((10 << 14, 8 << 14), (0, 4 << 14)):
+        Counting.written = 0
+        measure_directory(tmp_path, row_bytes=1 << 14, batch_rows=4, most_bytes=most_bytes, disk=Counting())
+        assert Counting.written == expected, "whole batches, one at least"
+
+
+def test_a_directory_is_measured_again_only_for_more_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes: list[int] = []
+
+    def measured(directory: Path, *, most_bytes: int, **sizes: int) -> Rates:
+        probes.append(most_bytes)
+        return cache_decision.FREE_OF_CHARGE
+
+    monkeypatch.setattr(cache_decision, "measure_directory", measured)
+    for rows in (100, 30, 100, 200, 150, 10**9, 10**10):
+        cache_decision.rates_of(tmp_path, 1000, 8, rows)
+    assert probes == [100_000, 200_000, PROBE_BYTES]
 
 
 def test_rows_of_many_megabytes_can_be_measured(tmp_path: Path) -> None:

@@ -71,23 +71,13 @@ def check_following_the_cut_takes_a_message_for_each_thing_to_agree_on(world: Wo
         sent.append([name for name in names if name != "cache.plan"] if cuts[-1] > 0 else [])
 
     Features.move = counted  # type: ignore[method-assign,assignment]
+    changes = {**SCHEDULED, "cache": "on", "augment": "none"}
     try:
-        run(configuration(Path(sys.argv[1]) / "counted", world.size, **{**SCHEDULED, "cache": "on"}), world)
+        run(configuration(Path(sys.argv[1]) / "counted", world.size, **changes), world)
     finally:
         Features.move = move  # type: ignore[method-assign]
-    expected = {
-        tuple(
-            f"{what}.{split}" if split else what
-            for what, split in (
-                ("cache.failed", split),
-                ("verdict.cache.look", split),
-                ("verdict.cache.measure", split),
-                ("cache.plan.head", ""),
-                ("verdict.cache.begin", split),
-            )
-        )
-        for split in ("train", "test")
-    }
+    steps = ("cache.failed.{}", "verdict.cache.look.{}", "verdict.cache.measure.{}", "cache.plan.head")
+    expected = {tuple(step.format(split) for step in (*steps, "verdict.cache.begin.{}")) for split in ("train", "test")}
     assert set(map(tuple, sent)) - {()} == (expected if world.size > 1 else set()), sent
 
 

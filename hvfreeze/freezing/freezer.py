@@ -352,7 +352,7 @@ class Freezer:
         )
 
     def _deepest(self, trained: Sequence[int]) -> int:
-        """Return the deepest cut with one of the `trained` blocks behind it, within the limit: a loss needs a gradient."""
+        """Return the deepest cut, within the limit, with a `trained` block behind it: a loss needs a gradient."""
         last = trained[-1] if trained else self.cut
         return last if self.limit is None else min(self.limit, last)
 

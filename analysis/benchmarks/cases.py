@@ -57,6 +57,7 @@ CASES = (
     Case("reading", ("shuffled_read_2k", "shuffled_read_64k"), 6),
     Case("verification", ("verification",), 10),
     Case("checks", ("checks_of_an_epoch", "index_of_256_files"), 12),
+    Case("votes", ("vote_every_4_steps",), 20),
     Case("whole_runs", tuple(f"whole_run_cut{cut}" for cut in CUTS), 26, 15),
     Case(
         "automatic",

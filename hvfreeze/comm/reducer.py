@@ -83,6 +83,8 @@ class Reducer:
     """Parameters that travel at every cut, behind those that `carry` is given."""
     observer: Observer | None = None
     """Called with (index among the carried parameters, this rank's own gradient) before it is averaged."""
+    on_wait: Callable[[], None] | None = None
+    """Called in `finish` before it waits for other ranks: all of this rank's own gradients have been observed."""
     on_average: Callable[[], None] | None = None
     """Called at the end of `finish`: gradients are averages then."""
     carried: Sequence[tuple[str, nn.Parameter]] = ()
@@ -193,6 +195,8 @@ class Reducer:
         if self._signals is None:
             self.signal()
         assert self._signals is not None
+        if self.on_wait is not None:
+            self.on_wait()
         self.world.wait(self._handle)
         nonfinite, leave, total, squares = self._signals.tolist()
         # Equality in Cauchy-Schwarz: n * sum(h^2) = (sum h)^2 only where all h are equal.

@@ -315,14 +315,20 @@ class Freezer:
                 proposer.moved(max(proposer.cut, cut) if proposer.name != self.settings.freeze else cut)
         self.reducer.carry(self.prefix.carried())
         self._seen.forget()
-        self.reducer.observer, self.reducer.on_average = None, None
+        self.reducer.observer, self.reducer.on_wait, self.reducer.on_average = None, None, None
         if len(self.chain.blocks) < 2:
             return  # nothing will ever be frozen
         self.reducer.observer = self._seen.observer
+        self.reducer.on_wait = self._square_ahead if self._seen.observer is not None else None
         if self._coherence is not None:
             self._coherence.follow()
             self.reducer.observer = both(self._seen.observer, self._coherence.observe)
             self.reducer.on_average = self._coherence.compare
+
+    def _square_ahead(self) -> None:
+        """Compute the norms of an interval that ends with this step while its gradients travel. Not a collective."""
+        if self._proposers and self.cadence.ends_interval(self.step + 1):
+            self._seen.sums.squares()
 
     def _begin_interval(self) -> None:
         self._seen.begin_interval()

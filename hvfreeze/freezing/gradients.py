@@ -30,6 +30,8 @@ class GradientSums:
     _sums: list[Tensor] = field(default_factory=list)
     _added: list[bool] = field(default_factory=list)
     """Of each sum, whether a gradient of this interval is in it; before that it holds anything, and counts 0."""
+    _squares: list[float] | None = None
+    """Per block the squared norm of the sums as they are; None where it is not known."""
     _block_of: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -43,7 +45,7 @@ class GradientSums:
 
     def restart(self) -> None:
         """Begin an empty interval."""
-        self._added = [False] * len(self._sums)
+        self._added, self._squares = [False] * len(self._sums), None
         self.steps, self.squared_steps = 0, 0.0
 
     def add(self, slot: int, gradient: Tensor) -> None:
@@ -54,19 +56,23 @@ class GradientSums:
             self._sums[slot], self._added[slot] = torch.empty_like(gradient), False
         # The first is copied: zeroing sums as large as the model, to add to them, takes as long as adding.
         self._sums[slot].add_(gradient) if self._added[slot] else self._sums[slot].copy_(gradient)
-        self._added[slot] = True
+        self._added[slot], self._squares = True, None
         if self.step_norms:
             self.squared_steps += float(torch.linalg.vector_norm(gradient)) ** 2
 
     def norms(self) -> tuple[float, ...]:
         """Return per block of the whole chain the norm of its summed gradient, 0 for blocks that nobody observed."""
-        squares = [0.0] * len(self.prefix.chain.blocks)
-        if self.steps:
-            for block, total, added in zip(self._block_of, self._sums, self._added, strict=True):
-                if not added:
-                    continue
-                squares[block] += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
+        squares = self.squares() if self.steps else [0.0] * len(self.prefix.chain.blocks)
         return tuple(math.sqrt(square) for square in self.join(squares))
+
+    def squares(self) -> list[float]:
+        """Return the squares of this rank's part of the norms; not computed again before a gradient is added."""
+        if self._squares is None:
+            self._squares = [0.0] * len(self.prefix.chain.blocks)
+            for block, total, added in zip(self._block_of, self._sums, self._added, strict=True):
+                if added:
+                    self._squares[block] += float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
+        return self._squares
 
     def signal_to_noise(self) -> float:
         """Return |mean gradient|^2 / mean |gradient|^2 over the interval: 1 when steps agree, 1/steps when random."""
@@ -86,6 +92,7 @@ class GradientSums:
         self.squared_steps = state["squared_steps"]
         for slot, saved in enumerate(state["sums"]):
             self._sums[slot], self._added[slot] = saved.clone(), True
+        self._squares = None
 
 
 @dataclass

@@ -73,3 +73,35 @@ def test_whoever_registers_is_told_of_every_move_when_the_prefix_has_changed() -
     for _ in range(12):
         freezer.after_step(1.0)
     assert [cut for cut, _, _ in seen] == list(freezer.prefix.cuts[-1:]) == [2]
+
+
+def test_norms_are_computed_before_the_wait_and_again_where_a_step_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(SoloWorld):
+        def wait(self, handle: object) -> None:
+            done.append("wait")
+
+    done: list[str] = []
+    norm = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *args, **rest: done.append("norm") or norm(*args, **rest))
+    world = Waiting()
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = FreezeConfig(freeze="gradient-norm", interval=2)
+    freezer = freeze_by_vote(model, optimizer, world, steps_per_epoch=4, num_epochs=9, settings=settings)
+    gradients = []
+
+    def backward(scale: float) -> None:
+        freezer.reducer.begin()
+        (scale * model(torch.ones(2, 3))).sum().backward()
+        gradients.append(model[0].weight.grad.clone())
+        freezer.reducer.finish()
+
+    backward(1.0)
+    freezer.after_step(0.0)
+    assert done == ["wait"], "the interval does not end with this step"
+    backward(2.0)  # which its script skips, as where gradients are infinite
+    backward(3.0)
+    assert done == ["wait", "norm", "wait", "norm", "wait"]
+    freezer.after_step(0.0)
+    assert len(done) == 5, "norms were computed twice"
+    assert freezer._seen.norms[-1][0] == float(norm(sum(gradients), dtype=torch.float64))

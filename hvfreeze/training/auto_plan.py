@@ -487,7 +487,8 @@ def tuning(config: Config, cut: int, *, epochs: int) -> Config:
 def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return notes on rows that are other than was asked, and on a head that is solved on random weights."""
     notes = []
-    if any(stage.solves and stage.config.data.mirror != config.data.mirror for stage in stages):
+    # Behind an early trial it is time that there is too little of.
+    if stages[0].solves and stages[0].config.data.mirror != config.data.mirror:
         notes.append(
             f"no mirror images for the solved head: with them there are more than {ALL_COMPARED} views of samples, "
             "more than are all compared with each other; --mirror on takes them, and compares all with fewer"

@@ -139,6 +139,8 @@ def least_seconds(work: Callable[[], object]) -> float:
 
 
 SECONDS_BETWEEN_PLANS = 2.0
+UNMEASURED = 2.0
+"""Times what a solution is expected to take, where it comes last and none was measured before: it is a rough guess."""
 RESERVED, RESERVED_SECONDS = 0.005, 0.5
 """Part of the budget, and seconds, for what comes after the last stage: the model is digested and written."""
 
@@ -173,6 +175,8 @@ class TimeBudget:
     _plan_at: int = 0
     _worth: float = 0.0
     """Of a solution that takes `expected.solve`; solutions may differ in their views of samples."""
+    _guessed: bool = True
+    """Whether no solution was measured yet."""
 
     def elapsed(self) -> float:
         """Return the seconds that the run has taken so far, on this rank's clock."""
@@ -255,7 +259,7 @@ class TimeBudget:
         now = self.elapsed()
         if stage_runner.stage.solves:
             self.expected = replace(self.expected, solve=now - self._mark - self._evaluating)
-            self._worth = stage_runner.stage.worth
+            self._worth, self._guessed = stage_runner.stage.worth, False
         self._spent.append(now - self._mark)
         self._mark, self._measured, self._evaluating = now, None, 0.0
         if stage_runner.is_last:
@@ -342,7 +346,8 @@ class TimeBudget:
             return 0.0
         if stage.solves:
             ratio = stage.worth / self._worth if stage.worth and self._worth else 1.0
-            return self.expected.solve * ratio + self.expected.evaluation
+            guessed = self._guessed and not stages[0].solves
+            return self.expected.solve * ratio * (UNMEASURED if guessed else 1.0) + self.expected.evaluation
         if stage.is_trial:
             # It is judged before the first of them, too.
             judged = 1 if any(earlier.is_trial for earlier in stages[:number]) else 2

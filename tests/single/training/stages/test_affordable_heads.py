@@ -85,3 +85,5 @@ def test_what_was_left_out_is_told() -> None:
     notes = [note for note in notes_on_stages(config, [stage]) if f"{ALL_COMPARED} views" in note]
     assert len(notes) == 1 and notes[0].startswith("no mirror images")
     assert not any("views" in note for note in notes_on_stages(config, [replace(stage, config=config)]))
+    early = [replace(stage, name="try", config=replace(config, head=HeadConfig(), freeze=FreezeConfig())), stage]
+    assert notes_on_stages(config, early) == [], "time is why it has none"

@@ -66,12 +66,21 @@ class Ground:
     """Of a rank, in full fine-tuning."""
     full: Mapping[str, Value] = field(default_factory=dict)
     """Flags that full fine-tuning needs, and auto finds out by itself."""
+    part_of: str | None = None
+    """The ground of which this is a few images, with auto's own epochs alone; such are in no figure."""
 
     def ways(self) -> dict[str, dict[str, Value]]:
         """Return the flags of all ways, but for those that name data and model."""
-        full = {**FULL, "batch_size": self.batch, **self.full}
-        fulls = {full_of(epochs): {**full, "epochs": epochs} for epochs in (EPOCHS, 2 * EPOCHS, *FEWER)}
-        return {"auto": AUTO, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in FEWER}}
+        full, fewer = {**FULL, "batch_size": self.batch, **self.full}, () if self.part_of else FEWER
+        fulls = {full_of(epochs): {**full, "epochs": epochs} for epochs in (EPOCHS, 2 * EPOCHS, *fewer)}
+        return {"auto": AUTO, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in fewer}}
+
+
+def few_of(name: str, ground: Ground) -> Ground:
+    """Return the ground with `FEW` of its images."""
+    words = f"{FEW} images of {'CIFAR-10' if name == 'cifar' else ground.words}"
+    flags = {**ground.flags, "train_samples": FEW}
+    return replace(ground, words=words, flags=flags, batch=32, part_of=name)
 
 
 GROUNDS = {
@@ -80,7 +89,9 @@ GROUNDS = {
     "rotation": Ground(words="by how much an image is turned", flags=RESNET, full={"mirror": "off"}),
     "cifar": Ground(words="5 000 images of CIFAR-10", flags={**RESNET, "train_samples": 5_000}),
 }
-"""Folder of the data -> what is in it."""
+FEW = 600
+GROUNDS |= {f"few-{name}": few_of(name, GROUNDS[name]) for name in ("counting", "rotation", "cifar")}
+"""Folder of the data, or that of which a few images are taken -> what is in it."""
 SMOKE_GROUND = "digits"
 MOST_BEHIND = 0.5
 """Points that a way may be behind and is still level."""
@@ -101,7 +112,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
 def flags_of(name: str, way: str) -> dict[str, Value]:
     """Return the flags of a ground's runs; the data lie in a folder below --data-dir."""
     ground = GROUNDS[name]
-    return {"data": "imagefolder", "data_dir": f"./{name}", **ground.flags, **ground.ways()[way]}
+    return {"data": "imagefolder", "data_dir": f"./{ground.part_of or name}", **ground.flags, **ground.ways()[way]}
 
 
 def auto_runs(results: Results, name: str) -> dict[int, Run]:
@@ -300,7 +311,7 @@ def started(results: Results) -> Table:
     for name, ground in GROUNDS.items():
         for way, own in ground.ways().items():
             if results.of(f"{name}-{way}"):
-                common = {"data": "imagefolder", "data_dir": f"DIR/{name}", **ground.flags}
+                common = {"data": "imagefolder", "data_dir": f"DIR/{ground.part_of or name}", **ground.flags}
                 rows.append((words(name), f"`{written({**common, **own})}`"))
     return Table(
         columns=("Ground", "Flags"), rows=tuple(rows), title="How runs are started:", prose=frozenset({"Flags"})
@@ -316,6 +327,8 @@ def drawings(results: Results) -> list[Drawing]:
     """Return accuracy against time on each ground: auto from its first solution to its end, beside full."""
     results, panels = timed(results), dict[str, list[Way]]()
     for name in made(results):
+        if name in GROUNDS and GROUNDS[name].part_of:
+            continue
         panels[words(name)] = [Way(TUNED, [first(results, name), point(results, f"{name}-auto")])]
         fulls = [point(results, way) for way in full_ways(results, name)]
         if fulls:
@@ -344,14 +357,15 @@ SHARED = (
 )
 CHOSEN_HERE = (
     "By how much a trial's loss must fall for tuning to go on, the two ways that are tried, when one tuning takes all "
-    "steps that are left, and the photographs' weights were chosen while looking at seed 0 of these grounds."
+    "steps that are left, and the photographs' weights were chosen while looking at seed 0 of these grounds; what few "
+    "samples make of a trial, at seed 0 of those with 600 images."
 )
 MORE_MAY_HELP = (
     "Full fine-tuning has one learning rate, which was not searched for; others may give it more. Auto may take work "
     "worth 16 epochs."
 )
 LIMITS = (
-    "Four tasks, and few seeds of each.",
+    "Four tasks, three of them with few images too, and few seeds of each.",
     SHARED,
     CHOSEN_HERE,
     MORE_MAY_HELP,

@@ -54,6 +54,11 @@ def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() 
     command = command_of(planned[0], site, Path("work/a"))
     assert command[command.index("--data-dir") + 1] == "/data/photographs"
     assert command[command.index("--weights") + 1] == "/kept/efficientnet-lite0-imagenet-fp16.pt"
+    few = [run for run in planned if run.label.startswith("few-counting-") and run.seed == planned[0].seed]
+    assert [run.label.rpartition("-")[2] for run in few] == ["auto", "full", "full16"]
+    command = command_of(few[0], site, Path("work/a"))
+    assert command[command.index("--data-dir") + 1] == "/data/counting"
+    assert command[command.index("--train-samples") + 1] == "600"
     plain = command_of(Preset().run("a", 0), site, Path("work/a"))
     assert plain[plain.index("--data-dir") + 1] == "/data"
 

@@ -78,7 +78,7 @@ class Ground:
 
 def few_of(name: str, ground: Ground) -> Ground:
     """Return the ground with `FEW` of its images."""
-    words = f"{FEW} images of {'CIFAR-10' if name == 'cifar' else ground.words}"
+    words = f"{'CIFAR-10' if name == 'cifar' else ground.words}, {FEW} images"
     flags = {**ground.flags, "train_samples": FEW}
     return replace(ground, words=words, flags=flags, batch=32, part_of=name)
 

@@ -90,25 +90,34 @@ def auto_stages(factory: StageFactory, passes: float | None) -> tuple[Stage, ...
     """Return the stages with the steps that --epochs gives them, or `passes`; see `stages_of`.
 
     Raises:
-        UsageError: --cut is deeper than the model, or there are too few samples to solve a head.
+        UsageError: see `first_cut`; or there are too few samples to solve a head.
     """
-    config, solved, context = factory.config, affordable(factory), factory.context
+    solved, cut = affordable(factory), first_cut(factory)
     factory.check_held_out()
-    chain, feed = context.chain, context.feed
-    deepest, cut = len(chain.blocks) - 1, config.freeze.cut or 0
-    if cut > deepest:
-        raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
+    chain, feed = factory.context.chain, factory.context.feed
     return stages_of(
-        config,
+        factory.config,
         solved=solved,
         batches_per_epoch=feed.plan.batches_per_epoch,
         guarded_batches=factory.guarded_batches() if ends_in_linear(chain) else 0,
         cut=cut,
-        deepest=deepest,
+        deepest=len(chain.blocks) - 1,
         costs=costs_of(factory, solved, cut),
         passes=passes,
         replicas=len(feed.plan.shards),
     )
+
+
+def first_cut(factory: StageFactory) -> int:
+    """Return the cut at which tuning begins.
+
+    Raises:
+        UsageError: --cut is deeper than the model.
+    """
+    deepest, cut = len(factory.context.chain.blocks) - 1, factory.config.freeze.cut or 0
+    if cut > deepest:
+        raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the head is never frozen")
+    return cut
 
 
 def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
@@ -162,9 +171,9 @@ def ways_of(config: Config) -> tuple[Config, ...]:
     )
 
 
-def larger_batch(settings: OptimizerConfig) -> int:
-    """Return `LARGER_BATCH`, or the batch that was given."""
-    return LARGER_BATCH if settings.batch_size == usual("batch_size") else settings.batch_size
+def batch_is_given(settings: OptimizerConfig) -> bool:
+    """Tell whether --batch-size says how large batches are."""
+    return bool(settings.batch_size != usual("batch_size"))
 
 
 def usual(leaf: str) -> Any:
@@ -227,8 +236,8 @@ def stages_of(
     if batches == 0:
         return (solve,)
     longer = several and batches_per_epoch * batch * replicas >= MANY
-    if longer:
-        ways = (replace(ways[0], optimizer=replace(settings, batch_size=larger_batch(settings))), *ways[1:])
+    if longer and not batch_is_given(settings):
+        ways = (replace(ways[0], optimizer=replace(settings, batch_size=LARGER_BATCH)), *ways[1:])
     tunings = Tunings(settings=settings, batches=batches, cut=cut, guarded=guarded, replicas=replicas, costs=costs)
     step, each = costs.full_step(tunings.full_batch()), costs.tuning_step(batch)
     whole = settings.epochs * step if passes is None else passes
@@ -347,7 +356,7 @@ class Tunings:
     def batch_of(self, way: Config, of: int) -> int:
         """Return the batch of a way, for `of` steps; see `ENOUGH_STEPS`. One that was given is taken."""
         settings = self.settings
-        if way.optimizer.optimizer == settings.optimizer or settings.batch_size != usual("batch_size"):
+        if way.optimizer.optimizer == settings.optimizer or batch_is_given(settings):
             return way.optimizer.batch_size
         samples = of * settings.batch_size * settings.accumulate
         return self._largest(lambda size: samples * self._pace(size) / size)
@@ -355,7 +364,7 @@ class Tunings:
     def full_batch(self) -> int:
         """Return the batch of the full fine-tuning that --epochs counts: one of which auto's own epochs have enough."""
         settings = self.settings
-        if settings.batch_size != usual("batch_size"):
+        if batch_is_given(settings):
             return settings.batch_size
         samples = usual("epochs") * self.batches * settings.batch_size
         return self._largest(lambda size: samples / size)

@@ -162,7 +162,7 @@ class StageRunner:
         self.other_way = False
         """Whether stages that have another way to tune have taken it."""
         self.ends_tuned = False
-        """Whether the run ends with a tuned model under its own last layer, and solutions follow no tuning."""
+        """Whether the run ends with a tuned model under its own last layer, whatever solution came after it."""
         self._open_stage = open_stage
         self._earlier: Report = {}
         self.opened = open_stage(with_mirror(self.stages[0], mirror))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
@@ -27,7 +28,7 @@ from hvfreeze.heads.rows import CHUNK_ROWS
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.segments import work_of
-from hvfreeze.training.auto_plan import tuning
+from hvfreeze.training.auto_plan import first_cut, tuning
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, single_stage, with_steps
 from hvfreeze.training.trial import judging
@@ -187,7 +188,7 @@ class TimeBudget:
         self._mark = self.elapsed()
         solves = next((stage for stage in stages if stage.solves), None)
         self._worth = solves.worth if solves else 0.0
-        needed = self._mark + self._reserve() + self.expected.evaluation
+        needed = self._mark + reserve_of(self.seconds) + self.expected.evaluation
         needed += self.expected.solve if solves else self.expected.step
         steps = self._chosen(stages, 0)
         needed, steps = self.world.broadcast_object((needed, steps), name="budget.plan")
@@ -215,7 +216,7 @@ class TimeBudget:
         for plan in self._planned:
             steps = "" if plan["stage"] == "solve" else f"  {plan['steps']} steps"
             rows += [(plan["stage"], plan["seconds"], steps)] if plan["steps"] else [(plan["stage"], 0.0, "  no time")]
-        rows.append(("finish", self._reserve(), ""))
+        rows.append(("finish", reserve_of(self.seconds), ""))
         lines = [f"  {name:8s} {seconds:8.1f} s{what}" for name, seconds, what in rows]
         together = sum(seconds for _, seconds, _ in rows)
         return [
@@ -336,7 +337,7 @@ class TimeBudget:
         """Return how many steps stage `number`, of which `done` are made, has time for in all."""
         stage = stages[number]
         after = sum(self._takes(stages, later) for later in range(number + 1, len(stages)))
-        room = self.seconds - elapsed - after - self._reserve() - self._ends(stages, number)
+        room = self.seconds - elapsed - after - reserve_of(self.seconds) - self._ends(stages, number)
         return done + max(0, int(room / self._with_evaluations(stage)))
 
     def _takes(self, stages: Sequence[Stage], number: int) -> float:
@@ -366,16 +367,17 @@ class TimeBudget:
     def _step(self, stage: Stage) -> float:
         return self.expected.step * images_of_step(stage) / self.expected.images
 
-    def _reserve(self) -> float:
-        return reserve_of(self.seconds)
-
 
 def time_run(factory: StageFactory) -> Timing | None:
     """Return what a batch of the run costs, None without --time-budget. Collective."""
     config, context = factory.config, factory.context
     if config.run.budget_seconds() is None:
         return None
-    trained = tuning(config, config.freeze.cut or 0, epochs=1) if config.freeze.auto else config
+    trained = config
+    if config.freeze.auto:
+        # Before anything is timed behind it.
+        first = raise_on_all_ranks(context.world, lambda: first_cut(factory), name="cut")
+        trained = tuning(config, first, epochs=1)
     cut = 0 if trained.head.solved else trained.freeze.cut or 0
     feed = factory.feed(single_stage(trained, batches_per_epoch=1, epochs=1))
     return time_batch(context.chain, feed, cut=cut, precision=config.optimizer.precision, world=context.world)

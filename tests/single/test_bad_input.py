@@ -69,6 +69,7 @@ USAGE = [
     ("--freeze linear --cut 2", ["--cut (2)", "static"]),
     ("--freeze static --cut -1", ["--cut (-1)"]),
     ("--freeze auto --cut 6", ["cut (6)", "0..5"]),
+    ("--freeze auto --cut 50 --time-budget 60s", ["--cut (50)", "0..5"]),
     ("--freeze auto --head-fit sgd --head last", ["--head-fit (sgd)", "exact"]),
     ("--freeze auto --auto-without tuning", ["--auto-without (tuning)", "votes"]),
     ("--freeze auto --early-stop 2 --validation-fraction 0.2", ["--early-stop (2)", "auto"]),

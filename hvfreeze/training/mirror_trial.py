@@ -29,15 +29,15 @@ from hvfreeze.data.shards import Ids, stratified_subset
 from hvfreeze.data.views import MIRRORED
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import every_block
-from hvfreeze.heads.kernel import MOST_LEFT_OUT, choose_head
+from hvfreeze.heads.kernel import choose_head
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.solution import MirrorTrial
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.training.stages import Stage
 
-SAMPLES = MOST_LEFT_OUT // 2
-"""Of all ranks, and as many mirror images: of more, held-out ones alone would judge."""
+SAMPLES = 500
+"""Of all ranks, and as many mirror images: few enough for each to be left out in turn and to judge."""
 FEWEST = 8
 """Samples, of which fewer tell nothing."""
 BATCH = 50

@@ -156,6 +156,11 @@ def test_mirror_images_are_left_out_where_left_and_right_differ(
     assert right[1] < right[0] - 0.1 if matters else right[1] == right[0]
 
 
+def test_every_one_of_some_hundred_samples_judges_mirror_images() -> None:
+    fit = compared(rows_of_sides(600, matters=True), classes=2, compare_mirrored=True)
+    assert fit.mirror is not None and fit.mirror.samples == 600 and not fit.mirror.taken
+
+
 @SOLVERS
 def test_mirror_images_are_left_out_where_some_classes_differ_by_left_and_right(
     solve: Solve, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from torch import Tensor
 from hvfreeze.comm.world import World
 from hvfreeze.heads.gram import Iterate, Led, Solved, Tiles, gaussian, solve
 from hvfreeze.heads.kernel_choice import targets
-from hvfreeze.heads.landmarks import MORE_LANDMARKS, leading
+from hvfreeze.heads.landmarks import leading
 
 SAMPLED = 8
 """Rows in the sample for each centre: the error then falls to about a third in a step."""
@@ -187,7 +187,7 @@ def inverse_by_factor(centres: Tensor, normal: Tensor, penalty: float) -> Callab
 def inverse_by_landmarks(centres: Tensor, penalty: float, *, rows: int) -> Callable[[Tensor], Tensor]:
     """Return what multiplies by about (K_C' K_C + penalty K_CC)^-1 where the centres are like all `rows`."""
     # Likenesses count twice here, and so do errors of their eigenvalues.
-    known, share = leading(centres, landmarks=MORE_LANDMARKS, exact=True), rows / len(centres)
+    known, share = leading(centres), rows / len(centres)
 
     def eigenvalues(values: Tensor) -> Tensor:
         return values * (share * values + penalty)

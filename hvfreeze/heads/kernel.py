@@ -47,7 +47,7 @@ from hvfreeze.heads.kernel_choice import (
     solve_ridge,
     targets,
 )
-from hvfreeze.heads.landmarks import leading
+from hvfreeze.heads.landmarks import Factor
 from hvfreeze.heads.moments import check_choice
 from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, OwnPoints, everyones, marks_of, points_of
 from hvfreeze.heads.rows import WholeRows
@@ -545,7 +545,7 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
     classes, (penalty, scale, *_) = share.classes, share.choice
     right, everything = targets(rows.labels, classes), torch.ones(len(rows.labels), 1, dtype=torch.bool)
     together = share.judged and 2 * classes <= columns_at_once(len(right))
-    known, others = leading(rows.points), ~rows.held_out[:, None]
+    known, others = Factor(rows.points), ~rows.held_out[:, None]
     # What finding these took, before the likenesses take theirs.
     give_back()
     # What is solved in pieces begins anew.

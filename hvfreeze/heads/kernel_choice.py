@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.heads.gram import MOST_STEPS, Gram, Iterate, Solved, gaussian, solve
-from hvfreeze.heads.landmarks import Leading, leading
+from hvfreeze.heads.landmarks import Factor
 from hvfreeze.heads.points import AllRows, Marks
 from hvfreeze.heads.solution import PenaltyTrial, doubt
 
@@ -55,7 +55,7 @@ def choose(gram: Gram, rows: AllRows, *, classes: int, penalties: Sequence[float
 
     To be called in `Gram.lead`; `whole` is false where `rows` are a part.
     """
-    known, right, held_out = leading(rows.points), targets(rows.labels, classes), rows.held_out
+    known, right, held_out = Factor(rows.points), targets(rows.labels, classes), rows.held_out
     found, together = [], max(1, columns_at_once(len(right)) // classes)
     for first in range(0, len(penalties), together):
         some = penalties[first : first + together]
@@ -85,7 +85,7 @@ def solve_ridge(
     penalties: Tensor,
     *,
     fitted: Tensor,
-    known: Leading,
+    known: Factor,
     tolerance: float,
     most_steps: int,
     begun: Iterate | None = None,
@@ -100,7 +100,7 @@ def solve_ridge(
         right: (N, C) float64.
         penalties: (C,) float64, above 0, by column.
         fitted: (N, 1) or (N, C) bool, by column too.
-        known: K's largest eigenvalues.
+        known: of K.
         tolerance: see `gram.solve`.
         most_steps: see `gram.solve`.
         begun: see there; only where all right sides are solved at a time.
@@ -123,11 +123,10 @@ def solve_ridge(
         vectors, left, whole, steps, errors = zip(*pieces)
         return Solved(torch.cat(vectors, 1), torch.cat(left, 1), torch.cat(whole), max(steps), max(errors))
     mask = fitted.double()
-    factors, rest = 1 / (known.values[:, None] + penalties), 1 / (known.rest + penalties)
     return solve(
         lambda vectors: (gram.times(vectors).double().add_(penalties * vectors)).mul_(mask),
         mask * right,
-        inverse=lambda vectors: known.apply(factors, rest, vectors).mul_(mask),
+        inverse=known.inverse(penalties, fitted=fitted),
         tolerance=tolerance,
         most_steps=most_steps,
         tell=gram.tell,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from hvfreeze.heads.centres import cholesky
 from hvfreeze.heads.gram import gaussian, solve
 from hvfreeze.heads.kernel import ALL_COMPARED, FEWEST_CENTRES, KernelFit, centres_for, fit_kernel
 from hvfreeze.heads.kernel_choice import best_scale
-from hvfreeze.heads.landmarks import leading
+from hvfreeze.heads.landmarks import Factor, leading
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
 from tests.single.heads.table import CLASSES, labelled_table
 from tests.single.heads.test_kernel import PLENTY, Table, answers, found
@@ -164,27 +163,62 @@ def test_as_many_centres_are_chosen_as_take_no_longer_than_all_rows_of_fewer() -
 
 
 def test_landmarks_tell_the_largest_eigenvalues_and_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = torch.Generator().manual_seed(0)
-    points = torch.randn(700, 6, generator=random) * torch.tensor([1.0, 0.6, 0.4, 0.2, 0.1, 0.1])
-    kernel = gaussian(points.double(), points.double())
+    kernel, points = likenesses_of(700)
     monkeypatch.setattr(landmarks, "DIRECTIONS", 60)
     known = leading(points, landmarks=350)
     exact = torch.linalg.eigvalsh(kernel).flip(0)
     torch.testing.assert_close(known.values[:20], exact[:20], rtol=0.02, atol=0)
     assert known.rest <= float(known.values[-1])
-    right = torch.randn(700, 3, generator=random, dtype=torch.float64)
     factors, rest = 1 / (known.values[:, None] + 0.1), torch.tensor([1 / (known.rest + 0.1)])
-    run = partial(
-        solve,
-        lambda vectors: kernel @ vectors + 0.1 * vectors,
-        right,
-        tolerance=1e-6,
-        most_steps=200,
-        tell=lambda error, tolerance: None,
-    )
-    helped = run(inverse=lambda vectors: known.apply(factors, rest, vectors))
-    alone = run(inverse=lambda vectors: vectors.clone())
-    assert helped.error <= 1e-6 and helped.steps < alone.steps / 2, (helped.steps, alone.steps)
+    steps = steps_with(kernel, torch.full((3,), 0.1), torch.ones(700, 3, dtype=torch.bool))
+    assert steps(lambda vectors: known.apply(factors, rest, vectors)) < steps(lambda vectors: vectors.clone()) / 2
+
+
+@pytest.mark.parametrize("left_out", [0, 10, 2])
+def test_a_factor_saves_steps_also_where_rows_are_left_out(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, points = likenesses_of(700)
+    monkeypatch.setattr(landmarks, "LANDMARKS", 350)
+    fitted = torch.ones(700, 3, dtype=torch.bool)
+    if left_out:
+        # Not of the first column: one right side counts all rows.
+        fitted[::left_out, 1:] = False
+    penalties = torch.tensor([0.1, 0.1, 0.3], dtype=torch.float64)
+    steps = steps_with(kernel, penalties, fitted)
+    known = Factor(points)
+    alone = steps(lambda vectors: vectors.clone())
+    assert steps(known.inverse(penalties, fitted=fitted)) < alone / 3
+    # The inverse for all rows knows too little of a part of them.
+    blind = known.inverse(penalties, fitted=torch.ones(700, 1, dtype=torch.bool))
+    assert not left_out or steps(lambda vectors: blind(vectors).mul_(fitted)) > alone / 3
+
+
+def likenesses_of(rows: int) -> tuple[Tensor, Tensor]:
+    """Return K, (rows, rows) float64, and the points that it compares, (rows, 6)."""
+    random = torch.Generator().manual_seed(0)
+    points = torch.randn(rows, 6, generator=random) * torch.tensor([1.0, 0.6, 0.4, 0.2, 0.1, 0.1])
+    return gaussian(points.double(), points.double()), points
+
+
+def steps_with(kernel: Tensor, penalties: Tensor, fitted: Tensor) -> Callable[[Callable[[Tensor], Tensor]], int]:
+    """Return what counts the steps to solutions for the fitted rows, (N, C) bool, with an inverse."""
+    right = torch.randn(len(kernel), len(penalties), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def product(vectors: Tensor) -> Tensor:
+        return (kernel @ vectors + penalties * vectors) * fitted
+
+    def steps(inverse: Callable[[Tensor], Tensor]) -> int:
+        found = solve(
+            product,
+            right * fitted,
+            inverse=inverse,
+            tolerance=1e-6,
+            most_steps=400,
+            tell=lambda error, tolerance: None,
+        )
+        assert found.error <= 1e-6
+        return found.steps
+
+    return steps
 
 
 def streamed(table: Table, fetched: list[int], *, sampled: int | None = SAMPLED) -> RowsOfBatches:

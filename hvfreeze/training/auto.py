@@ -38,9 +38,6 @@ LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
 MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
 """Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
-EARLY_GAIN = 0.15
-"""Part by which the loss falls in a trial before any solution where it pays: no solution could be gone back to. On far
-tasks it fell by a quarter and more, on near ones, judged by few samples, by a twenty-fifth at most."""
 
 
 def begin_stage(job: Job) -> None:
@@ -61,7 +58,7 @@ def begin_stage(job: Job) -> None:
     assert judge is not None
     with job.clock.within("optimizer"):
         loss = judge.begin(chain, solves_last=not starts_from_zero(job))
-    if guard is not None and trying:
+    if guard is not None and (trying or guard.best is None):
         guard.trial.before, guard.trial.samples = loss, judged_by(job)
         if runner.trials_to_come or guard.best is None:
             guard.before_trial = copied(chain.model)
@@ -71,6 +68,8 @@ def begin_stage(job: Job) -> None:
 def end_trial(job: Job, *, failed: bool = False) -> None:
     """Judge tuning after a stage that tries it, and after the last of them, whether and how it goes on. Collective.
 
+    So is a whole tuning that nothing came before.
+
     Where it does not, or the first way is the better, the model goes back to that. Of many samples an epoch is tried
     where short trials gain nothing: what it gains, a long tuning gains more of.
 
@@ -79,7 +78,7 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         failed: whether the stage has ended early, by numbers that are not finite.
     """
     guard, runner, judge = job.guard, job.stage_runner, job.judge
-    if guard is None or judge is None or not runner.stage.is_trial:
+    if guard is None or judge is None or not is_on_trial(job):
         return
     settings, chain = runner.stage.config.optimizer, runner.opened.chain
     trial = guard.trial
@@ -113,6 +112,8 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         put_back(first, chain.model)
     elif first is not None:
         runner.take_other_way()
+    if longer:
+        runner.take_other_way()
     if longer or (fell_much(trial.before, trial.loss) and leaves_much(best)):
         tune_at_once(job)
 
@@ -120,13 +121,14 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
 def end_early_trial(job: Job, guard: Guard) -> None:
     """Go on after a trial before any solution: with the tuning, or with a solution for the blocks as they were.
 
-    Equal on all ranks.
+    After a whole tuning, with a solution for the tuned blocks or for those. Equal on all ranks.
     """
     runner, trial, before = job.stage_runner, guard.trial, guard.before_trial
     assert before is not None
     guard.before_trial = None
-    pays = trial.before is not None and trial.loss < (1 - EARLY_GAIN) * trial.before
-    job.logger.info(trial.early_line(runner.stage.steps, pays=pays))
+    goes_on = runner.stage.is_trial
+    pays = trial.pays_early if goes_on else trial.pays
+    job.logger.info(trial.early_line(runner.stage.steps, pays=pays, goes_on=goes_on))
     if not pays:
         put_back(before, runner.opened.chain.model)
         runner.leave_out(TUNE)
@@ -143,10 +145,15 @@ def tune_at_once(job: Job) -> None:
 
 def give_up_trial(job: Job) -> bool:
     """Tell whether numbers that are not finite end a trial alone, not the run, and end it then. Collective."""
-    if job.guard is None or not job.stage.is_trial:
+    if job.guard is None or not is_on_trial(job):
         return False
     job.step = job.stage_runner.first_step + job.stage.steps
     return True
+
+
+def is_on_trial(job: Job) -> bool:
+    """Tell whether what the stage tunes is taken back unless it pays."""
+    return job.stage_runner.stage.is_trial or (job.guard is not None and job.guard.before_trial is not None)
 
 
 def starts_from_zero(job: Job) -> bool:
@@ -267,6 +274,9 @@ def judge_tuned(job: Job) -> None:
     """
     guard, runner = job.guard, job.stage_runner
     if guard is None or guard.held_out is None or runner.stage.is_trial:
+        return
+    if guard.best is None and runner.other_way:
+        # The whole tuning was taken back.
         return
     if runner.stage.solves:
         if runner.is_last:

@@ -241,8 +241,8 @@ def stages_of(
     tunings = Tunings(settings=settings, batches=batches, cut=cut, guarded=guarded, replicas=replicas, costs=costs)
     step, each = costs.full_step(tunings.full_batch()), costs.tuning_step(batch)
     whole = settings.epochs * step if passes is None else passes
-    if several and len(ways) > 1 and not longer and whole < usual("epochs") * step:
-        early = early_stages(tunings, ways, solve, whole)
+    if several and len(ways) > 1 and whole < usual("epochs") * step and not (longer and passes is not None):
+        early = early_stages(tunings, ways, solve, whole, tries=not longer)
         if early:
             return early
     trial, judged = (tunings.trial_cost, costs.judging) if several else (0.0, 0.0)
@@ -263,7 +263,8 @@ def stages_of(
     steps = [int(tunings.per_epoch * epochs) for epochs in rounds]
     stages = [solve, *([tunings.trial(way) for way in ways[:tried]] if steps and several else [])]
     if longer and (passes is not None or sum(steps) >= LONG * tunings.per_epoch):
-        stages.append(tunings.by(ways[0], tunings.per_epoch, name=TRY_LONGER))
+        # SGD's: on many samples, too, it gains more in an epoch.
+        stages.append(tunings.by(ways[-1], tunings.per_epoch, name=TRY_LONGER))
         if passes is None:
             steps[-1] -= int(tunings.per_epoch * (1 + costs.judging / each))
     for count in steps:
@@ -277,14 +278,17 @@ def back_to(solve: Stage) -> Stage:
     return replace(solve, name="back", steps=0)
 
 
-def early_stages(tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: float) -> tuple[Stage, ...]:
-    """Return the stages that try SGD before any head is solved, go on from there and then solve it; none without room.
+def early_stages(
+    tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: float, *, tries: bool
+) -> tuple[Stage, ...]:
+    """Return the stages that tune by SGD before any head is solved, and then solve it; none without room.
 
-    SGD alone: it tells what is far from the pretraining in half the steps, and learns that the sooner. `whole` is what
-    all may take, in forward passes for each sample of an epoch.
+    If it `tries` first, the tuning goes on from the trial's end at its rate; else the whole tuning is judged, because
+    of many samples a short one gains nothing that shows. SGD alone: it tells what is far from the pretraining in half
+    the steps, and learns that the sooner. `whole` is what all may take, in forward passes for each sample of an epoch.
     """
     costs, settings = tunings.costs, tunings.settings
-    room = whole - tunings.trial_cost - 2 * costs.judging - HELD_OUT * costs.views
+    room = whole - (tunings.trial_cost if tries else 0.0) - 2 * costs.judging - HELD_OUT * costs.views
     found = tuned_first(room, costs, least=costs.tuning_step(tunings.full_batch()))
     if found is None:
         return ()
@@ -296,7 +300,10 @@ def early_stages(tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: 
         last = replace(solve, config=without_mirror(solve.config), worth=solve.worth * part)
         if room >= costs.solution:
             last = replace(last, other=solve)
-    return (tunings.trial(ways[1]), tunings.tune(ways[1:], count, of=count, is_followed=True), last, back_to(solve))
+    if not tries:
+        return (tunings.tune(ways[1:], count, of=count, is_followed=True), last, back_to(solve))
+    tune = tunings.tune(ways[1:], count, of=count, is_followed=True, goes_on=True)
+    return (tunings.trial(ways[1], is_gone_on_from=True), tune, last, back_to(solve))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,14 +339,17 @@ class Tunings:
         """Of a trial."""
         return self._tries / self._halves
 
-    def trial(self, way: Config) -> Stage:
-        """Return a stage that tells whether such tuning pays."""
-        way = replace(way, optimizer=replace(way.optimizer, batch_size=self.half, accumulate=1))
+    def trial(self, way: Config, *, is_gone_on_from: bool = False) -> Stage:
+        """Return a stage that tells whether such tuning pays; one that is gone on from keeps its rate to its end."""
+        settings = replace(way.optimizer, batch_size=self.half, accumulate=1)
+        if is_gone_on_from and settings.schedule == "cosine":
+            settings = replace(settings, schedule="constant")
+        way = replace(way, optimizer=settings)
         return tune_stage(way, self.cut, steps=self._tries, batches=self._halves, name=TRY)
 
-    def tune(self, ways: Sequence[Config], count: int, *, of: int, is_followed: bool) -> Stage:
+    def tune(self, ways: Sequence[Config], count: int, *, of: int, **terms: bool) -> Stage:
         """Return a stage that tunes, in the first of the ways, which knows the second."""
-        first, *others = (self.by(way, count, of=of, guarded=self.guarded, is_followed=is_followed) for way in ways)
+        first, *others = (self.by(way, count, of=of, guarded=self.guarded, **terms) for way in ways)
         return replace(first, other=others[0]) if others else first
 
     def by(self, way: Config, count: int, *, of: int = 0, **terms: Any) -> Stage:
@@ -440,11 +450,12 @@ def tune_stage(
     batches: int,
     guarded: bool = True,
     is_followed: bool = True,
+    goes_on: bool = False,
     name: str = TUNE,
 ) -> Stage:
-    """Return a stage that trains so many steps behind `cut`."""
+    """Return a stage that trains so many steps behind `cut`; one that `goes_on` begins at its whole rate."""
     settings = config.optimizer
-    warmup = settings.lr_warmup or max(1, int(WARMUP * steps))
+    warmup = settings.lr_warmup or (0 if goes_on else max(1, int(WARMUP * steps)))
     return Stage(
         name=name,
         config=tuning(

@@ -23,6 +23,7 @@ CHECKS: dict[str, list[Any]] = {
     "staged ways": sizes(2, of=(2, 3)),
     "staged early_trials": sizes(2, of=(2, 3)),
     "staged longer_trials": sizes(3, of=(2, 3)),
+    "staged whole_tunings": sizes(2, of=(2, 3)),
     "staged budgets": sizes(3, of=(2, 3)),
     "staged every_stop": sizes(of=(2,)),
     "runs some": sizes(1, 2, 3, 4),

@@ -237,11 +237,11 @@ def paying(*, least: float) -> Iterator[None]:
     before, trial.LEAST_GAIN = trial.LEAST_GAIN, least
     chance, trial.CHANCE = trial.CHANCE, least
     longer, auto.LEAST_GAIN = auto.LEAST_GAIN, least
-    early, auto.EARLY_GAIN = auto.EARLY_GAIN, least
+    early, trial.EARLY_GAIN = trial.EARLY_GAIN, least
     try:
         yield
     finally:
-        trial.LEAST_GAIN, trial.CHANCE, auto.LEAST_GAIN, auto.EARLY_GAIN = before, chance, longer, early
+        trial.LEAST_GAIN, trial.CHANCE, auto.LEAST_GAIN, trial.EARLY_GAIN = before, chance, longer, early
 
 
 @contextmanager
@@ -408,6 +408,31 @@ def check_longer_trials(runs: Runs) -> None:
         assert straight["parameter_digest"] != solved["parameter_digest"]
         stopped(runs, "trying-longer", counted(2, "step", stage=2), **given)
         same_run(runs, runs("trying-longer", resume=True, **given), "trying-longer", straight)
+
+
+def check_whole_tunings(runs: Runs) -> None:
+    """Make runs with many samples and few epochs, whose whole tuning is judged before any head is solved."""
+    given = {"weights": weights_of(runs), "epochs": 12, "optimizer": "auto", "lr": 3e-4}
+    solved = runs("solved", **given | {"epochs": 1})
+    before, auto_plan.MANY = auto_plan.MANY, 1
+    try:
+        with paying(least=1.0):
+            in_vain = runs("in-vain", **given)
+        with rates_of(3e-4, 1e30):
+            not_finite = runs("not-finite", **given)
+        with paying(least=-math.inf):
+            straight = runs("straight", **given)
+            for name, ask in {"tuning": counted(2, "step", stage=0), "solving": counted(0, "pass", stage=1)}.items():
+                stopped(runs, name, ask, **given)
+                same_run(runs, runs(name, resume=True, **given), name, straight)
+    finally:
+        auto_plan.MANY = before
+    for run in (in_vain, not_finite):
+        assert [stage["stage"] for stage in run["stages"] if stage["steps"]] == ["tune", "solve"], run["stages"]
+        assert "kept" not in run["stages"][0], "what was taken back has no layer of its own to be judged by"
+        for key in ("test_accuracy", "head"):
+            assert run[key] == solved[key], f"the blocks are not as they were: {key}"
+    assert straight["trial"]["samples"] and straight["parameter_digest"] != solved["parameter_digest"]
 
 
 def check_budgets(runs: Runs) -> None:

@@ -112,7 +112,9 @@ def test_with_few_epochs_there_must_be_room_for_a_trial_a_solution_and_some_tuni
     assert planned(epochs=4, optimizer="sgd")[0].name == "solve", "what was asked for is tuned with"
     names = [planned(epochs=epochs, optimizer="auto")[0].name for epochs in (15, 16)]
     assert names == ["try", "solve"], "as many epochs as auto has by itself keep a solution to go back to"
-    assert planned(epochs=8, batches=MANY // 32 + 1, guarded=900, optimizer="auto")[0].name == "solve"
+    many = planned(epochs=8, batches=MANY // 32 + 1, guarded=900, optimizer="auto")
+    assert [stage.name for stage in many] == ["tune", "solve", "back"], "of many samples the whole tuning is judged"
+    assert many[0].config.optimizer.optimizer == "sgd" and many[0].config.optimizer.lr_warmup > 0
     plain = replace(COSTS, views=1)
     open_ones = replace(COSTS, plain=plain)
     least = 4.0
@@ -122,6 +124,17 @@ def test_with_few_epochs_there_must_be_room_for_a_trial_a_solution_and_some_tuni
     assert found == (pytest.approx(enough - 0.1 - plain.solution), False)
     assert tuned_first(plain.solution + 1.9, open_ones, least=least) is None
     assert tuned_first(COSTS.solution + 2.1, COSTS, least=least) == (pytest.approx(2.1), True), "--mirror was given"
+
+
+def test_tuning_goes_on_from_an_early_trial_at_its_rate() -> None:
+    trial, tune, *_ = planned(epochs=8, optimizer="auto")
+    assert (trial.name, trial.config.optimizer.schedule) == ("try", "constant") and trial.config.optimizer.lr_warmup > 0
+    assert (tune.name, tune.config.optimizer.schedule, tune.config.optimizer.lr_warmup) == ("tune", "cosine", 0)
+    assert planned(epochs=8, optimizer="auto", lr_warmup=5)[1].config.optimizer.lr_warmup == 5, "what was asked for"
+    stepwise = planned(epochs=8, optimizer="auto", schedule="step")
+    assert stepwise[0].config.optimizer.schedule == "step", "what was asked for"
+    solved_first = planned(epochs=16, optimizer="auto")
+    assert {stage.config.optimizer.schedule for stage in solved_first} == {"cosine"}, "ways are compared as they end"
 
 
 def test_sgd_takes_the_largest_batches_of_which_there_are_enough() -> None:

@@ -11,7 +11,7 @@ PYTHON ?=
 TORCH_INDEX_ARGS ?=
 ONLY ?=
 ARGS ?=
-JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 3 ? cores - 1 : 2)))
+JOBS ?= $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2); echo $$((cores > 3 ? cores - 1 : 2)))
 
 RUN := .venv/bin/python -m
 

@@ -3,7 +3,8 @@
 
 # hvfreeze_settings RANKS: exports the settings for nodes that take up to RANKS ranks each.
 hvfreeze_settings() {
-    local ranks=$1 cores=${HVFREEZE_CORES:-$(nproc)}
+    # nproc would take the threads that a user asks of OpenMP for cores.
+    local ranks=$1 cores=${HVFREEZE_CORES:-$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)}
 
     # Threads beyond a rank's share of the cores only get in each other's way.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}

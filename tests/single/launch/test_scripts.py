@@ -65,6 +65,15 @@ def test_threads_and_yielding_follow_from_ranks_and_cores(ranks: int, cores: int
     assert bash(script, HVFREEZE_CORES=str(cores)).stdout.split() == [threads, *yields.split()]
 
 
+def test_threads_that_a_user_asks_of_openmp_are_not_taken_for_cores(tmp_path: Path) -> None:
+    """As coreutils' nproc does, which ranks that wait would then give way on idle cores for."""
+    fake = tmp_path / "nproc"
+    fake.write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-8}}\n")
+    fake.chmod(0o755)
+    variables = {"OMP_NUM_THREADS": "1", "OMP_THREAD_LIMIT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert bash("hvfreeze_settings 4; echo $OMPI_MCA_mpi_yield_when_idle", **variables).stdout == "\n"
+
+
 def test_a_variable_that_is_set_wins_over_the_settings() -> None:
     script = "hvfreeze_settings 1; echo $OMP_NUM_THREADS $MPIEXEC_TIMEOUT $HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     variables = {"OMP_NUM_THREADS": "3", "HVFREEZE_DEADLINE": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120"}

@@ -17,6 +17,7 @@ from analysis import (
     caching,
     communication,
     compression,
+    cores,
     criteria,
     exact_head,
     grounds,
@@ -42,7 +43,7 @@ GROUPS = {
     ),
     "Votes and criteria": (votes.EXPERIMENT, criteria.EXPERIMENT),
     "The cache": (caching.EXPERIMENT, cache_benefit.EXPERIMENT),
-    "Networks": tuple(module.EXPERIMENT for module in (communication, scaling, compression)),
+    "Cores and networks": tuple(module.EXPERIMENT for module in (cores, communication, scaling, compression)),
     "Strategies": (strategies.EXPERIMENT,),
 }
 """All experiments by what a reader looks for; those that are not in `EXPERIMENTS` are commands of their own."""

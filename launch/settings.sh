@@ -13,6 +13,9 @@ hvfreeze_settings() {
     if ((2 * ranks > cores)); then export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}; fi
     # Open MPI's own binding gives a rank one core, and on every node the same one when nodes share a machine.
     export OMPI_MCA_hwloc_base_binding_policy=${OMPI_MCA_hwloc_base_binding_policy:-none}
+    # The same, and the next, as the launcher of Open MPI 5 calls them.
+    export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy:-none}
+    export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy:-slot}
     # Fill the slots of a host before the next, so that neighbours in rank share a node.
     export OMPI_MCA_rmaps_base_mapping_policy=${OMPI_MCA_rmaps_base_mapping_policy:-slot}
     # What horovodrun asks for; the same transport and so the same bits under every launcher.
@@ -46,7 +49,7 @@ hvfreeze_variables() {
     for name in $(compgen -e); do
         case $name in
             PATH | LD_LIBRARY_PATH | VIRTUAL_ENV | CONDA_PREFIX | PYTHON* | LANG | LC_* | TZ) echo "$name" ;;
-            OMP_* | MKL_* | OMPI_MCA_* | UCX_* | HOROVOD_* | HVFREEZE_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;
+            OMP_* | MKL_* | OMPI_MCA_* | PRTE_MCA_* | UCX_* | HOROVOD_* | HVFREEZE_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;
             *) [[ " ${HVFREEZE_KEEP:-} " != *" $name "* ]] || echo "$name" ;;
         esac
     done

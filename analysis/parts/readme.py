@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.parts import cached_commands, machines, vote_pages
+from analysis.parts import cached_commands, core_pages, machines, vote_pages
 from analysis.parts.cached_epochs import saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
@@ -311,6 +311,21 @@ def strategy(answers: Callable[[Results], list[Answer]]) -> Callable[[Path], str
     return part
 
 
+def cores(root: Path) -> str:
+    """Return the figure of images a second over ranks, and what more of them give."""
+    results = open_results(root, "cores")
+    answers = core_pages.answers(results)
+    if not answers:
+        return NOTHING_YET
+    most = max(row["ranks"] for row in results.rows)
+    folder = "analysis/results/cores"
+    picture = f"![Images a second over the number of ranks]({folder}/figures/cores.svg)"
+    told = (
+        f"Up to {most} ranks, each on a core of one machine, one run or two each ([table, limits]({folder}/README.md)):"
+    )
+    return "\n".join([picture, "", told, "", *map(claim, answers)])
+
+
 def voting(root: Path) -> str:
     """Return what the guide says of the votes' weights and quorum."""
     advice = vote_pages.advice(root / "votes")
@@ -326,6 +341,7 @@ PARTS = {
     "bench": bench,
     "growth": growth,
     "network": network,
+    "cores": cores,
     "critics": strategy(critic_runs.answers),
     "ring": strategy(ring_runs.answers),
     "subnets": strategy(subnet_runs.of_subnets),

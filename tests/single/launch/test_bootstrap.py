@@ -21,7 +21,7 @@ case "$*" in
     *"$FAILING"*) echo "a disk is full"; exit 9 ;;
     *'-m venv'*) mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo "#!$PWD/.venv/bin/python" >.venv/bin/pip ;;
     *'pip wheel'*)
-        printenv CXX HOROVOD_WITH_MPI >>"$CALLS"
+        printenv CXX HOROVOD_WITH_MPI MAKEFLAGS >>"$CALLS"
         while [ "$1" != -w ]; do shift; done
         mkdir "$2"; touch "$2/horovod-0.28.1-cp311.whl" ;;
     *_base_executable*) echo "$HOME/bin/python3" ;;

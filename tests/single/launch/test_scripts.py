@@ -74,6 +74,11 @@ def test_threads_that_a_user_asks_of_openmp_are_not_taken_for_cores(tmp_path: Pa
     assert bash("hvfreeze_settings 4; echo $OMPI_MCA_mpi_yield_when_idle", **variables).stdout == "\n"
 
 
+def test_the_launcher_of_open_mpi_5_is_told_to_bind_nothing_too() -> None:
+    said = bash("hvfreeze_settings 1; hvfreeze_exec env").stdout.splitlines()
+    assert {"PRTE_MCA_hwloc_default_binding_policy=none", "PRTE_MCA_rmaps_default_mapping_policy=slot"} <= set(said)
+
+
 def test_a_variable_that_is_set_wins_over_the_settings() -> None:
     script = "hvfreeze_settings 1; echo $OMP_NUM_THREADS $MPIEXEC_TIMEOUT $HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     variables = {"OMP_NUM_THREADS": "3", "HVFREEZE_DEADLINE": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120"}

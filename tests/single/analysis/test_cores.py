@@ -1,0 +1,86 @@
+"""Scaling over the cores of one machine: who runs where, what is planned, and what the kept runs say."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from analysis import cores
+from analysis.parts import copies, core_pages, pinned
+from analysis.sweeps.presets import REDUCED
+from hvfreeze.errors import UsageError
+from tests.single.analysis.test_results import recorded
+
+
+def test_a_rank_has_the_first_thread_of_a_core_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for thread in range(4):
+        (tmp_path / f"cpu{thread}").write_text(f"{thread % 2},{thread % 2 + 2}\n")
+    monkeypatch.setattr(pinned, "TOPOLOGY", str(tmp_path / "cpu{}"))
+    # Of thread 9 the system does not say whose it is.
+    assert pinned.cores({0, 1, 2, 3, 9}) == [0, 1, 9]
+    taken: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, threads: taken.append(threads))
+    pinned.pin(1)
+    assert taken == [{2}]
+    with pytest.raises(UsageError, match=r"rank 2 must have a core of its own, and there are 2 cores: --ranks"):
+        pinned.pin(2)
+
+
+def test_ranks_share_one_batch_or_have_one_each_and_the_most_come_first() -> None:
+    planned = cores.runs(replace(REDUCED, ranks=12, seeds=(0,)))
+    sizes = {way: [run.ranks for run in planned if run.label.startswith(way)] for way in core_pages.WAYS}
+    assert sizes["full"] == sizes["weak"] == [12, 8, 4, 2, 1] and sizes["copies"] == [12]
+    for run in planned:
+        images, batch = run.flags["train_samples"], run.flags.get("batch_size")
+        if run.label.startswith(("full", "frozen")):
+            assert (images, batch) == (cores.STRONG_IMAGES, cores.GLOBAL_BATCH // run.ranks)
+        if run.label.startswith("weak"):
+            assert (images, batch) == (cores.RANK_IMAGES * run.ranks, cores.RANK_BATCH)
+    one, copy = ({run.label: run for run in planned}[label] for label in ("weak-1x", "copies-12x"))
+    assert one.flags == copy.flags and copy.program == "analysis.parts.copies"
+
+
+def test_copies_leave_one_run_with_the_pace_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy 1 is done when copy 0 is; none of them knows of the others."""
+
+    def program(words: list[str]) -> int:
+        assert not any(name.startswith("OMPI_") for name in os.environ)
+        folder = Path(words[words.index("--run-dir") + 1])
+        folder.mkdir(exist_ok=True)
+        pace = 50.0 if folder == tmp_path else 40.0
+        (folder / "metrics.jsonl").write_text("".join(f'{{"images_per_second": {pace + i}}}\n' for i in range(2)))
+        (folder / "summary.json").write_text('{"seconds": {}}')
+        return 0
+
+    monkeypatch.setattr(copies, "main", program)
+    monkeypatch.setattr(copies, "pin", lambda rank: None)
+    for rank in ("1", "0"):
+        monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"})
+        assert copies.train(["train", "--run-dir", str(tmp_path), "--resume"]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["copies"] == [[50.0, 51.0], [40.0, 41.0]]
+    assert not (tmp_path / "copy1").exists()
+
+
+def test_the_kept_runs_say_where_more_cores_are_slower_and_what_mpi_takes() -> None:
+    results = recorded("cores")
+    full, frozen, solved, weak = core_pages.answers(results)
+    assert full.negative and frozen.negative and solved.negative and not weak.negative
+    assert all(answer.n == 1 for answer in (full, frozen, solved, weak))
+    (row,) = results.of("copies-16x")
+    each = core_pages.copy_rates(results, row)
+    assert len(each) == 16 and core_pages.rate(results, row) == pytest.approx(sum(each))
+    # Against one rank alone, not against a copy.
+    assert core_pages.gain(results, "copies", 16, 1).mean == pytest.approx(
+        sum(each) / core_pages.rates(results, "weak", 1)[0]
+    )
+    (table, sums) = core_pages.tables(results)
+    cells = {row[:2]: row for row in table.rows}
+    assert " and " in cells[core_pages.WAYS["full"], "8"][2]
+    assert cells[core_pages.WAYS["frozen"], "2"][3:5] == ("1.00x", "100 %")
+    assert cells[core_pages.WAYS["solved-many"], "16"][3:5] == ("", "")
+    assert [row[0] for row in sums.rows] == ["2", "4", "8", "16"]

@@ -83,7 +83,7 @@ EXPERIMENT = Experiment(
         "A solver's exchange is part of its time.",
         "Blocks frozen by a schedule on one rank, and 20 000 images on fewer ranks than all, were not measured.",
         "The kept runs were made by an earlier form of this command, with the same flags and taskset to bind ranks.",
-        "Their environment had OMPI_MCA_pml=ob1, OMPI_MCA_btl=self,sm and OMPI_MCA_coll=^han; 500 images were tested on.",
+        "Their environment had OMPI_MCA_pml=ob1, OMPI_MCA_btl=self,sm, OMPI_MCA_coll=^han; 500 images were tested on.",
         "Their Open MPI is 5.0.11, their torch one for GPUs (2.11.0+cu130) that saw none.",
         "A virtual machine of 16 cores without second threads; what else ran on its host is not known.",
         "ResNet-18 at 32 pixels is a small model: larger images give a rank more to compute between two exchanges.",

@@ -184,10 +184,7 @@ def sums(path: Path) -> list[Table]:
     taken: dict[int, dict[str, float]] = {}
     for line in lines:
         taken.setdefault(line["ranks"], {})[line["smsc"]] = line["median_ms"]
-    rows = tuple(
-        (str(ranks), *(f"{found[way]:.1f} ms" if way in found else "" for way in ways))
-        for ranks, found in taken.items()
-    )
+    cells = {ranks: [f"{found[way]:.1f} ms" if way in found else "" for way in ways] for ranks, found in taken.items()}
     title = (
         "A sum of 44.7 MB, as many bytes as ResNet-18's gradients, by MPI alone: medians of ten "
         f"({', '.join(dict.fromkeys(line['mpi'] for line in lines))})"

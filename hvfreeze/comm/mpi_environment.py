@@ -41,9 +41,9 @@ def yield_when_crowded() -> None:
 
 def tune_open_mpi() -> None:
     """Set what makes Open MPI exchange gradients faster, where the user has not set it; other MPIs ignore it."""
-    # Open MPI 4: copies through shared memory. An allreduce between ranks of a node takes two thirds of the time that the
-    # default, direct copies from process to process, takes. Open MPI 5 has no vader and its default is the faster one
-    # (measured: analysis/results/cores): OMPI_MCA_smsc stays as it is.
+    # Open MPI 4: copies through shared memory. An allreduce between ranks of a node takes two thirds of the time that
+    # the default, direct copies from process to process, takes. Open MPI 5 has no vader, and there the default is the
+    # faster one (analysis/results/cores): OMPI_MCA_smsc stays as it is.
     os.environ.setdefault("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
     # Over TCP, larger messages wait for the receiver's consent, which queues behind the data that the receiver sends
     # itself: two neighbours in a ring then send one after the other, and the exchange takes nearly twice the time.

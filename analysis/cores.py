@@ -79,7 +79,7 @@ EXPERIMENT = Experiment(
     shown=2,
     limits=(
         "A run a cell, but for one that has two: differences of a tenth say nothing.",
-        "Six steps an epoch, and two or three epochs that count: what disturbs a few steps shows.",
+        "Six steps an epoch, and two or three epochs that count: those of one run differ by more than a tenth.",
         "A solver's exchange is part of its time.",
         "Blocks frozen by a schedule on one rank, and 20 000 images on fewer ranks than all, were not measured.",
         "The kept runs were made by an earlier form of this command, with the same flags and taskset to bind ranks.",

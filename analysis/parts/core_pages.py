@@ -57,6 +57,7 @@ def rates(results: Results, way: str, ranks: int) -> dict[int, float]:
 
 
 def rate(results: Results, row: Row) -> float:
+    """Return the images a second of a run, of all its copies where it has some."""
     if row["epochs"] == 1:
         return float(row["images_per_second"])
     if str(row["label"]).startswith("copies"):

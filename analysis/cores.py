@@ -22,15 +22,15 @@ from analysis.sweeps.sweep import main
 
 GLOBAL_BATCH, STRONG_IMAGES = 384, 2_304
 RANK_BATCH, RANK_IMAGES = 64, 384
-SMALL_BATCH, SMALL_IMAGES = 16, 64
-"""Of the smoke preset, of all ranks and of each."""
+SMALL_BATCH, SMALL_IMAGES, SMALL_RANKS = 16, 64, 2
+"""Of the smoke preset on any machine; batch and images of all ranks, and of each."""
 FEW, MANY = 5_000, 20_000
 """Images that a head is solved on."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
     """Return every way on 1, 2, 4, ... ranks, the most first, since a short time is best spent on them."""
-    most = preset.ranks
+    most = SMALL_RANKS if preset.is_smoke else preset.ranks
     sizes = sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)}, reverse=True)
     asked = {"full": sizes, "weak": sizes, "copies": sizes[:1]}
     if not preset.is_smoke:

@@ -27,9 +27,10 @@ from hvfreeze.training.trial import LEAST_WORK, MANY, MOST_TRIED, TRIED, TUNED, 
 WARMUP = 0.1
 """Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
 SOLVING = 0.15
-"""What solving takes beside the features' forward pass, as a part of it, but for comparing rows."""
-PAIR = 14e3
-"""Floating-point operations of the forward pass in whose time a row is compared with another, as measured."""
+"""What solving a linear head takes beside the features' forward pass, as a part of it."""
+POINT, PAIR = 7e7, 1.6e3
+"""Floating-point operations of the forward pass in whose time the features of a row become a point of a kernel head,
+and it is compared with another one until the head is solved; as measured for 2 500 to 50 000 rows."""
 LONG = 4.0
 """Epochs of tuning that are left where one more is tried before them."""
 SGD_RATE, LARGER_BATCH, ENOUGH_STEPS, MOST_UPDATING = 0.05, 64, 400, 1.5
@@ -54,8 +55,8 @@ class Costs:
     """Of each sample, that a solution is fitted to."""
     frozen: float
     """Part of the forward pass in front of the cut at which tuning begins."""
-    comparing: float = 0.0
-    """Of a view of a sample with all views that a solution compares it with."""
+    solving: float = SOLVING
+    """Of a view of a sample in a solution, beside its features."""
     judging: float = 0.0
     """Of judging once how the network stands, for each sample of an epoch."""
     update: float = 0.0
@@ -83,7 +84,7 @@ class Costs:
     @property
     def solution(self) -> float:
         """Of a solution, for each sample of an epoch."""
-        return self.views * (1 + SOLVING + self.comparing)
+        return self.views * (1 + self.solving)
 
 
 def auto_stages(factory: StageFactory, passes: float | None) -> tuple[Stage, ...]:
@@ -127,11 +128,13 @@ def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
     whole = max(sum(work), LEAST_WORK)
 
     def of(solved: Config) -> Costs:
-        compared = centres_for(factory.rows(solved), solved.head.centres) if solved.head.head_fit == "kernel" else 0
+        solving = SOLVING
+        if solved.head.head_fit == "kernel":
+            solving = (POINT + PAIR * centres_for(factory.rows(solved), solved.head.centres)) / whole
         return Costs(
             views=max(1, factory.augment(solved).num_views),
             frozen=sum(work[:cut]) / sum(work),
-            comparing=compared * PAIR / whole,
+            solving=solving,
             judging=judging(sum(work), samples=samples) / samples,
             update=UPDATE * sum(parameter.numel() for parameter in chain.model.parameters()) / whole,
         )

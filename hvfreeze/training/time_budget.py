@@ -35,8 +35,8 @@ from hvfreeze.training.trial import judging
 
 TIMES = 2
 """Tries of everything, the first of which brings libraries and memory up to speed."""
-USUAL_PASSES = 40
-"""Over all rows, until a head is solved."""
+USUAL_PASSES, COMPARING_PASSES = 40, 20
+"""Over all rows, until a linear head is solved; or until one that compares them is."""
 APPROXIMATION = 12
 """What the approximation of the second derivative takes, in passes."""
 PROJECTIONS = 3
@@ -126,7 +126,7 @@ def time_comparing(*, rows: int, width: int, classes: int, size: int, asked: int
     centres = centres_for(rows * size, asked)
     # Of all pairs of rows only half are computed.
     tiles = rows * centres / TILE**2 / (2 if centres == rows * size else 1)
-    return PROJECTIONS * projected * rows / count + tiles * (compared + USUAL_PASSES * multiplied)
+    return PROJECTIONS * projected * rows / count + tiles * (compared + COMPARING_PASSES * multiplied)
 
 
 def images_of(feed: TrainFeed, batch: Batch) -> Tensor:

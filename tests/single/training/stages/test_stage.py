@@ -79,7 +79,7 @@ def test_of_few_samples_trials_come_on_top_of_autos_own_epochs_and_of_no_others(
 
 def test_where_no_solution_has_room_behind_it_the_tuned_model_itself_is_judged() -> None:
     config = from_dict({"freeze": "auto", "weights": "some.pt", "epochs": 4, "optimizer": "adamw"})
-    dear = replace(COSTS, comparing=1.5, judging=1.0)
+    dear = replace(COSTS, solving=1.65, judging=1.0)
     stages = stages_of(config, batches_per_epoch=62, guarded_batches=56, cut=2, deepest=5, costs=dear, replicas=2)
     assert [stage.name for stage in stages] == ["solve", "try", "tune", "back"]
     assert stages[2].guarded and not stages[2].is_followed

@@ -159,14 +159,21 @@ def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> F
 
 
 def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Return mean seconds since the start and mean accuracy in percent after each epoch that all runs evaluated."""
+    """Return mean seconds since the start and mean accuracy in percent after each epoch that all runs evaluated.
+
+    Where one has ended with another model than its last epoch's, as --freeze auto may, the model that each ended with
+    is the last point.
+    """
     epochs = min(len(run.metrics) for run in runs)
-    times, accuracies = [], []
+    times, accuracies = list[float](), list[float]()
     for epoch in range(1, epochs + 1):
         reached = [run.metrics[epoch - 1]["test_accuracy"] for run in runs]
         if None not in reached:
             times.append(sum(line["train_seconds"] for run in runs for line in run.metrics[:epoch]) / len(runs))
             accuracies.append(100 * sum(reached) / len(runs))
+    if all(run.finished for run in runs) and any(run.accuracies[-1:] != [run.test_accuracy] for run in runs):
+        times.append(sum(run.train_seconds for run in runs) / len(runs))
+        accuracies.append(100 * sum(run.test_accuracy for run in runs) / len(runs))
     return times, accuracies
 
 

@@ -103,7 +103,7 @@ IN_VOTE: dict[str, Kind] = {
 IN_SUMMARY: dict[str, Kind] = {
     **dict.fromkeys(("test_accuracy", "train_seconds", "images_per_second"), is_number),
     "seconds": named(is_number),
-    "allreduce_bytes": is_count,
+    **dict.fromkeys(("allreduce_bytes", "final_cut"), is_count),
     "cut_history": list_of(lambda value: list_of(is_count)(value) and len(value) == 3),
 }
 """What is read of each file, and as what; other keys may hold anything."""
@@ -158,8 +158,8 @@ class Run:
 
     @property
     def best_accuracy(self) -> float:
-        """Best accuracy after any epoch, 0-1; NaN where none was evaluated yet."""
-        return max(self.accuracies, default=math.nan)
+        """Best accuracy after any epoch or of the model that the run has ended with, 0-1; NaN where none is known."""
+        return max([*self.accuracies, *([self.test_accuracy] if self.finished else ())], default=math.nan)
 
     @property
     def accuracies(self) -> list[float]:
@@ -193,8 +193,8 @@ class Run:
 
     @property
     def final_cut(self) -> int:
-        """The cut after the last epoch."""
-        return int(self.metrics[-1]["cut"])
+        """The cut of the model that the run has ended with, else after the last epoch."""
+        return int((self.summary or {}).get("final_cut", self.metrics[-1]["cut"]))
 
     @property
     def steps_per_epoch(self) -> float:

@@ -193,6 +193,7 @@ def go_back(job: Job, *, tuned: bool = False) -> None:
         with job.clock.within("evaluate"):
             guard.best.scores = evaluate(job.strategy, job.evaluation_batches, job.world)
     job.last_scores, job.last_accuracy = guard.best.scores, mean(guard.best.scores).accuracy
+    job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
 
 
 def judge(job: Job) -> None:

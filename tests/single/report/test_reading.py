@@ -60,6 +60,22 @@ def test_epochs_that_were_not_evaluated_are_left_out_of_curves_and_accuracies(tm
     assert not re.search(r"\bnan\b", (tmp_path / "page/index.html").read_text())
 
 
+@pytest.mark.parametrize(("ended", "cut"), [(0.8, 0), (0.3, 5)])
+def test_a_run_that_ended_with_another_model_than_its_last_epochs_is_shown_with_that(
+    tmp_path: Path, ended: float, cut: int
+) -> None:
+    """As --freeze auto does where held-out samples find an earlier state better, or a tuned model's own last layer."""
+    directory = write_run(tmp_path / "run", accuracies=[0.4, None, 0.7], decisions=VOTES)
+    summary = json.loads((directory / "summary.json").read_text())
+    last = summary["train_seconds"] + 1
+    changed = {**summary, "test_accuracy": ended, "final_cut": cut, "train_seconds": last}
+    (directory / "summary.json").write_text(json.dumps(changed))
+    run = load_run(directory)
+    assert (run.test_accuracy, run.best_accuracy, run.final_cut) == (ended, max(0.7, ended), cut)
+    times, accuracies = accuracy_curve([run])
+    assert accuracies == pytest.approx([40, 70, 100 * ended]) and times[-1] == last
+
+
 def test_a_setting_that_an_older_version_did_not_know_has_its_default(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "old", accuracies=[0.1])
     (directory / "config.yaml").write_text("freeze: {freeze: percentile}\nlater: {unheard_of: 1}\n")

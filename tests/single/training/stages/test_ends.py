@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hvfreeze.runs.reading import load_run
+from hvfreeze.strategies.base import MODEL
 from hvfreeze.training import auto, loop
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.time_budget import TimeBudget
@@ -54,6 +56,19 @@ def test_a_tuned_model_that_no_solution_follows_is_taken_back_unless_it_is_bette
     assert "is complete" in again.stdout, str(again)
     (tmp_path / "worse" / "summary.json").unlink()
     assert train(tmp_path / "worse", *flags, "--resume")["parameter_digest"] == solved["parameter_digest"]
+
+
+def test_a_run_that_keeps_the_tuned_models_own_last_layer_is_shown_with_what_that_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last evaluation comes after the last epoch's, which is of the solved head."""
+    monkeypatch.setattr(auto, "score_of", lambda *_, **__: Score(0.0, 1.0))
+    monkeypatch.setattr(loop, "evaluate", lambda *_: {MODEL: Score(9.0, 0.01)})
+    summary = train(tmp_path / "run", "votes", "--epochs", "6")
+    assert summary["head"] is None and summary["final_cut"] == 0
+    assert summary["best_test_accuracy"] == summary["test_accuracy"] > 0.01
+    run = load_run(tmp_path / "run")
+    assert (run.best_accuracy, run.final_cut) == (summary["test_accuracy"], 0)
 
 
 def test_held_out_samples_score_a_tuned_model_as_they_do_a_solution(

@@ -341,18 +341,20 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
         raise RefusedError(f"the checkpoint {name} is another run's ({listed}); put its own checkpoints back")
     if not job.stage_runner.knows(shared.get("course")):
         raise RefusedError(f"the checkpoint {name} does not say in which stage its run is; start anew")
+    other_version = "if another version of hvfreeze wrote it, resume with that, or start anew in another --run-dir"
     if not job.stage_runner.fits(shared["course"], keeps_plan=job.config.run.budget_seconds() is not None):
-        theirs = ", ".join(shared["course"].get("names", ["solve first"]))
+        course = shared["course"]
+        theirs = ", ".join(course.get("names") or [f"{len(course['steps'])}, of {course['steps']} steps"])
         own = ", ".join(stage.name for stage in job.stage_runner.stages)
         raise RefusedError(
             f"the checkpoint {name} is of other stages ({theirs}) than these settings make ({own}); give the --epochs "
-            "or the --time-budget that it began with, or start anew in another --run-dir"
+            f"or the --time-budget that it began with; {other_version}"
         )
     before, now = shared["course"].get("asked", shared["course"]["steps"]), list(job.stage_runner.asked)
     if shared["course"]["number"] > 0 and before != now and job.config.run.budget_seconds() is None:
         raise RefusedError(
             f"the checkpoint {name} is of stages of {before} steps, and --epochs ({job.config.optimizer.epochs}) makes "
-            f"them {now}; give the --epochs that it began with, or start anew in another --run-dir"
+            f"them {now}; give the --epochs that it began with; {other_version}"
         )
     return shared
 

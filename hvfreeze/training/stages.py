@@ -280,23 +280,26 @@ class StageRunner:
         return {"number": self.number, "names": names, "steps": steps, "asked": asked, "earlier": earlier, **found}
 
     def knows(self, state: Any) -> bool:
-        """Tell whether `state` is what `state_dict` of a run with as many stages, or of one with fewer, returned."""
+        """Tell whether `state` is what `state_dict` of some run of stages returned."""
         if not isinstance(state, Mapping) or not isinstance(state.get("earlier"), Mapping):
             return False
         number, steps = state.get("number"), state.get("steps")
         if type(number) is not int or not isinstance(steps, list) or any(type(count) is not int for count in steps):
             return False
         known = state.get("mirror") in (None, "on", "off") and type(state.get("other_way", False)) is bool
-        return known and 0 <= number < len(steps) <= len(self.stages) and min(steps) >= 0
+        return known and 0 <= number < len(steps) and min(steps) >= 0
 
     def fits(self, state: Mapping[str, Any], *, keeps_plan: bool) -> bool:
         """Tell whether the stages are those of `state`, which it `knows`, as far as they go on with."""
-        names = state.get("names")
-        if not isinstance(names, list):
-            # Of a source whose stages all began with a solution, or were one.
-            return not self.stages[0].is_trial
-        known = len(names) if keeps_plan else state["number"] + 1
-        return names[:known] == [stage.name for stage in self.stages[:known]]
+        names, count = state.get("names"), len(state["steps"])
+        known = count if keeps_plan else state["number"] + 1
+        own = self.stages[:known]
+        if len(own) < known:
+            return False
+        if isinstance(names, list):
+            return names[:known] == [stage.name for stage in own]
+        # Of a source whose stages all began with a solution, or were one; the first such sources tried nothing.
+        return not own[0].is_trial and (count == len(self.stages) or not any(stage.is_trial for stage in own))
 
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_plan: bool) -> None:
         """Open the stage of a checkpoint; its strategy's state is the caller's to put back. Collective.

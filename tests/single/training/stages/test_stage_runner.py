@@ -53,6 +53,19 @@ def test_a_run_goes_on_in_stages_that_are_those_it_began_with_alone() -> None:
     assert not made.fits(state, keeps_plan=False), "a run that began with a solution"
 
 
+@pytest.mark.parametrize("keeps_plan", [False, True])
+def test_a_run_of_a_source_with_other_stages_does_not_go_on_in_them(keeps_plan: bool) -> None:
+    """Such a checkpoint is as good as any other, and may be of more stages."""
+    tried, plain = tried_runner(), stage_runner()
+    before = {"number": 1, "steps": [20, 18, 20], "earlier": {}}
+    assert tried.knows(before) and not tried.fits(before, keeps_plan=keeps_plan), "it tuned where a trial comes"
+    assert plain.fits(before, keeps_plan=keeps_plan)
+    more = tried.state_dict() | {"number": 4}
+    assert plain.knows(more) and not plain.fits(more, keeps_plan=keeps_plan)
+    assert not plain.fits(more | {"names": None}, keeps_plan=keeps_plan)
+    assert tried.fits(more, keeps_plan=keeps_plan) and tried.fits(more | {"names": None}, keeps_plan=keeps_plan)
+
+
 @pytest.mark.parametrize(
     "junk",
     [
@@ -61,7 +74,6 @@ def test_a_run_goes_on_in_stages_that_are_those_it_began_with_alone() -> None:
         {},
         {"number": 3, "steps": [20, 18, 20], "earlier": {}},
         {"number": True, "steps": [20, 18, 20], "earlier": {}},
-        {"number": 0, "steps": [20, 18, 20, 0, 1], "earlier": {}},
         {"number": 0, "steps": [20, "18", 20], "earlier": {}},
         {"number": 0, "steps": [20, -18, 20], "earlier": {}},
         {"number": 0, "steps": [20, 18, 20], "earlier": None},
@@ -119,6 +131,7 @@ def trial_ends(made: StageRunner, loss: float, **guard: Any) -> None:
         stage_runner=made,
         judge=SimpleNamespace(loss=lambda chain: loss),
         clock=SimpleNamespace(within=lambda phase: nullcontext()),
+        best_accuracy=0.0,
         logger=getLogger(__name__),
     )
     end_trial(cast(Any, job))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -247,11 +248,12 @@ class StageFactory:
         try:
             feed.held_out(HELD_OUT)
         except UsageError as error:
-            count = feed.plan.samples
+            fewest = next(count for count in itertools.count() if round(HELD_OUT * count) > 0)
             raise UsageError(
-                f"head-fit (exact, as with --freeze auto) needs more than {plural(count, 'training sample')}: a tenth "
-                "of them, but never a class's only one, is held out to choose the penalty by, and here that is none; "
-                "give two or more of each class, or pass --head-fit sgd and another --freeze"
+                f"--head-fit ({self.config.head.head_fit}, as with --freeze auto) cannot choose a penalty from "
+                f"{plural(feed.plan.samples, 'training sample')}: a tenth of them, but never a class's only one, is "
+                f"held out for that, and here that is none; give {fewest} or more, two of a class among them, or "
+                "pass --head-fit sgd and another --freeze"
             ) from error
 
     def held_out(self, stage: Stage) -> HeldOut:

@@ -269,9 +269,10 @@ class TimeBudget:
             self._chosen(stage_runner.stages, stage_runner.number + 1), name="budget.stages"
         )
         stage_runner.plan(steps)
+        left = max(0.0, self.seconds - now)
         if stage_runner.is_last:
-            return [f"{self.seconds - now:.0f} s are left, too few to tune for an epoch and to solve again"]
-        return [f"{self.seconds - now:.0f} s are left, for {sum(steps[stage_runner.number + 1 :])} steps"]
+            return [f"{left:.0f} s are left, too few to tune for an epoch and to solve again"]
+        return [f"{left:.0f} s are left, for {sum(steps[stage_runner.number + 1 :])} steps"]
 
     def note(self) -> str:
         """Return a few words about the plan for the line that shows progress."""

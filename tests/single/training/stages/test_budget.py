@@ -276,12 +276,13 @@ def test_with_little_time_a_refused_trial_is_followed_by_a_solution_alone(clock:
     assert with_mirror_images - EVALUATION == pytest.approx(2 * (plain - EVALUATION)), "twice as many views"
 
 
-def test_where_time_runs_out_in_a_trial_the_head_is_solved_all_the_same(clock: Clock) -> None:
+@pytest.mark.parametrize(("spent", "left"), [(55.0, 5), (65.0, 0)])
+def test_where_time_runs_out_in_a_trial_the_head_is_solved_all_the_same(spent: float, left: int, clock: Clock) -> None:
     budget, stage_runner = budget_of(clock, 60.0, trial=2.0), cast(StageRunner, StageRunner.__new__(StageRunner))
     stage_runner.stages, stage_runner.number = budget.plan(early(8.0)), 0
     stage_runner.opened = opened(stage_runner)
-    clock.now += 55.0
-    budget.after_stage(stage_runner)
+    clock.now += spent
+    assert budget.after_stage(stage_runner) == [f"{left} s are left, for 200 steps"]
     assert [stage.steps for stage in stage_runner.stages[1:]] == [0, 200, 0]
 
 

@@ -78,6 +78,11 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
         failed: whether the stage has ended early, by numbers that are not finite.
     """
     guard, runner, judge = job.guard, job.stage_runner, job.judge
+    if failed and not is_on_trial(job):
+        job.logger.info("numbers that are not finite: the tuning is taken back, the best solution is kept")
+        runner.drop_rest()
+        go_back(job)
+        return
     if guard is None or judge is None or not is_on_trial(job):
         return
     settings, chain = runner.stage.config.optimizer, runner.opened.chain
@@ -143,11 +148,18 @@ def tune_at_once(job: Job) -> None:
     job.stage_runner.tune_at_once()
 
 
-def give_up_trial(job: Job) -> bool:
-    """Tell whether numbers that are not finite end a trial alone, not the run, and end it then. Collective."""
-    if job.guard is None or not is_on_trial(job):
+def give_up_tuning(job: Job) -> bool:
+    """Tell whether numbers that are not finite end a tuning alone, not the run, and end it then. Collective.
+
+    A trial, or a tuning behind a solution that the run can end with.
+    """
+    guard, runner = job.guard, job.stage_runner
+    if guard is None or runner.stage.solves:
         return False
-    job.step = job.stage_runner.first_step + job.stage.steps
+    ends_with_best = guard.best is not None and runner.stages[-1].steps == 0
+    if not (is_on_trial(job) or ends_with_best):
+        return False
+    job.step = runner.first_step + runner.stage.steps
     return True
 
 

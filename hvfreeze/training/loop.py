@@ -22,7 +22,7 @@ from hvfreeze.heads.moments import FeaturesError
 from hvfreeze.heads.solution import Solution
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.base import MODEL, Answers, SolvesHeads
-from hvfreeze.training.auto import begin_stage, end_trial, give_up_trial, judge, judge_tuned
+from hvfreeze.training.auto import begin_stage, end_trial, give_up_tuning, judge, judge_tuned
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
@@ -58,7 +58,7 @@ def train_stages(job: Job, *, asked: Sequence[int] = ()) -> None:
             try:
                 make_epoch(job, job.stage_epoch)
             except NumericsError:
-                failed = give_up_trial(job)
+                failed = give_up_tuning(job)
                 if not failed:
                     raise
             end_epoch(job, job.epochs_done)

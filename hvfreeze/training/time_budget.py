@@ -280,12 +280,17 @@ class TimeBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
-        return {"elapsed": self.elapsed(), "planned": self._planned, "spent": list(self._spent), "mark": self._mark}
+        solution = None if self._guessed else {"seconds": self.expected.solve, "worth": self._worth}
+        spent = {"planned": self._planned, "spent": list(self._spent), "mark": self._mark}
+        return {"elapsed": self.elapsed(), "solution": solution, **spent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the plan of a checkpoint: what was spent until then counts."""
         self._before, self._mark = state["elapsed"], state["mark"]
         self._planned, self._spent = list(state["planned"]), list(state["spent"])
+        if (solution := state.get("solution")) is not None:
+            self.expected = replace(self.expected, solve=solution["seconds"])
+            self._worth, self._guessed = solution["worth"], False
 
     def report(self) -> dict[str, Any]:
         """Return what was planned, and what was spent of it."""

@@ -427,6 +427,11 @@ def check_whole_tunings(runs: Runs) -> None:
                 same_run(runs, runs(name, resume=True, **given), name, straight)
     finally:
         auto_plan.MANY = before
+    # Nothing is tried where a part is left out, and what was solved first is there to go back to.
+    diverged = runs("diverged", **given | {"optimizer": "sgd", "lr": 1e30, "auto_without": "last-solve"})
+    assert diverged["steps"] > solved["steps"] and diverged["cut_history"][-1][2] == 5
+    for key in ("test_accuracy", "head", "parameter_digest"):
+        assert diverged[key] == solved[key], f"the solution was not gone back to: {key}"
     for run in (in_vain, not_finite):
         assert [stage["stage"] for stage in run["stages"] if stage["steps"]] == ["tune", "solve"], run["stages"]
         assert "kept" not in run["stages"][0], "what was taken back has no layer of its own to be judged by"

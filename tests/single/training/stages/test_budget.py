@@ -185,6 +185,16 @@ def test_a_budget_that_goes_on_counts_what_was_spent(clock: Clock) -> None:
     assert later._planned == budget._planned
 
 
+def test_a_budget_that_goes_on_knows_what_a_solution_took(clock: Clock) -> None:
+    budget = budget_of(clock, 60.0)
+    follow(budget, clock, budget.plan(stages(freeze="auto")), solve=2 * SOLVE, step=lambda done: STEP)
+    later = budget_of(clock, 60.0)
+    later.plan(stages(freeze="auto"))
+    later.load_state_dict(budget.state_dict())
+    assert later.expected.solve == pytest.approx(2 * SOLVE) and not later._guessed
+    later.load_state_dict({key: value for key, value in budget.state_dict().items() if key != "solution"})
+
+
 def test_trying_a_batch_leaves_the_model_as_it_was() -> None:
     chain = cut_into_blocks(build_model("shufflenet_v2_x0_5", num_classes=10, image_size=32).model)
     first, *others = chain.model.parameters()

@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig, OptimizerConfig
 from hvfreeze.config.tree import SOLVED, Config, leaves
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.features import before_last_layer
+from hvfreeze.heads.features import before_last_layer, every_block
 from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
 from hvfreeze.training.stage_build import HELD_OUT, StageFactory
 from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
@@ -28,9 +30,9 @@ WARMUP = 0.1
 """Part of a stage's steps in which the learning rate rises, where --lr-warmup does not say."""
 SOLVING = 0.15
 """What solving a linear head takes beside the features' forward pass, as a part of it."""
-POINT, PAIR = 7e7, 1.6e3
-"""Floating-point operations of the forward pass in whose time the features of a row become a point of a kernel head,
-and it is compared with another one until the head is solved; as measured for 2 500 to 50 000 rows."""
+POINT, PAIR = 1.24e4, 1.6e3
+"""Floating-point operations of the forward pass in whose time a feature of a row becomes a part of its point of a
+kernel head, and a row is compared with another until the head is solved; as measured for 2 500 to 50 000 rows."""
 LONG = 4.0
 """Epochs of tuning that are left where one more is tried before them."""
 SGD_RATE, LARGER_BATCH, ENOUGH_STEPS, MOST_UPDATING = 0.05, 64, 400, 1.5
@@ -124,13 +126,15 @@ def first_cut(factory: StageFactory) -> int:
 def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
     """Return the costs of a run whose heads are solved as `solved` says, and whose blocks are tuned behind `cut`."""
     chain, samples = factory.context.chain, factory.context.feed.plan.samples
-    work = work_of(chain, torch.zeros(1, *factory.blueprint.image_shape))
+    example = torch.zeros(1, *factory.blueprint.image_shape)
+    work = work_of(chain, example)
     whole = max(sum(work), LEAST_WORK)
 
     def of(solved: Config) -> Costs:
         solving = SOLVING
         if solved.head.head_fit == "kernel":
-            solving = (POINT + PAIR * centres_for(factory.rows(solved), solved.head.centres)) / whole
+            compared = centres_for(factory.rows(solved), solved.head.centres)
+            solving = (POINT * width_of(chain, solved.head, example) + PAIR * compared) / whole
         return Costs(
             views=max(1, factory.augment(solved).num_views),
             frozen=sum(work[:cut]) / sum(work),
@@ -140,6 +144,14 @@ def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
         )
 
     return replace(of(solved), plain=of(without_mirror(solved)) if solved.data.mirror == "auto" else None)
+
+
+def width_of(chain: Chain, settings: HeadConfig, example: Tensor) -> int:
+    """Return how many features of an image a solved head takes; of `example`, (1, ...), only the shape counts."""
+    if settings.head != "multi-level":
+        return before_last_layer(chain)[1].in_features
+    with in_evaluation(chain.model), torch.no_grad():
+        return every_block(chain, pool=settings.pool, example=example)(example).shape[1]
 
 
 def without_mirror(config: Config) -> Config:

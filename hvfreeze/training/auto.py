@@ -115,9 +115,7 @@ def end_trial(job: Job, *, failed: bool = False) -> None:
     runner.leave_out(TRY_LONGER)
     if first is not None and trial.best == next(iter(trial.after)):
         put_back(first, chain.model)
-    elif first is not None:
-        runner.take_other_way()
-    if longer:
+    elif first is not None or longer:
         runner.take_other_way()
     if longer or (fell_much(trial.before, trial.loss) and leaves_much(best)):
         tune_at_once(job)

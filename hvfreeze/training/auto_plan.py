@@ -129,16 +129,15 @@ def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
     example = torch.zeros(1, *factory.blueprint.image_shape)
     work = work_of(chain, example)
     whole = max(sum(work), LEAST_WORK)
+    compares = solved.head.head_fit == "kernel"
+    pointing = POINT * width_of(chain, solved.head, example) if compares else 0.0
 
     def of(solved: Config) -> Costs:
-        solving = SOLVING
-        if solved.head.head_fit == "kernel":
-            compared = centres_for(factory.rows(solved), solved.head.centres)
-            solving = (POINT * width_of(chain, solved.head, example) + PAIR * compared) / whole
+        compared = centres_for(factory.rows(solved), solved.head.centres)
         return Costs(
             views=max(1, factory.augment(solved).num_views),
             frozen=sum(work[:cut]) / sum(work),
-            solving=solving,
+            solving=(pointing + PAIR * compared) / whole if compares else SOLVING,
             judging=judging(sum(work), samples=samples) / samples,
             update=UPDATE * sum(parameter.numel() for parameter in chain.model.parameters()) / whole,
         )

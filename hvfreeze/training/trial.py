@@ -88,12 +88,15 @@ class Trial:
     @property
     def pays(self) -> bool:
         """Whether tuning pays; only where something was tried."""
-        return self.before is not None and bool(self.after) and self.loss < (1 - self._least_gain) * self.before
+        return self._fell_by(self._least_gain)
 
     @property
     def pays_early(self) -> bool:
         """Whether it pays where no head is solved yet."""
-        return self.before is not None and bool(self.after) and self.loss < (1 - EARLY_GAIN) * self.before
+        return self._fell_by(EARLY_GAIN)
+
+    def _fell_by(self, part: float) -> bool:
+        return self.before is not None and bool(self.after) and self.loss < (1 - part) * self.before
 
     @property
     def _least_gain(self) -> float:

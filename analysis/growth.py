@@ -4,9 +4,9 @@
     python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
 
 Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
-command, with a ResNet-18 that was trained at 32 pixels. DIR gets measured.jsonl, a line a run, with figure and
-README.md. A run whose line is there is not made again, so the same command goes on where it was stopped. An idle
-machine, please.
+command, with a ResNet-18 that was trained at 32 pixels, and beside it through full fine-tuning. DIR gets
+measured.jsonl, a line a run, with figure and README.md. A run whose line is there is not made again, so the same
+command goes on where it was stopped. An idle machine, please.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.parts.growth_pages import MEASURED, Line, growth_figure, kept, readme
+from analysis.parts.growth_pages import AUTO, MEASURED, Line, growth_figure, kept, readme
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, commit, machine, publish
 from analysis.sweeps.launching import follow
@@ -46,6 +46,8 @@ class Planned:
     ranks: int
     centres_asked: int | None = None
     """None leaves it to the solver."""
+    way: str = ""
+    """Of images: the flags of the command that say how."""
 
 
 PRESETS = {
@@ -62,7 +64,17 @@ PRESETS = {
     ],
 }
 """With 5 000 centres, rows of 100 000 and of 1 000 000 cost the same a row, so that what grows with rows shows."""
-IMAGES = (40, 400, 5_000, 20_000, 50_000)
+FULL = "--freeze none --epochs 16 --schedule cosine --evaluate-every 16"
+"""The last epoch alone is evaluated: what a user who knows his settings would wait for."""
+IMAGES = {
+    40: (AUTO,),
+    400: (AUTO,),
+    5_000: (AUTO, f"{AUTO} --epochs 1", f"{FULL} --lr 0.05 --batch-size 64"),
+    20_000: (AUTO, f"{AUTO} --epochs 1", f"{FULL} --lr 0.05 --batch-size 64"),
+    50_000: (AUTO, *(f"{AUTO} --epochs {count}" for count in (1, 3, 8)), f"{FULL} --lr 0.05", f"{FULL} --lr 0.1"),
+}
+"""Images of CIFAR-10, and in which ways a model is fine-tuned on them. Rates and batches of full fine-tuning are the best
+that were found."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--data-dir and --weights go together")
     planned = [*PRESETS[options.preset]]
     if options.data_dir is not None:
-        planned += [Planned("images", count, 2) for count in IMAGES]
+        planned += [Planned("images", count, 2, way=way) for count, ways in IMAGES.items() for way in ways]
     lines = kept(options.out / MEASURED)
     try:
         for run in missing([run for run in planned if options.rows is None or run.rows in options.rows], lines):
@@ -98,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def missing(planned: Sequence[Planned], lines: Sequence[Line]) -> Iterator[Planned]:
     """Yield the runs that have no line."""
     for run in planned:
-        if not any(asdict(run).items() <= line.items() for line in lines):
+        if not any(asdict(run).items() <= {"way": "", **line}.items() for line in lines):
             yield run
 
 
@@ -140,11 +152,10 @@ def image_words(run: Planned, folder: str, data_dir: Path | None, weights: Path 
         "data-dir": data_dir,
         "model": "resnet18",
         "weights": weights,
-        "freeze": "auto",
     }
     flags |= {"train-samples": run.rows} if run.rows < max(IMAGES) else {}
     words = [f"--{name}={value}" for name, value in flags.items()]
-    return ["train", *words, "--quiet", f"--run-dir={folder}/run"]
+    return ["train", *words, *run.way.split(), "--quiet", f"--run-dir={folder}/run"]
 
 
 if __name__ == "__main__":

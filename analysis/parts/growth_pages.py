@@ -14,14 +14,15 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
 from hvfreeze.report.figures import STYLE
-from hvfreeze.report.tables import Table, megabytes, percent, seconds
+from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 from hvfreeze.wording import plural
 
 Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
 MEASURED = "measured.jsonl"
 """Not the name of kept runs of `hvfreeze train`, which other experiments look for."""
-KINDS = {"made": "made rows, the solver", "images": "images, the whole command"}
+AUTO = "--freeze auto"
+KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
 
 
 def kept(path: Path) -> list[Line]:
@@ -30,11 +31,15 @@ def kept(path: Path) -> list[Line]:
 
 
 def growth_figure(lines: Sequence[Line]) -> Figure:
-    """Return seconds and peak memory over rows, a line for each kind, number of ranks and number of centres."""
+    """Return seconds and peak memory over rows, a line for each kind, number of ranks and number of centres.
+
+    Of images those that `--freeze auto` has without any other flag.
+    """
+    drawn = [line for line in lines if line["kind"] == "made" or line["way"] == AUTO]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(FIGURE_WIDTH, 1.4 * FIGURE_WIDTH), layout="constrained")
         time, memory = figure.subplots(2, 1)
-        groups = {key: list(mine) for key, mine in groupby(in_order(lines), key=of_a_line)}
+        groups = {key: list(mine) for key, mine in groupby(in_order(drawn), key=of_a_line)}
         for ((kind, ranks, centres), mine), colour in zip(groups.items(), OTHERS * len(lines)):
             rows = [line["rows"] for line in mine]
             label = f"{KINDS[kind]}, {plural(ranks, 'rank')}" + (f", {centres} centres" if centres else "")
@@ -51,8 +56,8 @@ def growth_figure(lines: Sequence[Line]) -> Figure:
 
 
 def in_order(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines by kind, ranks, centres and rows."""
-    return sorted(lines, key=lambda line: (*of_a_line(line), line["rows"]))
+    """Return the lines by kind, ranks, centres, rows and way."""
+    return sorted(lines, key=lambda line: (*of_a_line(line), line["rows"], line.get("way", "")))
 
 
 def of_a_line(line: Line) -> tuple[str, int, int]:
@@ -70,12 +75,12 @@ def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
     made = [line for line in in_order(lines) if line["kind"] == "made"]
     images = [line for line in in_order(lines) if line["kind"] == "images"]
     parts = ["# How time, memory and bytes grow with the rows that a head is solved on\n", *map(verdict, largest(made))]
-    parts += map(image_verdict, largest(images))
+    parts += image_verdicts(images)
     parts.append("\n![growth](figures/growth.svg)\n")
     if made:
         parts.append(made_table(made).to_text())
     if images:
-        parts.append(image_table(images).to_text())
+        parts += [image_table(images).to_text(), phase_table(images).to_text()]
     sources = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
     parts += [
         "## Limits\n",
@@ -109,13 +114,38 @@ def verdict(line: Line) -> str:
     )
 
 
-def image_verdict(line: Line) -> str:
-    """Return the run on the most images in a sentence."""
-    return (
-        f"- **{line['rows']:,} images of CIFAR-10, `--freeze auto`, {plural(line['ranks'], 'rank')}:** "
-        f"{percent(line['accuracy'])} of the test images are right after {seconds(line['command_seconds'])} of the "
-        "whole command (n = 1)."
-    )
+def image_verdicts(lines: Sequence[Line]) -> list[str]:
+    """Return what each way of `--freeze auto` comes to against the best full fine-tuning, for the most images."""
+    if not lines:
+        return []
+    most = max(line["rows"] for line in lines)
+    mine = [line for line in lines if line["rows"] == most]
+    best = best_full(mine, most)
+    found = []
+    for line in mine:
+        if not line["way"].startswith(AUTO):
+            continue
+        sentence = (
+            f"- **{most:,} images of CIFAR-10, `{line['way']}`, {plural(line['ranks'], 'rank')}:** "
+            f"{percent(line['accuracy'])} of the test images are right after {seconds(line['command_seconds'])} of the "
+            "whole command (n = 1)"
+        )
+        if best is not None:
+            points = 100 * (line["accuracy"] - best["accuracy"])
+            sentence += f"; against the best full fine-tuning {points:+.1f} points in {against(line, best)} the time"
+        found.append(sentence + ".")
+    return found
+
+
+def best_full(lines: Sequence[Line], rows: int) -> Line | None:
+    """Return the most accurate full fine-tuning on as many images; None where there is none."""
+    full = [line for line in lines if line["rows"] == rows and not line["way"].startswith(AUTO)]
+    return max(full, key=lambda line: line["accuracy"], default=None)
+
+
+def against(line: Line, other: Line) -> str:
+    """Return the seconds of a whole command in those of another one's."""
+    return factor(line["command_seconds"] / other["command_seconds"])
 
 
 def made_table(lines: Sequence[Line]) -> Table:
@@ -139,17 +169,32 @@ def made_table(lines: Sequence[Line]) -> Table:
 
 
 def image_table(lines: Sequence[Line]) -> Table:
-    """Return a row for each run on images."""
-    phases = [phase for phase in lines[-1]["seconds"] if any(line["seconds"].get(phase, 0) > 0.05 for line in lines)]
+    """Return a row for each run on images: what it took, and that beside the best full fine-tuning on as many."""
+    rows = []
+    for line in lines:
+        best = best_full(lines, line["rows"])
+        beside = (
+            ("", "") if best is None else (f"{100 * (line['accuracy'] - best['accuracy']):+.1f}", against(line, best))
+        )
+        row = (str(line["rows"]), f"`{line['way']}`", percent(line["accuracy"]), seconds(line["command_seconds"]))
+        rows.append((*row, *beside, f"{max(line['peak_bytes']) / 1e9:.2f}"))
+    columns = ("images", "way", "right", "whole command", "points", "time", "GB a rank")
+    return Table(columns=columns, rows=tuple(rows), title="Images, points and time against the best full fine-tuning")
+
+
+def phase_table(lines: Sequence[Line]) -> Table:
+    """Return where the seconds of each run on images went."""
+    phases = [
+        phase
+        for phase in dict.fromkeys(phase for line in lines for phase in line["seconds"])
+        if any(line["seconds"].get(phase, 0) > 0.05 for line in lines)
+    ]
     rows = [
         (
             str(line["rows"]),
-            seconds(line["command_seconds"]),
+            f"`{line['way']}`",
             *(seconds(line["seconds"].get(phase, 0.0)) for phase in phases),
-            f"{max(line['peak_bytes']) / 1e9:.2f}",
-            percent(line["accuracy"]),
         )
         for line in lines
     ]
-    columns = ("images", "whole command", *phases, "GB a rank", "right")
-    return Table(columns=columns, rows=tuple(rows), title="Images, `--freeze auto`")
+    return Table(columns=("images", "way", *phases), rows=tuple(rows), title="Images, seconds of each phase")

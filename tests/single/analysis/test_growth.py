@@ -11,7 +11,7 @@ import torch
 from analysis import growth
 from analysis.growth import PRESETS, Planned, missing
 from analysis.parts import growth_rows
-from analysis.parts.growth_pages import growth_figure, readme
+from analysis.parts.growth_pages import AUTO, growth_figure, readme
 from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, peak_bytes, solve
 from hvfreeze.heads.rows import Chunk
 
@@ -50,9 +50,14 @@ def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
     assert found["peak_bytes"] <= peak_bytes() and sum(found["seconds"].values()) > 0
     line = {**asdict(plan), **found, "peak_bytes": [found["peak_bytes"]], "command_seconds": 1.0, "commit": "abc"}
     image = {**line, "kind": "images", "seconds": {"forward": 1.0, "evaluate": 2.0}, "centres_asked": None}
-    page = readme([line, image], "a machine", preset="smoke")
-    assert "1,500 rows of 512 numbers, 1 rank" in page and "| images |" in page
-    assert growth_figure([line, image]).axes
+    image |= {"way": AUTO, "accuracy": 0.8}
+    full = {**image, "way": "--freeze none", "accuracy": 0.82, "command_seconds": 4.0}
+    worse = {**full, "way": "--freeze none --lr 9", "accuracy": 0.1}
+    page = readme([line, image, full, worse], "a machine", preset="smoke")
+    assert "1,500 rows of 512 numbers, 1 rank" in page
+    assert "against the best full fine-tuning -2.0 points in 0.25x the time" in page
+    [axes, _] = growth_figure([line, image, full, worse]).axes
+    assert len(axes.lines) == 2
     planned = [plan, Planned("made", 1_500, 2, 50)]
     assert list(missing(planned, [line])) == planned[1:]
 

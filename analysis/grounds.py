@@ -25,9 +25,9 @@ from analysis.sweeps.charts import Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, is_below, of_seeds, shown
+from analysis.sweeps.statistics import Interval, is_below
 from analysis.sweeps.sweep import main
-from hvfreeze.report.tables import Table, percent, seconds
+from hvfreeze.report.tables import Table, percent
 from hvfreeze.runs.reading import Run
 from hvfreeze.training.stages import TRY
 from hvfreeze.wording import plural
@@ -44,8 +44,9 @@ EPOCHS, FEWER = 8, (2, 4, 8)
 """Of full fine-tuning, with twice as many beside them, and the most that auto may take where it is not left to it."""
 AUTO: dict[str, Value] = {"freeze": "auto"}
 FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EPOCHS, "checkpoint_every": "0"}
-SOLUTION, TUNED, WHOLE = "head solved, nothing tuned", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
-"""What a run of auto has first and at its end, and what both are held against."""
+SOLUTION, TUNED, WHOLE = "--freeze auto --epochs 1", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
+"""A head that is solved while nothing is tuned, auto by itself, and what both are held against."""
+SOLVED: dict[str, Value] = {**AUTO, "epochs": 1}
 LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"
 FULLS = {"full": WHOLE, "full16": LONGER}
 """Label of a way of full fine-tuning -> what a reader knows it by."""
@@ -73,7 +74,8 @@ class Ground:
         """Return the flags of all ways, but for those that name data and model."""
         full, fewer = {**FULL, "batch_size": self.batch, **self.full}, () if self.part_of else FEWER
         fulls = {full_of(epochs): {**full, "epochs": epochs} for epochs in (EPOCHS, 2 * EPOCHS, *fewer)}
-        return {"auto": AUTO, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in fewer}}
+        autos = {"auto": AUTO, "auto1": SOLVED}
+        return {**autos, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in fewer}}
 
 
 def few_of(name: str, ground: Ground) -> Ground:
@@ -100,7 +102,8 @@ MOST_BEHIND = 0.5
 def runs(preset: Preset) -> list[PlannedRun]:
     """Return all ways on every ground, a seed after the other; the ways of a seed follow each other in time."""
     if preset.is_smoke:
-        return preset.runs({f"{SMOKE_GROUND}-{way}": flags for way, flags in (("auto", AUTO), ("full", {}))}, {})
+        ways: dict[str, dict[str, Value]] = {"auto": AUTO, "auto1": SOLVED, "full": {}}
+        return preset.runs({f"{SMOKE_GROUND}-{way}": flags for way, flags in ways.items()}, {})
     return [
         PlannedRun(label=f"{name}-{way}", seed=seed, flags=flags_of(name, way), ranks=preset.ranks)
         for seed in preset.seeds
@@ -118,13 +121,6 @@ def flags_of(name: str, way: str) -> dict[str, Value]:
 def auto_runs(results: Results, name: str) -> dict[int, Run]:
     """Return a ground's runs of auto by seed."""
     return {int(row["seed"]): results.runs[str(row["run"])] for row in results.of(f"{name}-auto")}
-
-
-def first(results: Results, name: str) -> tuple[Interval, Interval]:
-    """Return seconds and accuracy when the first head is solved: what auto would be if it never tuned."""
-    found = auto_runs(results, name)
-    taken = of_seeds({seed: paced(run)[0] for seed, run in found.items()})
-    return taken, of_seeds({seed: float(run.metrics[0]["test_accuracy"]) for seed, run in found.items()})
 
 
 def point(results: Results, label: str) -> tuple[Interval, Interval]:
@@ -171,11 +167,13 @@ def tuned_steps(run: Run) -> int:
 
 
 def fall(run: Run) -> str:
-    """Return how the loss on held-out samples changed by each way that was tried, empty where none was."""
+    """Return how the loss on held-out samples changed when tuning was tried, empty where it was not."""
     trial = (run.summary or {}).get("trial")
     if trial is None:
         return ""
-    changes = (f"{way} {changed(trial['before'], after)}" for way, after in trial["ways"].items())
+    # Earlier sources tried several ways.
+    ways = trial.get("ways", {trial["way"]: trial["after"]})
+    changes = (f"{way} {changed(trial['before'], after)}" for way, after in ways.items())
     return f"from {trial['before']:.3f}: {', '.join(changes)}"
 
 
@@ -207,13 +205,11 @@ def answers(results: Results) -> list[Answer]:
     """Return for each ground what auto found, and how it stands to full fine-tuning."""
     told, results = [], timed(results)
     for name in made(results):
-        auto = f"{name}-auto"
-        details = [
-            (
-                f"It comes to {results.accuracy_text(auto, count=True)} in {results.time_text(auto)}, "
-                f"{shown(first(results, name)[1], percent)} with the first head that it solved."
-            )
-        ]
+        auto, alone = f"{name}-auto", f"{name}-auto1"
+        details = [f"It comes to {results.accuracy_text(auto, count=True)} in {results.time_text(auto)}."]
+        if results.of(alone):
+            reached = f"{results.accuracy_text(alone)} in {results.time_text(alone)}"
+            details.append(f"A head alone, with `--epochs 1`, comes to {reached}.")
         text, behind, fulls = f"{found(results, name)}.", False, full_ways(results, name)
         for way, called in fulls.items():
             behind |= is_below(results.change(auto, way), 0)
@@ -285,10 +281,9 @@ def compared(results: Results) -> Table:
     rows = []
     for name in made(results):
         auto = f"{name}-auto"
-        taken, right = first(results, name)
-        rows.append((words(name), SOLUTION, shown(right, percent), shown(taken, seconds), "", ""))
         rows.append((words(name), TUNED, results.accuracy_text(auto, count=True), results.time_text(auto), "", ""))
-        for way, called in full_ways(results, name).items():
+        alone = {f"{name}-auto1": SOLUTION} if results.of(f"{name}-auto1") else {}
+        for way, called in {**alone, **full_ways(results, name)}.items():
             told = (results.accuracy_text(way, count=True), results.time_text(way))
             rows.append((words(name), called, *told, results.change_text(auto, way), results.gain_text(way, auto)))
     return Table(columns=columns, rows=tuple(rows), prose=frozenset({"Way"}))
@@ -324,19 +319,20 @@ def written(flags: Mapping[str, Value]) -> str:
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """Return accuracy against time on each ground: auto from its first solution to its end, beside full."""
+    """Return accuracy against time on each ground: auto with one epoch and by itself, beside full."""
     results, panels = timed(results), dict[str, list[Way]]()
     for name in made(results):
         if name in GROUNDS and GROUNDS[name].part_of:
             continue
-        panels[words(name)] = [Way(TUNED, [first(results, name), point(results, f"{name}-auto")])]
+        alone = [point(results, f"{name}-auto1")] if results.of(f"{name}-auto1") else []
+        panels[words(name)] = [Way(TUNED, [*alone, point(results, f"{name}-auto")])]
         fulls = [point(results, way) for way in full_ways(results, name)]
         if fulls:
             panels[words(name)].append(Way("full fine-tuning", fulls))
     if not panels:
         return []
     caption = (
-        "Accuracy against training time: `--freeze auto` from the first head that it solves to its end, and full "
+        "Accuracy against training time: `--freeze auto`, with `--epochs 1` and by itself, and full "
         f"fine-tuning with {EPOCHS} and {2 * EPOCHS} epochs; {results.spread(results.labels)}."
     )
     elsewhere = [
@@ -356,9 +352,9 @@ SHARED = (
     "this; the clock's times are in rows.csv."
 )
 CHOSEN_HERE = (
-    "By how much a trial's loss must fall for tuning to go on, the two ways that are tried, when one tuning takes all "
-    "steps that are left, and the photographs' weights were chosen while looking at seed 0 of these grounds; what few "
-    "samples make of a trial, at seed 0 of those with 600 images."
+    "By how much a trial's loss must fall for tuning to go on, how blocks are tuned, the length of the first tuning, "
+    "and the photographs' weights were chosen while looking at seed 0 of these grounds; what few samples make of a "
+    "trial, at seed 0 of those with 600 images."
 )
 MORE_MAY_HELP = (
     "Full fine-tuning has one learning rate, which was not searched for; others may give it more. Auto may take work "

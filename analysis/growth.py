@@ -73,8 +73,8 @@ IMAGES = {
     20_000: (AUTO, f"{AUTO} --epochs 1", f"{FULL} --lr 0.05 --batch-size 64"),
     50_000: (AUTO, *(f"{AUTO} --epochs {count}" for count in (1, 3, 8)), f"{FULL} --lr 0.05", f"{FULL} --lr 0.1"),
 }
-"""Images of CIFAR-10, and in which ways a model is fine-tuned on them. Rates and batches of full fine-tuning are the best
-that were found."""
+"""Images of CIFAR-10, and in which ways a model is fine-tuned on them. Rates and batches of full fine-tuning are those
+that did best."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -450,8 +450,8 @@ class OptimizerConfig(Section):
     optimizer: str = setting(
         "sgd",
         "NAME",
-        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); with --freeze auto also auto: adamw "
-        "at 0.0003 or sgd at 0.05, whichever does better when it is tried",
+        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); with --freeze auto also auto: sgd at "
+        "0.05 for networks with BatchNorm, adamw at 0.0003 for others",
         auto=AUTO,
         by_strategy={"stale-ring": "adamw"},
         read_by="steps",

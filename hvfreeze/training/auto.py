@@ -27,123 +27,75 @@ from hvfreeze.training.evaluation import Score, Totals, evaluate, mean, reduce
 from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
-from hvfreeze.training.stages import TRY, TRY_LONGER, TUNE
 from hvfreeze.training.trial import seen_by
 
-WORTH_IT, FEWEST_WRONG = 0.005, 1.5
+WORTH_IT, FEWEST_WRONG, MUCH_LEFT = 0.005, 1.5, 0.05
 """Of the held-out samples, how many must be wrong for tuning to be worth a try: half a point, and more than one sample,
 of which each view counts for its part, where there are enough for one to be fewer than `MUCH_LEFT`. What one sample
 gains is chance."""
 LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
-MUCH_GAIN, MUCH_LEFT = 0.2, 0.05
-"""Part by which that loss falls, and part of the held-out samples still wrong, where all steps left are one tuning."""
 
 
 def begin_stage(job: Job) -> None:
-    """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective.
-
-    Another way to tune is tried on the same blocks.
-    """
-    runner, guard, trying = job.stage_runner, job.guard, job.stage.is_trial
+    """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective."""
+    runner, guard = job.stage_runner, job.guard
     chain, judge = runner.opened.chain, job.judge
-    if trying and guard is not None and guard.before_trial is not None:
-        guard.after_first = copied(chain.model) if job.stage.name == TRY else None
-        put_back(guard.before_trial, chain.model)
-        suit_last_layer(job)
-        return
-    first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number])
+    first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number] if before.steps)
     if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
         return
     assert judge is not None
     with job.clock.within("optimizer"):
         loss = judge.begin(chain, solves_last=not starts_from_zero(job))
-    if guard is not None and (trying or guard.best is None):
+    if guard is not None and guard.best is None:
         guard.trial.before, guard.trial.samples = loss, judged_by(job)
-        if runner.trials_to_come or guard.best is None:
-            guard.before_trial = copied(chain.model)
+        guard.before_trial = copied(chain.model)
         suit_last_layer(job)
 
 
-def end_trial(job: Job, *, failed: bool = False) -> None:
-    """Judge tuning after a stage that tries it, and after the last of them, whether and how it goes on. Collective.
-
-    So is a whole tuning that nothing came before.
-
-    Where it does not, or the first way is the better, the model goes back to that. Of many samples an epoch is tried
-    where short trials gain nothing: what it gains, a long tuning gains more of.
+def end_trial(job: Job, *, failed: bool = False) -> bool:
+    """Judge the first tuning, and what follows; return whether it is taken back. Collective.
 
     Args:
         job: the run.
-        failed: whether the stage has ended early, by numbers that are not finite.
+        failed: whether the stage has ended early, by numbers that are not finite. A tuning that is not on trial then
+            ends the run, with the best solution.
     """
     guard, runner, judge = job.guard, job.stage_runner, job.judge
     if failed and not is_on_trial(job):
         job.logger.info("numbers that are not finite: the tuning is taken back, the best solution is kept")
         runner.drop_rest()
         go_back(job)
-        return
-    if guard is None or judge is None or not is_on_trial(job):
-        return
-    settings, chain = runner.stage.config.optimizer, runner.opened.chain
-    trial = guard.trial
+        return False
+    if guard is None or judge is None or guard.before_trial is None:
+        return False
+    stage, settings, trial = runner.stage, runner.stage.config.optimizer, guard.trial
     with job.clock.within("optimizer"):
         try:
-            loss = math.inf if failed else judge.loss(chain)
+            loss = math.inf if failed else judge.loss(runner.opened.chain)
         except NumericsError:
             loss = math.inf
-    way, longer = f"{settings.optimizer} at {settings.lr:g}", runner.stage.name == TRY_LONGER
-    trial.after[f"{way}, an epoch" if longer else way] = loss if math.isfinite(loss) else math.inf
-    # Few samples cannot show what one way gains, and the other costs them little time.
-    if TRY in runner.trials_to_come and (trial.is_promising or runner.stage.epochs > 1):
-        return
-    if guard.best is None:
-        end_early_trial(job, guard)
-        return
-    assert trial.before is not None
-    best = guard.best.verdict
-    epoch_follows = TRY_LONGER in runner.trials_to_come and leaves_much(best)
-    job.logger.info(trial.line(runner.stage.steps, epoch_follows=epoch_follows))
-    if not trial.pays and epoch_follows:
-        runner.leave_out(TRY)
-        return
-    first, guard.before_trial, guard.after_first = guard.after_first, None, None
-    if not trial.pays:
-        runner.drop_rest()
-        go_back(job)
-        return
-    runner.leave_out(TRY_LONGER)
-    if first is not None and trial.best == next(iter(trial.after)):
-        put_back(first, chain.model)
-    elif first is not None or longer:
-        runner.take_other_way()
-    if longer or (fell_much(trial.before, trial.loss) and leaves_much(best)):
-        tune_at_once(job)
-
-
-def end_early_trial(job: Job, guard: Guard) -> None:
-    """Go on after a trial before any solution: with the tuning, or with a solution for the blocks as they were.
-
-    After a whole tuning, with a solution for the tuned blocks or for those. Equal on all ranks.
-    """
-    runner, trial, before = job.stage_runner, guard.trial, guard.before_trial
-    assert before is not None
-    guard.before_trial = None
-    goes_on = runner.stage.is_trial
-    pays = trial.pays_early if goes_on else trial.pays
-    job.logger.info(trial.early_line(runner.stage.steps, pays=pays, goes_on=goes_on))
-    if not pays:
-        put_back(before, runner.opened.chain.model)
-        runner.leave_out(TUNE)
-        # The solution finds out about mirror images itself, on all samples, where there is room for them.
-        runner.mirror = None
-        runner.take_other_way()
-
-
-def tune_at_once(job: Job) -> None:
-    """Make one tuning of those to come, and tell so. Equal on all ranks."""
-    job.logger.info("one tuning takes all steps that are left")
-    job.stage_runner.tune_at_once()
+    trial.after, trial.way = loss if math.isfinite(loss) else math.inf, f"{settings.optimizer} at {settings.lr:g}"
+    before, guard.before_trial = guard.before_trial, None
+    following = runner.next_stage
+    if stage.is_trial and trial.pays_at_once:
+        job.logger.info(trial.line(stage.steps, "blocks still gain, tuning goes on"))
+        if following is not None and following.solves:
+            runner.tune_at_once()
+        return False
+    if not stage.is_trial and trial.pays:
+        job.logger.info(trial.line(stage.steps, "the head is solved for the tuned blocks"))
+        return False
+    put_back(before, runner.opened.chain.model)
+    # The solution finds out about mirror images itself, on all samples, where there is room for them.
+    runner.mirror = None
+    if stage.is_trial and trial.pays and following is not None and not following.is_spare:
+        job.logger.info(trial.line(stage.steps, "blocks gain a little, the head is solved before they are tuned"))
+        suit_last_layer(job)
+    else:
+        job.logger.info(trial.line(stage.steps, "no block gains enough, the head is solved for them as they were"))
+        runner.solve_alone()
+    return True
 
 
 def give_up_tuning(job: Job) -> bool:
@@ -207,7 +159,10 @@ def go_back(job: Job, *, tuned: bool = False) -> None:
 
 
 def judge(job: Job) -> None:
-    """Make the job's state the best so far, where a stage has solved a head and there is a guard. Not a collective."""
+    """Make the job's state the best so far, where a stage has solved a head and there is a guard. Not a collective.
+
+    And end the run with it where nothing is left to gain.
+    """
     fit, job.solved = job.solved, None
     if job.guard is None or fit is None:
         return
@@ -216,18 +171,16 @@ def judge(job: Job) -> None:
     verdict = job.guard.judge(fit, runner.opened.chain.model, job.last_scores, stage=runner.number)
     job.logger.info(f"{verdict.line(before)}; by heads that were fitted to all other samples")
     best = job.guard.best
-    if before is None or best is None:
-        if not is_worth_it(verdict, held_out_of(job)) and job.budget is None and not runner.is_last:
-            leave_out_tuning(job)
-        return
-    job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
+    if before is not None and best is not None:
+        job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
     if runner.is_last or job.budget is not None:
         return
-    if not goes_on(before, verdict, held_out_of(job)):
+    if before is None and not runner.is_tuned:
+        if not is_worth_it(verdict, held_out_of(job)):
+            leave_out_tuning(job)
+    elif not goes_on(before, verdict, held_out_of(job)):
         job.logger.info("longer tuning is not expected to gain: stopped")
         runner.drop_rest()
-    elif fell_much(before.held_out_loss, verdict.held_out_loss) and leaves_much(verdict):
-        tune_at_once(job)
 
 
 def leave_out_tuning(job: Job) -> None:
@@ -252,20 +205,10 @@ def judged_by(job: Job) -> int:
     return min(held_out_of(job), seen_by(job.feed.plan.samples)[1])
 
 
-def goes_on(before: Verdict, now: Verdict, held_out: int) -> bool:
+def goes_on(before: Verdict | None, now: Verdict, held_out: int) -> bool:
     """Tell whether more tuning may gain: the last one did, and there is something left."""
-    better = now.kept and now.held_out_loss < (1 - LEAST_GAIN) * before.held_out_loss
+    better = before is None or (now.kept and now.held_out_loss < (1 - LEAST_GAIN) * before.held_out_loss)
     return better and is_worth_it(now, held_out)
-
-
-def fell_much(before: float, now: float) -> bool:
-    """Tell whether a loss on held-out samples fell so much that short tunings on the way to a long one waste steps."""
-    return now < (1 - MUCH_GAIN) * before
-
-
-def leaves_much(found: Verdict) -> bool:
-    """Tell whether so many held-out samples are wrong that a long tuning may gain."""
-    return 1 - found.held_out_accuracy >= MUCH_LEFT
 
 
 def is_worth_it(found: Verdict, held_out: int) -> bool:
@@ -285,9 +228,6 @@ def judge_tuned(job: Job) -> None:
     """
     guard, runner = job.guard, job.stage_runner
     if guard is None or guard.held_out is None or runner.stage.is_trial:
-        return
-    if guard.best is None and runner.other_way:
-        # The whole tuning was taken back.
         return
     if runner.stage.solves:
         if runner.is_last:
@@ -347,5 +287,5 @@ def report_of_stages(job: Job) -> dict[str, Any]:
     guard, stages = job.guard, [{"stage": stage.name, "steps": stage.steps} for stage in job.stage_runner.stages]
     for verdict in guard.verdicts if guard else ():
         stages[verdict.stage] |= verdict.describe()
-    tried = {"trial": guard.trial.describe()} if guard and guard.trial.after else {}
+    tried = {"trial": guard.trial.describe()} if guard and guard.trial.after is not None else {}
     return {"stages": stages, **tried, **({"head": guard.best.head or None} if guard and guard.best else {})}

@@ -1,7 +1,7 @@
 """--freeze auto: which stages a run has, and how many steps each: what --epochs or a time budget has room for.
 
-Solve the head; try whether tuning pays; tune and solve again, longer each time. With less to spend, SGD is tried and
-goes on before any head is solved. Costs are counted in forward passes; no clock is asked.
+Try whether tuning pays. Where it does not, solve the head for the blocks as they are; where it does, tune on and solve
+it then, once after a few epochs and once at the end. Costs are counted in forward passes; no clock is asked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig, OptimizerConfig
 from hvfreeze.config.tree import SOLVED, Config, leaves
@@ -23,7 +24,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
 from hvfreeze.training.stage_build import HELD_OUT, StageFactory
-from hvfreeze.training.stages import SOLVE, TRY, TRY_LONGER, TUNE, Stage
+from hvfreeze.training.stages import SOLVE, TRY, TUNE, Stage
 from hvfreeze.training.trial import LEAST_WORK, MANY, MOST_TRIED, TRIED, TUNED, judging
 
 WARMUP = 0.1
@@ -33,17 +34,16 @@ SOLVING = 0.15
 POINT, PAIR = 1.24e4, 1.6e3
 """Floating-point operations of the forward pass in whose time a feature of a row becomes a part of its point of a
 kernel head, and a row is compared with another until the head is solved; as measured for 2 500 to 50 000 rows."""
-LONG = 4.0
-"""Epochs of tuning that are left where one more is tried before them."""
 SGD_RATE, LARGER_BATCH, ENOUGH_STEPS, MOST_UPDATING = 0.05, 64, 400, 1.5
-"""Of the way to tune by SGD that is tried beside AdamW's: it takes the largest batches, up to such ones, of which there
-are so many. With fewer steps the blocks learn less, however many samples each has. But none so small that an update
-takes that many times as long as its samples' passes. Of many samples AdamW takes the larger batches too: its updates
-then take half the time, and there are enough of them."""
-FEWEST_TUNED, LEAST_TUNED = 4.0, 0.5
-"""Where --epochs are fewer than auto takes by itself, tuning is tried before a head is solved, and goes on from there
-where it pays. The head that is solved behind it has mirror images where at least so many epochs are tuned beside; there
-is no such tuning where even without them fewer than the last are left."""
+"""SGD takes the largest batches, up to such ones, of which there are so many. With fewer steps the blocks learn less,
+however many samples each has. But none so small that an update takes that many times as long as its samples' passes. Of
+many samples AdamW takes the larger batches too: its updates then take half the time, and there are enough of them."""
+ROUND, LEAST_ROUND = 3.0, 100
+"""Epochs of full fine-tuning that the first tuning takes where there is twice as much for a second one, and so many
+steps in it: easy tasks need no more."""
+MUCH_TUNED, LEAST_TUNED = 4.0, 0.5
+"""Such epochs beside which a head is solved with mirror images, and for the blocks as they are before tuning that gains
+a little; and fewer than which are not tuned."""
 BACKWARD, UPDATE = 3.0, 1e3
 """What the backward pass takes, in forward passes of the same blocks; and floating-point operations of the forward pass
 in whose time a parameter's gradient is exchanged and the parameter updated, as measured."""
@@ -108,6 +108,7 @@ def auto_stages(factory: StageFactory, passes: float | None) -> tuple[Stage, ...
         costs=costs_of(factory, solved, cut),
         passes=passes,
         replicas=len(feed.plan.shards),
+        normalises=any(isinstance(module, _BatchNorm) for module in chain.model.modules()),
     )
 
 
@@ -167,22 +168,27 @@ def ends_in_linear(chain: Chain) -> bool:
     return True
 
 
-def ways_of(config: Config) -> tuple[Config, ...]:
-    """Return the settings of each way to tune that may be tried; the first is taken where none is tried.
+def gentle(config: Config) -> Config:
+    """Return the settings with AdamW where --optimizer leaves that open.
 
-    AdamW at a small rate, with the statistics of the pretrained weights, improves features that serve the task. SGD at
-    a large rate, with each batch's statistics, learns others. --optimizer says which, unless it is auto.
+    At a small rate, with the statistics of the pretrained weights, it improves features that serve the task.
+    """
+    settings = config.optimizer
+    return replace(config, optimizer=replace(settings, optimizer="adamw")) if settings.optimizer == AUTO else config
+
+
+def bold(config: Config) -> Config:
+    """Return the settings with SGD where --optimizer leaves that open.
+
+    At a large rate, with each batch's statistics, it learns other features, in half the steps.
     """
     settings, freeze = config.optimizer, config.freeze
     if settings.optimizer != AUTO:
-        return (config,)
+        return config
     decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
     sgd = replace(settings, optimizer="sgd", lr=SGD_RATE, weight_decay=decay)
     statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
-    return (
-        replace(config, optimizer=replace(settings, optimizer="adamw")),
-        replace(config, optimizer=sgd, freeze=replace(freeze, statistics=statistics)),
-    )
+    return replace(config, optimizer=sgd, freeze=replace(freeze, statistics=statistics))
 
 
 def batch_is_given(settings: OptimizerConfig) -> bool:
@@ -217,6 +223,7 @@ def stages_of(
     costs: Costs,
     passes: float | None = None,
     replicas: int = 1,
+    normalises: bool = True,
 ) -> tuple[Stage, ...]:
     """Return the stages, in order.
 
@@ -231,60 +238,47 @@ def stages_of(
         passes: what a time budget has time for, in forward passes for each sample of an epoch; None is what --epochs
             of full fine-tuning take. Of a time budget there is one tuning, whose steps are chosen as they are made.
         replicas: that train on an epoch's batches each.
+        normalises: whether the network has BatchNorm; others are not tuned by SGD.
     """
-    ways = ways_of(config)
-    config, solved = ways[0], solved or config
     settings, freeze, batch = config.optimizer, config.freeze, config.optimizer.batch_size
     solve = Stage(
         name=SOLVE,
-        config=solving(solved),
+        config=solving(solved or config),
         steps=batches_per_epoch,
         batches_per_epoch=batches_per_epoch,
         shown_cut=deepest,
         worth=costs.solution / costs.tuning_step(batch),
     )
-    # Without a last solution the guard judges the tuned model itself.
     last_solve, guarded = freeze.has("last-solve"), freeze.has("guard")
     batches = guarded_batches if guarded else batches_per_epoch
-    several = last_solve and guarded and config.model.weights != "none"
     if batches == 0:
         return (solve,)
-    longer = several and batches_per_epoch * batch * replicas >= MANY
-    if longer and not batch_is_given(settings):
-        ways = (replace(ways[0], optimizer=replace(settings, batch_size=LARGER_BATCH)), *ways[1:])
-    tunings = Tunings(settings=settings, batches=batches, cut=cut, guarded=guarded, replicas=replicas, costs=costs)
-    step, each = costs.full_step(tunings.full_batch()), costs.tuning_step(batch)
-    whole = settings.epochs * step if passes is None else passes
-    if several and len(ways) > 1 and whole < usual("epochs") * step and not (longer and passes is not None):
-        early = early_stages(tunings, ways, solve, whole, tries=not longer)
-        if early:
-            return early
-    trial, judged = (tunings.trial_cost, costs.judging) if several else (0.0, 0.0)
-    if several and passes is None and settings.epochs >= usual("epochs") and tunings.trial_epochs > 1:
-        # Of few samples trials take a large part of the steps that a far task needs, and little time.
-        whole += judged + len(ways) * (trial + judged)
-    tried, ends_solved, rounds = len(ways), last_solve, list[float]()
-    # Where there is no room to try all ways, or to solve the head again, fewer are tried, or it is not.
-    for count, ends_solved in plans(len(ways), several=several, last_solve=last_solve):
-        left = whole - costs.solution - judged - count * (trial + judged)
-        after = HELD_OUT * costs.views + (costs.solution if ends_solved else 0.0)
-        rounds = epochs_of_rounds(left / each, after / each, several=several and ends_solved)
-        if rounds:
-            tried = count
-            break
+    tries = last_solve and guarded and config.model.weights != "none"
+    many = batches_per_epoch * batch * replicas >= MANY
+    tunings = Tunings(
+        way=bold(config) if tries and normalises else gentle(config),
+        chooses_batch=tries and normalises and settings.optimizer == AUTO,
+        settings=settings,
+        batches=batches,
+        cut=cut,
+        guarded=guarded,
+        replicas=replicas,
+        costs=costs,
+        many=tries and many,
+    )
+    whole = settings.epochs * costs.full_step(tunings.full_batch()) if passes is None else passes
+    if tries:
+        return tried_stages(tunings, solve, whole, timed=passes is not None)
+    # Nothing tells whether tuning pays. Without a last solution the guard judges the tuned model itself.
+    each, after = costs.tuning_step(batch), HELD_OUT * costs.views + (costs.solution if last_solve else 0.0)
+    epochs = (whole - costs.solution - after) / each
     if passes is not None:
-        tried, ends_solved, rounds = len(ways), last_solve, [max(1.0, sum(rounds))]
-    steps = [int(tunings.per_epoch * epochs) for epochs in rounds]
-    stages = [solve, *([tunings.trial(way) for way in ways[:tried]] if steps and several else [])]
-    if longer and (passes is not None or sum(steps) >= LONG * tunings.per_epoch):
-        # SGD's: on many samples, too, it gains more in an epoch.
-        stages.append(tunings.by(ways[-1], tunings.per_epoch, name=TRY_LONGER))
-        if passes is None:
-            steps[-1] -= int(tunings.per_epoch * (1 + costs.judging / each))
-    for count in steps:
-        tune = tunings.tune(ways[: tried if several else 1], count, of=sum(steps), is_followed=ends_solved)
-        stages += [tune, solve] if ends_solved else [tune]
-    return (*stages, back_to(solve)) if guarded and steps else tuple(stages)
+        epochs = max(1.0, epochs)
+    if epochs < 1:
+        return (solve,)
+    count = int(tunings.per_epoch * epochs)
+    tune = tunings.tune(count, is_followed=last_solve)
+    return (solve, tune, *((solve,) if last_solve else ()), *((back_to(solve),) if guarded else ()))
 
 
 def back_to(solve: Stage) -> Stage:
@@ -292,46 +286,72 @@ def back_to(solve: Stage) -> Stage:
     return replace(solve, name="back", steps=0)
 
 
-def early_stages(
-    tunings: Tunings, ways: Sequence[Config], solve: Stage, whole: float, *, tries: bool
-) -> tuple[Stage, ...]:
-    """Return the stages that tune by SGD before any head is solved, and then solve it; none without room.
+def tried_stages(tunings: Tunings, solve: Stage, whole: float, *, timed: bool) -> tuple[Stage, ...]:
+    """Return the stages of which the first tells whether the others pay; `solve` alone where there is no room for them.
 
-    If it `tries` first, the tuning goes on from the trial's end at its rate; else the whole tuning is judged, because
-    of many samples a short one gains nothing that shows. SGD alone: it tells what is far from the pretraining in half
-    the steps, and learns that the sooner. `whole` is what all may take, in forward passes for each sample of an epoch.
+    A short trial is gone on from, at its rate. Of many samples it would gain nothing that shows: there the first tuning
+    is judged. `whole` is what all may take, in forward passes for each sample of an epoch.
     """
-    costs, settings = tunings.costs, tunings.settings
-    room = whole - (tunings.trial_cost if tries else 0.0) - 2 * costs.judging - HELD_OUT * costs.views
-    found = tuned_first(room, costs, least=costs.tuning_step(tunings.full_batch()))
+    costs, many, settings = tunings.costs, tunings.many, tunings.settings
+    least, own = costs.tuning_step(tunings.full_batch()), HELD_OUT * costs.views
+    tried = 2 * costs.judging + (0.0 if many else tunings.trial_cost)
+    if not (many or timed) and settings.epochs >= usual("epochs") and tunings.trial_epochs > 1:
+        # Of few samples trials take a large part of the steps that a far task needs, and little time.
+        whole += tried
+    room = whole - tried - own
+    found = tuned_first(room, costs, least=least)
     if found is None:
-        return ()
+        return (solve,)
     spent, mirrored = found
-    count = int(tunings.per_epoch * spent / costs.tuning_step(settings.batch_size))
-    last, plain = solve, costs.plain
-    if not mirrored and plain is not None:
-        part = plain.solution / costs.solution
-        last = replace(solve, config=without_mirror(solve.config), worth=solve.worth * part)
-        if room >= costs.solution:
-            last = replace(last, other=solve)
-    if not tries:
-        return (tunings.tune(ways[1:], count, of=count, is_followed=True), last, back_to(solve))
-    tune = tunings.tune(ways[1:], count, of=count, is_followed=True, goes_on=True)
-    return (tunings.trial(ways[1], is_gone_on_from=True), tune, last, back_to(solve))
+    last, solution = solve, costs.solution
+    if not mirrored and costs.plain is not None:
+        solution = costs.plain.solution
+        last = replace(solve, config=without_mirror(solve.config), worth=solve.worth * solution / costs.solution)
+    first = solve if room >= costs.solution else last
+    comes_first = spent - costs.solution >= MUCH_TUNED * least
+    if comes_first and not many:
+        spent -= costs.solution
+
+    def tuned(parts: Sequence[float]) -> list[Stage]:
+        counts = [int(tunings.per_epoch * part / costs.tuning_step(settings.batch_size)) for part in parts]
+        return [tunings.tune(count, goes_on=not (many or place)) for place, count in enumerate(counts)]
+
+    tunes = tuned([spent] if timed else rounds_of(spent, first=ROUND * least, between=solution + own))
+    if len(tunes) > 1 and tunes[0].steps < LEAST_ROUND:
+        tunes = tuned([spent])
+    stages = [stage for tune in tunes for stage in (tune, last)]
+    if not many:
+        stages = [tunings.trial(), replace(first, is_spare=not comes_first), *stages]
+    return (*stages, back_to(solve))
+
+
+def rounds_of(room: float, *, first: float, between: float) -> list[float]:
+    """Return what each tuning takes of `room`: one, or where twice as much is left, a `first` and a longer one.
+
+    `between` is what comes after each but the last.
+    """
+    rest = room - first - between
+    return [first, rest] if rest >= 2 * first else [room]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tunings:
-    """The stages that tune. Steps are counted in batches of the run's own size, and changed into those of a way."""
+    """The stages that tune. Steps are counted in batches of the run's own size, and changed into those of theirs."""
 
+    way: Config
+    """With the optimizer."""
+    chooses_batch: bool
+    """Whether batches are as large as there are enough of; see `ENOUGH_STEPS`."""
     settings: OptimizerConfig
-    """Of the first way, with the run's own batch."""
+    """With the run's own batch."""
     batches: int
     """Of an epoch, of every replica, in the run's own size."""
     cut: int
     guarded: bool
     replicas: int
     costs: Costs
+    many: bool
+    """Whether there are many samples, and larger batches are no loss."""
 
     @property
     def per_epoch(self) -> int:
@@ -353,36 +373,35 @@ class Tunings:
         """Of a trial."""
         return self._tries / self._halves
 
-    def trial(self, way: Config, *, is_gone_on_from: bool = False) -> Stage:
-        """Return a stage that tells whether such tuning pays; one that is gone on from keeps its rate to its end."""
-        settings = replace(way.optimizer, batch_size=self.half, accumulate=1)
-        if is_gone_on_from and settings.schedule == "cosine":
+    def trial(self) -> Stage:
+        """Return a stage that tells whether tuning pays; it keeps its rate to its end, to be gone on from."""
+        settings = replace(self.way.optimizer, batch_size=self.half, accumulate=1)
+        if settings.schedule == "cosine":
             settings = replace(settings, schedule="constant")
-        way = replace(way, optimizer=settings)
+        way = replace(self.way, optimizer=settings)
         return tune_stage(way, self.cut, steps=self._tries, batches=self._halves, name=TRY)
 
-    def tune(self, ways: Sequence[Config], count: int, *, of: int, **terms: bool) -> Stage:
-        """Return a stage that tunes, in the first of the ways, which knows the second."""
-        first, *others = (self.by(way, count, of=of, guarded=self.guarded, **terms) for way in ways)
-        return replace(first, other=others[0]) if others else first
-
-    def by(self, way: Config, count: int, *, of: int = 0, **terms: Any) -> Stage:
-        """Return a stage that tunes in such a way, as long as `count` steps take, `of` so many of all stages."""
-        batch = self.batch_of(way, of)
+    def tune(self, count: int, *, goes_on: bool = False, is_followed: bool = True) -> Stage:
+        """Return a stage that tunes as long as `count` steps take."""
+        batch = self._batch_of(count)
         own = self.batches * self.settings.batch_size // batch
         if own == 0:
             # Too few samples for a larger batch.
             batch, own = self.settings.batch_size, self.batches
-        way = replace(way, optimizer=replace(way.optimizer, batch_size=batch))
+        way = replace(self.way, optimizer=replace(self.way.optimizer, batch_size=batch))
         steps = max(1, int(count * self._pace(batch)) * way.optimizer.steps_per_epoch(own) // self.per_epoch)
-        return tune_stage(way, self.cut, steps=steps, batches=own, **terms)
+        return tune_stage(
+            way, self.cut, steps=steps, batches=own, guarded=self.guarded, goes_on=goes_on, is_followed=is_followed
+        )
 
-    def batch_of(self, way: Config, of: int) -> int:
-        """Return the batch of a way, for `of` steps; see `ENOUGH_STEPS`. One that was given is taken."""
+    def _batch_of(self, count: int) -> int:
+        """Return the batch for as long as `count` steps take. One that was given is taken."""
         settings = self.settings
-        if way.optimizer.optimizer == settings.optimizer or batch_is_given(settings):
-            return way.optimizer.batch_size
-        samples = of * settings.batch_size * settings.accumulate
+        if batch_is_given(settings):
+            return settings.batch_size
+        if not self.chooses_batch:
+            return LARGER_BATCH if self.many else settings.batch_size
+        samples = count * settings.batch_size * settings.accumulate
         return self._largest(lambda size: samples * self._pace(size) / size)
 
     def full_batch(self) -> int:
@@ -420,40 +439,16 @@ class Tunings:
         return self.costs.tuning_step(self.settings.batch_size) / self.costs.tuning_step(batch)
 
 
-def plans(ways: int, *, several: bool, last_solve: bool) -> list[tuple[int, bool]]:
-    """Return what there may be room for, the best first: how many ways are tried, whether the head is solved again."""
-    if not several:
-        return [(ways, last_solve)]
-    return [(count, ends_solved) for count in range(ways, 0, -1) for ends_solved in (True, False)]
-
-
 def tuned_first(room: float, costs: Costs, *, least: float) -> tuple[float, bool] | None:
-    """Return what is spent on tuning before any head is solved, and whether that has mirror images; None without room.
+    """Return what is spent on tuning, and whether the head behind it has mirror images; None without room.
 
     `room` is what a trial leaves, in forward passes for each sample of an epoch, `least` what an epoch of tuning takes.
     """
-    if room - costs.solution >= FEWEST_TUNED * least:
+    if room - costs.solution >= MUCH_TUNED * least:
         return room - costs.solution, True
     plain = costs.plain or costs
     left = room - plain.solution
     return (left, plain is costs) if left >= LEAST_TUNED * least else None
-
-
-def epochs_of_rounds(room: float, solution: float, *, several: bool) -> list[float]:
-    """Return how many epochs each tuning lasts: 1, 2, 4 and so on, then what is left, where `several` are wanted.
-
-    `room` is what there is for all, and `solution` what comes after each, in epochs. Less than one is not tuned.
-    """
-    rounds: list[float] = []
-    while room - solution >= 1:
-        length = room - solution
-        longer = 2.0 ** len(rounds)
-        # Too little is left for a longer one after it.
-        if several and length - longer - solution >= 2 * longer:
-            length = longer
-        rounds.append(length)
-        room -= length + solution
-    return rounds
 
 
 def tune_stage(
@@ -487,7 +482,7 @@ def tune_stage(
 def solving(config: Config) -> Config:
     """Return the settings with which stages solve the head: fixed views for fresh draws, no pairs, no groups."""
     criterion, cut = SOLVED
-    config = ways_of(config)[0]
+    config = gentle(config)
     data = config.data if config.data.cacheable() else replace(config.data, augment="none", recipe="crop")
     return replace(
         config,
@@ -499,7 +494,7 @@ def solving(config: Config) -> Config:
 
 def tuning(config: Config, cut: int, *, epochs: int) -> Config:
     """Return the settings with which the model is tuned behind `cut`, under its own last layer."""
-    config = ways_of(config)[0]
+    config = gentle(config)
     freeze = "coherence" if config.freeze.has("votes") else "static" if cut else "none"
     pretrained = config.model.weights != "none"
     return replace(
@@ -518,15 +513,16 @@ def tuning(config: Config, cut: int, *, epochs: int) -> Config:
     )
 
 
+def notes_on_views(factory: StageFactory) -> list[str]:
+    """Return a note on mirror images that no head is solved with, because there are too many."""
+    if affordable(factory) == factory.config:
+        return []
+    why = f"with them there are more than {ALL_COMPARED} views of samples, more than are all compared with each other"
+    return [f"no mirror images for the solved head: {why}; --mirror on takes them, and compares all with fewer"]
+
+
 def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return notes on rows that are other than was asked, and on a head that is solved on random weights."""
-    notes = []
-    # Behind an early trial it is time that there is too little of.
-    if stages[0].solves and stages[0].config.data.mirror != config.data.mirror:
-        notes.append(
-            f"no mirror images for the solved head: with them there are more than {ALL_COMPARED} views of samples, "
-            "more than are all compared with each other; --mirror on takes them, and compares all with fewer"
-        )
+    """Return a note on a head that is solved on random weights."""
     if config.model.weights == "none" and len(stages) == 1:
-        notes.append("the head is solved on a network with random weights; --freeze auto is for trained --weights")
-    return notes
+        return ["the head is solved on a network with random weights; --freeze auto is for trained --weights"]
+    return []

@@ -60,7 +60,7 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.training.auto_plan import auto_stages, notes_on_stages
+from hvfreeze.training.auto_plan import auto_stages, notes_on_stages, notes_on_views
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
 from hvfreeze.training.mirror_trial import Finding, find_out, is_open
@@ -250,7 +250,7 @@ def assemble(
         called=corpus.train.called,
         judge=factory.judge(stages) if auto and len(stages) > 1 else None,
         mirror=finding,
-        notes=notes,
+        notes=[*notes, *(notes_on_views(factory) if auto else ())],
     )
 
 

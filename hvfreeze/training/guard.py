@@ -80,9 +80,7 @@ class Guard:
     verdicts: list[Verdict] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
     before_trial: dict[str, Tensor] | None = None
-    """The model that every way to tune is tried on; None but while ways are tried."""
-    after_first: dict[str, Tensor] | None = None
-    """What the first way has made of it; None but while the second is tried."""
+    """The model that tuning is tried on; None but while it is."""
 
     def judge(self, fit: Solution, model: nn.Module, scores: Scores, *, stage: int) -> Verdict:
         """Keep the model's state if its solution is better than all before, else put the best one back.
@@ -144,7 +142,6 @@ class Guard:
             "trial": asdict(self.trial),
             "own": None if self.own is None else {"verdict": asdict(self.own.verdict), "state": self.own.state},
             "before_trial": self.before_trial,
-            "after_first": self.after_first,
             "best": None
             if best is None
             else {
@@ -159,7 +156,7 @@ class Guard:
         """Continue from what `state_dict` returned."""
         self.verdicts = [Verdict(**verdict) for verdict in state["verdicts"]]
         self.trial = Trial(**state.get("trial", {}))
-        self.before_trial, self.after_first = state.get("before_trial"), state.get("after_first")
+        self.before_trial = state.get("before_trial")
         own = state.get("own")
         self.own = own and Best(Verdict(**own["verdict"]), own["state"], {}, {})
         kept = state["best"]

@@ -259,11 +259,12 @@ def end_stage(job: Job, *, failed: bool = False) -> None:
     `failed`: numbers that are not finite ended it early.
     """
     judge(job)
-    end_trial(job, failed=failed)
+    taken_back = end_trial(job, failed=failed)
     if job.budget is not None:
         for line in job.budget.after_stage(job.stage_runner):
             job.logger.info(line)
-    judge_tuned(job)
+    if not taken_back:
+        judge_tuned(job)
 
 
 def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:

@@ -35,9 +35,8 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
     return base
 
 
-SOLVE, TUNE, TRY, TRY_LONGER = "solve", "tune", "try", "try longer"
-"""Names of stages: that solve the head, that tune, that tell whether tuning pays, and one of an epoch that does, after
-short ones that do not tell."""
+SOLVE, TUNE, TRY = "solve", "tune", "try"
+"""Names of stages: that solve the head, that tune, and that tells whether tuning pays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +58,8 @@ class Stage:
     """How the run calls the cut of a stage that freezes all blocks but the head; None where it is the stage's own."""
     worth: float = 0.0
     """Of a solution: epochs of tuning that take as long."""
-    other: Stage | None = None
-    """Another way to tune for as many epochs, which is taken where a trial finds it better; or to solve the head, where
-    a trial finds that nothing is to be tuned."""
+    is_spare: bool = False
+    """Of a solution before a tuning: whether it is made only where that is left out, so that no time is kept for it."""
 
     @property
     def title(self) -> str:
@@ -72,7 +70,7 @@ class Stage:
     @property
     def is_trial(self) -> bool:
         """Whether it tells whether tuning pays."""
-        return self.name in (TRY, TRY_LONGER)
+        return self.name == TRY
 
     @property
     def solves(self) -> bool:
@@ -159,8 +157,6 @@ class StageRunner:
         self.number = 0
         self.mirror = mirror
         """What has been found out about mirror images, on or off, for the stages to come."""
-        self.other_way = False
-        """Whether stages that have another way to tune have taken it."""
         self.ends_tuned = False
         """Whether the run ends with a tuned model under its own last layer, whatever solution came after it."""
         self._open_stage = open_stage
@@ -209,9 +205,9 @@ class StageRunner:
         return not any(stage.steps for stage in self.stages[self.number + 1 :])
 
     @property
-    def trials_to_come(self) -> tuple[str, ...]:
-        """The names of the stages after this one that try tuning."""
-        return tuple(stage.name for stage in self.stages[self.number + 1 :] if stage.is_trial and stage.steps)
+    def next_stage(self) -> Stage | None:
+        """The next one that has steps; None behind the last."""
+        return next((stage for stage in self.stages[self.number + 1 :] if stage.steps), None)
 
     def plan(self, steps: Sequence[int]) -> None:
         """Let the stages last so many steps each; the strategy that is open learns of it. Equal on all ranks."""
@@ -224,32 +220,35 @@ class StageRunner:
         report = self.report()
         self._enter(next(number for number in after if self.stages[number].steps), earlier=report)
 
-    def leave_out(self, name: str) -> None:
-        """Take their steps from the stages to come that are called so. Equal on all ranks."""
-        left_out = [number > self.number and stage.name == name for number, stage in enumerate(self.stages)]
-        self.plan([0 if left else stage.steps for left, stage in zip(left_out, self.stages, strict=True)])
-
     def drop_rest(self) -> None:
         """Take their steps from the stages to come: the run ends with the one under way. Equal on all ranks."""
-        self.plan([stage.steps if number <= self.number else 0 for number, stage in enumerate(self.stages)])
+        self._keep(lambda number: False)
 
-    def take_other_way(self) -> None:
-        """Let the stages to come tune in their other way. Equal on all ranks."""
-        self.other_way = True
-        self.stages = tuple(
-            stage.other if number > self.number and stage.steps and stage.other else stage
-            for number, stage in enumerate(self.stages)
-        )
+    def solve_alone(self) -> None:
+        """Take their steps from the stages to come, but for one solution. Equal on all ranks."""
+        [solves, *_] = self._coming(solves=True)
+        self._keep(lambda number: number == solves)
 
     def tune_at_once(self) -> None:
-        """Let one tuning take the time of all stages to come but for one solution behind it. Equal on all ranks."""
-        steps, coming = [stage.steps for stage in self.stages], range(self.number + 1, len(self.stages))
-        tuning = [number for number in coming if not self.stages[number].solves]
-        solutions = [number for number in coming if self.stages[number].solves and steps[number]]
-        spared = sum(self.stages[number].worth for number in solutions[1:])
-        merged = sum(steps[number] for number in tuning) + int(spared * self.stages[tuning[0]].steps_per_epoch)
-        kept = {tuning[0]: merged} | {number: steps[number] for number in solutions[:1]}
-        self.plan([kept.get(number, 0) if number in coming else count for number, count in enumerate(steps)])
+        """Let the tuning that comes follow without the solution before it. Equal on all ranks.
+
+        The last tuning has its time; of one that is spare none was kept.
+        """
+        [left_out, *_], [*_, last] = self._coming(solves=True), self._coming(solves=False)
+        solves, tune = self.stages[left_out], self.stages[last]
+        spared = 0 if solves.is_spare else int(solves.worth * tune.steps_per_epoch)
+        changed = {left_out: 0, last: tune.steps + spared}
+        self.plan([changed.get(number, stage.steps) for number, stage in enumerate(self.stages)])
+
+    def _coming(self, *, solves: bool) -> list[int]:
+        """Return the numbers of the stages to come that solve, or of those that do not."""
+        numbered = list(enumerate(self.stages))[self.number + 1 :]
+        return [number for number, stage in numbered if stage.steps and stage.solves == solves]
+
+    def _keep(self, is_kept: Callable[[int], bool]) -> None:
+        self.plan(
+            [stage.steps if number <= self.number or is_kept(number) else 0 for number, stage in enumerate(self.stages)]
+        )
 
     def turn_back(self, *, tuned: bool = False) -> None:
         """Open the last stage, which has no steps: with it the run ends, its model is the caller's to fill. Collective.
@@ -276,7 +275,7 @@ class StageRunner:
         earlier = {**self._earlier, "cut_history": [list(move) for move in self._earlier.get("cut_history", ())]}
         steps = [stage.steps for stage in self.stages]
         asked, names = list(self.asked), [stage.name for stage in self.stages]
-        found = {"mirror": self.mirror, "other_way": self.other_way, "ends_tuned": self.ends_tuned}
+        found = {"mirror": self.mirror, "ends_tuned": self.ends_tuned}
         return {"number": self.number, "names": names, "steps": steps, "asked": asked, "earlier": earlier, **found}
 
     def knows(self, state: Any) -> bool:
@@ -286,8 +285,7 @@ class StageRunner:
         number, steps = state.get("number"), state.get("steps")
         if type(number) is not int or not isinstance(steps, list) or any(type(count) is not int for count in steps):
             return False
-        known = state.get("mirror") in (None, "on", "off") and type(state.get("other_way", False)) is bool
-        return known and 0 <= number < len(steps) and min(steps) >= 0
+        return state.get("mirror") in (None, "on", "off") and 0 <= number < len(steps) and min(steps) >= 0
 
     def fits(self, state: Mapping[str, Any], *, keeps_plan: bool) -> bool:
         """Tell whether the stages are those of `state`, which it `knows`, as far as they go on with."""
@@ -310,8 +308,6 @@ class StageRunner:
         """
         if keeps_plan:
             self.stages = self.stages[: len(state["steps"])]
-        if state.get("other_way"):
-            self.take_other_way()
         if keeps_plan or list(self.asked) == state.get("asked"):
             self.plan(state["steps"])
         if state.get("ends_tuned"):
@@ -330,7 +326,7 @@ class StageRunner:
         self.ends_tuned = True
         *before, last = self.stages
         tuned = [stage for stage in before if stage.name == TUNE][-1]
-        self.stages = (*before, lasting(replace(tuned, name=last.name, other=None), 0))
+        self.stages = (*before, lasting(replace(tuned, name=last.name), 0))
 
     def _enter(self, number: int, *, earlier: Report) -> None:
         self.opened.strategy.close()

@@ -206,7 +206,7 @@ class TimeBudget:
             {"stage": stage.name, "steps": stage.steps, "seconds": self._takes(planned, number)}
             for number, stage in enumerate(planned)
             # Nothing is ever done in one that had no steps before.
-            if stages[number].steps
+            if stages[number].steps and not stage.is_spare
         ]
         return planned
 
@@ -307,24 +307,24 @@ class TimeBudget:
     def _chosen(self, stages: Sequence[Stage], first: int) -> list[int]:
         """Return every stage's steps, those from `first` on as there is time; a solution that nothing precedes goes.
 
-        Where there is no time for all trials, an epoch of tuning and the solution behind it, that solution goes first,
-        then the last trial. The first solution of all is made in any case.
+        Where there is no time for an epoch of tuning and the solution behind it, that solution goes where a trial and
+        a solution come before it; else only one solution is made, the first of all in any case.
         """
         coming = [number for number in range(first, len(stages)) if stages[number].steps]
-        always = next((number for number, stage in enumerate(stages) if stage.solves), 0)
-        trials = [number for number in coming if stages[number].is_trial]
-        solutions = [number for number in coming if stages[number].solves and number != always]
+        made = any(stage.solves and stage.steps for stage in stages[:first])
+        solutions = [number for number in coming if stages[number].solves]
         tuning = [number for number in coming if not (stages[number].solves or stages[number].is_trial)]
-        steps = found = [stage.steps for stage in stages]
+        steps = [stage.steps for stage in stages]
         if not tuning:
             return steps
-        for tried in range(len(trials), -1, -1):
-            for solved in (True, False) if any(stage.is_trial for stage in stages) else (True,):
-                left_out = {*trials[tried:], *(() if solved else solutions)}
-                wanted = [0 if number in left_out else count for number, count in enumerate(steps)]
-                found = self._filled(with_steps(stages, wanted), first)
-                if any(found[number] for number in tuning):
-                    return found
+        lasting = [number for number in solutions if not stages[number].is_spare]
+        tried = any(stage.is_trial for stage in stages)
+        for left_out in (set[int](), set(lasting if made else lasting[1:])) if tried else (set[int](),):
+            wanted = [0 if number in left_out else count for number, count in enumerate(steps)]
+            found = self._filled(with_steps(stages, wanted), first)
+            if any(found[number] for number in tuning):
+                return found
+        always = None if made else next(iter(solutions), 0)
         return [count if number < first or number == always else 0 for number, count in enumerate(steps)]
 
     def _filled(self, stages: Sequence[Stage], first: int) -> list[int]:
@@ -349,22 +349,22 @@ class TimeBudget:
     def _takes(self, stages: Sequence[Stage], number: int) -> float:
         """Return the seconds that a stage is expected to take, with its evaluations."""
         stage = stages[number]
-        if stage.steps == 0:
+        if stage.steps == 0 or stage.is_spare:
             return 0.0
         if stage.solves:
             ratio = stage.worth / self._worth if stage.worth and self._worth else 1.0
             guessed = self._guessed and not stages[0].solves
             return self.expected.solve * ratio * (UNMEASURED if guessed else 1.0) + self.expected.evaluation
         if stage.is_trial:
-            # It is judged before the first of them, too.
-            judged = 1 if any(earlier.is_trial for earlier in stages[:number]) else 2
-            return stage.steps * self._step(stage) + judged * self.expected.trial
+            return stage.steps * self._step(stage) + 2 * self.expected.trial
         return stage.steps * self._with_evaluations(stage) + self._ends(stages, number)
 
     def _ends(self, stages: Sequence[Stage], number: int) -> float:
         """Return the seconds that a stage of training ends with: it is not evaluated where a solution follows."""
         is_followed = any(stage.solves and stage.steps for stage in stages[number + 1 :])
-        return self.expected.judging + (0.0 if is_followed else self.expected.evaluation)
+        # It is on trial itself where nothing comes before it.
+        tried = 2 * self.expected.trial if number == 0 else 0.0
+        return tried + self.expected.judging + (0.0 if is_followed else self.expected.evaluation)
 
     def _with_evaluations(self, stage: Stage) -> float:
         evaluation = self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch)
@@ -434,7 +434,7 @@ def open_budget(
         images=timing.images * config.optimizer.accumulate,
         evaluation=timing.forward * evaluated,
         judging=timing.forward * judged,
-        trial=expected_judging(factory, timing) if any(stage.is_trial for stage in stages) else 0.0,
+        trial=expected_judging(factory, timing) if config.freeze.auto and not stages[0].solves else 0.0,
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
     return TimeBudget(

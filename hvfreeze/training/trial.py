@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ TUNED, TRIED, MOST_TRIED = 1280, 40, 4.0
 because blocks learn by steps, unless they were more than so many epochs. On many samples it costs no more than on few.
 """
 MANY = 25_000
-"""Samples of which an epoch may gain what a short trial cannot show, so that one is tried where that gains nothing."""
+"""Samples of which a long tuning may gain what a short trial cannot show."""
 FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 8192, 1 / 6
 """Samples of all ranks, about, that heads are solved for, and which part of all they are between these; half as many
 judge them. Heads for few samples gain by what blocks have learned of other samples' labels, as one for all cannot."""
@@ -48,10 +48,9 @@ PENALTY = 0.01
 LEAST_GAIN, CHANCE = 0.04, 0.8
 """Part by which the loss of held-out samples falls where tuning pays; of n samples, at least the second over sqrt(n),
 which is what chance may do: on 60 samples near tasks gained 3 %, far ones 30 %."""
-
-EARLY_GAIN = 0.15
-"""Part by which the loss falls in a trial before any solution where it pays: no solution could be gone back to. On far
-tasks it fell by a quarter and more, on near ones, judged by few samples, by a twenty-fifth at most."""
+MUCH_GAIN = 0.15
+"""Part by which it falls in a trial where tuning goes on at once, without a solution to go back to: by a third and more
+on far tasks, and not at all on near ones."""
 
 
 def seen_by(samples: int) -> tuple[int, int]:
@@ -63,7 +62,7 @@ def seen_by(samples: int) -> tuple[int, int]:
 def judging(forward: float, *, samples: int) -> float:
     """Return what judging takes once, in forward passes of so many floating-point operations.
 
-    It is done before the first trial, and after each.
+    It is done before a trial, and after it.
     """
     rows = min(samples, sum(seen_by(samples)))
     # Of few rows, fewer directions.
@@ -72,78 +71,41 @@ def judging(forward: float, *, samples: int) -> float:
 
 @dataclass
 class Trial:
-    """Losses on held-out samples of the head that was solved before tuning was tried, and of those after it."""
+    """Losses on held-out samples of the head that was solved before tuning was tried, and of that after it."""
 
     before: float | None = None
-    after: dict[str, float] = field(default_factory=dict)
-    """By the way to tune that was tried, in that order; infinite where it came to numbers that are not finite."""
+    after: float | None = None
+    """Infinite where tuning came to numbers that are not finite; None where it was not tried."""
     samples: int | None = None
     """That judged; None where that is not known."""
-
-    @property
-    def best(self) -> str:
-        """The way after which the loss is least, of equal ones the first."""
-        return min(self.after, key=lambda way: self.after[way])
+    way: str = ""
+    """To tune, in words."""
 
     @property
     def pays(self) -> bool:
-        """Whether tuning pays; only where something was tried."""
-        return self._fell_by(self._least_gain)
+        """Whether tuning pays."""
+        return self._fell_by(max(LEAST_GAIN, CHANCE / math.sqrt(self.samples) if self.samples else 0.0))
 
     @property
-    def pays_early(self) -> bool:
-        """Whether it pays where no head is solved yet."""
-        return self._fell_by(EARLY_GAIN)
+    def pays_at_once(self) -> bool:
+        """Whether it pays so much that no head is solved before it."""
+        return self._fell_by(MUCH_GAIN)
 
     def _fell_by(self, part: float) -> bool:
-        return self.before is not None and bool(self.after) and self.loss < (1 - part) * self.before
+        return self.before is not None and self.after is not None and self.after < (1 - part) * self.before
 
-    @property
-    def _least_gain(self) -> float:
-        return max(LEAST_GAIN, CHANCE / math.sqrt(self.samples) if self.samples else 0.0)
-
-    @property
-    def is_promising(self) -> bool:
-        """Whether another way is worth its time: the best one so far gains half of what pays, or came to nothing."""
-        assert self.before is not None, "nothing was tried"
-        return not math.isfinite(self.loss) or self.loss < (1 - LEAST_GAIN / 2) * self.before
-
-    @property
-    def loss(self) -> float:
-        """After the best way."""
-        return self.after[self.best]
-
-    def line(self, steps: int, *, epoch_follows: bool = False) -> str:
-        """Return it in words, where nothing is gained, with what follows."""
-        stays = "too few to tell, an epoch is tried" if epoch_follows else "no block gains, the solved head is kept"
-        return f"{self._found(steps)}: {self._goes_on if self.pays else stays}"
-
-    def early_line(self, steps: int, *, pays: bool, goes_on: bool) -> str:
-        """Return it in words where no head is solved yet, with what follows: tuning, where it `goes_on`."""
-        stays = "no block gains enough, the head is solved for them as they were"
-        follows = self._goes_on if goes_on else "the head is solved for the tuned blocks"
-        return f"{self._found(steps)}: {follows if pays else stays}"
-
-    @property
-    def _goes_on(self) -> str:
-        return f"blocks still gain, tuning goes on with {self.best}"
-
-    def _found(self, steps: int) -> str:
-        found = " or ".join(
-            f"{loss:.3f} ({way})" if math.isfinite(loss) else f"numbers that are not finite ({way})"
-            for way, loss in self.after.items()
+    def line(self, steps: int, follows: str) -> str:
+        """Return it in words, with what follows."""
+        assert self.before is not None and self.after is not None, "nothing was tried"
+        found = f"{self.after:.3f}" if math.isfinite(self.after) else "numbers that are not finite"
+        return (
+            f"tried: {steps} steps of tuning with {self.way} change the loss of held-out samples from "
+            f"{self.before:.3f} to {found}: {follows}"
         )
-        return f"tried: {steps} steps of tuning change the loss of held-out samples from {self.before:.3f} to {found}"
 
     def describe(self) -> dict[str, Any]:
         """Return what summary.json says of it."""
-        return {
-            "before": self.before,
-            "after": self.loss,
-            "samples": self.samples,
-            "ways": dict(self.after),
-            "way": self.best,
-        }
+        return {"before": self.before, "after": self.after, "samples": self.samples, "way": self.way}
 
 
 @dataclass(frozen=True, kw_only=True)

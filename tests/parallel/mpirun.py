@@ -43,7 +43,6 @@ _FOR_TESTS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
     "OMPI_MCA_plm": "isolated",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 import hvfreeze
 from hvfreeze.comm.world import World
-from hvfreeze.config.tree import Config
 from hvfreeze.data import batches
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.criteria import CRITERIA, Criterion
@@ -232,48 +230,28 @@ def check_parts(runs: Runs) -> None:
 
 
 @contextmanager
-def paying(*, least: float) -> Iterator[None]:
-    """Let a trial pay where it lowers the loss by the part `least`: -inf is always, 1 never."""
-    before, trial.LEAST_GAIN = trial.LEAST_GAIN, least
-    chance, trial.CHANCE = trial.CHANCE, least
-    longer, auto.LEAST_GAIN = auto.LEAST_GAIN, least
-    early, trial.EARLY_GAIN = trial.EARLY_GAIN, least
+def paying(*, least: float, much: float | None = None) -> Iterator[None]:
+    """Let a trial pay where it lowers the loss by the part `least`: -inf is always, 1 never; at once likewise."""
+    before = trial.LEAST_GAIN, trial.CHANCE, auto.LEAST_GAIN, trial.MUCH_GAIN
+    trial.LEAST_GAIN = trial.CHANCE = auto.LEAST_GAIN = least
+    trial.MUCH_GAIN = least if much is None else much
     try:
         yield
     finally:
-        trial.LEAST_GAIN, trial.CHANCE, auto.LEAST_GAIN, trial.EARLY_GAIN = before, chance, longer, early
+        trial.LEAST_GAIN, trial.CHANCE, auto.LEAST_GAIN, trial.MUCH_GAIN = before
 
 
 @contextmanager
-def many_samples(*, epoch_pays: bool) -> Iterator[None]:
-    """Let there be enough samples for a trial of an epoch, which alone may pay."""
-    before = auto_plan.MANY, auto_plan.LONG, auto.MUCH_LEFT, trial.Trial.pays
-    pays = property(lambda tried: epoch_pays and any(way.endswith("an epoch") for way in tried.after))
-    auto_plan.MANY, auto_plan.LONG, auto.MUCH_LEFT, trial.Trial.pays = 1, 1.0, 0.0, pays  # type: ignore[misc]
+def planning(**numbers: Any) -> Iterator[None]:
+    """Let plans be made by other numbers."""
+    before = {name: getattr(auto_plan, name) for name in numbers}
+    for name, number in numbers.items():
+        setattr(auto_plan, name, number)
     try:
         yield
     finally:
-        auto_plan.MANY, auto_plan.LONG, auto.MUCH_LEFT, trial.Trial.pays = before  # type: ignore[misc]
-
-
-@contextmanager
-def rates_of(adamw: float, sgd: float) -> Iterator[None]:
-    """Let the two ways that are tried have these learning rates; at 1e30 numbers are soon not finite."""
-    ways_of = auto_plan.ways_of
-
-    def with_rates(config: Config) -> tuple[Config, ...]:
-        ways = ways_of(config)
-        if len(ways) == 1:
-            return ways
-        return tuple(
-            replace(way, optimizer=replace(way.optimizer, lr=lr)) for way, lr in zip(ways, (adamw, sgd), strict=True)
-        )
-
-    auto_plan.ways_of = with_rates
-    try:
-        yield
-    finally:
-        auto_plan.ways_of = ways_of
+        for name, number in before.items():
+            setattr(auto_plan, name, number)
 
 
 def weights_of(runs: Runs) -> str:
@@ -316,23 +294,46 @@ def check_own_layer(runs: Runs) -> None:
             assert loaded.card.head == "last"
 
 
+def names_of(run: dict[str, Any]) -> list[str]:
+    return [stage["stage"] for stage in run["stages"] if stage["steps"]]
+
+
+def check_blocks_as_before(runs: Runs, run: dict[str, Any], name: str, solved: dict[str, Any]) -> None:
+    """Compare what tuning was tried on, in vain, with what nothing was tried on."""
+    for key in ("test_accuracy", "head"):
+        assert run[key] == solved[key], f"the blocks are not as they were: {key}"
+    if runs.world.rank == 0:
+        kept, first = (torch.load(runs.root / each / "model.pt", weights_only=True) for each in (name, "solved"))
+        other = {key for key in kept if not torch.equal(kept[key], first[key])}
+        assert other <= {"body.fc.weight", "body.fc.bias"}, "beside the layer that the solved head takes the place of"
+
+
 def check_trials(runs: Runs) -> None:
-    """Make runs that start from weights, for which tuning is tried."""
-    given = {"weights": weights_of(runs), "epochs": 24}
-    solved = runs("from-weights", **given | {"epochs": 1})
+    """Make runs that try tuning before a head is solved: in vain, with numbers that are not finite, and not in vain."""
+    given = {"weights": weights_of(runs), "epochs": 36, "optimizer": "auto", "lr": 3e-4}
+    solved = runs("solved", **given | {"epochs": 1})
     with paying(least=1.0):
         tried = runs("tried", **given)
-    assert [stage["steps"] > 0 for stage in tried["stages"]][:3] == [True, True, False]
-    assert tried["trial"]["before"] > 0 and tried["trial"]["after"] > 0
-    for key in ("test_accuracy", "head", "parameter_digest"):
-        assert tried[key] == solved[key], f"the solution was not gone back to: {key}"
+        few = runs("few", **given | {"epochs": 12})
+    with planning(SGD_RATE=1e30):
+        diverged = runs("diverged", **given)
+    for name, run in {"tried": tried, "few": few, "diverged": diverged}.items():
+        assert names_of(run) == ["try", "solve"], run["stages"]
+        assert run["trial"]["way"] == f"sgd at {'1e+30' if name == 'diverged' else '0.05'}", run["trial"]
+        check_blocks_as_before(runs, run, name, solved)
+    assert tried["trial"]["before"] > 0 and tried["trial"]["after"] > 0 and diverged["trial"]["after"] is None
     cuts = [cut for _, _, cut in tried["cut_history"]]
-    assert cuts[:2] == [5, 0] and cuts[-1] == 5
-    with paying(least=-math.inf):
+    assert cuts[0] == 0 and cuts[-1] == 5
+    with paying(least=-math.inf), planning(LEAST_ROUND=1):
         straight = runs("straight", **given)
-        names = [stage["stage"] for stage in straight["stages"] if stage["steps"]]
-        assert names[:4] == ["solve", "try", "tune", "solve"], names
-        asks = {"trying": counted(2, "step", stage=1), "first-of-tuning": counted(0, "step", stage=2)}
+        assert names_of(straight) == ["try", "tune", "solve", "tune", "solve"], straight["stages"]
+        assert straight["parameter_digest"] != solved["parameter_digest"]
+        asks = {
+            "trying": counted(2, "step", stage=0),
+            "tuning": counted(1, "step", stage=2),
+            "solving": counted(0, "pass", stage=3),
+            "again": counted(0, "step", stage=4),
+        }
         for name, ask in asks.items():
             stopped(runs, name, ask, **given)
             same_run(runs, runs(name, resume=True, **given), name, straight)
@@ -342,102 +343,56 @@ def check_trials(runs: Runs) -> None:
     ]
 
 
-def check_ways(runs: Runs) -> None:
-    """Make runs that try two ways to tune, of which one may come to numbers that are not finite."""
-    given = {"weights": weights_of(runs), "epochs": 24, "optimizer": "auto", "lr": 3e-4}
-    with paying(least=-math.inf):
-        straight = runs("straight", **given)
-        names = [stage["stage"] for stage in straight["stages"] if stage["steps"]]
-        assert names[:5] == ["solve", "try", "try", "tune", "solve"], names
-        assert list(straight["trial"]["ways"]) == ["adamw at 0.0003", "sgd at 0.05"], straight["trial"]
-        stopped(runs, "trying-another", counted(2, "step", stage=2), **given)
-        same_run(runs, runs("trying-another", resume=True, **given), "trying-another", straight)
-        chosen = {}
-        for way, rates in {"adamw": (3e-4, 1e30), "sgd": (1e30, 0.05)}.items():
-            with rates_of(*rates):
-                chosen[way] = runs(f"only-{way}", **given)
-            told = chosen[way]["trial"]
-            assert told["way"].startswith(way) and list(told["ways"].values()).count(None) == 1, told
-            assert 0 < told["after"] == next(filter(None, told["ways"].values()))
-    assert chosen["adamw"]["parameter_digest"] != chosen["sgd"]["parameter_digest"]
-    same = next(way for way in chosen if straight["trial"]["way"].startswith(way))
-    assert chosen[same]["parameter_digest"] == straight["parameter_digest"], "the other way has left something behind"
-
-
-def check_early_trials(runs: Runs) -> None:
-    """Make runs with so few epochs that SGD is tried before a head is solved."""
-    given = {"weights": weights_of(runs), "epochs": 12, "optimizer": "auto", "lr": 3e-4}
+def check_small_gains(runs: Runs) -> None:
+    """Make runs whose trial gains too little to go without a head for the blocks as they were."""
+    given = {"weights": weights_of(runs), "epochs": 36, "optimizer": "auto", "lr": 3e-4}
     solved = runs("solved", **given | {"epochs": 1})
-    with paying(least=1.0):
-        tried = runs("tried", **given)
-    assert [stage["stage"] for stage in tried["stages"] if stage["steps"]] == ["try", "solve"], tried["stages"]
-    assert list(tried["trial"]["ways"]) == ["sgd at 0.05"], tried["trial"]
-    for key in ("test_accuracy", "head"):
-        assert tried[key] == solved[key], f"the blocks are not as they were: {key}"
-    if runs.world.rank == 0:
-        kept, first = (torch.load(runs.root / name / "model.pt", weights_only=True) for name in ("tried", "solved"))
-        other = {key for key in kept if not torch.equal(kept[key], first[key])}
-        assert other <= {"body.fc.weight", "body.fc.bias"}, "beside the layer that the solved head takes the place of"
-    with paying(least=-math.inf):
+    with paying(least=-math.inf, much=1.0):
         straight = runs("straight", **given)
-        assert [stage["stage"] for stage in straight["stages"] if stage["steps"]] == ["try", "tune", "solve"]
-        assert straight["parameter_digest"] != solved["parameter_digest"]
+        few = runs("few", **given | {"epochs": 8})
+        assert names_of(straight) == ["try", "solve", "tune", "solve"], straight["stages"]
+        assert straight["stages"][1]["held_out_loss"] == solved["stages"][0]["held_out_loss"], "other blocks"
         asks = {
             "trying": counted(2, "step", stage=0),
-            "tuning": counted(1, "step", stage=1),
-            "solving": counted(0, "pass", stage=2),
+            "solving": counted(0, "pass", stage=1),
+            "tuning": counted(0, "step", stage=2),
         }
         for name, ask in asks.items():
             stopped(runs, name, ask, **given)
             same_run(runs, runs(name, resume=True, **given), name, straight)
-
-
-def check_longer_trials(runs: Runs) -> None:
-    """Make runs of which an epoch of tuning is tried, after short trials that gain nothing."""
-    given = {"weights": weights_of(runs), "epochs": 16}
-    solved = runs("solved", **given | {"epochs": 1})
-    with many_samples(epoch_pays=False):
-        tried = runs("nothing-pays", **given)
-    names = [stage["stage"] for stage in tried["stages"] if stage["steps"]]
-    assert names == ["solve", "try", "try longer"] and len(tried["trial"]["ways"]) == 2, tried["trial"]
-    assert tried["parameter_digest"] == solved["parameter_digest"], "the solution was not gone back to"
-    with many_samples(epoch_pays=True):
-        straight = runs("straight", **given)
-        names = [stage["stage"] for stage in straight["stages"] if stage["steps"]]
-        assert names == ["solve", "try", "try longer", "tune", "solve"], "one tuning, and one solution behind it"
-        assert straight["parameter_digest"] != solved["parameter_digest"]
-        stopped(runs, "trying-longer", counted(2, "step", stage=2), **given)
-        same_run(runs, runs("trying-longer", resume=True, **given), "trying-longer", straight)
+    assert names_of(few) == ["try", "solve"], "no room for both"
 
 
 def check_whole_tunings(runs: Runs) -> None:
-    """Make runs with many samples and few epochs, whose whole tuning is judged before any head is solved."""
+    """Make runs with many samples, whose first tuning is judged before any head is solved."""
     given = {"weights": weights_of(runs), "epochs": 12, "optimizer": "auto", "lr": 3e-4}
     solved = runs("solved", **given | {"epochs": 1})
-    before, auto_plan.MANY = auto_plan.MANY, 1
-    try:
+    with planning(MANY=1):
         with paying(least=1.0):
             in_vain = runs("in-vain", **given)
-        with rates_of(3e-4, 1e30):
+        with planning(SGD_RATE=1e30):
             not_finite = runs("not-finite", **given)
         with paying(least=-math.inf):
             straight = runs("straight", **given)
             for name, ask in {"tuning": counted(2, "step", stage=0), "solving": counted(0, "pass", stage=1)}.items():
                 stopped(runs, name, ask, **given)
                 same_run(runs, runs(name, resume=True, **given), name, straight)
-    finally:
-        auto_plan.MANY = before
+            with planning(LEAST_ROUND=1):
+                longer = runs("longer", **given | {"epochs": 36})
+        with paying(least=1.0), planning(LEAST_ROUND=1):
+            stays = runs("stays", **given | {"epochs": 36})
     # Nothing is tried where a part is left out, and what was solved first is there to go back to.
     diverged = runs("diverged", **given | {"optimizer": "sgd", "lr": 1e30, "auto_without": "last-solve"})
     assert diverged["steps"] > solved["steps"] and diverged["cut_history"][-1][2] == 5
     for key in ("test_accuracy", "head", "parameter_digest"):
         assert diverged[key] == solved[key], f"the solution was not gone back to: {key}"
-    for run in (in_vain, not_finite):
-        assert [stage["stage"] for stage in run["stages"] if stage["steps"]] == ["tune", "solve"], run["stages"]
+    for name, run in {"in-vain": in_vain, "not-finite": not_finite, "stays": stays}.items():
+        assert names_of(run) == ["tune", "solve"], run["stages"]
         assert "kept" not in run["stages"][0], "what was taken back has no layer of its own to be judged by"
-        for key in ("test_accuracy", "head"):
-            assert run[key] == solved[key], f"the blocks are not as they were: {key}"
+        check_blocks_as_before(runs, run, name, solved)
+    assert stays["steps"] < in_vain["steps"] + solved["steps"], "the first of two tunings is judged"
     assert straight["trial"]["samples"] and straight["parameter_digest"] != solved["parameter_digest"]
+    assert names_of(longer) == ["tune", "solve", "tune", "solve"], longer["stages"]
 
 
 def check_budgets(runs: Runs) -> None:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hvfreeze.comm import horovod_world
-from hvfreeze.comm.mpi_environment import ALLREDUCE_RULES, TCP_MESSAGE_BYTES, tune_open_mpi
+from hvfreeze.comm import horovod_world, mpi_environment
+from hvfreeze.comm.mpi_environment import ALLREDUCE_RULES, TCP_MESSAGE_BYTES, may_read_memory, tune_open_mpi
 
 ALLREDUCE, RING = 2, 4
 LARGE, SMALL = 4 << 20, 1 << 10
@@ -55,6 +55,25 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: found[name] for name in held} == held
     assert found["OMPI_MCA_btl_tcp_max_send_size"] == str(TCP_MESSAGE_BYTES)
     assert "OMPI_MCA_coll_tuned_dynamic_rules_filename" not in found
+
+
+@pytest.mark.parametrize(("allowed", "held"), [(True, None), (False, None), (False, "cma")])
+def test_ranks_read_from_each_other_unless_the_kernel_forbids_it(
+    allowed: bool, held: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "OMPI_MCA_btl_vader_single_copy_mechanism"
+    found = {} if held is None else {name: held}
+    monkeypatch.setattr(os, "environ", found)
+    monkeypatch.setattr(mpi_environment, "may_read_memory", lambda: allowed)
+    tune_open_mpi()
+    assert found.get(name) == (held if allowed or held else "none")
+
+
+@pytest.mark.parametrize("answer", [1, -1, None])
+def test_the_kernel_is_asked_by_reading_a_byte(answer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace() if answer is None else SimpleNamespace(process_vm_readv=lambda *args: answer)
+    monkeypatch.setattr(mpi_environment.ctypes, "CDLL", lambda name: library)
+    assert may_read_memory() == (answer == 1)
 
 
 def test_every_world_of_several_ranks_is_tuned_before_mpi_begins(monkeypatch: pytest.MonkeyPatch) -> None:

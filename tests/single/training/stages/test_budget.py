@@ -221,31 +221,28 @@ def test_evaluations_longer_than_all_steps_leave_at_least_one_step(clock: Clock,
 PRETRAINED: dict[str, Any] = {"freeze": "auto", "weights": "some.pt"}
 
 
-def test_both_ways_are_tried_where_there_is_time_and_tuning_takes_the_rest(clock: Clock) -> None:
+def test_with_much_time_a_solution_may_come_before_tuning_too(clock: Clock) -> None:
     began, given = clock.now, stages(**PRETRAINED)
-    budget = budget_of(clock, 60.0, trial=given[1].steps * STEP / 2)
+    budget = budget_of(clock, 60.0, trial=2.0)
     planned = budget.plan(given)
-    assert [stage.name for stage in planned] == ["solve", "try", "try", "tune", "solve", "back"]
-    assert [stage.steps for stage in planned[1:3]] == [given[1].steps] * 2, "a trial is as long as ever"
+    assert [stage.name for stage in planned] == ["try", "solve", "tune", "solve", "back"]
+    assert planned[0].steps == given[0].steps, "a trial is as long as ever"
     stage_runner = follow(budget, clock, planned, solve=SOLVE, step=lambda done: STEP)
-    assert 0.95 * 60.0 <= clock.now - began + reserve_of(budget.seconds) <= 1.02 * 60.0
-    assert stage_runner.stages[3].steps > 200
+    assert 0.9 * 60.0 <= clock.now - began + reserve_of(budget.seconds) <= 1.02 * 60.0
+    assert stage_runner.stages[2].steps > 200
 
 
 @pytest.mark.parametrize(
-    ("seconds", "tried", "solved"), [(11.0, 0, False), (15.2, 1, False), (19.2, 2, False), (23.2, 2, True)]
+    ("seconds", "made"),
+    [(10.0, "solve"), (16.0, "try solve tune"), (40.0, "try solve tune solve")],
 )
-def test_ways_are_tried_only_where_an_epoch_of_tuning_has_time_too(
-    clock: Clock, seconds: float, tried: int, solved: bool
-) -> None:
-    # Steps of a trial have half batches.
+def test_tuning_is_tried_only_where_an_epoch_of_it_has_time_too(clock: Clock, seconds: float, made: str) -> None:
     given = stages(**PRETRAINED)
-    began, budget = clock.now, budget_of(clock, seconds, trial=4.0 - given[1].steps * STEP / 2)
+    began, budget = clock.now, budget_of(clock, seconds, solve=SOLVE / 2, trial=1.0)
     planned = budget.plan(given)
-    assert sum(stage.steps > 0 for stage in planned[1:3]) == tried
-    assert planned[3].steps >= planned[3].steps_per_epoch
-    assert (planned[0].steps, planned[4].steps > 0) == (20, solved), "the solution in front is always made"
-    follow(budget, clock, planned, solve=SOLVE, step=lambda done: 4.0 / planned[1].steps if done < 0 else STEP)
+    assert " ".join(stage.name for stage in planned if stage.steps) == made, "one solution is always made"
+    trial = STEP / 2 + 2.0 / given[0].steps
+    follow(budget, clock, planned, solve=SOLVE / 2, step=lambda done: trial if planned[0].steps else STEP)
     assert clock.now - began <= 1.02 * seconds
 
 
@@ -261,29 +258,29 @@ def early(passes: float) -> tuple[Stage, ...]:
 
 def test_with_little_time_sgd_is_tried_before_a_head_is_solved_and_takes_what_is_left(clock: Clock) -> None:
     began, given = clock.now, early(8.0)
-    assert [stage.name for stage in given] == ["try", "tune", "solve", "back"]
+    assert [stage.name for stage in given] == ["try", "solve", "tune", "solve", "back"] and given[1].is_spare
     budget = budget_of(clock, 60.0, trial=2.0)
     planned = budget.plan(given)
-    assert [stage.name for stage in planned if stage.steps] == ["try", "tune", "solve"]
+    assert [row.split()[0] for row in budget.describe()[1:-1]] == ["set-up", "try", "tune", "solve", "finish"]
+    assert budget._takes(planned, 1) == 0.0, "it is made only where nothing is tuned"
     trial = planned[0].steps * STEP / 2 + 2 * 2.0
     assert budget._takes(planned, 0) == pytest.approx(trial), "it is judged before and after"
+    planned = with_steps(planned, [0 if stage.is_spare else stage.steps for stage in planned])
     stage_runner = follow(budget, clock, planned, solve=SOLVE, step=lambda done: STEP)
     assert 0.9 * 60.0 <= clock.now - began + reserve_of(budget.seconds) <= 1.02 * 60.0
-    assert stage_runner.stages[1].steps > 180
+    assert stage_runner.stages[2].steps > 180
 
 
 def test_with_little_time_a_refused_trial_is_followed_by_a_solution_alone(clock: Clock) -> None:
     budget, stage_runner = budget_of(clock, 60.0, trial=2.0), cast(StageRunner, StageRunner.__new__(StageRunner))
     stage_runner.stages, stage_runner.number = budget.plan(early(8.0)), 0
     stage_runner.opened = opened(stage_runner)
-    plain = budget._takes(stage_runner.stages, 2)
-    stage_runner.leave_out("tune")
-    stage_runner.take_other_way()
+    plain = budget._takes(stage_runner.stages, 3)
+    stage_runner.solve_alone()
     budget.after_stage(stage_runner)
-    assert [stage.steps > 0 for stage in stage_runner.stages] == [True, False, True, False], "nobody tunes after all"
-    with_mirror_images = budget._takes(stage_runner.stages, 2)
-    assert plain - EVALUATION == pytest.approx(2 * SOLVE), "a guess, which may be twice as much"
-    assert with_mirror_images - EVALUATION == pytest.approx(2 * (plain - EVALUATION)), "twice as many views"
+    assert [stage.steps > 0 for stage in stage_runner.stages] == [True, True, False, False, False], "nobody tunes"
+    assert stage_runner.stages[1].worth == pytest.approx(2 * stage_runner.stages[3].worth), "twice as many views"
+    assert plain - EVALUATION == pytest.approx(SOLVE), "a guess, which may be twice as much, of half as many views"
 
 
 @pytest.mark.parametrize(("spent", "left"), [(55.0, 5), (65.0, 0)])
@@ -291,21 +288,36 @@ def test_where_time_runs_out_in_a_trial_the_head_is_solved_all_the_same(spent: f
     budget, stage_runner = budget_of(clock, 60.0, trial=2.0), cast(StageRunner, StageRunner.__new__(StageRunner))
     stage_runner.stages, stage_runner.number = budget.plan(early(8.0)), 0
     stage_runner.opened = opened(stage_runner)
+    stage_runner.tune_at_once()
     clock.now += spent
     assert budget.after_stage(stage_runner) == [f"{left} s are left, for 200 steps"]
-    assert [stage.steps for stage in stage_runner.stages[1:]] == [0, 200, 0]
+    assert [stage.steps for stage in stage_runner.stages[1:]] == [0, 0, 200, 0]
 
 
-def test_a_budget_worth_all_epochs_or_next_to_nothing_solves_first() -> None:
-    assert {early(passes)[0].name for passes in (3.0, 100.0)} == {"solve"}
+def test_of_many_samples_the_tuning_is_judged_in_its_time(clock: Clock) -> None:
+    config = from_dict(PRETRAINED)
+    given = stages_of(
+        config, batches_per_epoch=800, guarded_batches=720, cut=0, deepest=5, costs=WITH_PLAIN, passes=20.0
+    )
+    assert [stage.name for stage in given] == ["tune", "solve", "back"]
+    plans = [budget_of(clock, 600.0, trial=trial).plan(given)[0].steps for trial in (0.0, 30.0)]
+    step = STEP * given[0].config.optimizer.batch_size / 32
+    assert plans[0] - plans[1] == pytest.approx(2 * 30.0 / step, abs=2)
+
+
+def test_a_budget_worth_next_to_nothing_solves_alone() -> None:
+    assert [stage.name for stage in early(3.0)] == ["solve"]
 
 
 def test_a_step_of_smaller_batches_takes_as_much_less(clock: Clock) -> None:
-    budget, given = budget_of(clock, 60.0), stages(passes=70.0, **PRETRAINED)
+    budget, given = budget_of(clock, 60.0), early(70.0)
     budget.plan(given)
-    other = given[3].other
-    assert other is not None
-    assert budget._with_evaluations(other) / budget._with_evaluations(given[3]) == pytest.approx(0.5, rel=0.05)
+    sizes = [stage.config.optimizer.batch_size for stage in given[:3:2]]
+    per_image = [
+        (budget._with_evaluations(stage) - EVALUATION / (1000 * stage.steps_per_epoch)) / size
+        for stage, size in zip(given[:3:2], sizes, strict=True)
+    ]
+    assert sizes[0] == 16 < sizes[1] and per_image[0] == pytest.approx(per_image[1])
 
 
 def test_a_text_has_no_trial_to_be_timed(tmp_path: Path) -> None:

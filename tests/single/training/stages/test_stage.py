@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training.auto_plan import ENOUGH_STEPS, FEWEST_TUNED, Costs, epochs_of_rounds, stages_of, tuned_first
+from hvfreeze.training import auto_plan
+from hvfreeze.training.auto_plan import (
+    ENOUGH_STEPS,
+    LEAST_ROUND,
+    MUCH_TUNED,
+    Costs,
+    rounds_of,
+    stages_of,
+    tuned_first,
+)
 from hvfreeze.training.stage_build import HELD_OUT
 from hvfreeze.training.stages import Stage, single_stage
 from hvfreeze.training.trial import MANY, MOST_TRIED, TRIED, Trial, judging
@@ -17,44 +26,61 @@ UPDATES = replace(COSTS, update=64.0)
 DEEPEST = 5
 
 
-def planned(*, batches: int = 20, guarded: int = 18, costs: Costs = COSTS, **changes: Any) -> tuple[Stage, ...]:
-    config = from_dict({"freeze": "auto", "weights": "some.pt", "optimizer": "adamw", **changes})
-    return stages_of(config, batches_per_epoch=batches, guarded_batches=guarded, cut=2, deepest=DEEPEST, costs=costs)
+def planned(
+    *, batches: int = 20, guarded: int = 18, costs: Costs = COSTS, normalises: bool = True, **changes: Any
+) -> tuple[Stage, ...]:
+    config = from_dict({"freeze": "auto", "weights": "some.pt", **changes})
+    sizes = {"batches_per_epoch": batches, "guarded_batches": guarded, "cut": 2, "deepest": DEEPEST}
+    return stages_of(config, **sizes, costs=costs, normalises=normalises)
 
 
 def cost(stages: tuple[Stage, ...], costs: Costs = COSTS, guarded: int = 18) -> float:
-    """In epochs of full fine-tuning with batches of 64; it is judged before the first trial, and after each."""
-    each = [costs.plain or costs if stage.config.data.mirror == "off" else costs for stage in stages]
-    solutions = sum(one.solution for stage, one in zip(stages, each, strict=True) if stage.name == "solve")
+    """In epochs of full fine-tuning with batches of 64; what is tuned first is judged before and after."""
+    made = [stage for stage in stages if not stage.is_spare]
+    each = [costs.plain or costs if stage.config.data.mirror == "off" else costs for stage in made]
+    solutions = sum(one.solution for stage, one in zip(made, each, strict=True) if stage.name == "solve")
     trained = [(stage, stage.config.optimizer.batch_size) for stage in stages if stage.name in ("try", "tune")]
     tuned = sum(stage.images(stage.steps) / (guarded * 32) * costs.tuning_step(batch) for stage, batch in trained)
-    trials = sum(stage.name == "try" for stage in stages)
-    judging = costs.judging * (trials + 1 if trials else 0)
+    judging = 2 * costs.judging if trained else 0.0
     own = HELD_OUT * costs.views * sum(stage.name == "tune" for stage in stages)
     return (solutions + judging + tuned + own) / costs.full_step(64)
 
 
-def tuned_epochs(stages: tuple[Stage, ...]) -> list[float]:
-    return [stage.batches(stage.steps) / stage.batches_per_epoch for stage in stages if stage.name == "tune"]
+def names_of(stages: tuple[Stage, ...]) -> list[str]:
+    return ["spare" if stage.is_spare else stage.name for stage in stages]
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 3, 4, 9, 16])
-def test_stages_take_what_epochs_have_room_for_and_no_more(epochs: int) -> None:
-    stages = planned(epochs=epochs, batches=24, guarded=22)
-    names = [stage.name for stage in stages if stage.steps]
-    rounds = ["tune", "solve"] * (len(names) // 2 - 1)
-    room_for = {1: ["solve"], 2: ["solve"], 3: ["solve"]}
-    assert names == room_for.get(epochs, ["solve", "try", *rounds])
-    assert cost(stages, guarded=22) <= epochs
-    assert epochs <= 3 or cost(stages, guarded=22) > epochs - 1 / 10
-    assert (stages[-1].name, stages[-1].steps) == (("solve", 24) if epochs <= 3 else ("back", 0))
+@pytest.mark.parametrize("epochs", [1, 2, 3, 4, 8, 12, 16, 40])
+@pytest.mark.parametrize("update", [0.0, 64.0])
+@pytest.mark.parametrize("batches", [200, MANY // 32 + 1])
+def test_stages_take_what_epochs_have_room_for_and_no_more(epochs: int, update: float, batches: int) -> None:
+    costs = replace(COSTS, update=update, plain=replace(COSTS, views=1, update=update))
+    stages = planned(epochs=epochs, costs=costs, batches=batches, guarded=180)
+    few = ["try", "spare", "tune", "solve", "back"]
+    if batches > 200:
+        few = few[2:]
+    elif epochs >= 8:
+        few[1] = "solve"
+    if epochs >= 12:
+        few[-1:] = ["tune", "solve", "back"]
+    assert names_of(stages) == (few if epochs > 1 else ["solve"])
+    assert epochs - 0.2 < cost(stages, costs, guarded=180) <= epochs or epochs == 1, "all of it, and no more"
+    assert (stages[-1].name, stages[-1].steps) == (("solve", batches) if epochs == 1 else ("back", 0))
+    for stage in stages:
+        if not stage.solves and stage.steps:
+            assert stage.config.optimizer.optimizer == "sgd" and stage.guarded and stage.is_followed
+    last = [stage for stage in stages if stage.solves][-2 if epochs > 1 else -1]
+    assert (last.config.data.mirror == "off") == (1 < epochs <= 4), "where there is time for them beside long tuning"
+    if epochs == 3 and batches == 200:
+        assert stages[1].config.data.mirror == "auto", "where nothing is tuned there is"
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 64])
 @pytest.mark.parametrize("guarded", [1, 6, 18, 400])
 def test_a_trial_has_steps_enough_to_learn_by_however_many_ranks_and_however_few_samples(
-    replicas: int, guarded: int
+    replicas: int, guarded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(auto_plan, "MANY", math.inf)
     config = from_dict({"freeze": "auto", "weights": "some.pt"})
     stages = stages_of(
         config,
@@ -66,181 +92,126 @@ def test_a_trial_has_steps_enough_to_learn_by_however_many_ranks_and_however_few
         passes=1000.0,
         replicas=replicas,
     )
-    (first, second) = (stage.steps for stage in stages if stage.name == "try")
-    assert first == second >= min(TRIED, MOST_TRIED * 2 * guarded)
+    (first,) = (stage.steps for stage in stages if stage.name == "try")
+    assert first >= min(TRIED, MOST_TRIED * 2 * guarded)
     assert first * 16 * replicas <= max(1280 + 16 * replicas, TRIED * 16 * replicas)
 
 
-def test_of_few_samples_trials_come_on_top_of_autos_own_epochs_and_of_no_others() -> None:
-    own, fewer = planned(epochs=16, optimizer="auto"), planned(epochs=14, optimizer="auto", auto_without="last-solve")
-    assert own[1].epochs == 2, "this says nothing"
-    assert 16 < cost(own) < 16 + 3.0 and cost(fewer) <= 14
+def test_of_few_samples_the_trial_comes_on_top_of_autos_own_epochs_and_of_no_others() -> None:
+    own, fewer = planned(epochs=16), planned(epochs=15)
+    assert own[0].epochs == 2, "this says nothing"
+    assert 16 < cost(own) < 16 + 2.0 and cost(fewer) <= 15
 
 
-def test_where_no_solution_has_room_behind_it_the_tuned_model_itself_is_judged() -> None:
-    config = from_dict({"freeze": "auto", "weights": "some.pt", "epochs": 4, "optimizer": "adamw"})
-    dear = replace(COSTS, solving=1.65, judging=1.0)
-    stages = stages_of(config, batches_per_epoch=62, guarded_batches=56, cut=2, deepest=5, costs=dear, replicas=2)
-    assert [stage.name for stage in stages] == ["solve", "try", "tune", "back"]
-    assert stages[2].guarded and not stages[2].is_followed
-
-
-@pytest.mark.parametrize("epochs", [2, 3, 4, 8, 15])
-@pytest.mark.parametrize("update", [0.0, 64.0])
-def test_with_few_epochs_sgd_is_tried_before_a_head_is_solved(epochs: int, update: float) -> None:
-    costs = replace(COSTS, update=update, plain=replace(COSTS, views=1, update=update))
-    stages = planned(epochs=epochs, costs=costs, batches=200, guarded=180, optimizer="auto")
-    trial, tune, solve, back = stages
-    assert [stage.name for stage in stages] == ["try", "tune", "solve", "back"] and back.steps == 0
-    assert [each.config.optimizer.optimizer for each in (trial, tune)] == ["sgd", "sgd"] and tune.other is None
-    assert tune.guarded and tune.is_followed and solve.steps == 200
-    trained = sum(
-        each.images(each.steps) / (180 * 32) * costs.tuning_step(each.config.optimizer.batch_size)
-        for each in stages[:2]
-    )
-    plain = solve.config.data.mirror == "off"
-    solution = (costs.plain if plain else costs).solution  # type: ignore[union-attr]
-    spent = (trained + solution + 2 * costs.judging + HELD_OUT * costs.views) / costs.full_step(64)
-    assert epochs - 0.2 < spent <= epochs, "all of it, and no more"
-    assert plain == (epochs <= 4), "mirror images where there is time for them beside long tuning"
-    if plain:
-        assert solve.other is not None and solve.other.config.data.mirror == "auto", "where nothing is tuned there is"
-
-
-def test_with_few_epochs_there_must_be_room_for_a_trial_a_solution_and_some_tuning() -> None:
-    assert [stage.name for stage in planned(epochs=2, optimizer="auto")] == ["solve"]
-    assert planned(epochs=4, optimizer="sgd")[0].name == "solve", "what was asked for is tuned with"
-    names = [planned(epochs=epochs, optimizer="auto")[0].name for epochs in (15, 16)]
-    assert names == ["try", "solve"], "as many epochs as auto has by itself keep a solution to go back to"
-    many = planned(epochs=8, batches=MANY // 32 + 1, guarded=900, optimizer="auto")
-    assert [stage.name for stage in many] == ["tune", "solve", "back"], "of many samples the whole tuning is judged"
-    assert many[0].config.optimizer.optimizer == "sgd" and many[0].config.optimizer.lr_warmup > 0
+def test_there_must_be_room_for_a_trial_a_solution_and_some_tuning() -> None:
+    assert names_of(planned(epochs=2)) == ["solve"]
+    many = planned(epochs=8, batches=MANY // 32 + 1, guarded=900)
+    assert many[0].config.optimizer.lr_warmup > 0, "no trial has warmed up before"
     plain = replace(COSTS, views=1)
     open_ones = replace(COSTS, plain=plain)
     least = 4.0
-    enough = COSTS.solution + FEWEST_TUNED * least
-    assert tuned_first(enough, open_ones, least=least) == (pytest.approx(FEWEST_TUNED * least), True)
+    enough = COSTS.solution + MUCH_TUNED * least
+    assert tuned_first(enough, open_ones, least=least) == (pytest.approx(MUCH_TUNED * least), True)
     found = tuned_first(enough - 0.1, open_ones, least=least)
     assert found == (pytest.approx(enough - 0.1 - plain.solution), False)
     assert tuned_first(plain.solution + 1.9, open_ones, least=least) is None
     assert tuned_first(COSTS.solution + 2.1, COSTS, least=least) == (pytest.approx(2.1), True), "--mirror was given"
 
 
-def test_tuning_goes_on_from_an_early_trial_at_its_rate() -> None:
-    trial, tune, *_ = planned(epochs=8, optimizer="auto")
+def test_a_second_tuning_is_twice_as_long_as_the_first_which_has_enough_steps() -> None:
+    assert rounds_of(14.0, first=4.0, between=2.0) == [4.0, 8.0]
+    assert rounds_of(13.9, first=4.0, between=2.0) == [13.9]
+    first, second = (stage for stage in planned(epochs=16, batches=200, guarded=180) if stage.name == "tune")
+    assert first.steps >= LEAST_ROUND and second.images(second.steps) >= 2 * first.images(first.steps)
+    assert (first.config.optimizer.lr_warmup, second.config.optimizer.lr_warmup) == (0, second.steps // 10)
+    few = planned(epochs=16, batches=10, guarded=9)
+    assert names_of(few) == ["try", "solve", "tune", "solve", "back"], "a few batches are too few steps"
+
+
+def test_tuning_goes_on_from_a_trial_at_its_rate() -> None:
+    trial, _, tune, *_ = planned(epochs=8)
     assert (trial.name, trial.config.optimizer.schedule) == ("try", "constant") and trial.config.optimizer.lr_warmup > 0
     assert (tune.name, tune.config.optimizer.schedule, tune.config.optimizer.lr_warmup) == ("tune", "cosine", 0)
-    assert planned(epochs=8, optimizer="auto", lr_warmup=5)[1].config.optimizer.lr_warmup == 5, "what was asked for"
-    stepwise = planned(epochs=8, optimizer="auto", schedule="step")
+    assert planned(epochs=8, lr_warmup=5)[2].config.optimizer.lr_warmup == 5, "what was asked for"
+    stepwise = planned(epochs=8, schedule="step")
     assert stepwise[0].config.optimizer.schedule == "step", "what was asked for"
-    solved_first = planned(epochs=16, optimizer="auto")
-    assert {stage.config.optimizer.schedule for stage in solved_first} == {"cosine"}, "ways are compared as they end"
 
 
 def test_sgd_takes_the_largest_batches_of_which_there_are_enough() -> None:
     sizes = {}
     for batches in (100, 400, 1000, 4000):
-        stages = planned(epochs=8, costs=UPDATES, batches=batches, guarded=batches, optimizer="auto")
-        tune = next(stage for stage in stages if stage.name == "tune" and stage.steps)
-        way = tune if tune.config.optimizer.optimizer == "sgd" else tune.other
-        assert way is not None
-        sizes[batches] = way.config.optimizer.batch_size
-        assert way.config.optimizer.batch_size == 16 or way.steps >= ENOUGH_STEPS or tune is not way
+        tune = next(
+            stage
+            for stage in planned(epochs=8, costs=UPDATES, batches=batches, guarded=batches)
+            if stage.name == "tune"
+        )
+        sizes[batches] = tune.config.optimizer.batch_size
+        assert tune.config.optimizer.batch_size == 16 or tune.steps >= ENOUGH_STEPS
     assert sizes == {100: 32, 400: 64, 1000: 64, 4000: 64}
-    few = planned(epochs=4, costs=UPDATES, batches=60, guarded=54, optimizer="auto")[1]
-    assert (few.name, few.config.optimizer.batch_size) == ("tune", 16) and few.steps < ENOUGH_STEPS
-    dear = replace(COSTS, update=140.0)
-    assert planned(epochs=4, costs=dear, batches=60, guarded=54, optimizer="auto")[1].config.optimizer.batch_size == 32
-    given = planned(epochs=4, costs=UPDATES, batches=60, guarded=54, optimizer="auto", batch_size=24)[1]
-    assert given.config.optimizer.batch_size == 24, "what was given is taken"
 
+    def few(**changes: Any) -> Stage:
+        return planned(**{"epochs": 4, "costs": UPDATES, "batches": 60, "guarded": 54, **changes})[2]
 
-def test_each_tuning_lasts_twice_as_long_as_the_one_before_and_the_last_takes_the_rest() -> None:
-    first, second, third, last = tuned_epochs(planned(epochs=20))
-    assert (first, second, third) == (1, 2, 4) and 4 < last < 16
-    assert epochs_of_rounds(10.0, 1.0, several=False) == [9.0]
-    assert epochs_of_rounds(1.9, 1.0, several=True) == [], "less than an epoch is left"
+    assert (few().name, few().config.optimizer.batch_size) == ("tune", 16) and few().steps < ENOUGH_STEPS
+    assert few(costs=replace(COSTS, update=140.0)).config.optimizer.batch_size == 32
+    assert few(batch_size=24).config.optimizer.batch_size == 24, "what was given is taken"
+    assert few(optimizer="sgd").config.optimizer.batch_size == few(normalises=False).config.optimizer.batch_size == 32
+    tiny = planned(epochs=16, guarded=1)[2]
+    assert (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (16, 2)
+    many = planned(epochs=16, batches=MANY // 32 + 1, guarded=900, normalises=False)[0]
+    assert (many.config.optimizer.optimizer, many.config.optimizer.batch_size) == ("adamw", 64), "updates take time"
 
 
 def test_what_was_asked_for_is_neither_tried_nor_made_in_parts() -> None:
     alone = planned(epochs=9, auto_without="guard")
-    assert [stage.name for stage in alone] == ["solve", "tune", "solve"], "nothing is held out that could judge"
+    assert names_of(alone) == ["solve", "tune", "solve"], "nothing is held out that could judge"
     scratch = planned(epochs=9, weights="none")
-    assert [stage.name for stage in scratch] == ["solve", "tune", "solve", "back"]
+    assert names_of(scratch) == ["solve", "tune", "solve", "back"]
     assert [stage.config.freeze.statistics for stage in (scratch[1], alone[1])] == ["auto", "kept"]
+    assert {stage.config.optimizer.optimizer for stage in (*scratch, *alone)} == {"adamw"}, "nothing tells what pays"
 
 
-def test_two_ways_to_tune_are_tried_where_there_is_room_and_each_stage_knows_the_other() -> None:
-    stages = planned(epochs=16, optimizer="auto", weight_decay=0.5)
-    names = [stage.name for stage in stages]
-    assert names[:5] == ["solve", "try", "try", "tune", "solve"] and cost(stages) < 19
-    found = [(each.optimizer.optimizer, each.optimizer.lr) for each in (stage.config for stage in stages[1:4])]
-    assert found == [("adamw", 3e-4), ("sgd", 0.05), ("adamw", 3e-4)]
-    assert [stage.config.freeze.statistics for stage in stages[1:4]] == ["kept", "batch", "kept"]
-    tuned, other = stages[3], stages[3].other
-    assert other is not None and (other.config.optimizer.optimizer, other.config.optimizer.weight_decay) == ("sgd", 0.5)
-    assert other.config.freeze == stages[2].config.freeze and other.guarded and other.is_followed
-    assert (other.config.optimizer.batch_size, other.batches_per_epoch) == (16, 36), "few steps, of 18 batches of 32"
-    assert (other.steps, other.epochs) == (2 * tuned.steps, tuned.epochs)
-    given = planned(epochs=16, optimizer="auto", batch_size=8)[3].other
-    assert given is not None and given.config.optimizer.batch_size == 8, "what was given is taken"
-    tiny = planned(epochs=16, guarded=1, optimizer="auto")[3].other
-    assert tiny is not None and (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (16, 2)
-    usual = planned(epochs=16, optimizer="auto")[2].config.optimizer.weight_decay
-    assert usual == from_dict({}).optimizer.weight_decay, "SGD's own"
-    scratch = planned(epochs=9, optimizer="auto", weights="none")
-    assert [stage.config.optimizer.optimizer for stage in scratch] == ["adamw"] * 4, "nothing is tried"
+def test_networks_with_batch_norm_are_tuned_by_sgd_and_others_by_adamw_unless_something_was_asked_for() -> None:
+    def way(**changes: Any) -> tuple[str, float, str]:
+        trial, _, tune, *_ = planned(epochs=8, **changes)
+        assert trial.config.freeze == tune.config.freeze
+        found = [(stage.config.optimizer.optimizer, stage.config.optimizer.lr) for stage in (trial, tune)]
+        assert found[0] == found[1]
+        return (*found[0], tune.config.freeze.statistics)
+
+    assert way() == ("sgd", 0.05, "batch") and way(normalises=False) == ("adamw", 3e-4, "kept")
+    assert way(optimizer="adamw", lr=1e-3) == ("adamw", 1e-3, "kept")
+    assert way(optimizer="sgd", lr=0.01, statistics="batch") == ("sgd", 0.01, "batch")
+    decays = [planned(epochs=8, **given)[0].config.optimizer.weight_decay for given in ({}, {"weight_decay": 0.5})]
+    assert decays == [from_dict({}).optimizer.weight_decay, 0.5], "SGD's own, or what was given"
 
 
-def test_the_better_way_is_that_after_which_the_loss_is_least() -> None:
-    assert not Trial().pays and not Trial(before=1.0).pays
-    trial = Trial(before=1.0, after={"adamw": 0.9, "sgd": 0.8})
-    assert (trial.pays, trial.best, trial.describe()["after"]) == (True, "sgd", 0.8)
-    assert Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).best == "adamw"
-    assert not Trial(before=1.0, after={"adamw": 0.97, "sgd": math.inf}).pays
-    assert not Trial(before=1.0, after={"adamw": math.inf, "sgd": math.inf}).pays
-    found = {0.99: False, 0.97: True, 0.5: True, math.inf: True}
+def test_tuning_pays_where_the_loss_falls_by_more_than_chance() -> None:
+    assert not Trial().pays and not Trial(before=1.0).pays and not Trial(before=1.0, after=math.inf).pays
     gains = [0.97, 0.95, 0.91, 0.89]
-    pays = {
-        n: [Trial(before=1.0, after={"adamw": loss}, samples=n).pays for loss in gains] for n in (None, 60, 100, 900)
-    }
+    pays = {n: [Trial(before=1.0, after=loss, samples=n).pays for loss in gains] for n in (None, 60, 100, 900)}
     assert pays == {
         None: [False, True, True, True],
         60: [False, False, False, True],
         100: [False, False, True, True],
         900: [False, True, True, True],
     }
-    assert {loss: Trial(before=1.0, after={"adamw": loss}).is_promising for loss in found} == found
-    assert "from 1.000 to 0.900 (adamw) or numbers that are not finite (sgd)" in Trial(
-        before=1.0, after={"adamw": 0.9, "sgd": math.inf}
-    ).line(40)
+    assert [Trial(before=1.0, after=loss).pays_at_once for loss in (0.86, 0.84)] == [False, True]
+    told = Trial(before=1.0, after=math.inf, way="sgd at 0.05").line(40, "so it ends")
+    assert told == (
+        "tried: 40 steps of tuning with sgd at 0.05 change the loss of held-out samples from 1.000 to numbers that are "
+        "not finite: so it ends"
+    )
 
 
 def test_a_trial_is_as_long_for_many_samples_as_for_few() -> None:
-    assert [planned(epochs=9, batches=count, guarded=count)[1].steps for count in (20, 100, 1000)] == [40, 80, 80]
+    assert [planned(epochs=9, batches=count, guarded=count)[0].steps for count in (20, 100, 600)] == [40, 80, 80]
 
 
 def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_time() -> None:
     assert judging(1e6, samples=5000) == judging(2e7, samples=5000) > judging(1e9, samples=5000)
     assert judging(1e6, samples=60) < judging(1e6, samples=5000) / 4, "few samples are soon solved for"
     assert judging(1e6, samples=50_000) == judging(1e6, samples=10**6) > 4 * judging(1e6, samples=5000)
-
-
-def test_of_many_samples_an_epoch_may_be_tried_where_short_trials_tell_too_little() -> None:
-    few = planned(epochs=16, batches=MANY // 32, guarded=900)
-    stages = planned(epochs=16, batches=MANY // 32 + 1, guarded=900)
-    names = [stage.name for stage in stages]
-    assert names == ["solve", "try", "try longer", *[stage.name for stage in few[2:]]] and "try longer" not in few
-    longer, tuned = stages[2], stages[3]
-    assert longer.is_trial and (longer.steps, longer.batches_per_epoch) == (450, 450) and longer.guarded
-    assert longer.config.optimizer == replace(tuned.config.optimizer, epochs=1, lr_warmup=45)
-    sizes = [[s.config.optimizer.batch_size for s in each if s.name != "solve"] for each in (few, stages)]
-    tunings = names.count("tune")
-    assert sizes == [[16, *[32] * (tunings + 1)], [16, *[64] * (tunings + 1), 32]], "updates take time, and are enough"
-    assert planned(epochs=16, batches=MANY // 8, guarded=900, batch_size=8)[2].config.optimizer.batch_size == 8
-    cheaper = sum(s.steps for s in few if s.name == "tune") - 2 * sum(s.steps for s in stages if s.name == "tune")
-    assert cheaper == pytest.approx(900 * (1 + COSTS.judging / COSTS.tuning_step(32)), abs=4), "it takes their time"
-    assert "try longer" not in [s.name for s in planned(epochs=5, batches=MANY // 32 + 1, guarded=900)], "no room"
 
 
 def test_a_run_without_stages_is_one() -> None:
@@ -250,13 +221,14 @@ def test_a_run_without_stages_is_one() -> None:
 
 
 def test_groups_of_batches_are_for_tuning_alone() -> None:
-    solve, _, tune, last, *_ = planned(epochs=9, accumulate=3)
+    trial, solve, tune, last, *_ = planned(epochs=12, accumulate=3)
     assert solve == last and (solve.config.optimizer.accumulate, solve.steps, solve.epochs) == (1, 20, 1)
-    assert (tune.config.optimizer.accumulate, tune.steps_per_epoch) == (3, 6)
+    assert (trial.config.optimizer.accumulate, tune.config.optimizer.accumulate) == (1, 3)
+    assert tune.steps_per_epoch == tune.batches_per_epoch // 3
 
 
 def test_tuning_leaves_out_what_the_guard_judges_by_and_parts_can_be_left_out() -> None:
-    solve, trial, tune, last, _ = planned(epochs=4)
+    trial, solve, tune, last, _ = planned(epochs=12, optimizer="adamw")
     assert trial.guarded and trial.is_followed
     assert tune.guarded and tune.batches_per_epoch == 18 and not solve.guarded
     assert (tune.config.freeze.freeze, tune.config.freeze.cut) == ("coherence", 2)
@@ -266,8 +238,8 @@ def test_tuning_leaves_out_what_the_guard_judges_by_and_parts_can_be_left_out() 
     unguarded = planned(epochs=4, auto_without="guard,votes")
     assert not unguarded[1].guarded and unguarded[1].batches_per_epoch == 20
     assert (unguarded[1].config.freeze.freeze, unguarded[1].config.freeze.cut) == ("static", 2)
-    assert [stage.name for stage in planned(epochs=4, auto_without="last-solve,guard")] == ["solve", "tune"]
-    assert [stage.name for stage in planned(epochs=9, guarded=0)] == ["solve"], "no batch is left to tune with"
+    assert names_of(planned(epochs=4, auto_without="last-solve,guard")) == ["solve", "tune"]
+    assert names_of(planned(epochs=9, guarded=0)) == ["solve"], "no batch is left to tune with"
 
 
 def test_without_a_last_solution_the_first_can_still_be_gone_back_to() -> None:
@@ -277,6 +249,6 @@ def test_without_a_last_solution_the_first_can_still_be_gone_back_to() -> None:
 
 
 def test_a_cache_that_could_never_be_read_again_is_for_solutions_alone() -> None:
-    solve, _, tune, *_ = planned(epochs=4, cache="on")
+    _, solve, tune, *_ = planned(epochs=12, cache="on")
     assert (solve.config.cache.cache, tune.config.cache.cache) == ("on", "off")
-    assert planned(epochs=4, cache="on", augment="views:2")[2].config.cache.cache == "on"
+    assert planned(epochs=12, cache="on", augment="views:2")[2].config.cache.cache == "on"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from logging import getLogger
@@ -12,7 +13,6 @@ import torch
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training.auto import end_trial
 from hvfreeze.training.auto_plan import Costs, stages_of
-from hvfreeze.training.evaluation import Score
 from hvfreeze.training.stages import TRY, StageRunner, joined
 from hvfreeze.training.trial import Trial
 
@@ -22,7 +22,7 @@ CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_
 
 def stage_runner() -> StageRunner:
     made = cast(StageRunner, StageRunner.__new__(StageRunner))
-    made.mirror, made.other_way, made.ends_tuned = None, False, False
+    made.mirror, made.ends_tuned = None, False
     made.stages, made.number, made._earlier = (
         stages_of(
             from_dict({"freeze": "auto"}), batches_per_epoch=20, guarded_batches=18, cut=2, deepest=5, costs=COSTS
@@ -63,7 +63,7 @@ def test_a_run_of_a_source_with_other_stages_does_not_go_on_in_them(keeps_plan: 
     more = tried.state_dict() | {"number": 4}
     assert plain.knows(more) and not plain.fits(more, keeps_plan=keeps_plan)
     assert not plain.fits(more | {"names": None}, keeps_plan=keeps_plan)
-    assert tried.fits(more, keeps_plan=keeps_plan) and tried.fits(more | {"names": None}, keeps_plan=keeps_plan)
+    assert tried.fits(more, keeps_plan=keeps_plan) and not tried.fits(more | {"names": None}, keeps_plan=keeps_plan)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,6 @@ def test_a_run_of_a_source_with_other_stages_does_not_go_on_in_them(keeps_plan: 
         {"number": 0, "steps": [20, -18, 20], "earlier": {}},
         {"number": 0, "steps": [20, 18, 20], "earlier": None},
         {"number": 0, "steps": [20, 18, 20], "earlier": {}, "mirror": "never"},
-        {"number": 0, "steps": [20, 18, 20], "earlier": {}, "other_way": "sgd"},
     ],
 )
 def test_junk_is_not_known(junk: Any) -> None:
@@ -92,33 +91,24 @@ def tried_runner(**settings: Any) -> StageRunner:
     return made
 
 
-def test_stages_to_come_tune_in_the_way_that_was_found_and_a_resumed_run_does_too() -> None:
-    made = tried_runner()
-    made.number = 2
-    before = made.stages
-    made.take_other_way()
-    assert made.stages[:3] == before[:3] and [s.epochs for s in made.stages] == [s.epochs for s in before]
-    tuned = [stage for stage in made.stages if stage.name == "tune"]
-    assert len(tuned) > 1 and {(stage.config.optimizer.optimizer, stage.other) for stage in tuned} == {("sgd", None)}
-    again = tried_runner()
-    again.number, again.opened = 2, cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0)))
-    again.asked = tuple(made.asked)
-    again.load_state_dict(made.state_dict(), keeps_plan=True)
-    assert again.stages == made.stages
-
-
-def test_one_tuning_takes_the_steps_of_all_that_are_left_and_one_solution_follows() -> None:
-    made = tried_runner()
+@pytest.mark.parametrize("epochs", [4, 12])
+def test_the_last_tuning_takes_the_time_of_the_solution_that_is_left_out(epochs: int) -> None:
+    made = tried_runner(epochs=epochs)
     made.opened = cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0)))
-    names = [stage.name for stage in made.stages]
-    assert names == ["solve", "try", "try", "tune", "solve", "tune", "solve", "tune", "solve", "back"]
-    made.number, before = 4, [stage.steps for stage in made.stages]
+    assert [stage.name for stage in made.stages] == ["try", "solve", "tune", "solve", "back"]
+    assert made.stages[1].is_spare == (epochs == 4)
+    before = [stage.steps for stage in made.stages]
     made.tune_at_once()
-    spared = int(COSTS.solution / COSTS.tuning_step(32) * 18)
+    spared = int(COSTS.solution / COSTS.tuning_step(32) * made.stages[2].steps_per_epoch)
     assert spared > 0, "a solution takes no time: this says nothing"
-    merged = before[5] + before[7] + spared
-    assert [stage.steps for stage in made.stages] == [*before[:5], merged, before[6], 0, 0, 0]
-    tuned = made.stages[5]
+    assert [stage.steps for stage in made.stages] == [
+        before[0],
+        0,
+        before[2] + (0 if epochs == 4 else spared),
+        before[3],
+        0,
+    ]
+    tuned = made.stages[2]
     assert tuned.config.optimizer.epochs == tuned.epochs
 
 
@@ -127,62 +117,47 @@ def trial_ends(made: StageRunner, loss: float, **guard: Any) -> None:
     chain = SimpleNamespace(model=torch.nn.Linear(1, 1))
     made.opened = cast(Any, SimpleNamespace(length=SimpleNamespace(epochs=0), chain=chain))
     job = SimpleNamespace(
-        guard=SimpleNamespace(**{"before_trial": None, "after_first": None, **guard}),
+        guard=SimpleNamespace(**{"before_trial": None, **guard}),
         stage_runner=made,
         judge=SimpleNamespace(loss=lambda chain: loss),
         clock=SimpleNamespace(within=lambda phase: nullcontext()),
+        config=from_dict({"freeze": "auto", "optimizer": "adamw"}),
+        stage=made.stage,
         best_accuracy=0.0,
         logger=getLogger(__name__),
     )
-    end_trial(cast(Any, job))
-
-
-@pytest.mark.parametrize("epochs", [3, 15])
-def test_after_an_early_trial_blocks_are_tuned_or_a_head_is_solved_for_them_as_they_were(epochs: int) -> None:
-    state = {"weight": torch.full((1, 1), 7.0), "bias": torch.full((1,), 8.0)}
-    for loss, tuned, solved in ((0.99, False, True), (0.9, False, True), (0.5, True, True)):
-        made = tried_runner(epochs=epochs)
-        made.mirror = "on"
-        assert [stage.name for stage in made.stages] == ["try", "tune", "solve", "back"]
-        trial_ends(made, loss, trial=Trial(before=1.0), best=None, before_trial=state)
-        assert [stage.steps > 0 for stage in made.stages] == [True, tuned, solved, False]
-        assert made.mirror == ("on" if tuned else None), "a solution finds out itself"
-        mirror = made.stages[2].config.data.mirror
-        assert mirror == ("off" if tuned and epochs == 3 else "auto"), "mirror images where there is time for them"
-        weight = made.opened.chain.model.state_dict()["weight"]
-        assert torch.equal(weight, state["weight"]) == (not tuned)
+    taken_back = end_trial(cast(Any, job))
+    assert taken_back == (made.mirror is None), "a solution finds out itself"
 
 
 @pytest.mark.parametrize(
-    ("loss", "accuracy", "rounds"),
-    [(0.75, 0.6, 1), (0.9, 0.6, 3), (0.75, 0.97, 3)],
-    ids=["much is gained", "little is gained", "little is left"],
+    ("epochs", "loss", "left"),
+    [
+        (3, 0.99, "solve"),
+        (3, 0.9, "solve"),
+        (3, 0.5, "tune solve"),
+        (16, 0.99, "solve"),
+        (12, 0.87, "solve tune solve"),
+        (12, 0.5, "tune solve"),
+        (16, 0.87, "solve tune solve tune solve"),
+        (16, 0.5, "tune solve tune solve"),
+        (16, math.inf, "solve"),
+    ],
 )
-def test_one_tuning_follows_a_trial_that_gains_much_where_much_is_left(
-    loss: float, accuracy: float, rounds: int
+def test_after_a_trial_blocks_are_tuned_or_a_head_is_solved_for_them_as_they_were(
+    epochs: int, loss: float, left: str
 ) -> None:
-    made = tried_runner()
-    made.number = 2
-    best = SimpleNamespace(verdict=SimpleNamespace(held_out_accuracy=accuracy))
-    trial_ends(made, loss, trial=Trial(before=1.0, after={"adamw at 0.0003": 0.95}), best=best)
-    assert sum(stage.steps > 0 for stage in made.stages if stage.name == "tune") == rounds
-
-
-@pytest.mark.parametrize("batches", [18, 200])
-@pytest.mark.parametrize("loss", [0.97, 1.02])
-def test_the_second_way_is_tried_where_the_first_gains_a_little_or_samples_are_few(batches: int, loss: float) -> None:
-    made = tried_runner()
-    made.number, first = 1, made.stages[1]
-    made.stages = (made.stages[0], replace(first, batches_per_epoch=batches), *made.stages[2:])
-    state = torch.nn.Linear(1, 1).state_dict()
-    best = SimpleNamespace(
-        verdict=SimpleNamespace(held_out_accuracy=0.6), state=state, scores={"model": Score(1.0, 0.5)}
-    )
-    ended: list[bool] = []
-    made.drop_rest = lambda: ended.append(True)  # type: ignore[method-assign]
-    made.turn_back = lambda **terms: ended.append(True)  # type: ignore[method-assign]
-    trial_ends(made, loss, trial=Trial(before=1.0), best=best)
-    assert (not ended) == (batches == 18 or loss == 0.97)
+    state = {"weight": torch.full((1, 1), 7.0), "bias": torch.full((1,), 8.0)}
+    made = tried_runner(epochs=epochs)
+    made.mirror = "on"
+    trial_ends(made, loss, trial=Trial(before=1.0, samples=60), best=None, before_trial=state)
+    assert [stage.name for stage in made.stages[1:] if stage.steps] == left.split()
+    solves = next(stage for stage in made.stages if stage.solves and stage.steps)
+    tuned = left.startswith("tune")
+    mirror = "off" if tuned and epochs == 3 else "auto"
+    assert solves.config.data.mirror == mirror, "mirror images where there is time for them"
+    weight = made.opened.chain.model.state_dict()["weight"]
+    assert torch.equal(weight, state["weight"]) == (not tuned)
 
 
 def test_reports_of_stages_add_up() -> None:

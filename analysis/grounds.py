@@ -346,10 +346,9 @@ def drawings(results: Results) -> list[Drawing]:
 
 
 SHARED = (
-    "Runs of 24 November 2026 (full fine-tuning of photographs) were made on a machine that was shared with other "
-    "work. Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and "
-    "batch, and of judging the last trial: what an idle machine would take, at best. Accuracies are not touched by "
-    "this; the clock's times are in rows.csv."
+    "Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and batch, and "
+    "of judging the trial: what an idle machine would take, at best. Accuracies are not touched by this; the clock's "
+    "times are in rows.csv."
 )
 CHOSEN_HERE = (
     "By how much a trial's loss must fall for tuning to go on, how blocks are tuned, the length of the first tuning, "
@@ -361,8 +360,8 @@ MORE_MAY_HELP = (
     "worth 16 epochs."
 )
 HOURS = (
-    "Of seed 0, auto with 2, 4 and 8 --epochs, and full fine-tuning with 2 and 4 of all but the photographs, were made "
-    "in an hour in which the machine was up to twice as slow: their times can be compared with each other only."
+    "Full fine-tuning of seeds 1 and 2, but for rows of 26 November, was made on days on which the machine was faster "
+    "or shared with other work: auto's time over its is of one hour for seed 0 only."
 )
 LIMITS = (
     "Four tasks, three of them with few images too, and few seeds of each.",

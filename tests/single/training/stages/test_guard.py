@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.heads.solution import PenaltyTrial, Solution
 from hvfreeze.model.blocks import Chain
-from hvfreeze.training.auto import is_worth_it
+from hvfreeze.training.auto import goes_on, is_worth_it
 from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.guard import Guard, Verdict
@@ -133,3 +133,13 @@ def test_no_head_judges_a_sample_whose_other_view_it_was_fitted_to() -> None:
     unused = cast(Any, None)
     judge = Judge(feed=unused, images=unused, held_out=(), pool=1, precision="float32", world=SoloWorld())
     assert judge._solved(chain, seen) > 0.9 * math.log(3), "labels are noise, which none but a twin tells"
+
+
+def test_tuning_goes_on_where_the_last_one_gained_and_enough_samples_are_wrong() -> None:
+    def verdict(loss: float, right: float = 0.9, *, kept: bool = True) -> Verdict:
+        return Verdict(2, right, loss, kept)
+
+    before = verdict(0.5)
+    assert goes_on(None, before, 400) and goes_on(before, verdict(0.4), 400)
+    assert not goes_on(None, verdict(0.01, 0.9975), 400), "an easy task ends after its first tuning"
+    assert not goes_on(before, verdict(0.49), 400) and not goes_on(before, verdict(0.4, kept=False), 400)

@@ -115,7 +115,7 @@ def give_up_tuning(job: Job) -> bool:
 
 def is_on_trial(job: Job) -> bool:
     """Tell whether what the stage tunes is taken back unless it pays."""
-    return job.stage_runner.stage.is_trial or (job.guard is not None and job.guard.before_trial is not None)
+    return job.guard is not None and job.guard.before_trial is not None
 
 
 def starts_from_zero(job: Job) -> bool:

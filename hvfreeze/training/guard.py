@@ -155,7 +155,9 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.verdicts = [Verdict(**verdict) for verdict in state["verdicts"]]
-        self.trial = Trial(**state.get("trial", {}))
+        trial = state.get("trial", {})
+        # Earlier sources tried several ways; what goes on from such a checkpoint has tried none.
+        self.trial = Trial() if isinstance(trial.get("after"), dict) else Trial(**trial)
         self.before_trial = state.get("before_trial")
         own = state.get("own")
         self.own = own and Best(Verdict(**own["verdict"]), own["state"], {}, {})

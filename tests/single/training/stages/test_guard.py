@@ -14,7 +14,7 @@ from hvfreeze.training.auto import goes_on, is_worth_it
 from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.guard import Guard, Verdict
-from hvfreeze.training.trial import Judge, Seen
+from hvfreeze.training.trial import Judge, Seen, Trial
 
 
 def solution(loss: float, *, converged: bool = True, whole: bool = True) -> Solution:
@@ -143,3 +143,10 @@ def test_tuning_goes_on_where_the_last_one_gained_and_enough_samples_are_wrong()
     assert goes_on(None, before, 400) and goes_on(before, verdict(0.4), 400)
     assert not goes_on(None, verdict(0.01, 0.9975), 400), "an easy task ends after its first tuning"
     assert not goes_on(before, verdict(0.49), 400) and not goes_on(before, verdict(0.4, kept=False), 400)
+
+
+def test_a_guard_of_an_earlier_source_has_tried_nothing() -> None:
+    state = Guard().state_dict() | {"trial": {"before": None, "after": {}, "samples": None}}
+    guard = Guard(trial=Trial(before=1.0, after=0.5))
+    guard.load_state_dict(state)
+    assert guard.trial == Trial() and guard.trial.after is None

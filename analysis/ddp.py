@@ -31,7 +31,7 @@ from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
-from hvfreeze.training.stage_build import Blueprint, statistics_of
+from hvfreeze.training.stage_build import Blueprint, rows_evaluated, statistics_of
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 
@@ -107,7 +107,9 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         optimizer=optimizer,
         feed=feed,
         evaluation=evaluation,
-        evaluation_batches=padded_batches(corpus.share(rank), evaluation.labels_of, settings.batch_size),
+        evaluation_batches=padded_batches(
+            corpus.share(rank), evaluation.labels_of, rows_evaluated(config, blueprint.image_shape)
+        ),
         clock=PhaseClock(),
         trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
     )

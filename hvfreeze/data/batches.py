@@ -5,6 +5,7 @@ Ranks are known here as `replica` of `replicas`: all ranks that work on one batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,6 +137,21 @@ FEW_VIEWS = 16_384
 """That stand for all, at least, where there are more than twice as many."""
 
 
+PIXELS_AT_ONCE, MOST_AT_ONCE = 128 * 32 * 32, 128
+"""In a batch that trains nothing. Deep layers see few pixels of a small image: a ResNet-18 takes 1.4 times as long for
+an image of 32 pixels when there are 32 as when there are 128."""
+
+
+def rows_at_once(batch_size: int, shape: Sequence[int]) -> int:
+    """Return how many samples of `shape` go through a network at once where nothing is trained.
+
+    At least a training batch; more small images, (C, H, W), but no more windows, (T,).
+    """
+    if len(shape) < 2:
+        return batch_size
+    return max(batch_size, min(MOST_AT_ONCE, PIXELS_AT_ONCE // math.prod(shape[1:])))
+
+
 @dataclass(frozen=True)
 class TrainFeed:
     """One replica's training batches, a pure function of the epoch."""
@@ -145,6 +161,8 @@ class TrainFeed:
     labels: Tensor
     """(samples,) int64 by which samples are shared out; those of a batch come from `images`."""
     images: Inputs
+    rows: int
+    """Of a batch that trains nothing."""
 
     def epoch(self, epoch: int) -> list[Batch]:
         """Return the epoch's batches in order, all of the same shape."""
@@ -164,7 +182,7 @@ class TrainFeed:
         own = self.plan.owned(self.replica)
         own = own if of is None else own[of[own]]
         views = range(max(1, self.images.transform.augment.num_views))
-        each = [padded_batches(own, self.images.labels_of, self.plan.batch_size, view=view) for view in views]
+        each = [padded_batches(own, self.images.labels_of, self.rows, view=view) for view in views]
         return [batch for batches in each for batch in batches]
 
     def sampled_views(self) -> tuple[list[Batch] | None, list[Batch]]:
@@ -210,6 +228,18 @@ def grouped(batches: Sequence[Batch], size: int) -> list[list[Batch]]:
     return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
 
 
+def first_of(batches: Sequence[Batch], count: int, *, rows: int) -> list[Batch]:
+    """Return the first `count` samples of the batches, in batches of `rows` without padding."""
+    if not batches:
+        return []
+    ids, views, labels = (
+        torch.cat([torch.as_tensor(part)[: batch.counted] for part, batch in zip(parts, batches)])[:count].split(rows)
+        for parts in zip(*((batch.ids, batch.views, batch.labels) for batch in batches))
+    )
+    found = zip(ids, views, labels, strict=True)
+    return [Batch(own.numpy(), seen.numpy(), each, counted=len(own)) for own, seen, each in found]
+
+
 LabelsOf = Callable[[Ids, Ids], Tensor]
 """Ids and views -> labels; see `Batch`."""
 
@@ -240,6 +270,7 @@ def open_feeds(
     statistics: Statistics | None = None,
     solved: bool = False,
     pools: tuple[Pool | None, Pool | None] = (None, None),
+    rows: int | None = None,
 ) -> tuple[TrainFeed, Inputs]:
     """Load the pixels, or windows, of a replica's training and evaluation samples.
 
@@ -252,6 +283,7 @@ def open_feeds(
         statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
         solved: see `augment_of`.
         pools: memory for the training and the evaluation samples, where that is taken already.
+        rows: of a batch that trains nothing; None is as many as of one that trains.
     """
     mirrors = data.mirrors(corpus.train.flips)
 
@@ -276,7 +308,8 @@ def open_feeds(
         partial(load, corpus.train, corpus.plan.shards[replica], augment, pools[0]),
         partial(load, corpus.evaluated, corpus.share(replica), parse_augment("none"), pools[1]),
     )
-    return TrainFeed(corpus.plan, replica, corpus.train.labels, train), evaluated
+    rows = corpus.plan.batch_size if rows is None else rows
+    return TrainFeed(corpus.plan, replica, corpus.train.labels, train, rows), evaluated
 
 
 def augment_of(data: DataConfig, *, solved: bool, mirrors: bool) -> Augment:

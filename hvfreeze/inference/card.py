@@ -321,8 +321,11 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, hashed: bool) -> Card:
-    """Return the card of a run that has not ended; `hashed` tells whether to read the weights' file for its digest."""
+def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
+    """Return the card of a run that has not ended, which evaluates in batches of `rows`.
+
+    `hashed` tells whether to read the weights' file for its digest.
+    """
     model, data = config.model, config.data
     path = weights_path(model.model, model.weights) if hashed else None
     library = ("timm",) if model.model.startswith(TIMM) else ()
@@ -335,7 +338,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, has
         image=None if isinstance(transform, Shift) else preparation_of(transform, corpus.train.image_shape),
         context=data.window if isinstance(transform, Shift) else None,
         precision=config.optimizer.precision,
-        batch_size=config.optimizer.batch_size,
+        batch_size=rows,
         data=data.data,
         weights=model.weights,
         weights_sha256=sha256_of(path) if path else None,

@@ -34,10 +34,12 @@ class Recipe:
     """`native`, or the type that rows are rounded to."""
 
     @classmethod
-    def of(cls, config: Config) -> Recipe:
-        """Return the recipe of a run whose rows are computed in batches of its own size."""
+    def of(cls, config: Config, rows: int | None = None) -> Recipe:
+        """Return the recipe of rows that are computed in batches of `rows`, None for those of training."""
         settings = config.optimizer
-        return cls(batch_rows=settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype)
+        return cls(
+            batch_rows=rows or settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype
+        )
 
     @property
     def stored(self) -> torch.dtype | None:

@@ -69,9 +69,10 @@ def open_both_features(
         owner=str(context.directory),
         say=context.say,
     )
-    recipe = Recipe.of(config)
-    trained = halves.rows_of(context.trained(passes_per_epoch=passes), recipe)
-    tested = halves.rows_of(context.tested(passes_per_epoch=1 / config.run.evaluate_every), recipe)
+    evaluating = Recipe.of(config, context.feed.rows)
+    training = evaluating if config.head.solved else Recipe.of(config)
+    trained = halves.rows_of(context.trained(passes_per_epoch=passes), training)
+    tested = halves.rows_of(context.tested(passes_per_epoch=1 / config.run.evaluate_every), evaluating)
     # Seconds of an evaluation are counted as a whole, by the loop.
     return open_features(terms, trained, clock=context.clock), open_features(terms, tested, clock=PhaseClock())
 

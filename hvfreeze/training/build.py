@@ -67,7 +67,14 @@ from hvfreeze.training.mirror_trial import Finding, find_out, is_open
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
-from hvfreeze.training.stage_build import Blueprint, StageFactory, reads_images, replicas_of, statistics_of
+from hvfreeze.training.stage_build import (
+    Blueprint,
+    StageFactory,
+    reads_images,
+    replicas_of,
+    rows_evaluated,
+    statistics_of,
+)
 from hvfreeze.training.stages import Stage, StageRunner
 from hvfreeze.training.time_budget import open_budget, passes_left, time_run
 from hvfreeze.user_code import code_sha256, is_named_code
@@ -195,11 +202,12 @@ def assemble(
 ) -> Job:
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
-    feed, evaluated, notes = load_share(config, world, corpus, replica=replica)
+    rows = rows_evaluated(config, blueprint.image_shape)
+    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, rows=rows)
     content = content_of(world, corpus, feed, evaluated)
     overlap = overlap_of(world, corpus, feed, evaluated)
     card = raise_on_all_ranks(
-        world, lambda: card_of(config, corpus, feed.images.transform, hashed=world.rank == 0), name="card"
+        world, lambda: card_of(config, corpus, feed.images.transform, rows=rows, hashed=world.rank == 0), name="card"
     )
     clock, logger = PhaseClock(), RunLogger(rank=world.rank, quiet=config.run.quiet)
     context = BuildContext(
@@ -217,7 +225,7 @@ def assemble(
         fused=config.optimizer.optimizer == AUTO,
     )
     factory = StageFactory(context, config, blueprint, trainable_of(chain.model))
-    evaluation_batches = padded_batches(corpus.share(replica), evaluated.labels_of, config.optimizer.batch_size)
+    evaluation_batches = padded_batches(corpus.share(replica), evaluated.labels_of, rows)
     auto = config.freeze.auto
     timing = time_run(factory)
     left = passes_left(factory, timing, evaluated=len(evaluation_batches), started=started)
@@ -363,10 +371,12 @@ def doubles_in_memory(world: World, here: tuple[tuple[MemoryPixels, Ids], tuple[
     return {k: v for theirs in world.allgather_object(found, name="overlap.doubles") for k, v in theirs.items()}
 
 
-def load_share(config: Config, world: World, corpus: Corpus, *, replica: int) -> tuple[TrainFeed, Inputs, list[str]]:
+def load_share(
+    config: Config, world: World, corpus: Corpus, *, replica: int, rows: int
+) -> tuple[TrainFeed, Inputs, list[str]]:
     """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
 
-    Pixels that several ranks of a node read are there once; each of them decodes a part.
+    Pixels that several ranks of a node read are there once; each of them decodes a part. For `rows` see `TrainFeed`.
 
     Raises:
         BrokenImagesError: one message names the broken images of all ranks; on all ranks.
@@ -386,6 +396,7 @@ def load_share(config: Config, world: World, corpus: Corpus, *, replica: int) ->
                 statistics=statistics_of(config.model),
                 solved=config.head.solved,
                 pools=pools,
+                rows=rows,
             )
         except BrokenImagesError as error:
             broken.extend(error.reasons)

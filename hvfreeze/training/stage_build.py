@@ -16,7 +16,7 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import ModelConfig, StrategyConfig
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Corpus, TrainFeed, augment_of
+from hvfreeze.data.batches import Corpus, TrainFeed, augment_of, rows_at_once
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.views import Augment, Statistics, seen_shape
 from hvfreeze.errors import RefusedError, UsageError
@@ -121,10 +121,14 @@ class Choice:
     """How many neighbouring ranks work on one batch together, as one replica."""
     reads_images: Callable[[StrategyConfig, int], bool] = lambda settings, place: True
     """Whether the rank at this place in its replica is the one, or one of those, that keep pixels in memory."""
+    takes_any: bool = False
+    """Whether its batches that train nothing may have more samples than those that train."""
 
 
 CHOICES = {
-    "replicas": Choice("hvfreeze.strategies.data_parallel:open_data_parallel", lambda settings, world: 1),
+    "replicas": Choice(
+        "hvfreeze.strategies.data_parallel:open_data_parallel", lambda settings, world: 1, takes_any=True
+    ),
     "shared-trunk": Choice(
         "hvfreeze.strategies.shared_trunk.build:open_shared_trunk",
         lambda settings, world: world.size,
@@ -135,7 +139,7 @@ CHOICES = {
         lambda settings, world: settings.grid_parts(world.size),
         lambda settings, place: place == 0 or settings.redeals,
     ),
-    "local-sgd": Choice("hvfreeze.strategies.local_sgd:open_local_sgd", lambda settings, world: 1),
+    "local-sgd": Choice("hvfreeze.strategies.local_sgd:open_local_sgd", lambda settings, world: 1, takes_any=True),
     "stale-ring": Choice(
         "hvfreeze.strategies.stale_ring.build:open_stale_ring",
         lambda settings, world: settings.ring_parts(world.size) - 1,
@@ -146,7 +150,7 @@ CHOICES = {
         lambda settings, world: world.size,
         lambda settings, place: place == 0,
     ),
-    "subnets": Choice("hvfreeze.strategies.subnets.strategy:open_subnets", lambda settings, world: 1),
+    "subnets": Choice("hvfreeze.strategies.subnets.strategy:open_subnets", lambda settings, world: 1, takes_any=True),
 }
 
 
@@ -166,6 +170,12 @@ def reads_images(world: World, settings: StrategyConfig, rank: int) -> bool:
     """Tell whether a rank reads images in every epoch, and should keep their pixels where there is room."""
     choice = CHOICES[settings.strategy]
     return choice.reads_images(settings, rank % choice.ranks_per_replica(settings, world))
+
+
+def rows_evaluated(config: Config, shape: Sequence[int]) -> int:
+    """Return how many samples, of `shape` as the model sees them, a batch that trains nothing has."""
+    batch_size = config.optimizer.batch_size
+    return rows_at_once(batch_size, shape) if CHOICES[config.strategy.strategy].takes_any else batch_size
 
 
 HELD_OUT = 0.1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -45,14 +46,18 @@ PROJECTIONS = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a batch of this run's size, on the slowest rank; images are loaded in all of them."""
+    """Seconds of a batch on the slowest rank; images are loaded in all of them."""
 
+    evaluation: float
+    """Through all blocks, without gradient, of a batch that trains nothing."""
     forward: float
-    """Through all blocks, without gradient."""
+    """The same of a training batch."""
     step: float
     """Of a training step behind a cut, but for the exchange of gradients and the update."""
     images: int
-    """Of the batch."""
+    """Of a training batch."""
+    evaluated: int
+    """Of one that trains nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +80,13 @@ class Expected:
 def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world: World) -> Timing:
     """Return what a batch costs; the model and torch's generator are left as they were. Collective."""
     batch, blocks = feed.epoch(0)[0], len(chain.blocks)
+    ids, views = (np.resize(part, feed.rows) for part in (batch.ids, batch.views))
+    repeated = replace(batch, ids=ids, views=views)
 
     def autocast() -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
-    def forward() -> None:
+    def forward(batch: Batch) -> None:
         chain.model.eval()
         with torch.no_grad(), autocast():
             chain.run(images_of(feed, batch), 0, blocks)
@@ -94,9 +101,11 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
         functional.cross_entropy(logits.float(), batch.labels).backward()
 
     with state_kept(chain.model):
-        mine = (least_seconds(forward), least_seconds(step))
-    forwards, steps = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
-    return Timing(max(forwards), max(steps), feed.plan.batch_size)
+        works = (partial(forward, repeated), partial(forward, batch), step)
+        mine = [least_seconds(work) for work in works]
+    everyone = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
+    evaluation, forwards, steps = (max(each) for each in everyone)
+    return Timing(evaluation, forwards, steps, images=feed.plan.batch_size, evaluated=feed.rows)
 
 
 def time_solving(*, rows: int, width: int, classes: int, size: int) -> float:
@@ -397,7 +406,7 @@ def passes_left(factory: StageFactory, timing: Timing | None, *, evaluated: int,
     seconds, context = factory.config.run.budget_seconds(), factory.context
     if seconds is None or timing is None:
         return None
-    left = seconds - (time.monotonic() - started) - reserve_of(seconds) - timing.forward * evaluated
+    left = seconds - (time.monotonic() - started) - reserve_of(seconds) - timing.evaluation * evaluated
     left = context.world.broadcast_object(left, name="budget.passes")
     plan = context.feed.plan
     return left / timing.forward * timing.images / (plan.batches_per_epoch * plan.batch_size)
@@ -427,13 +436,13 @@ def open_budget(
     if seconds is None or timing is None:
         return None
     solves = next((stage for stage in stages if stage.solves), None)
-    solve = expected_solution(factory, solves, timing.forward) if solves else 0.0
+    solve = expected_solution(factory, solves, timing.evaluation) if solves else 0.0
     expected = Expected(
         solve=max(world.allgather_object(solve, name="budget.solve")),
         step=timing.step * config.optimizer.accumulate,
         images=timing.images * config.optimizer.accumulate,
-        evaluation=timing.forward * evaluated,
-        judging=timing.forward * judged,
+        evaluation=timing.evaluation * evaluated,
+        judging=timing.evaluation * judged,
         trial=expected_judging(factory, timing) if config.freeze.auto and not stages[0].solves else 0.0,
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
@@ -456,7 +465,7 @@ def expected_judging(factory: StageFactory, timing: Timing) -> float:
     """Return the seconds of judging a trial."""
     plan = factory.context.feed.plan
     forward = sum(work_of(factory.context.chain, torch.zeros(1, *factory.blueprint.image_shape)))
-    return judging(forward, samples=plan.samples) * timing.forward / (timing.images * len(plan.shards))
+    return judging(forward, samples=plan.samples) * timing.evaluation / (timing.evaluated * len(plan.shards))
 
 
 def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
-from hvfreeze.data.batches import Batch, TrainFeed
+from hvfreeze.data.batches import Batch, TrainFeed, first_of
 from hvfreeze.data.decoding import Images
 from hvfreeze.heads.features import before_last_layer, pooled
 from hvfreeze.heads.kernel import choose_head
@@ -157,25 +157,29 @@ class Judge:
     def _see(self, chain: Chain) -> Seen:
         """Return the features of some samples that heads are solved for, and of some held-out ones."""
         plan = self.feed.plan
-        counts = [max(1, count // (plan.batch_size * len(plan.shards))) for count in seen_by(plan.samples)]
-        fitted = [(self.feed.images, batch) for batch in self.feed.epoch(0)[: counts[0]]]
-        held = [(self.images, batch) for batch in self.held_out[: counts[1]]]
+        fitted, held = (
+            first_of(batches, max(1, count // len(plan.shards)), rows=self.feed.rows)
+            for batches, count in zip((self.feed.epoch(0), self.held_out), seen_by(plan.samples), strict=True)
+        )
         steps, _ = before_last_layer(chain)
         every_block, last, labels, is_held, samples = [], [], [], [], []
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
         with in_evaluation(chain.model), autocast:
-            for number, (images, batch) in enumerate([*fitted, *held]):
+            for images, batch, is_held_out in [
+                *((self.feed.images, batch, False) for batch in fitted),
+                *((self.images, batch, True) for batch in held),
+            ]:
                 x, parts = images.load(batch.ids, batch.views), list[Tensor]()
                 for block in chain.blocks[:-1]:
                     x = block(x)
                     parts.append(pooled(x, self.pool))
                 for step in steps:
                     x = step(x)
-                every_block.append(torch.cat(parts, 1)[: batch.counted])
-                last.append(x[: batch.counted].float())
-                labels.append(batch.labels[: batch.counted])
-                samples.append(torch.from_numpy(batch.ids[: batch.counted]))
-                is_held.append(torch.full((batch.counted,), number >= len(fitted)))
+                every_block.append(torch.cat(parts, 1))
+                last.append(x.float())
+                labels.append(batch.labels)
+                samples.append(torch.from_numpy(batch.ids))
+                is_held.append(torch.full((batch.counted,), is_held_out))
         return Seen(*map(torch.cat, (every_block, last, labels, is_held, samples)))
 
 

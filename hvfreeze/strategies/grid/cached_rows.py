@@ -310,7 +310,7 @@ class CachedRows:
             split = replace(split, ids=split.ids[np.arange(len(split.ids)) // rows % stage.lines == stage.line])
         source = RowSource(
             split=split,
-            recipe=replace(Recipe.of(config), batch_rows=rows),
+            recipe=Recipe.of(config, rows),
             chain=stage.chain,
             digest=self.digests.of,
             load_images=lambda ids, views: remote.load(split.images, ids, views),

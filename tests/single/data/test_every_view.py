@@ -6,10 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.data import batches
-from hvfreeze.data.batches import TrainFeed, augment_of, deal, open_feeds
+from hvfreeze.data.batches import TrainFeed, augment_of, deal, first_of, open_feeds, rows_at_once
 from hvfreeze.data.data_sets import open_data
 
 REPLICAS, SAMPLES = 3, 50
@@ -33,6 +34,38 @@ def test_every_view_of_every_sample_is_counted_once_over_all_replicas(shuffle: s
             seen.update(zip(batch.ids[: batch.counted].tolist(), batch.views[: batch.counted].tolist()))
     assert len(seen) == SAMPLES * views and set(seen.values()) == {1}
     assert {view for _, view in seen} == set(range(views))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "shape", "rows"),
+    [
+        (32, (3, 32, 32), 128),
+        (256, (3, 32, 32), 256),
+        (32, (3, 64, 64), 32),
+        (8, (3, 64, 64), 32),
+        (16, (3, 224, 224), 16),
+        (1, (3, 512, 512), 1),
+        (4, (1, 8, 8), 128),
+        (4, (4096,), 4),
+        (4, (8,), 4),
+    ],
+)
+def test_batches_that_train_nothing_are_larger_where_images_are_small(
+    batch_size: int, shape: tuple[int, ...], rows: int
+) -> None:
+    assert rows_at_once(batch_size, shape) == rows
+
+
+def test_the_first_samples_of_batches_come_in_other_batches_without_padding() -> None:
+    padded = feeds(augment="views:3")[0].every_view()
+    for count, rows in ((7, 5), (10**6, 5), (3, 128), (7, 1)):
+        made = first_of(padded, count, rows=rows)
+        for part in ("ids", "views", "labels"):
+            whole = torch.cat([torch.as_tensor(getattr(batch, part))[: batch.counted] for batch in padded])[:count]
+            assert torch.cat([torch.as_tensor(getattr(batch, part)) for batch in made]).equal(whole), part
+        assert all(batch.counted == len(batch.ids) == rows for batch in made[:-1])
+        assert 0 < made[-1].counted == len(made[-1].ids) <= rows
+    assert first_of([], 7, rows=5) == []
 
 
 @pytest.mark.parametrize("shuffle", ["shard", "global"])

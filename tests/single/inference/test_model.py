@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 import hvfreeze
+from hvfreeze.data.batches import rows_at_once
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.views import parse_augment, transform_for
 from hvfreeze.errors import RefusedError, UsageError
@@ -35,7 +36,12 @@ def test_the_card_says_what_the_run_was(finished: Finished) -> None:
     assert (card.image.height, card.image.width, card.image.enlarged_to) == (36, 36, 48)
     assert card.accuracy == finished.summary["test_accuracy"] and card.accuracy_on == "test"
     assert card.parameter_digest == finished.summary["parameter_digest"]
-    assert (card.epochs, card.steps, card.batch_size, card.weights_sha256) == (6, 36, 8, None)
+    assert (card.epochs, card.steps, card.batch_size, card.weights_sha256) == (
+        6,
+        36,
+        rows_at_once(8, (3, 48, 48)),
+        None,
+    )
     assert card.versions["hvfreeze"] == hvfreeze.__version__ and card.versions["torch"] == torch.__version__
     assert (finished.run / "model.yaml").stat().st_mode & 0o777 == 0o600
 

@@ -90,6 +90,11 @@ class Led(ABC):
         self._reached, self._stopped = "", False
         self.passes, self.exchanged_bytes = 0, 0
 
+    @property
+    def ranks(self) -> int:
+        """That make products together."""
+        return self._world.size
+
     def times(self, vectors: Tensor) -> Tensor:
         """Return the product with `vectors`, (size, C), over all ranks: see `_partial`, but (..., size, C).
 

@@ -44,6 +44,7 @@ from hvfreeze.heads.kernel_choice import (
     choose_closely,
     choose_directly,
     columns_at_once,
+    fitted_directly,
     solve_ridge,
     targets,
 )
@@ -99,15 +100,24 @@ TOLERANCE = 0.01
 """For the residual, as a part of the right sides: less changed no accuracy."""
 MOST_LEFT_OUT = 1_500
 """Rows of which each is left out in turn: all of them choose then, which takes under a second on one core."""
-MOST_FACTORED_ROWS = 1_600
-"""Rows of which those that are not held out are fitted by a factorisation while the penalty is chosen: of more,
-conjugate gradients take less time."""
+MOST_FACTORED_ROWS, FEW_CLASSES, ALL_FACTORED = 1_600, 40, 10_000
+"""Rows that are fitted by a factorisation, on rank 0; of more, conjugate gradients on all ranks take less time. Their
+vectors are as many as classes: with more of these than the second for each rank, as many times more rows are factored,
+but never more than the third."""
+FACTORED_BYTES = 24
+"""For each pair of rows, what that takes."""
 MOST_COMPARED = 5_000
 """Rows on which the penalty is chosen, held-out ones among them: more rows change the choice little."""
 ALL_COMPARED = 50_000
 """Rows that are all compared with each other; of more, centres are chosen."""
 FEWEST_CENTRES = 10_000
 """That are chosen where nobody says how many: with fewer of very many rows, accuracy is lost faster than time."""
+
+
+def is_factored(rows: int, *, classes: int, size: int, memory_bytes: int) -> bool:
+    """Tell whether so many rows are fitted by a factorisation on one of `size` ranks, with so much memory."""
+    most = min(ALL_FACTORED, MOST_FACTORED_ROWS * max(1.0, classes / (FEW_CLASSES * size)))
+    return rows <= most and rows**2 * FACTORED_BYTES <= memory_bytes
 
 
 def centres_for(rows: int, asked: int | None) -> int:
@@ -219,6 +229,7 @@ def choose_head(
         choosing=part.held_out if trained and part.held_out.any() else torch.ones_like(part.held_out),
         closely=few,
         open_gram=partial(Gram, world=world, memory_bytes=beside, watch=watch),
+        memory_bytes=beside,
         world=world,
     )
     found = choosing(part)
@@ -372,21 +383,24 @@ def chosen(
     choosing: Tensor,
     closely: bool,
     open_gram: Callable[..., Gram],
+    memory_bytes: int,
     world: World,
 ) -> Found | None:
     """Return the choice for a head that is fitted to `part`, None where some rank wants to stop. Collective.
 
     If `closely`, each sample is left out in turn, and the rows `choosing` choose; else held-out rows do.
     """
-    if closely or len(part.labels) <= MOST_FACTORED_ROWS:
-        how = partial(choose_closely, choosing=choosing) if closely else partial(choose_directly, whole=whole)
-        mine = how(part, classes=classes, penalties=penalties) if world.rank == 0 else None
+    choosing_by: Any = {"classes": classes, "penalties": penalties}
+    if closely:
+        mine = choose_closely(part, choosing=choosing, **choosing_by) if world.rank == 0 else None
         found = world.broadcast_object(mine, name="head.choice")
         assert found is not None, "rank 0's"
         return Found(found, Spent())
     gram = open_gram(part.points)
-    work = partial(choose, gram, part, classes=classes, penalties=penalties, whole=whole)
-    choice = world.broadcast_object(gram.lead(work), name="head.choice")
+    # Rank 0's memory tells; the others follow.
+    directly = is_factored(len(part.labels), classes=classes, size=world.size, memory_bytes=memory_bytes)
+    how = choose_directly if directly else partial(choose, gram)
+    choice = world.broadcast_object(gram.lead(partial(how, part, whole=whole, **choosing_by)), name="head.choice")
     return None if choice is None else Found(choice, Spent(gram.passes, gram.exchanged_bytes))
 
 
@@ -536,13 +550,52 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
     return End(solution, centres, weight, answers, Spent(products.passes, products.exchanged_bytes))
 
 
+class Fit(NamedTuple):
+    """A fit to all rows, and what it cost."""
+
+    vectors: Tensor
+    """A, (N, C) float64."""
+    sums: Tensor
+    """K A, (N, C) float64."""
+    judged: Tensor | None
+    """(N, C) float64, the sums of held-out rows of a fit to all others; the other rows' mean nothing."""
+    steps: int
+    error: float
+
+
 def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solution, Tensor, Tensor]:
     """Return the solution on all rows, its weight, (C, N), and its answers to all rows, (N, C), both float32.
 
-    To be called in `Gram.lead`. The fit that is judged is in the same products: twice as many vectors take little
-    longer.
+    To be called in `Gram.lead`.
     """
-    classes, (penalty, scale, *_) = share.classes, share.choice
+    penalty, scale, count = share.choice.penalty, share.choice.scale, len(rows.labels)
+    # With few classes the steps take as long, and some rank can stop them.
+    many = share.classes > FEW_CLASSES * gram.ranks
+    directly = many and is_factored(count, classes=share.classes, size=gram.ranks, memory_bytes=ends.memory_bytes)
+    fit, tried = (factor_all(rows, share) if directly else step_through_all(gram, rows, share, ends)), None
+    if fit.judged is not None:
+        tried = Tried.of(penalty, fit.judged, rows, choosing=rows.held_out, steps=fit.steps, whole=True)
+        scale = tried.scale
+    loss = float(functional.cross_entropy(scale * fit.sums, rows.labels))
+    tolerance, steps, error = ends.tolerance, fit.steps, fit.error
+    solution = solution_of(share, tried, loss=loss, steps=steps, error=error, tolerance=tolerance, centres=count)
+    return solution, (scale * fit.vectors).t().float().contiguous(), (scale * fit.sums).float()
+
+
+def factor_all(rows: AllRows, share: Share) -> Fit:
+    """Return the fit by a factorisation."""
+    right, penalty = targets(rows.labels, share.classes), share.choice.penalty
+    held_out = rows.held_out if share.judged else None
+    vectors, judged = fitted_directly(rows.points, right, penalty, held_out=held_out)
+    return Fit(vectors, right - penalty * vectors, judged, steps=0, error=0.0)
+
+
+def step_through_all(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> Fit:
+    """Return the fit by conjugate gradients, to be called in `Gram.lead`.
+
+    The fit that is judged is in the same products: twice as many vectors take little longer.
+    """
+    classes, penalty = share.classes, share.choice.penalty
     right, everything = targets(rows.labels, classes), torch.ones(len(rows.labels), 1, dtype=torch.bool)
     together = share.judged and 2 * classes <= columns_at_once(len(right))
     known, others = Factor(rows.points), ~rows.held_out[:, None]
@@ -566,7 +619,7 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
             keep=stopped.keep if stopped else lambda iterate: None,
         )
 
-    solved, tried = fitted_to(everything, others) if together else fitted_to(everything), None
+    solved, answers = fitted_to(everything, others) if together else fitted_to(everything), None
     if share.judged:
         judged = solved.vectors[:, classes:] if together else fitted_to(others).vectors
         try:
@@ -575,21 +628,8 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
             if stopped:
                 stopped.keep(solved.as_iterate())
             raise
-        tried = Tried.of(penalty, answers, rows, choosing=rows.held_out, steps=solved.steps, whole=True)
-        scale = tried.scale
     if stopped:
         stopped.remove()
     vectors, left = solved.vectors[:, :classes], solved.left[:, :classes]
     # With the residual the answers need no other product.
-    sums = right - left - penalty * vectors
-    loss = float(functional.cross_entropy(scale * sums, rows.labels))
-    solution = solution_of(
-        share,
-        tried,
-        loss=loss,
-        steps=solved.steps,
-        error=solved.error,
-        tolerance=ends.tolerance,
-        centres=len(rows.labels),
-    )
-    return solution, (scale * vectors).t().float().contiguous(), (scale * sums).float()
+    return Fit(vectors, right - left - penalty * vectors, answers, solved.steps, solved.error)

@@ -148,6 +148,30 @@ def choose_directly(rows: AllRows, *, classes: int, penalties: Sequence[float], 
     return best_of(found)
 
 
+def fitted_directly(
+    points: Tensor, right: Tensor, penalty: float, *, held_out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return X, (N, C) float64, with (K + penalty) X = `right`, and the sums of held-out rows of a fit to all others.
+
+    The latter are 0 for all other rows, and None without `held_out`, (N,) bool. By one factorisation in float64.
+    """
+    points = points.double()
+    system = gaussian(points, points)
+    system.diagonal().add_(penalty)
+    root = torch.linalg.cholesky(system)
+    del system
+    vectors = torch.cholesky_solve(right, root)
+    if held_out is None:
+        return vectors, None
+    places = held_out.nonzero()[:, 0]
+    some = torch.zeros(len(points), len(places), dtype=torch.float64)
+    some[places, torch.arange(len(places))] = 1
+    blocks = torch.cholesky_solve(some, root)[places]
+    sums = torch.zeros_like(right)
+    sums[places] = right[places] - torch.linalg.solve(blocks, vectors[places])
+    return vectors, sums
+
+
 def choose_closely(rows: AllRows, *, classes: int, penalties: Sequence[float], choosing: Tensor) -> Choice:
     """Return the penalty that the rows `choosing`, (N,) bool, choose, by fits to all samples but the row's own.
 

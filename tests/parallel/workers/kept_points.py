@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.comm.world import World
+from hvfreeze.data import batches
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.heads import centres, kernel
@@ -17,6 +18,8 @@ from tests.parallel.workers.checking import let_models_be_small, run_checks
 from tests.parallel.workers.runs import Runs, stopped_solving
 
 BATCH = 16
+# So that features come in several batches.
+batches.PIXELS_AT_ONCE = 0
 SETTINGS: dict[str, Any] = {
     "model": "shufflenet_v2_x0_5",
     "train_samples": 160,

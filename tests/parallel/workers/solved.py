@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvfreeze.comm.world import World
+from hvfreeze.data import batches
 from hvfreeze.heads import rows
 from hvfreeze.strategies import data_parallel as strategy
 from tests.parallel.workers.checking import let_models_be_small, run_checks, small_shufflenet
@@ -16,6 +17,8 @@ from tests.parallel.workers.runs import Runs, stopped_solving
 
 MODEL = "shufflenet_v2_x0_5"
 SAMPLES, BATCH = 130, 16
+# So that features come in several batches.
+batches.PIXELS_AT_ONCE = 0
 SETTINGS: dict[str, Any] = {
     "model": MODEL,
     "train_samples": SAMPLES * 5 // 4,

@@ -276,6 +276,51 @@ def test_many_classes_are_solved_a_few_penalties_at_a_time(monkeypatch: pytest.M
     torch.testing.assert_close(alone.weight, together.weight, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_many_classes_are_solved_by_a_factorisation_as_by_steps(
+    *, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = labelled_table(400)
+    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
+    if not whole:
+        monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
+    by_steps = found(table, tolerance=1e-7)
+    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 200)
+    monkeypatch.setattr(fitting, "FEW_CLASSES", CLASSES / 2)
+    directly = found(table, tolerance=1e-7)
+    assert (directly.steps, directly.error, directly.converged) == (0, 0, True) and by_steps.steps > 0
+    assert directly.penalty == by_steps.penalty
+    for ours, theirs in zip(directly.trials, by_steps.trials, strict=True):
+        assert (ours.penalty, ours.whole) == (theirs.penalty, theirs.whole)
+        assert ours.held_out_loss == pytest.approx(theirs.held_out_loss, rel=0.01), "steps are as close as that"
+        assert ours.held_out_accuracy == pytest.approx(theirs.held_out_accuracy, abs=0.03)
+    assert directly.loss == pytest.approx(by_steps.loss, rel=1e-3)
+    torch.testing.assert_close(directly.weight, by_steps.weight, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(directly.answers, by_steps.answers, atol=1e-3, rtol=1e-3)
+    little = found(table, tolerance=1e-7, memory_bytes=10**6)
+    assert little.steps > 0, "where a factorisation has no room"
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "size", "factored"),
+    [
+        (1_600, 10, 4, True),
+        (1_700, 10, 1, False),
+        (1_700, 100, 1, True),
+        (4_100, 100, 1, False),
+        (6_000, 1000, 2, True),
+        (6_000, 1000, 16, False),
+        (10_001, 10**6, 1, False),
+    ],
+)
+def test_more_rows_are_factored_with_more_classes_and_fewer_ranks(
+    rows: int, classes: int, size: int, *, factored: bool
+) -> None:
+    assert fitting.is_factored(rows, classes=classes, size=size, memory_bytes=PLENTY * 10) == factored
+    assert not fitting.is_factored(rows, classes=classes, size=size, memory_bytes=24 * rows**2 - 1)
+
+
 def test_a_limit_of_steps_is_kept_and_reported() -> None:
     fit = found(labelled_table(600), penalties=[1e-5], tolerance=1e-6, most_steps=2)
     assert (fit.steps, fit.converged) == (2, False)

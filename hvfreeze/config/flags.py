@@ -37,7 +37,8 @@ EXAMPLES = """examples:
 """
 EXIT_CODES = """exit codes:
   0 done   2 usage   3 data, cache or checkpoint refused   4 ranks diverged   5 numbers not finite   6 stall
-  75 preempted by SIGUSR1 (go on with --resume)   130 interrupted (Ctrl-C)   143 ended by SIGTERM
+  75 preempted by SIGUSR1, or a lone process by SIGTERM (go on with --resume)   130 interrupted (Ctrl-C)
+  143 one of several ended by SIGTERM
 """
 
 

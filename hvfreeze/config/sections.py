@@ -198,7 +198,7 @@ class FreezeConfig(Section):
         "none",
         "CRITERION",
         "none, static, coherence (what gains nothing any more), gradient-norm, percentile, linear, geometric, or auto "
-        "(solve the head, tune blocks where --epochs has room, solve it again)",
+        "(try whether tuning pays, tune blocks while it does, solve a head)",
         read_by="freezing",
     )
     cut: int | None = setting(
@@ -211,7 +211,12 @@ class FreezeConfig(Section):
     freeze_warmup: int | None = setting(
         None, "STEPS", "steps before the first vote; default: one epoch", read_by="cadence"
     )
-    patience: int = setting(1, "N", "a rank proposes what its criterion wanted N times in a row", read_by="criteria")
+    patience: int = setting(
+        1,
+        "N",
+        "a rank proposes what its criterion wanted in N intervals in a row; coherence: in 2 at least",
+        read_by="criteria",
+    )
     eta_max: float = setting(
         0.2, "ETA", "a block whose gradient norm changes faster is not frozen", read_by="gradients"
     )
@@ -225,7 +230,7 @@ class FreezeConfig(Section):
         "auto",
         "WHICH",
         "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (kept with "
-        "--freeze auto and --weights, else batch)",
+        "--freeze auto, --weights and an --optimizer or --lr of your own, else batch)",
         read_by="steps norms",
     )
     signal: str = setting(
@@ -438,12 +443,18 @@ class OptimizerConfig(Section):
     epochs: int = setting(
         10,
         "N",
-        "passes over the shard; with --freeze auto: at most work worth so many epochs of full fine-tuning",
+        "passes over the training samples; with --freeze auto: at most work worth so many epochs of full fine-tuning",
         auto=16,
         by_strategy={"stale-ring": 1},
         read_by="epochs",
     )
-    batch_size: int = setting(128, "N", "samples per rank and backward pass", auto=32, by_strategy={"stale-ring": 32})
+    batch_size: int = setting(
+        128,
+        "N",
+        "samples per rank and backward pass; with --freeze auto 32 lets it choose",
+        auto=32,
+        by_strategy={"stale-ring": 32},
+    )
     accumulate: int = setting(
         1, "N", "batches per rank and step: N backward passes, one exchange of their mean", read_by="steps"
     )
@@ -459,7 +470,8 @@ class OptimizerConfig(Section):
     lr: float = setting(
         None,
         "LR",
-        "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3",
+        "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3; with "
+        "--freeze auto adamw's, with which a rate that is given alone tunes",
         auto=LEARNING_RATES[AUTO],
         read_by="steps",
     )

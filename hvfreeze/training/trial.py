@@ -33,9 +33,10 @@ because blocks learn by steps, unless they were more than so many epochs. On man
 """
 MANY = 25_000
 """Samples of which a long tuning may gain what a short trial cannot show."""
-FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 8192, 1 / 6
+FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 3332, 1 / 6
 """Samples of all ranks, about, that heads are solved for, and which part of all they are between these; half as many
-judge them. Heads for few samples gain by what blocks have learned of other samples' labels, as one for all cannot."""
+judge them. Together no more than `kernel.MOST_COMPARED`, all that a choice looks at. Heads for few samples gain by what
+blocks have learned of other samples' labels, as one for all cannot."""
 LEAST_WORK = 5e7
 """Floating-point operations of a forward pass; one of fewer takes no less time, because it calls as many operators."""
 DIRECTIONS = 256

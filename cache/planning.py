@@ -152,6 +152,8 @@ class CostMeasurement:
     memory_bytes: int
     """That the page cache may take for this rank."""
     rates: Rates
+    padded: bool = False
+    """Whether the last batch is padded; else there are whole batches only."""
     rows_rewritten: int = 0
     """Rows in the file which is to be completed, and is written anew for that."""
     epochs_until_move: float = math.inf
@@ -170,7 +172,8 @@ class CostMeasurement:
     @property
     def steps(self) -> int:
         """Batches of an epoch."""
-        return self.rows // max(1, self.batch_rows)
+        whole, rest = divmod(self.rows, max(1, self.batch_rows))
+        return whole + (self.padded and rest > 0)
 
     @property
     def new_bytes(self) -> int:

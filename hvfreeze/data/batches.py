@@ -20,7 +20,7 @@ from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.data_sets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, Inputs, Pool, load_pixels
 from hvfreeze.data.images import all_loaded, listed
-from hvfreeze.data.shards import Ids, ShardPlan, plan_shards, split_validation, stratified_subset
+from hvfreeze.data.shards import Ids, ShardPlan, evenly, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for
 from hvfreeze.data.windows import Shift, Windows
@@ -196,6 +196,16 @@ class TrainFeed:
         few = np.zeros(len(self.labels), dtype=np.bool_)
         few[np.unique(np.concatenate(self.plan.shards))[::step]] = True
         return self.every_view(of=few), self.every_view(of=~few)
+
+    def some_of(self, chosen: NDArray[np.bool_], most: int) -> NDArray[np.bool_]:
+        """Return which samples are among at most `most` of this replica's of those `chosen`, which lie evenly.
+
+        Both are (samples,). Samples often lie in order of their classes.
+        """
+        own = self.plan.owned(self.replica)
+        some = np.zeros_like(chosen)
+        some[evenly(own[chosen[own]], most)] = True
+        return some
 
     def shown(self, augment: Augment, *, mirrors: bool, without: NDArray[np.bool_] | None = None) -> TrainFeed:
         """Return a feed of the same pixels in other views.

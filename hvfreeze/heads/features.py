@@ -78,6 +78,13 @@ def every_block(chain: Chain, *, pool: int, example: Tensor) -> EveryBlock | Eve
     return EveryBlock(chain, pool=pool, turned=any(turned))
 
 
+def laid_out(read: EveryBlock | EveryBlockInItsLayout, number: int, output: Tensor) -> Tensor:
+    """Return the output of block `number` as `read` pools it."""
+    if isinstance(read, EveryBlockInItsLayout):
+        return output.movedim(-1, 1) if read._turned[number] else output
+    return output.permute(0, 3, 1, 2) if read._channels_last and output.dim() == 4 else output
+
+
 def pooled(output: Tensor, pool: int) -> Tensor:
     """Return a block's `output` as (B, K) float32.
 

@@ -100,12 +100,10 @@ TOLERANCE = 0.01
 """For the residual, as a part of the right sides: less changed no accuracy."""
 MOST_LEFT_OUT = 1_500
 """Rows of which each is left out in turn: all of them choose then, which takes under a second on one core."""
-MOST_FACTORED_ROWS, FEW_CLASSES, ALL_FACTORED = 1_600, 40, 10_000
+MOST_FACTORED_ROWS, FEW_CLASSES, ALL_FACTORED = 1_600, 40, 6_000
 """Rows that are fitted by a factorisation, on rank 0; of more, conjugate gradients on all ranks take less time. Their
 vectors are as many as classes: with more of these than the second for each rank, as many times more rows are factored,
-but never more than the third."""
-FACTORED_BYTES = 24
-"""For each pair of rows, what that takes."""
+but never more than the third, which take 0.8 GB: it depends on no free memory, so that runs repeat."""
 MOST_COMPARED = 5_000
 """Rows on which the penalty is chosen, held-out ones among them: more rows change the choice little."""
 ALL_COMPARED = 50_000
@@ -114,10 +112,9 @@ FEWEST_CENTRES = 10_000
 """That are chosen where nobody says how many: with fewer of very many rows, accuracy is lost faster than time."""
 
 
-def is_factored(rows: int, *, classes: int, size: int, memory_bytes: int) -> bool:
-    """Tell whether so many rows are fitted by a factorisation on one of `size` ranks, with so much memory."""
-    most = min(ALL_FACTORED, MOST_FACTORED_ROWS * max(1.0, classes / (FEW_CLASSES * size)))
-    return rows <= most and rows**2 * FACTORED_BYTES <= memory_bytes
+def is_factored(rows: int, *, classes: int, size: int) -> bool:
+    """Tell whether so many rows are fitted by a factorisation, on one of `size` ranks."""
+    return rows <= min(ALL_FACTORED, MOST_FACTORED_ROWS * max(1.0, classes / (FEW_CLASSES * size)))
 
 
 def centres_for(rows: int, asked: int | None) -> int:
@@ -229,7 +226,6 @@ def choose_head(
         choosing=part.held_out if trained and part.held_out.any() else torch.ones_like(part.held_out),
         closely=few,
         open_gram=partial(Gram, world=world, memory_bytes=beside, watch=watch),
-        memory_bytes=beside,
         world=world,
     )
     found = choosing(part)
@@ -383,7 +379,6 @@ def chosen(
     choosing: Tensor,
     closely: bool,
     open_gram: Callable[..., Gram],
-    memory_bytes: int,
     world: World,
 ) -> Found | None:
     """Return the choice for a head that is fitted to `part`, None where some rank wants to stop. Collective.
@@ -397,8 +392,7 @@ def chosen(
         assert found is not None, "rank 0's"
         return Found(found, Spent())
     gram = open_gram(part.points)
-    # Rank 0's memory tells; the others follow.
-    directly = is_factored(len(part.labels), classes=classes, size=world.size, memory_bytes=memory_bytes)
+    directly = is_factored(len(part.labels), classes=classes, size=world.size)
     how = choose_directly if directly else partial(choose, gram)
     choice = world.broadcast_object(gram.lead(partial(how, part, whole=whole, **choosing_by)), name="head.choice")
     return None if choice is None else Found(choice, Spent(gram.passes, gram.exchanged_bytes))
@@ -571,7 +565,7 @@ def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solutio
     penalty, scale, count = share.choice.penalty, share.choice.scale, len(rows.labels)
     # With few classes the steps take as long, and some rank can stop them.
     many = share.classes > FEW_CLASSES * gram.ranks
-    directly = many and is_factored(count, classes=share.classes, size=gram.ranks, memory_bytes=ends.memory_bytes)
+    directly = many and is_factored(count, classes=share.classes, size=gram.ranks)
     fit, tried = (factor_all(rows, share) if directly else step_through_all(gram, rows, share, ends)), None
     if fit.judged is not None:
         tried = Tried.of(penalty, fit.judged, rows, choosing=rows.held_out, steps=fit.steps, whole=True)

@@ -142,8 +142,12 @@ def choose_directly(rows: AllRows, *, classes: int, penalties: Sequence[float], 
     kernel, across = gaussian(fitted, fitted), gaussian(points[held_out], fitted)
     answers, found = torch.zeros(len(points), classes, dtype=torch.float64), []
     for penalty in penalties:
-        system = kernel + penalty * torch.eye(len(kernel), dtype=torch.float64)
-        answers[held_out] = across @ torch.cholesky_solve(right, torch.linalg.cholesky(system))
+        system = kernel.clone()
+        system.diagonal().add_(penalty)
+        root = torch.linalg.cholesky(system)
+        del system
+        answers[held_out] = across @ torch.cholesky_solve(right, root)
+        del root
         found.append(Tried.of(penalty, answers, rows, choosing=held_out, steps=0, whole=whole))
     return best_of(found)
 

@@ -62,11 +62,15 @@ class Marks:
         return (kept.cumsum(0) - 1)[self.own[kept[self.own]]]
 
     def part(self, most: int) -> Tensor:
-        """Return, (N,) bool, all views of every so many samples, at most about `most` rows."""
+        """Return, (N,) bool, all views of every so many samples, at most about `most` rows.
+
+        Where no held-out ones are among them, with all of these: they are few then.
+        """
         step = -(-len(self.labels) // most)
         if step < 2:
             return torch.ones_like(self.held_out)
-        return torch.isin(self.samples, self.samples.unique()[::step])
+        some = torch.isin(self.samples, self.samples.unique()[::step])
+        return some if (some & self.held_out).any() else some | self.held_out
 
     def spread(self, count: int) -> Tensor:
         """Return, (N,) bool, `count` rows, as evenly spread over the samples as can be."""

@@ -224,19 +224,28 @@ class CostInputs:
     directory: Path
     memory_bytes: int
     """That the page cache may take for this rank."""
-    _trials: dict[int, PrefixTrial] = field(default_factory=dict)
+    _trials: dict[tuple[int, int], PrefixTrial] = field(default_factory=dict)
 
     def trial(self, cut: int, run: RunBlocks, images: Tensor) -> PrefixTrial:
-        """Return how the prefix fares with a batch, (B, C, H, W); tried once at a cut, for both splits."""
-        if cut not in self._trials:
-            self._trials = {cut: try_prefix(lambda x: run(x, 0, cut), images)}
-        return self._trials[cut]
+        """Return how the prefix fares with a batch, (B, C, H, W); tried once for each B at a cut."""
+        if (cut, len(images)) not in self._trials:
+            known = {key: trial for key, trial in self._trials.items() if key[0] == cut}
+            self._trials = {**known, (cut, len(images)): try_prefix(lambda x: run(x, 0, cut), images)}
+        return self._trials[cut, len(images)]
 
 
-def suffix_seconds(clock: PhaseClock, *, batches: float) -> float:
-    """Return the clock's seconds of a batch behind the prefix, after so many batches; 0 before the first."""
+def behind_prefix(clock: PhaseClock) -> float:
+    """Return the clock's seconds behind the prefix so far."""
     spent = clock.read()
-    return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer")) / max(1, batches)
+    return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer"))
+
+
+def suffix_seconds(clock: PhaseClock, *, batches: float, before: float = 0.0) -> float:
+    """Return the seconds of a batch behind the prefix, after so many batches; 0 before the first.
+
+    `before` are the seconds that other stages have spent there.
+    """
+    return max(0.0, behind_prefix(clock) - before) / batches if batches > 0 else 0.0
 
 
 _MEASURED: dict[tuple[Path, int, int], tuple[int, Rates]] = {}
@@ -351,6 +360,7 @@ class Planner:
             rows=len(split.ids),
             views=split.num_views,
             row_bytes=0,
+            padded=split.padded,
             epochs_left=epochs_left,
             epochs_until_move=until_move,
             passed=passed,

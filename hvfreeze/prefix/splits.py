@@ -59,6 +59,8 @@ class Split:
     """(N,) samples; none where there are fewer samples than ranks."""
     passes_per_epoch: float = 1.0
     """How often they are all asked for."""
+    padded: bool = False
+    """Whether their last batch is padded; else there are whole batches only."""
 
     @property
     def num_views(self) -> int:

@@ -71,6 +71,7 @@ class BuildContext:
             images=self.evaluated,
             ids=self.corpus.share(self.replica),
             passes_per_epoch=passes_per_epoch,
+            padded=True,
         )
 
     def cache_directory(self, settings: CacheConfig) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import Segment, cut_at, cut_evenly, segment_bytes, work_of
 from hvfreeze.optim import open_optimizer
-from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
+from hvfreeze.prefix.cache_decision import CostInputs, Horizon, behind_prefix, open_budget, suffix_seconds
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
 from hvfreeze.prefix.splits import Recipe
 from hvfreeze.runs.clock import PhaseClock
@@ -44,9 +45,10 @@ def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *,
         epoch = freezer.cadence.epoch(freezer.step)
         return Horizon(freezer.epochs_left, freezer.epochs_until_move(), epoch)
 
+    before = behind_prefix(context.clock)
     return CostInputs(
         horizon=horizon,
-        suffix_seconds=lambda: suffix_seconds(context.clock, batches=freezer.step * batches_of_a_step),
+        suffix_seconds=lambda: suffix_seconds(context.clock, batches=freezer.step * batches_of_a_step, before=before),
         budget=open_budget(config.cache, directory, size=size),
         directory=directory,
         memory_bytes=memory_budget(context.world.local_size),
@@ -71,7 +73,8 @@ def open_both_features(
     )
     evaluating = Recipe.of(config, context.feed.rows)
     training = evaluating if config.head.solved else Recipe.of(config)
-    trained = halves.rows_of(context.trained(passes_per_epoch=passes), training)
+    split = replace(context.trained(passes_per_epoch=passes), padded=config.head.solved)
+    trained = halves.rows_of(split, training)
     tested = halves.rows_of(context.tested(passes_per_epoch=1 / config.run.evaluate_every), evaluating)
     # Seconds of an evaluation are counted as a whole, by the loop.
     return open_features(terms, trained, clock=context.clock), open_features(terms, tested, clock=PhaseClock())

@@ -101,7 +101,7 @@ def end_trial(job: Job, *, failed: bool = False) -> bool:
 def give_up_tuning(job: Job) -> bool:
     """Tell whether numbers that are not finite end a tuning alone, not the run, and end it then. Collective.
 
-    A trial, or a tuning behind a solution that the run can end with.
+    A trial, or a tuning behind a solution that the run can end with. The epoch under way is then the stage's last.
     """
     guard, runner = job.guard, job.stage_runner
     if guard is None or runner.stage.solves:
@@ -110,7 +110,15 @@ def give_up_tuning(job: Job) -> bool:
     if not (is_on_trial(job) or ends_with_best):
         return False
     job.step = runner.first_step + runner.stage.steps
+    job.epochs_done = runner.first_epoch + runner.stage.epochs - 1
     return True
+
+
+def is_tuned(job: Job) -> bool:
+    """Tell whether the network has been trained on samples that are not held out, and was not put back since."""
+    guard = job.guard
+    taken_back = guard is not None and guard.trial.after is not None and not guard.trial.pays
+    return job.stage_runner.is_tuned and not taken_back
 
 
 def is_on_trial(job: Job) -> bool:

@@ -122,7 +122,7 @@ class Job:
 
     def steps_of(self, epoch: int) -> list[list[Batch]]:
         """Return the batches of each step of an epoch of the stage under way."""
-        return grouped(self.feed.epoch(epoch), self.config.optimizer.accumulate)
+        return grouped(self.feed.epoch(epoch), self.stage.config.optimizer.accumulate)
 
     @property
     def total_steps(self) -> int:

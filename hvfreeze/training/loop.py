@@ -22,7 +22,7 @@ from hvfreeze.heads.moments import FeaturesError
 from hvfreeze.heads.solution import Solution
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.base import MODEL, Answers, SolvesHeads
-from hvfreeze.training.auto import begin_stage, end_trial, give_up_tuning, judge, judge_tuned
+from hvfreeze.training.auto import begin_stage, end_trial, give_up_tuning, is_tuned, judge, judge_tuned
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
@@ -124,7 +124,7 @@ def solve_epoch(job: Job, epoch: int) -> None:
         fit = solver.solve_head(
             batches,
             held_out=job.feed.held_out(HELD_OUT),
-            trained=job.stage_runner.is_tuned,
+            trained=is_tuned(job),
             compare_mirrored=job.stage_runner.mirror is None and job.stage.config.data.mirror == "auto",
             sampled=None if sampled is None else len(sampled),
             stop=stop,

@@ -30,7 +30,7 @@ from hvfreeze.model.weights import pretrained_statistics
 from hvfreeze.strategies.base import BuildContext, Strategy
 from hvfreeze.training.guard import HeldOut
 from hvfreeze.training.stages import Opened, Stage, single_stage
-from hvfreeze.training.trial import Judge
+from hvfreeze.training.trial import Judge, seen_by
 from hvfreeze.user_code import TIMM
 from hvfreeze.wording import plural
 
@@ -274,12 +274,13 @@ class StageFactory:
     def judge(self, stages: Sequence[Stage]) -> Judge:
         """Return what judges a trial of tuning; `stages` solve a head and tune."""
         solving, tuning = (next(stage for stage in stages if stage.solves == solves) for solves in (True, False))
-        held_out, config = self.held_out(solving), self.config
-        assert isinstance(held_out.images, Images), "a text has no head to solve"
+        feed, config = self.feed(solving), self.config
+        assert isinstance(feed.images, Images), "a text has no head to solve"
+        most = max(1, seen_by(feed.plan.samples)[1] // feed.plan.replicas)
         return Judge(
             feed=self.feed(tuning),
-            images=held_out.images,
-            held_out=held_out.batches,
+            images=feed.images,
+            held_out=feed.every_view(of=feed.some_of(feed.held_out(HELD_OUT), most)),
             pool=config.head.pool,
             precision=config.optimizer.precision,
             world=self.context.world,

@@ -19,7 +19,7 @@ from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed, first_of
 from hvfreeze.data.decoding import Images
-from hvfreeze.heads.features import before_last_layer, pooled
+from hvfreeze.heads.features import before_last_layer, every_block, laid_out, pooled
 from hvfreeze.heads.kernel import choose_head
 from hvfreeze.heads.linear import fit_softmax
 from hvfreeze.heads.multilevel import take
@@ -163,7 +163,9 @@ class Judge:
             for batches, count in zip((self.feed.epoch(0), self.held_out), seen_by(plan.samples), strict=True)
         )
         steps, _ = before_last_layer(chain)
-        every_block, last, labels, is_held, samples = [], [], [], [], []
+        images, first = self.feed.images, fitted[0]
+        read = every_block(chain, pool=self.pool, example=images.load(first.ids[:1], first.views[:1]))
+        blocks, last, labels, is_held, samples = [], [], [], [], []
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
         with in_evaluation(chain.model), autocast:
             for images, batch, is_held_out in [
@@ -171,17 +173,17 @@ class Judge:
                 *((self.images, batch, True) for batch in held),
             ]:
                 x, parts = images.load(batch.ids, batch.views), list[Tensor]()
-                for block in chain.blocks[:-1]:
+                for number, block in enumerate(chain.blocks[:-1]):
                     x = block(x)
-                    parts.append(pooled(x, self.pool))
+                    parts.append(pooled(laid_out(read, number, x), self.pool))
                 for step in steps:
                     x = step(x)
-                every_block.append(torch.cat(parts, 1))
+                blocks.append(torch.cat(parts, 1))
                 last.append(x.float())
                 labels.append(batch.labels)
                 samples.append(torch.from_numpy(batch.ids))
                 is_held.append(torch.full((batch.counted,), is_held_out))
-        return Seen(*map(torch.cat, (every_block, last, labels, is_held, samples)))
+        return Seen(*map(torch.cat, (blocks, last, labels, is_held, samples)))
 
 
 class Seen(NamedTuple):

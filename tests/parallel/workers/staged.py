@@ -28,7 +28,7 @@ from hvfreeze.training.job import Job
 from hvfreeze.training.stages import StageRunner
 from hvfreeze.training.time_budget import Timing
 from tests.parallel.workers.checking import let_models_be_small, run_checks
-from tests.parallel.workers.runs import Runs
+from tests.parallel.workers.runs import Runs, lines
 
 MODEL = "shufflenet_v2_x0_5"
 BATCH = 8
@@ -328,6 +328,9 @@ def check_trials(runs: Runs) -> None:
         straight = runs("straight", **given)
         assert names_of(straight) == ["try", "tune", "solve", "tune", "solve"], straight["stages"]
         assert straight["parameter_digest"] != solved["parameter_digest"]
+        pairs = runs("pairs", **given, accumulate=2)
+        for run in (straight, pairs):
+            assert run["steps"] == sum(stage["steps"] for stage in run["stages"]), "other steps than were planned"
         asks = {
             "trying": counted(2, "step", stage=0),
             "tuning": counted(1, "step", stage=2),
@@ -386,9 +389,12 @@ def check_whole_tunings(runs: Runs) -> None:
     assert diverged["steps"] > solved["steps"] and diverged["cut_history"][-1][2] == 5
     for key in ("test_accuracy", "head", "parameter_digest"):
         assert diverged[key] == solved[key], f"the solution was not gone back to: {key}"
+    for name, stages in {"not-finite": 2, "diverged": 2}.items():
+        assert len(lines(runs.root / name, "metrics")) == stages, "epochs after the one with such numbers"
     for name, run in {"in-vain": in_vain, "not-finite": not_finite, "stays": stays}.items():
         assert names_of(run) == ["tune", "solve"], run["stages"]
         assert "kept" not in run["stages"][0], "what was taken back has no layer of its own to be judged by"
+        assert run["head"] == solved["head"], "only held-out samples have chosen, as for blocks that saw the others"
         check_blocks_as_before(runs, run, name, solved)
     assert stays["steps"] < in_vain["steps"] + solved["steps"], "the first of two tunings is judged"
     assert straight["trial"]["samples"] and straight["parameter_digest"] != solved["parameter_digest"]

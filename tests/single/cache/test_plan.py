@@ -220,3 +220,8 @@ def test_rows_of_many_megabytes_can_be_measured(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CacheFault, match="cannot be measured"):
         measure_directory(tmp_path / "absent", row_bytes=1 << 12, batch_rows=16)
+
+
+@pytest.mark.parametrize(("rows", "padded", "steps"), [(256, False, 2), (257, False, 2), (257, True, 3), (90, True, 1)])
+def test_a_last_batch_that_is_padded_counts(rows: int, padded: bool, steps: int) -> None:
+    assert situation(rows=rows, padded=padded).steps == steps

@@ -56,6 +56,17 @@ def test_batches_that_train_nothing_are_larger_where_images_are_small(
     assert rows_at_once(batch_size, shape) == rows
 
 
+@pytest.mark.parametrize("shuffle", ["shard", "global"])
+def test_some_of_the_samples_lie_evenly_among_them(shuffle: str) -> None:
+    for feed in feeds(shuffle=shuffle):
+        chosen = np.arange(len(feed.labels)) % 3 > 0
+        own = feed.plan.owned(feed.replica)
+        own = own[chosen[own]]
+        some = np.flatnonzero(feed.some_of(chosen, 4))
+        assert set(some) <= set(own) and len(some) == 4 and some[0] == own[0] and some[-1] == own[-1]
+        assert np.flatnonzero(feed.some_of(chosen, 1000)).tolist() == sorted(own.tolist())
+
+
 def test_the_first_samples_of_batches_come_in_other_batches_without_padding() -> None:
     padded = feeds(augment="views:3")[0].every_view()
     for count, rows in ((7, 5), (10**6, 5), (3, 128), (7, 1)):

@@ -18,6 +18,7 @@ from hvfreeze.heads.kernel_choice import best_scale
 from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.moments import prepare
 from hvfreeze.heads.multilevel import take
+from hvfreeze.heads.points import Marks
 from hvfreeze.heads.rows import RowsInMemory
 from tests.single.heads.table import sides
 
@@ -261,3 +262,21 @@ def test_many_damaged_samples_and_numbers_that_are_none_are_refused_and_named(so
 def test_usual_rows_are_passed_over_no_more_often_than_their_moments_need() -> None:
     features, labels = clusters(100, seed=5)
     assert prepare(RowsInMemory(features, labels, labels > 9), world=SoloWorld()).passes == 2
+
+
+def test_a_part_of_the_rows_has_held_out_ones_where_there_are_any() -> None:
+    samples = torch.arange(20).repeat_interleave(2)
+
+    def marks(held_out: list[int]) -> Marks:
+        held, everyone = torch.isin(samples, torch.tensor(held_out)), torch.arange(40)
+        return Marks(torch.zeros(40).long(), samples, held, torch.zeros(40).bool(), everyone)
+
+    def chosen(held_out: list[int], most: int) -> list[int]:
+        kept = marks(held_out).part(most)
+        assert kept[::2].equal(kept[1::2]), "views of a sample go together"
+        return samples[kept].unique().tolist()
+
+    assert chosen([3, 4], 10) == [0, 4, 8, 12, 16]
+    assert chosen([3, 5], 10) == [0, 3, 4, 5, 8, 12, 16]
+    assert chosen([], 10) == [0, 4, 8, 12, 16]
+    assert chosen([3], 40) == list(range(20))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.features import EveryBlock, before_last_layer, every_block, pooled
+from hvfreeze.heads.features import EveryBlock, before_last_layer, every_block, laid_out, pooled
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.early_exits import add_exits
 from hvfreeze.model.model_sources import build_model
@@ -116,6 +116,26 @@ def test_tokens_are_averaged_and_not_their_channels(last: bool) -> None:
     torch.testing.assert_close(features, block.convolution(images).mean((2, 3)))
     exits = add_exits(turned_chain(block, nn.Identity()), [1], example=torch.zeros(1, 3, 16, 16), classes=3)
     assert exits.critics[0].features.in_features == 8, "channels, not tokens"
+
+
+@pytest.mark.parametrize("name", ["resnet18", "swin_t"])
+def test_a_blocks_output_is_laid_out_as_the_head_reads_it(name: str) -> None:
+    chain = cut_into_blocks(build_model(name, num_classes=3, image_size=32).model.eval())
+    images, parts = torch.randn(2, 3, 32, 32), list[Tensor]()
+    read = every_block(chain, pool=2, example=images)
+    with torch.no_grad():
+        x = images
+        for number, block in enumerate(chain.blocks[:-1]):
+            x = block(x)
+            parts.append(pooled(laid_out(read, number, x), 2))
+        torch.testing.assert_close(torch.cat(parts, 1), read(images))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_tokens_are_laid_out_by_block(last: bool) -> None:
+    block, images = Tokens(last=last), torch.randn(2, 3, 16, 16)
+    read = every_block(turned_chain(block), pool=2, example=images)
+    assert pooled(laid_out(read, 0, block(images)), 2).equal(read(images))
 
 
 def test_maps_of_which_nothing_tells_where_channels_are_get_refused() -> None:

@@ -298,8 +298,7 @@ def test_many_classes_are_solved_by_a_factorisation_as_by_steps(
     assert directly.loss == pytest.approx(by_steps.loss, rel=1e-3)
     torch.testing.assert_close(directly.weight, by_steps.weight, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(directly.answers, by_steps.answers, atol=1e-3, rtol=1e-3)
-    little = found(table, tolerance=1e-7, memory_bytes=10**6)
-    assert little.steps > 0, "where a factorisation has no room"
+    assert found(table, tolerance=1e-7, memory_bytes=0).weight.equal(directly.weight), "whatever memory there is"
 
 
 @pytest.mark.parametrize(
@@ -311,14 +310,13 @@ def test_many_classes_are_solved_by_a_factorisation_as_by_steps(
         (4_100, 100, 1, False),
         (6_000, 1000, 2, True),
         (6_000, 1000, 16, False),
-        (10_001, 10**6, 1, False),
+        (6_001, 10**6, 1, False),
     ],
 )
 def test_more_rows_are_factored_with_more_classes_and_fewer_ranks(
     rows: int, classes: int, size: int, *, factored: bool
 ) -> None:
-    assert fitting.is_factored(rows, classes=classes, size=size, memory_bytes=PLENTY * 10) == factored
-    assert not fitting.is_factored(rows, classes=classes, size=size, memory_bytes=24 * rows**2 - 1)
+    assert fitting.is_factored(rows, classes=classes, size=size) == factored
 
 
 def test_a_limit_of_steps_is_kept_and_reported() -> None:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from hvfreeze.cache.activations import Counters
 from hvfreeze.cache.planning import Plan
-from hvfreeze.prefix.cache_decision import Account, Horizon, PrefixTimer, Sums, summary_of
+from hvfreeze.prefix.cache_decision import (
+    Account,
+    CostInputs,
+    Horizon,
+    PrefixTimer,
+    Sums,
+    behind_prefix,
+    suffix_seconds,
+    summary_of,
+)
+from hvfreeze.runs.clock import PhaseClock
 
 
 def plan(seconds: float, later: float, rows: float, rows_later: float) -> Plan:
@@ -85,3 +101,30 @@ def test_evaluations_come_whole_and_at_the_ends_of_epochs(
     horizon = Horizon(left, until_move)
     assert horizon.trained(passes=1.0) == trained
     assert horizon.evaluated(passes=1.0) == evaluated
+
+
+def test_the_prefix_is_tried_once_at_a_cut_for_each_size_of_batch() -> None:
+    unused: Any = SimpleNamespace()
+    costs = CostInputs(unused, lambda: 0.0, budget=unused, directory=Path(), memory_bytes=0)
+    seen = []
+
+    def run(x: Tensor, start: int, stop: int) -> Tensor:
+        seen.append((stop, len(x)))
+        return x
+
+    few, many = torch.randn(32, 3), torch.randn(128, 3)
+    for cut in (3, 4):
+        first = [costs.trial(cut, run, images) for images in (few, many)]
+        assert [costs.trial(cut, run, images) for images in (few, many)] == first
+    assert seen == [(cut, rows) for cut in (3, 4) for rows in (32, 128) for _ in range(2)]
+
+
+def test_a_stage_reads_off_the_clock_what_its_own_steps_took_behind_the_prefix() -> None:
+    clock = PhaseClock()
+    clock.seconds |= {"backward": 300.0, "optimizer": 20.0, "forward": 7.0}
+    before = behind_prefix(clock)
+    assert before == pytest.approx(320)
+    assert suffix_seconds(clock, batches=0, before=before) == 0, "nothing is known before its first step"
+    clock.seconds["backward"] += 8.0
+    clock.seconds["allreduce"] += 2.0
+    assert suffix_seconds(clock, batches=5, before=before) == pytest.approx(2.0)

@@ -360,8 +360,9 @@ MORE_MAY_HELP = (
     "worth 16 epochs."
 )
 HOURS = (
-    "Full fine-tuning of seeds 1 and 2, but for rows of 26 November, was made on days on which the machine was faster "
-    "or shared with other work: auto's time over its is of one hour for seed 0 only."
+    "Full fine-tuning of 8 epochs with seeds 1 and 2 was made on days on which the machine was faster or shared with "
+    "other work; that of 16 epochs next to auto's rows of its seed. During seeds 1 and 2 short tests ran beside them, "
+    "at low priority. Auto with few epochs has one seed."
 )
 LIMITS = (
     "Four tasks, three of them with few images too, and few seeds of each.",

@@ -72,7 +72,8 @@ class Coherence:
     """Samples what the blocks that train gain in a step; see the module.
 
     Attributes:
-        latest: of the interval under way, a row for each sampled step.
+        latest: of the interval under way, a row for each sample, on all ranks of the same steps; NaN where it is of no
+            use.
         complete: of the last complete intervals at this cut: two, or as many as have `WINDOW` samples.
         peaks: the most that each block gained in any interval so far, as its mean.
         looks: what all blocks, the frozen ones too, would gain, by two looks in intervals that follow each other; empty
@@ -170,10 +171,10 @@ class Coherence:
         """
         if self.looking:
             self._keep_part(scale)
-        if self._products:
-            row = self._by_block(scale)
-            if all(map(math.isfinite, row)):
-                self.latest.append(row)
+        if self._completes:
+            # A rank whose blocks are all frozen has nothing to add.
+            found = bool(self._products) or not self._blocks
+            self.latest.append(self._by_block(scale) if found else [math.nan] * len(self.prefix.chain.blocks))
             self._kept, self._products = {}, {}
             self.turn += 1
         elif scale != 1.0:
@@ -184,9 +185,13 @@ class Coherence:
     def end_interval(self) -> None:
         """Keep what the interval has found. Collective where blocks are held by several ranks."""
         self.intervals += 1
-        count = len(self.prefix.chain.blocks)
-        flat = self.join([value for row in self.latest for value in row])
-        rows = tuple(tuple(flat[first : first + count]) for first in range(0, len(flat), count))
+        each, flat = 1 + len(self.prefix.chain.blocks), [1.0]
+        for row in self.latest:
+            flat += [1.0, *row] if all(map(math.isfinite, row)) else [0.0] * each
+        ranks, *flat = self.join(flat)
+        # Those that are of use on all ranks.
+        starts = [first for first in range(0, len(flat), each) if flat[first] == ranks]
+        rows = tuple(tuple(flat[first + 1 : first + each]) for first in starts)
         self.complete.append(rows)
         while len(self.complete) > 2 and sum(map(len, self.complete[1:])) >= WINDOW:
             self.complete.pop(0)
@@ -218,7 +223,8 @@ class Coherence:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        self._add_look(self._gains_of(parts, summed(parts), count=len(parts)))
+        enough = len(parts) > 1
+        self._add_look(self._gains_of(parts, summed(parts), count=len(parts)) if enough else ())
         self.turn += 1
 
     def end_look(self) -> None:
@@ -326,6 +332,11 @@ class Coherence:
         self._kept = {name: tensor.clone() for name, tensor in state["kept"].items()}
         # Checkpoints of earlier versions have none.
         self.parts = [{name: tensor.clone() for name, tensor in part.items()} for part in state.get("parts", [])]
+
+    @property
+    def _completes(self) -> bool:
+        """Whether the step under way completes a sample: its own, or alone the one that the step before it began."""
+        return self.steps % self.every == (0 if self._across else 1)
 
     @property
     def _across(self) -> bool:

@@ -248,6 +248,18 @@ def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
         raise AssertionError("nobody noticed")
 
 
+def check_ranks_whose_blocks_are_all_frozen_take_part_in_what_gains_are_summed(trial: Trial) -> None:
+    size = trial.world.size
+    if size == 1:
+        return
+    # The first rank has two blocks, or one of three ranks' five, and both are frozen.
+    given = {"freeze": "static", "cut": 3, "shadow": "coherence", "interval": 3, "freeze_warmup": 0}
+    summary = run(trial.grid("all-frozen", (size, 1, 1), **given), trial.world)
+    assert summary["final_cut"] == 3
+    if trial.world.rank == 0:
+        assert lines(trial.root / "all-frozen", "decisions"), "no vote was counted"
+
+
 def check_a_line_whose_ranks_count_a_vote_otherwise_is_stopped(trial: Trial) -> None:
     size = trial.world.size
     if size == 1:

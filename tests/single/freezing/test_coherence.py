@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -225,3 +226,60 @@ def test_looks_come_in_pairs_each_twice_as_late_as_the_one_before() -> None:
         if freezer.cut == 0:
             freezer.freeze(1)
     assert due[:6] == [2, 3, 6, 7, 14, 15]
+
+
+def test_ranks_of_one_model_give_alike_numbers_whether_their_blocks_train_or_not() -> None:
+    torch.manual_seed(0)
+    given: dict[tuple[int, int], list[list[float]]] = {(0, 2): [], (2, 4): []}
+    for held, sums in given.items():
+        chain, world = in_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))), SoloWorld()
+        settings = FreezeConfig(freeze="coherence", cut=2, interval=8, freeze_warmup=8)
+
+        def join(mine: Sequence[float], sums: list[list[float]] = sums) -> list[float]:
+            sums.append(list(mine))
+            return list(mine)
+
+        freezer = Freezer(
+            chain,
+            optimizer=torch.optim.SGD([parameter for _, parameter in chain.named_parameters(*held)], lr=0.1),
+            reducer=Reducer(world),
+            world=world,
+            settings=settings,
+            cadence=Cadence.of(settings, steps_per_epoch=16, num_epochs=4),
+            held=held,
+            join=join,
+        )
+        for _ in range(16):
+            freezer.reducer.begin()
+            if freezer.reducer.carried:
+                chain.run(torch.randn(3, 4), *held).square().mean().backward()
+            freezer.reducer.finish()
+            freezer.after_step(0.0)
+    frozen, trained = given.values()
+    assert list(map(len, frozen)) == list(map(len, trained)), "an allreduce of unlike shapes"
+    rows = [sums for sums in trained if len(sums) > 4]
+    assert rows and any(any(sums) for sums in rows)
+    assert not any(any(value not in (0.0, 1.0) for value in sums) for sums in frozen)
+
+
+def test_a_sample_that_is_of_no_use_on_one_rank_is_used_on_none() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.5), interval=100)
+    seen = freezer._coherence
+    assert seen is not None
+    count = len(freezer.chain.blocks)
+    seen.latest = [[value] * count for value in (1.0, math.nan, 2.0, 3.0)]
+    # The other rank, of whose samples the third is not finite.
+    half = [1.0, *[0.5] * count]
+    theirs = [1.0, *half, *half, *[0.0] * (1 + count), *half]
+    seen.join = lambda mine: [ours + other for ours, other in zip(mine, theirs, strict=True)]
+    seen.end_interval()
+    assert seen.complete == [((1.5,) * count, (3.5,) * count)]
+
+
+def test_one_sample_makes_no_look() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.5), interval=100)
+    freezer.freeze(1)
+    freezer.look(iter([model(torch.randn(1, 3)).pow(2).mean()]))
+    assert freezer._coherence is not None and freezer._coherence.looks == [()]

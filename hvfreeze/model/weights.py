@@ -27,10 +27,10 @@ KEYS_SHOWN = 3
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the state_dict in file `path`, also one inside {"state_dict": ...}, or with "module." before each name.
+    """Return the state_dict in file `path`, also one inside {"state_dict": ...}.
 
-    Raises RefusedError where the file is missing, damaged, holds something else, NaN or infinity, or would have to run
-    code to be read.
+    Raises RefusedError where the file is missing, damaged, holds something else, NaN, infinity, numbers beyond float32
+    or tensors that are not dense, or would have to run code to be read.
     """
     try:
         with warnings.catch_warnings():
@@ -54,13 +54,29 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise RefusedError(f"weights ({path}) are no state_dict: a mapping of names to tensors is needed")
     state = {str(key): tensor for key, tensor in content.items()}
-    broken = [key for key, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    unread = [key for key, tensor in state.items() if not _is_plain(tensor)]
+    if unread:
+        raise RefusedError(
+            f"weights ({path}) hold tensors without values, sparse, quantised or of 8-bit floats in {_first(unread)}; "
+            "save them as dense float32"
+        )
+    broken = [key for key, tensor in state.items() if not _is_finite(tensor)]
     if broken:
-        raise RefusedError(f"weights ({path}) hold NaN or infinite numbers in {_first(broken)}; give an intact file")
-    for prefix in PREFIXES:
-        if all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+        raise RefusedError(
+            f"weights ({path}) hold NaN or infinite numbers in {_first(broken)}, as float32; give an intact file"
+        )
     return state
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a model's float32 or integer tensor can be copied from this one."""
+    small = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta or small)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # Models are float32, in which a float64 may be infinite.
+    return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())
 
 
 def _why(error: Exception) -> str:
@@ -134,7 +150,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, 
 
     Args:
         model: what the weights are for.
-        state: a state_dict; the head may be missing, or be of another number of classes: then it starts afresh.
+        state: a state_dict, also with "module." or the like before each name; the head may be missing, of another
+            number of classes, or of another kind, such as an `Mlp`: then it starts afresh.
         source: names the weights in messages.
         reset_head: whether the head starts afresh also where it would fit.
 
@@ -143,6 +160,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, 
             may differ.
     """
     own = model.state_dict()
+    state = _unwrapped(state, own)
     notes = []
     auxiliary = {key for key in state if key.startswith(AUXILIARY) and key not in own}
     if auxiliary:
@@ -153,7 +171,14 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, 
     resized = {key for key in fitting if _other_size(own, fitting, key, head)}
     absent = not any(key in fitting for key in of_head)
     new = own[f"{head}.weight"].shape[0]
-    if absent:
+    other_kind = [key for key in fitting if absent and key.startswith(f"{head}.")]
+    fitting = {key: tensor for key, tensor in fitting.items() if key not in other_kind}
+    if other_kind:
+        notes.append(
+            f"weights ({source}): head {head} is of another kind there ({_first(other_kind)}) and is left out; it is "
+            "initialised"
+        )
+    elif absent:
         notes.append(f"weights ({source}): there is no head {head}; it is initialised")
     elif resized:
         old = fitting[f"{head}.weight"].shape[0]
@@ -197,6 +222,16 @@ def head_name(model: nn.Module) -> str:
         if names:
             return names[-1]
     raise UsageError(f"model ({type(model).__name__}) has no Linear and no convolution, hence no head")
+
+
+def _unwrapped(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return `state` without what wrappers put before each name; a model may have such names of its own."""
+    while not any(key in own for key in state):
+        prefix = next((each for each in PREFIXES if all(key.startswith(each) for key in state)), None)
+        if prefix is None:
+            break
+        state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    return state
 
 
 def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str, head: str) -> bool:

@@ -70,7 +70,8 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
         UsageError: the freeze settings or the batch do not fit the model or the world; on all ranks.
     """
     world, settings = context.world, config.optimizer
-    if not config.head.solved:
+    # BatchNorm that keeps its statistics normalises nothing by the batch.
+    if not config.head.solved and config.freeze.statistics != "kept":
         start, asked = config.freeze.cut or 0, f"--batch-size ({settings.batch_size})"
         check = partial(check_rows, context, start=start, rows=settings.batch_size, asked=asked)
         raise_on_all_ranks(world, check, name="rows")
@@ -377,6 +378,8 @@ class DataParallel:
         cadence = self.freezer.cadence
         count = batches_of_a_look(cadence.interval)
         parts = max(2, LEAST_PARTS // count)
+        # One sample cannot be divided.
+        count = max(count, -(-LEAST_PARTS // self.feed.plan.batch_size))
 
         def losses() -> Iterator[Tensor]:
             for batch in self.feed.epoch(cadence.epoch(self.freezer.step))[:count]:

@@ -300,10 +300,12 @@ class CachedRows:
     def _open(self, remote: RemotePrefix) -> Features:
         """Open the cache; where lines share a replica's samples, each stores a part, and of `train` all read all."""
         config, context, stage, rows = self.config, self.context, self.stage, self.config.optimizer.batch_size
+        costs, parts = self.cost_inputs(), 1
         if self.name == "train":
             split = context.trained()
             split = replace(split, ids=split.ids[stage.line :: stage.lines])
             rows //= stage.facts.micro_batches
+            parts = stage.facts.micro_batches // stage.lines
         else:
             split = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
             # Lines share evaluation samples by whole batches.
@@ -322,7 +324,7 @@ class CachedRows:
             data=config.data,
             mixed=context.corpus.plan.mixes,
             world=stage.mesh.replica_world,
-            costs=replace(self.cost_inputs(), _trials={}),
+            costs=by_part(costs, parts),
             owner=str(context.directory),
             say=self._lines.append,
         )
@@ -334,6 +336,11 @@ class CachedRows:
             return None
         activations = self._features.activations
         return [activations.is_cached(batch.ids, batch.views) for batch in batches]
+
+
+def by_part(costs: CostInputs, parts: int) -> CostInputs:
+    """Return the costs of one of equal parts of a batch, such as micro-batches, with no prefix tried yet."""
+    return replace(costs, suffix_seconds=lambda: costs.suffix_seconds() / parts, _trials={})
 
 
 def key_of(batch: Batch) -> bytes:

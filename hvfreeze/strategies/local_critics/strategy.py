@@ -331,9 +331,9 @@ class LocalCritics:
             self.world.wait(signal.handle)
         self._signals.clear()
         raise NumericsError(
-            f"step {step}: a loss or gradient is not finite on {broken} of {plural(self.world.size, 'rank')}; no "
-            "update "
-            "has been made since; lower --lr, or add --lr-warmup or --clip-grad, and go on from the last checkpoint"
+            f"step {step}: a loss or gradient is not finite on {broken} of {plural(self.world.size, 'rank')}; "
+            "updates made since are of no use; lower --lr, or add --lr-warmup or --clip-grad, and go on from the last "
+            "checkpoint"
         )
 
     def _identity(self) -> dict[str, Any]:

@@ -270,7 +270,10 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
                 f"--tasks: line {number} of the table has more cells than the {len(header)} columns; take the others "
                 "out, or put a label with a comma in quotation marks"
             )
-        split = "train" if corpus.evaluated is corpus.train and "split" not in columns else line.get("split") or "train"
+        split = line.get("split") or "train"
+        # The run evaluates on training samples that it holds out.
+        if split == "test" and corpus.evaluated is corpus.train:
+            continue
         row = rows_of.get(split, {}).get(line["sample"])
         if row is None:
             raise RefusedError(f"--tasks: line {number} of the table: there is no sample {line['sample']} in {split}")
@@ -309,14 +312,14 @@ def column_of(
         for row, word in words[split].items():
             if not word:
                 raise RefusedError(f"--tasks: task {task.name}: sample {row} of {split} has no label in {task.column}")
-    # Held-out samples are lines of the training set too, and are evaluated on alone.
-    judged = set(used["test"].tolist()) if sets["test"] is sets["train"] else set()
-    taught = {(line.get(task.column) or "").strip() for row, line in cells["train"].items() if row not in judged}
+    # The table may have lines of training samples that the run leaves out.
+    taught = set(words["train"].values())
     unknown = sorted(set(words["test"].values()) - taught)
     if unknown:
         raise RefusedError(
             f"--tasks: task {task.name}: {', '.join(unknown[:MOST_NAMED])} in {task.column} of test is the label of no "
-            f"training sample, of which {', '.join(sorted(taught)[:MOST_NAMED])} are; correct it or take it out"
+            f"training sample of the run, of which {', '.join(sorted(taught)[:MOST_NAMED])} are; correct it or take it "
+            "out"
         )
     known = {word for split in words.values() for word in split.values()}
     classes = sorted(known, key=lambda word: (not word.isdecimal(), int(word) if word.isdecimal() else 0, word))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import open_wire
@@ -31,6 +31,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.mlp import Mlp, mlp_of
+from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.model.steps import Call
 from hvfreeze.optim import Update, open_optimizer
@@ -128,12 +129,27 @@ def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
     if not name:
         return Place(mlp, "", 0, ())
     block = chain.blocks[-1]
-    if block.steps[-1] is not mlp or any(not own.startswith(f"{name}.") for own in block.parameter_names):
+    beside = [own for own in block.parameter_names if not own.startswith(f"{name}.")]
+    if beside:
         raise UsageError(
-            f"--blocks ({config.model.blocks}): the last block, {block.name}, must have no parameters beside the MLP; "
-            "choose blocks of which the MLP is one"
+            f"--blocks ({config.model.blocks}): the last block of {config.model.model}, {block.name}, must have no "
+            f"parameters beside the MLP, and has {beside[0]}; choose blocks of which the MLP is one, or a model such "
+            "as resnet18, whose last layer is one"
         )
-    return Place(mlp, f"{name}.", cut, block.steps[:-1])
+    steps = block.steps
+    # An Mlp is an nn.Sequential too, and is dealt out as a whole.
+    while (
+        isinstance(steps[-1], nn.Sequential)
+        and not isinstance(steps[-1], Mlp)
+        and type(steps[-1]).forward is nn.Sequential.forward
+    ):
+        steps = (*steps[:-1], *steps[-1])
+    if steps[-1] is not mlp:
+        raise UsageError(
+            f"--model ({config.model.model}) must end with the MLP, {name}, and something follows it there; choose a "
+            "model such as resnet18"
+        )
+    return Place(mlp, f"{name}.", cut, steps[:-1])
 
 
 @dataclass(eq=False)
@@ -166,7 +182,7 @@ class Subnets(RoundStrategy):
     whole: Mlp
     """The last part of the replica's model; its parameters are there only while it is looked at."""
     before: Sequence[Call]
-    """What stands between the trunk's output and the MLP; without parameters."""
+    """What stands between the trunk's output and the MLP, such as dropout; without parameters."""
     piece: Piece
     exchange: Exchange
     seed: int
@@ -316,6 +332,8 @@ class Subnets(RoundStrategy):
         clock, count, logits_of, value = self.replica.clock, len(batches), [], 0.0
         objective, step = self.replica.objective, self.replica.freezer.step
         self.piece.update.optimizer.zero_grad()
+        # For dropout before the MLP; the piece is always in training mode.
+        self.replica.halves.be_in_mode(training=True)
         for number, batch in enumerate(batches, 1):
             clock.enter("forward")
             seen = objective.mix(self.replica.training.of(batch), batch.labels, step=step, number=number)
@@ -359,18 +377,19 @@ class Subnets(RoundStrategy):
         """Let BatchNorm know the last step's batches of all ranks; return the bytes that were sent. Collective."""
         norms = [module for module in self.whole.modules() if isinstance(module, torch.nn.BatchNorm1d)]
         momentum = [norm.momentum for norm in norms]
-        for norm in norms:
-            norm.reset_running_stats()
-            # The mean over the batches.
-            norm.momentum = None
-            norm.train()
-        for batch in self._batches:
-            inputs = self._inputs(self.replica.training.of(batch))
-            with self.replica.halves.autocast():
-                self.whole(inputs)
+        # Dropout before the MLP would move the generator, and is not there when an image is evaluated.
+        with in_evaluation(self.replica.chain.model):
+            for norm in norms:
+                norm.reset_running_stats()
+                # The mean over the batches.
+                norm.momentum = None
+                norm.train()
+            for batch in self._batches:
+                inputs = self._inputs(self.replica.training.of(batch))
+                with self.replica.halves.autocast():
+                    self.whole(inputs)
         for norm, before in zip(norms, momentum, strict=True):
             norm.momentum = before
-            norm.train(self.whole.training)
             assert norm.num_batches_tracked is not None
             # How often the model was looked at is no part of it.
             norm.num_batches_tracked.zero_()

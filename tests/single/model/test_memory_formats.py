@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from hvfreeze.errors import UsageError
 from hvfreeze.model.model_sources import build_model, set_memory_formats
+from hvfreeze.torchvision_shim import torchvision
 
 
 def resnet() -> nn.Module:
@@ -37,3 +40,26 @@ def test_no_value_statistic_mode_or_random_state_changes() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def transformer() -> nn.Module:
+    sizes = {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "mlp_dim": 8, "num_classes": 4}
+    model: nn.Module = torchvision.models.VisionTransformer(image_size=32, patch_size=16, **sizes)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (build_model("mlp-8", num_classes=4, image_size=32).model, "shapes cannot be multiplied"),
+        (transformer(), "Wrong image height"),
+        (nn.Sequential(nn.Flatten(), nn.Unflatten(1, (32, 32, 3))), "unflatten"),
+    ],
+    ids=["RuntimeError", "AssertionError", "own"],
+)
+def test_a_model_that_takes_other_images_is_refused_by_their_shape(model: nn.Module, reason: str) -> None:
+    told = rf"model \({type(model).__name__}\) takes no images of 16x32 pixels: .*{reason}.*; pass --image-size"
+    with pytest.raises(UsageError, match=told) as refusal:
+        set_memory_formats(model, (3, 16, 32))
+    assert "another --model" in str(refusal.value) and "\n" not in str(refusal.value)
+    assert all(not module._forward_hooks for module in model.modules())

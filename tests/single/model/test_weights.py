@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvfreeze.errors import RefusedError
 from hvfreeze.model.model_sources import build_model
-from hvfreeze.model.weights import read_weights
+from hvfreeze.model.weights import load_weights, read_weights
 from hvfreeze.torchvision_shim import torchvision
 from tests.single.model.states import assert_equal_states, squeezenet, state_of
 
@@ -30,6 +31,7 @@ SAVED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "parallel": lambda state: {"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
     "inside a module": lambda state: {f"model.{name}": tensor for name, tensor in state.items()},
     "compiled": lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
+    "parallel, then compiled": lambda state: {f"_orig_mod.module.{name}": tensor for name, tensor in state.items()},
     "before BatchNorm counted": lambda state: {n: t for n, t in state.items() if not n.endswith("num_batches_tracked")},
 }
 
@@ -92,6 +94,82 @@ def test_weights_that_are_not_finite_are_refused_before_training(value: float, t
     torch.save(state, file)
     with pytest.raises(RefusedError, match=r"hold NaN or infinite numbers in features\.3\.squeeze\.bias"):
         build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_other_precisions_are_refused_only_where_float32_cannot_hold_them(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save({"fc.weight": torch.tensor([1.5, -2.0], dtype=dtype)}, file)
+    assert read_weights(str(file))["fc.weight"].tolist() == [1.5, -2.0]
+    torch.save({"fc.weight": torch.tensor([1.5, 1e300], dtype=dtype)}, file)
+    with pytest.raises(RefusedError, match=r"hold NaN or infinite numbers in fc\.weight, as float32"):
+        read_weights(str(file))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.ones(2).to(torch.float8_e5m2),
+        torch.ones(2, 2).to_sparse(),
+        torch.empty(2, device="meta"),
+    ],
+    ids=["float8_e4m3fn", "float8_e5m2", "sparse", "meta"],
+)
+def test_tensors_that_no_model_can_copy_are_refused_by_name(tensor: Tensor, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save({"fc.bias": torch.zeros(2), "fc.weight": tensor}, file)
+    with pytest.raises(RefusedError, match=r"8-bit floats in fc\.weight; save them as dense float32") as refusal:
+        read_weights(str(file))
+    assert "\n" not in str(refusal.value)
+
+
+def test_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to give them up
+        torch.save({"fc.weight": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, file)
+    with pytest.raises(RefusedError, match=r"quantised or of 8-bit floats in fc\.weight"):
+        read_weights(str(file))
+
+
+@pytest.mark.parametrize("head", ["last", "mlp-4"])
+def test_a_head_of_another_kind_is_left_out_and_starts_afresh(head: str, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.manual_seed(1)
+    donor = state_of(build_model("resnet20", num_classes=10, image_size=32, head="mlp-8").model)
+    torch.save(donor, file)
+    torch.manual_seed(2)
+    fresh = state_of(build_model("resnet20", num_classes=10, image_size=32, head=head).model)
+    torch.manual_seed(2)
+    built = build_model("resnet20", num_classes=10, weights=str(file), image_size=32, head=head)
+    found = state_of(built.model)
+    assert_equal_states(found, {name: fresh[name] if name.startswith("fc.") else donor[name] for name in found})
+    (note,) = built.notes
+    kind = "is of another kind there (fc.hidden1.linear.weight, fc.hidden1.norm.weight, fc.hidden1.norm.bias and"
+    assert note.startswith(f"weights ({file}): head fc {kind}") and note.endswith("is left out; it is initialised")
+    torch.save({**donor, "fc.weight": fresh["conv1.weight"]}, file)
+    with pytest.raises(RefusedError, match=r"not part of the model: fc\.hidden1"):
+        build_model("resnet20", num_classes=10, weights=str(file), image_size=32)
+
+
+class Inside(nn.Module):
+    """All of its names begin with "model."."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize("before", ["", "module.", "model.", "_orig_mod.module."])
+def test_a_name_that_wrappers_use_may_be_the_models_own(before: str, tmp_path: Path) -> None:
+    file, donor, model = tmp_path / "weights.pt", Inside().state_dict(), Inside()
+    torch.save({f"{before}{name}": tensor for name, tensor in donor.items()}, file)
+    load_weights(model, read_weights(str(file)), source="weights.pt")
+    assert_equal_states(state_of(model), donor)
+    assert before or list(read_weights(str(file))) == list(donor), "a finished run's model is read by its own names"
 
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> Any:

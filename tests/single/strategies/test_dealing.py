@@ -7,8 +7,13 @@ import math
 import pytest
 import torch
 
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import UsageError
+from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.mlp import Mlp
+from hvfreeze.model.model_sources import build_model
 from hvfreeze.strategies.subnets.dealing import Table, deal, put, range_of, take
+from hvfreeze.strategies.subnets.strategy import Place, find_mlp
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -70,3 +75,39 @@ def test_what_is_put_is_what_was_taken() -> None:
             expected[row, column] = -1.0
     put(values, (rows, columns), torch.full((2, 3), -1.0))
     assert torch.equal(values, expected)
+
+
+def place_in(name: str, **settings: str) -> Place:
+    model = build_model(name, num_classes=4, image_size=64, head="mlp-8").model
+    chain = cut_into_blocks(model, scheme=settings.get("blocks", "stage"))
+    return find_mlp(chain, from_dict({"strategy": "subnets", "model": name, "head": "mlp-8", **settings}), ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "last"),
+    [
+        ("resnet20", "fc.", None),
+        ("mnasnet0_5", "classifier.1.", "Dropout"),
+        ("mobilenet_v2", "classifier.1.", "Dropout"),
+    ],
+)
+def test_the_mlp_at_the_end_of_a_sequential_is_found(name: str, where: str, last: str | None) -> None:
+    place = place_in(name)
+    assert place.name == where and place.mlp.widths == (8,)
+    assert last is None or type(place.before[-1]).__name__ == last
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("mobilenet_v3_small", {}, r"of mobilenet_v3_small, head, .* has classifier\.0\.weight; .*such as resnet18"),
+        (
+            "resnet20",
+            {"blocks": "conv1,layer1,layer2,layer3"},
+            r"\(conv1.*has layer3\..*blocks of which the MLP is one",
+        ),
+    ],
+)
+def test_parameters_beside_the_mlp_are_refused_by_name(name: str, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        place_in(name, **settings)

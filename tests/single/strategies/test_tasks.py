@@ -155,7 +155,7 @@ def table_of(samples: Corpus, *, test: str) -> str:
 
 def test_a_label_that_no_training_sample_has_is_refused() -> None:
     samples, tasks = corpus(), [Task(name="parity", column="a", lr=1.0, seed=0)]
-    told = "task parity: Even in a of test is the label of no training sample, of which even, odd are; correct it"
+    told = "task parity: Even in a of test is the label of no training sample of the run, of which even, odd are;"
     with pytest.raises(RefusedError, match=told):
         read_labels(tasks, table_of(samples, test="Even"), samples)
     (labels,) = read_labels(tasks, table_of(samples, test="even"), samples)
@@ -171,6 +171,26 @@ def test_a_label_that_only_held_out_samples_have_is_refused() -> None:
     words = {row: "Even" if row == odd_one else ("even", "odd")[row % 2] for row in range(len(samples.train))}
     with pytest.raises(RefusedError, match="Even in a of test is the label of no training sample"):
         read_labels(tasks, "\n".join(["sample,a", *(f"{row},{word}" for row, word in words.items())]), samples)
+
+
+def test_a_label_that_only_samples_left_out_have_is_refused() -> None:
+    samples, tasks = corpus(train_samples=20), [Task(name="parity", column="a", lr=1.0, seed=0)]
+    left_out = next(row for row in range(len(samples.train)) if row not in samples.plan.shards[0])
+    line = f"\ntrain,{left_out},"
+    table = table_of(samples, test="rare").replace(f"{line}{'odd' if left_out % 2 else 'even'}\n", f"{line}rare\n")
+    with pytest.raises(RefusedError, match="rare in a of test is the label of no training sample of the run"):
+        read_labels(tasks, table, samples)
+
+
+def test_lines_of_the_test_set_are_not_read_where_training_samples_are_held_out() -> None:
+    samples, tasks = corpus(validation_fraction=0.5), [Task(name="parity", column="a", lr=1.0, seed=0)]
+    lines = [f"train,{row},{'odd' if row % 2 else 'even'}" for row in range(len(samples.train))]
+    told = "\n".join(["split,sample,a", *lines])
+    (alone,) = read_labels(tasks, told, samples)
+    (both,) = read_labels(tasks, f"{told}\ntest,0,neither\ntest,owl/test0.png,even", samples)
+    assert both.classes == ("even", "odd") and both.identity() == alone.identity()
+    with pytest.raises(RefusedError, match="there is no sample 0 in tests"):
+        read_labels(tasks, f"{told}\ntests,0,even", samples)
 
 
 def test_labels_may_be_any_text() -> None:

@@ -79,7 +79,7 @@ class Sample:
         if not row_format.same_rows(ours):
             raise CacheFault(
                 f"cache file {self.file.path} refused: it holds rows of {row_format}, this run computes {ours}; "
-                "remove it or give another --cache-dir"
+                "remove it or give another --cache-dir or directory="
             )
         theirs, mine = self.file.read(torch.from_numpy(self.rows)), row_format.pack(computed)
         if torch.equal(bytes_of(mine), bytes_of(theirs)):
@@ -89,7 +89,7 @@ class Sample:
             raise CacheFault(
                 f"cache file {self.file.path} refused: its rows are not what this run computes (relative difference "
                 f"{difference:.2g} in {len(self.rows)} rows compared), though its fingerprint says so; remove it or "
-                "give another --cache-dir"
+                "give another --cache-dir or directory="
             )
 
 

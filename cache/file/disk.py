@@ -118,11 +118,14 @@ def distrust(status: os.stat_result, *, private: bool) -> str:
         return f"anybody may write to it (mode {mode:o}); chmod o-w it if its rows are yours, or remove it"
     if private and status.st_uid != mine:
         return (
-            f"it belongs to user {status.st_uid}, and this is user {mine}; remove it, or give --cache-shared if you "
-            "trust whoever may write there"
+            f"it belongs to user {status.st_uid}, and this is user {mine}; remove it, or give hvfreeze train "
+            "--cache-shared if you trust whoever may write there"
         )
     if private and mode & stat.S_IWGRP:
-        return f"its group may write to it (mode {mode:o}); chmod g-w it, or give --cache-shared if you trust them"
+        return (
+            f"its group may write to it (mode {mode:o}); chmod g-w it, or give hvfreeze train --cache-shared if you "
+            "trust them"
+        )
     return ""
 
 
@@ -146,11 +149,14 @@ def take_lock(path: Path, *, owner: str) -> FileLock:
     except LockedError as locked:
         raise CacheBusy(f"cache file {path.with_suffix('')} is being built by {locked.holder}") from None
     except OSError as error:
-        raise CacheFault(f"cache lock {path} cannot be made ({error}); give another --cache-dir") from error
+        raise CacheFault(
+            f"cache lock {path} cannot be made ({error}); give another --cache-dir or directory="
+        ) from error
     if not lock.held:
         lock.release()
         raise CacheFault(
-            f"cache lock {path} cannot be taken: this file system may have no locks; give a --cache-dir on another"
+            f"cache lock {path} cannot be taken: this file system may have no locks; give a --cache-dir or "
+            "directory= on another"
         )
     # For people alone: a full disk has no room for it, and the lock holds without.
     with contextlib.suppress(OSError):

@@ -248,7 +248,8 @@ class Freezer:
         self.prefix.restore([Move(*entry) for entry in state["cut_history"]])
         # Checkpoints of earlier versions, and those for a job of another size, have none.
         self._averaged = state.get("averaged", 0)
-        self._proposers |= {name: Proposer(name, *values) for name, values in state["tracks"].items()}
+        known = self._proposers
+        known.update({name: Proposer(name, *values) for name, values in state["tracks"].items() if name in known})
         self._seen.load_state_dict(state)
         if self._coherence is not None and "coherence" in state:
             self._coherence.load_state_dict(state["coherence"])

@@ -35,20 +35,29 @@ class Seal:
 
 
 def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
+    """Note the mode for `release`, here and in submodules, and stay in evaluation mode."""
+    self.__dict__["train"].mode = mode
+    for module in self.children():
+        module.train(mode)
     return self
 
 
 def hold_in_eval(module: nn.Module) -> None:
     """Put `module` into evaluation mode and make its `train()` leave it there."""
+    if getattr(module.__dict__.get("train"), "func", None) is not _stay_in_eval:
+        # Not a bound method: such a model could not be read again once it has been pickled.
+        held: Any = partial(_stay_in_eval, module)
+        held.mode = module.training
+        module.__dict__["train"] = held
     module.training = False
-    # Not a bound method: such a model could not be read again once it has been pickled.
-    module.__dict__["train"] = partial(_stay_in_eval, module)
 
 
 def release(module: nn.Module) -> None:
-    """Undo `hold_in_eval`; the module trains again."""
-    if module.__dict__.pop("train", None) is not None:
-        module.training = True
+    """Undo `hold_in_eval`; the module is in the mode that was asked for last, at first the one it was held in."""
+    held = module.__dict__.pop("train", None)
+    if held is not None:
+        # A model that an earlier version has pickled knows of none.
+        module.training = getattr(held, "mode", True)
 
 
 def hold_still(chain: Chain, cut: int) -> None:
@@ -92,7 +101,7 @@ class FrozenPrefix:
 
     A parameter that the optimizer does not hold, or that is not trainable now, is left alone at every cut. Where a
     script may switch `requires_grad` from step to step, what is off now may train later; but what the script has off
-    when its block is frozen stays off when the block trains again.
+    when its block is frozen stays off when the block trains again, unless the script switches it on in between.
 
     Args:
         chain: the model in blocks.
@@ -121,8 +130,10 @@ class FrozenPrefix:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._switched = switched
         self._left_out = self._never_trained()
+        self._frozen: list[nn.Parameter] = []
+        """Those of the frozen blocks, but for what is left alone."""
         self._stopped: set[nn.Parameter] = set()
-        """Whose `requires_grad` is off because their block is frozen."""
+        """Whose `requires_grad` is off because their block is frozen, and would be on without."""
         self._reached: list[Any] = []
         """Hooks on frozen parameters that a backward pass is to reach."""
         self._seal: Seal | None = None
@@ -209,8 +220,9 @@ class FrozenPrefix:
     def stop_again(self) -> None:
         """Switch off what is on in frozen blocks, by a script or for a look: its gradients would be clipped too."""
         self._reach_no_more()
-        for parameter in self._stopped:
+        for parameter in self._frozen:
             if parameter.requires_grad:
+                self._stopped.add(parameter)
                 parameter.requires_grad_(False)
                 parameter.grad = None
 
@@ -273,7 +285,8 @@ class FrozenPrefix:
 
     def _prune(self) -> None:
         """Leave in the optimizer what is not frozen, and drop the state of what is."""
-        frozen = {parameter for _, parameter in self.trained(0, self.cut)}
+        self._frozen = [parameter for _, parameter in self.trained(0, self.cut)]
+        frozen = set(self._frozen)
         for group, original in zip(self._optimizer.param_groups, self._groups, strict=True):
             kept = [parameter for parameter in original if self._switched or parameter.requires_grad]
             group["params"] = [parameter for parameter in kept if parameter not in frozen]

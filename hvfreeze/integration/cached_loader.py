@@ -166,10 +166,11 @@ class Passes:
             return self._halves.before(x, start, stop, inputs)
 
 
-def ranks_that_see(directory: Path, world: World) -> tuple[int, int]:
-    """Return this rank's place among those that see the same files in `directory`, and how many these are.
+def ranks_that_share(directory: Path, world: World, *, data: JSON) -> tuple[int, int]:
+    """Return this rank's place among those that share its rows in `directory`, and how many these are.
 
-    Either all ranks do, or those of each host are taken to. Collective: every rank of `world` must call this.
+    They have the same `data`, and see the same files: either all ranks do, or those of each host are taken to.
+    Collective: every rank of `world` must call this.
 
     Raises:
         RefusedError: rank 0 cannot write there.
@@ -185,13 +186,15 @@ def ranks_that_see(directory: Path, world: World) -> tuple[int, int]:
             raise RefusedError(f"cache directory {directory} cannot be used ({error.strerror}); {WAY_OUT}") from error
 
     raise_on_all_ranks(world, leave_token, name="loader.token")
-    found = world.allgather_object((name in os.listdir(directory), socket.gethostname()), name="loader.seen")
+    host = socket.gethostname()
+    found = world.allgather_object((name in os.listdir(directory), host, data), name="loader.seen")
     if world.rank == 0:
         path.unlink(missing_ok=True)
-    if all(seen for seen, _ in found):
-        return world.rank, world.size
-    here = [rank for rank, (_, host) in enumerate(found) if host == socket.gethostname()]
-    return here.index(world.rank), len(here)
+    everywhere = all(seen for seen, *_ in found)
+    sharing = [
+        rank for rank, (_, other, theirs) in enumerate(found) if theirs == data and (everywhere or other == host)
+    ]
+    return sharing.index(world.rank), len(sharing)
 
 
 logger = logging.getLogger("hvfreeze")
@@ -235,7 +238,8 @@ def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> 
 class CachedLoader:
     """Yields (`BatchActivations`, labels) for each batch of a loader, and runs what is behind the cut with `suffix`.
 
-    Every rank must begin its epochs together with the others: where a cut has settled, all compute rows for all.
+    Every rank must begin its epochs together with the others: where a cut has settled, all compute rows for all. Ranks
+    that have data sets of their own compute each its own.
 
     Attributes:
         loader: the script's own; its sampler goes on to be the script's to set.
@@ -288,7 +292,7 @@ class CachedLoader:
                 prepare_directory(self._directory, way_out=WAY_OUT)
 
         raise_on_all_ranks(self._world, look, name="loader")
-        self._group = ranks_that_see(self._directory, self._world) if store else (0, 1)
+        self._group = ranks_that_share(self._directory, self._world, data=self._data) if store else (0, 1)
         self._seed, self._batch_invariant = seed, True
         # What an epoch is where the optimizer was not told.
         self._steps_per_epoch = max(1, -(-len(loader) // self._freezer.reducer.backward_passes_per_step))

@@ -216,7 +216,7 @@ class DistributedOptimizer(OptimizerWrapper):
     """Whether state was created for `hvd.broadcast_optimizer_state`."""
     _told = False
     """Whether a vote was told."""
-    _loss = math.nan
+    _loss: float | None = None
     """This step's, where the script has reported it."""
     _elsewhere: ChangedElsewhere | None = None
 
@@ -281,6 +281,11 @@ class DistributedOptimizer(OptimizerWrapper):
         check_equal(self.world, "models", _outline(model, self.freezer.chain))
         self._blocks.tell_if_single()
         exchange.tell_if_grouped(self.world)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state, also one that it saved without hvfreeze."""
+        super().load_state_dict(state_dict)
+        self._created = False
 
     def parameters(self) -> set[Tensor]:
         """Return all that it updates, the frozen ones too."""
@@ -350,9 +355,10 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             UsageError: `skip_synchronize` without `synchronize`, or a vote weighted by the loss without `report_loss`.
         """
-        if not self._began and not self.reducer.exchanging and called_by(BROADCAST):
+        if not self.reducer.exchanging and called_by(BROADCAST):
+            # Also where a state of the freezer was loaded: ranks that have one of the optimizer do not get here.
             create_state(self._inner, self.world)
-            self._created = self.world.size > 1
+            self._created = self._created or (self.world.size > 1 and not self._began)
             return None
         scaler = called_by(SCALER)
         if closure is None:
@@ -417,14 +423,14 @@ class DistributedOptimizer(OptimizerWrapper):
         return loss
 
     def _vote(self, *, scale: float) -> None:
-        if self.freezer.settings.vote_weight == "loss" and math.isnan(self._loss):
+        if self.freezer.settings.vote_weight == "loss" and self._loss is None:
             raise UsageError(
                 "--vote-weight (loss) needs the loss: call optimizer.report_loss(loss.item()) before step()"
             )
         self._blocks.settle(self.freezer)
         self._heed_others()
-        decision = self.freezer.after_step(self._loss, scale=scale)
-        self._loss = math.nan
+        decision = self.freezer.after_step(math.nan if self._loss is None else self._loss, scale=scale)
+        self._loss = None
         if decision is not None:
             # Most votes change nothing, and training may take thousands.
             level = logging.INFO if decision.moved or not self._told else logging.DEBUG

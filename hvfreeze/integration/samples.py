@@ -105,8 +105,18 @@ class Samples:
         with own_draws():
             if self._reading is not None and self._expected and self._expected[0] == wanted:
                 self._expected.pop(0)
-                return self._split(next(self._reading))
-            return self._split(self.loader.collate_fn([self._numbered[pair] for pair in wanted]))
+                batch = next(self._reading)
+            else:
+                batch = self.loader.collate_fn([self._numbered[pair] for pair in wanted])
+            inputs, labels = self._split(batch)
+            return _plain(inputs), _plain(labels)
+
+
+def _plain(value: Any) -> Any:
+    """Return the same with every mapping in it as a dict: PyTorch takes any other, as of a tokenizer, for a leaf."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 class _Numbered(Dataset[Any]):
@@ -154,7 +164,7 @@ class Remembered:
         Raises:
             UsageError: there is something else among them, or their shapes are not those of other batches.
         """
-        leaves, spec = tree_flatten(dict(values) if isinstance(values, Mapping) else values)
+        leaves, spec = tree_flatten(values)
         rows = self._rows(ids, views)
         if not all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == len(ids) for leaf in leaves):
             raise UsageError("labels and inputs must be tensors with one row a sample; give split= to name others")
@@ -256,5 +266,5 @@ def _look(samples: Samples, *, seed: int) -> str:
 
 
 def _digest(batch: Any) -> str:
-    leaves = [leaf for part in batch for leaf in tree_leaves(dict(part) if isinstance(part, Mapping) else part)]
+    leaves = [leaf for part in batch for leaf in tree_leaves(part)]
     return digest_tensors([(str(i), leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])

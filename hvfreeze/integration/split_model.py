@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -92,7 +92,7 @@ class TracedHalves(Halves):
 
     def kept(self, inputs: Inputs) -> list[Tensor]:
         """Return all tensors, but for numbers of a floating type that nobody looks at."""
-        leaves, self._spec = tree_flatten(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        leaves, self._spec = tree_flatten(inputs)
         given = [isinstance(leaf, Tensor) and (self.needs_inputs or not leaf.is_floating_point()) for leaf in leaves]
         self._leaves = [None if give else _meta(leaf) for leaf, give in zip(leaves, given)]
         return [leaf for leaf, give in zip(leaves, given) if give]

@@ -52,7 +52,7 @@ def test_a_file_of_another_user_is_believed_only_where_that_is_asked_for(
 ) -> None:
     path, mine = write_file(tmp_path), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(CacheFault, match=rf"{path} refused: it belongs to user {mine}.*--cache-shared"):
+    with pytest.raises(CacheFault, match=rf"{path} refused: it belongs to user {mine}.*hvfreeze train --cache-shared"):
         open_store(tmp_path, KEYS)
     assert open_store(tmp_path, KEYS, private=False).complete
 
@@ -92,7 +92,7 @@ def test_a_file_system_without_locks_is_no_busy_one(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     store = open_store(tmp_path, KEYS)
-    with pytest.raises(CacheFault, match="this file system may have no locks"):
+    with pytest.raises(CacheFault, match=r"this file system may have no locks; .*--cache-dir or directory="):
         fill(store, KEYS, ROWS)
     assert not store.waiting
     (tmp_path / "a.lock").write_text("")

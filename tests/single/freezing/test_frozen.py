@@ -10,7 +10,7 @@ from torch import nn
 
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.freezing.freezer import freeze_by_vote
+from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
 from hvfreeze.freezing.frozen_prefix import hold_in_eval, release, release_model, trainable_of
 
 
@@ -34,6 +34,40 @@ def test_a_copy_of_a_model_with_frozen_blocks_holds_its_own_and_can_be_released(
     again.eval()
     again.train()
     assert again[0].training and not model[0].training  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "after"),
+    [(True, [], True), (False, [], False), (True, [False], False), (False, [True], True), (True, [False, True], True)],
+)
+def test_a_module_that_is_released_is_in_the_mode_that_its_script_wants(
+    before: bool, asked: list[bool], after: bool
+) -> None:
+    block = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout())
+    model = nn.Sequential(block, nn.Linear(3, 2))
+    model.train(before)
+    for _ in range(2):
+        for module in block.modules():
+            hold_in_eval(module)
+    for mode in asked:
+        model.train(mode)
+    model = copy.deepcopy(model)
+    assert not any(module.training for module in model[0].modules())
+    for module in model[0].modules():
+        release(module)
+    assert [module.training for module in model[0].modules()] == [after] * 3
+
+
+def test_a_state_brings_no_criterion_to_a_freezer_that_has_none() -> None:
+    def made(settings: FreezeConfig) -> Freezer:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return freeze_by_vote(model, optimizer, SoloWorld(), steps_per_epoch=4, num_epochs=5, settings=settings)
+
+    freezer = made(FreezeConfig())
+    freezer.load_state_dict(made(FreezeConfig(freeze="geometric", shadow="linear")).state_dict())
+    assert [freezer.after_step(1.0) for _ in range(12)] == [None] * 12
+    assert freezer.state_dict()["tracks"] == {}
 
 
 def test_what_its_owner_has_frozen_is_never_released() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
+from hvfreeze.freezing.freezer import freeze_by_vote
 from hvfreeze.integration import cached_loader as module
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.runs.reading import Move
@@ -186,6 +188,45 @@ def test_a_last_batch_that_is_smaller_is_filled_up(tmp_path: Path) -> None:
     computed, _ = train("text with a mask", "computed", tmp_path, moves={4: 2}, rows=5)
     cached, loader = train("text with a mask", "cached", tmp_path, moves={4: 2}, rows=5)
     assert equal(computed, cached) and loader.rows_read > 0
+
+
+def encoded(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs in a mapping that is no dict, as tokenizers give them, and the labels."""
+    return UserDict(zip(("ids", "mask"), batch[:-1])), batch[-1]
+
+
+def test_inputs_may_come_in_any_mapping(tmp_path: Path) -> None:
+    plain, _ = train("text with a mask", "plain", tmp_path, moves={4: 2})
+    computed, _ = train("text with a mask", "computed", tmp_path, moves={4: 2}, split=encoded)
+    cached, loader = train("text with a mask", "cached", tmp_path, moves={4: 2}, split=encoded)
+    assert equal(plain, computed) and equal(plain, cached) and loader.rows_read > 0
+
+
+class FirstOfTwo(SoloWorld):
+    """Rank 0, beside one that has some data set, and says what rank 0 does of all else."""
+
+    size = 2
+
+    def __init__(self, theirs: Callable[[Any], Any]) -> None:
+        self.theirs = theirs
+
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        return [value, (*value[:2], *map(self.theirs, value[2:])) if name == "loader.seen" else value]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kept"), [(lambda data: data, SAMPLES // 2), (lambda data: {**data, "samples": ""}, SAMPLES)]
+)
+def test_a_rank_keeps_its_share_of_common_samples_and_all_of_its_own(
+    theirs: Callable[[Any], Any], kept: int, tmp_path: Path
+) -> None:
+    model, settings = image_model(), FreezeConfig(freeze="static", cut=1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    freezer = freeze_by_vote(model, sgd, FirstOfTwo(theirs), steps_per_epoch=4, num_epochs=3, settings=settings)
+    cached = hvfreeze.CachedLoader(DataLoader(images(), batch_size=ROWS), freezer, directory=tmp_path)
+    next(iter(cached))
+    assert cached._activations.counters.rows_written == kept
+    cached.close()
 
 
 def test_workers_read_what_is_missing(tmp_path: Path) -> None:

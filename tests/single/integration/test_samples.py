@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from hvfreeze.errors import UsageError
-from hvfreeze.integration.samples import Remembered
+from hvfreeze.integration.samples import Remembered, Samples
 
 IDS, VIEWS = np.array([2, 0]), np.zeros(2, np.int64)
 
@@ -19,6 +21,17 @@ def test_what_was_put_comes_back_in_any_order_once_all_of_it_is_known() -> None:
     remembered.put(IDS, VIEWS, {"labels": torch.tensor([5, 7])})
     assert remembered.get(np.array([0, 2]), VIEWS)["labels"].tolist() == [7, 5]
     assert remembered.get(np.array([0, 1]), VIEWS) is None
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict, OrderedDict])
+def test_mappings_are_loaded_as_dicts_also_inside_others(mapping: Any) -> None:
+    def split(batch: Any) -> Any:
+        return mapping(x=batch[0], more=[mapping(y=batch[0])]), (mapping(label=batch[1]), 3)
+
+    loader = DataLoader(TensorDataset(torch.arange(4.0), torch.arange(4)), batch_size=2)
+    inputs, labels = Samples(loader, split, num_views=1, seed=0).load(IDS, VIEWS)
+    assert [type(part) for part in (inputs, inputs["more"][0], labels[0])] == [dict] * 3
+    assert inputs["more"][0]["y"].tolist() == labels[0]["label"].tolist() == [2, 0] and labels[1] == 3
 
 
 @pytest.mark.parametrize("values", [torch.tensor(3), torch.ones(3), [torch.ones(2), "name"]])

@@ -212,6 +212,19 @@ def test_who_switches_parameters_or_moves_the_cut_between_steps_is_followed() ->
     assert script.front.grad is not None, "a hook of a look has stayed"
 
 
+def test_what_a_script_switches_on_in_a_frozen_block_is_not_clipped_and_trains_once_the_block_thaws() -> None:
+    script = Script(sgd)
+    script.front.requires_grad_(False)
+    script.optimizer.freezer.freeze(1)
+    script.front.requires_grad_(True)
+    script.model(batch(1)[0]).sum().backward()
+    assert script.front.grad is not None
+    script.optimizer.synchronize()
+    assert script.front.grad is None and not script.front.requires_grad, "each rank would clip by its own gradient"
+    script.optimizer.freezer.thaw(0)
+    assert script.front.requires_grad
+
+
 def test_a_second_optimizer_has_parameters_that_a_look_would_have_reached() -> None:
     script = Script(sgd)
     script.optimizer.freezer.freeze(1)

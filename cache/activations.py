@@ -131,6 +131,7 @@ class PrefixActivations:
         self.directory, self.batch_rows = directory, batch_rows
         self.counters = Counters()
         self.failed: str | None = None
+        self._all_exact = True
         self._run_blocks, self._load_images = run_blocks, load_images
         self._shard, self._private, self._stored = shard, private, stored
         self._stops, self._batch_invariant = on_failure == "stop", True
@@ -145,8 +146,8 @@ class PrefixActivations:
 
     @property
     def exact(self) -> bool:
-        """Whether all rows in use have the bits that this run would compute."""
-        return self._stored is None and self._levels.exact
+        """Whether all rows in use, and all that have been read, have the bits that this run would compute."""
+        return self._stored is None and self._all_exact and self._levels.exact
 
     @property
     def stored_bytes(self) -> int:
@@ -355,7 +356,11 @@ class PrefixActivations:
     def _read(self, request: Request) -> Found | None:
         """Return what is cached for a request; None when a row is missing, or the cache was given up."""
         with self._guard("cache_read"):
-            return self._prefetcher.take(request)
+            found = self._prefetcher.take(request)
+            if found is not None:
+                # For good: what was trained on these rows stays what it is when their level goes.
+                self._all_exact = self._all_exact and found[0].store.exact
+            return found
         return None
 
     def _run(self, x: Tensor, start: int, stops: Sequence[int]) -> Tensor:

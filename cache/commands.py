@@ -23,7 +23,9 @@ def ls(directory: Path) -> int:
     """Print a line for each cache file under `directory`; return the exit code."""
     lines: list[tuple[str, ...]] = [("file", "model", "data", "split", "cut", "rows", "row", "type", "MiB", "state")]
     for path in _files(directory):
-        lines.append((str(path.relative_to(directory)), *_describe(path)))
+        # A job may have removed it meanwhile.
+        with suppress(FileNotFoundError):
+            lines.append((str(path.relative_to(directory)), *_describe(path)))
     _print_table(lines)
     return 0
 
@@ -40,6 +42,8 @@ def verify(directory: Path) -> int:
             _check_name(path, file)
             verdict = (str(file.manifest.rows), "sound")
         except CacheFault as fault:
+            if not os.path.lexists(path):
+                continue  # a job has removed it meanwhile
             refused += 1
             verdict = ("-", str(fault))
         lines.append((str(path.relative_to(directory)), *verdict))

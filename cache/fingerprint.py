@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -51,7 +52,12 @@ class Fingerprint:
 
     def is_exact(self, other: Fingerprint) -> bool:
         """Tell whether rows written under `other` have the bits that a run under this fingerprint would compute."""
-        return bool(other.exactness) and canonical(self.exactness) == canonical(other.exactness)
+        return bool(other.exactness) and self._exactness_text == other._exactness_text
+
+    @cached_property
+    def _exactness_text(self) -> str:
+        # Asked for every batch that is read.
+        return canonical(self.exactness)
 
     def explain(self, other: Fingerprint) -> str:
         """Return the differing fields with both values, for a message: `cut (file 2, run 3)`."""

@@ -152,6 +152,8 @@ class CostMeasurement:
     memory_bytes: int
     """That the page cache may take for this rank."""
     rates: Rates
+    left_bytes: int | None = None
+    """What this rank's share of the budget still allows for new rows; None is unlimited."""
     padded: bool = False
     """Whether the last batch is padded; else there are whole batches only."""
     rows_rewritten: int = 0
@@ -317,17 +319,16 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
 
 
-def make_plan(ranks: Sequence[CostMeasurement], *, limit_bytes: int | None = None, asked: bool = False) -> Plan:
+def make_plan(ranks: Sequence[CostMeasurement], *, asked: bool = False) -> Plan:
     """Return the plan for the measurements of all ranks.
 
     Args:
         ranks: one each; ranks wait for each other, so the slowest counts.
-        limit_bytes: what the budget still allows for new rows, all ranks together; None is unlimited.
         asked: rows are kept whether that pays or not, where they fit.
     """
     kept, left = ([forecast(rank, kept=kept) for rank in ranks] for kept in (True, False))
     gained = _saved(ranks, kept) - _saved(ranks, left)
-    obstacle, again = _obstacle(ranks, limit_bytes=limit_bytes), reads_again(ranks)
+    obstacle, again = _obstacle(ranks), reads_again(ranks)
     fits, pays = not obstacle, gained > 0
     if obstacle:
         reason = obstacle
@@ -343,7 +344,7 @@ def make_plan(ranks: Sequence[CostMeasurement], *, limit_bytes: int | None = Non
         reason = "reading and filling take longer than computing, in the epochs that are left"
     chosen = kept if asked or (fits and pays) else left
     whole, here = _saved(ranks, chosen), _saved(ranks, chosen, later=False)
-    table = _table(ranks, saved=gained, reason=reason, limit_bytes=limit_bytes, does_not_fit=not fits)
+    table = _table(ranks, saved=gained, reason=reason, does_not_fit=not fits)
     return Plan(
         use=fits and pays,
         fits=fits,
@@ -370,11 +371,24 @@ def _saved(ranks: Sequence[CostMeasurement], futures: Sequence[Forecast], *, lat
     return max(images) - max(one - rank.steps * gain for one, rank, gain in zip(images, ranks, gains, strict=True))
 
 
-def _obstacle(ranks: Sequence[CostMeasurement], *, limit_bytes: int | None) -> str:
+def _limit_bytes(ranks: Sequence[CostMeasurement]) -> int | None:
+    """Return what the budget still allows for new rows, all ranks together; None is unlimited."""
+    lefts = [rank.left_bytes for rank in ranks if rank.left_bytes is not None]
+    return sum(lefts) if lefts else None
+
+
+def _obstacle(ranks: Sequence[CostMeasurement]) -> str:
     """Return why the rows cannot be stored, or nothing."""
-    needed = sum(rank.new_bytes for rank in ranks)
+    needed, limit_bytes = sum(rank.new_bytes for rank in ranks), _limit_bytes(ranks)
     if limit_bytes is not None and needed > limit_bytes:
         return f"needs {needed / GIB:.2f} GiB, the budget leaves {limit_bytes / GIB:.2f}"
+    for number, rank in enumerate(ranks):
+        # Shards may differ in size, and shares of the budget do not.
+        if rank.left_bytes is not None and rank.new_bytes > rank.left_bytes:
+            return (
+                f"needs {rank.new_bytes / GIB:.2f} GiB on rank {number}, whose share of the budget leaves "
+                f"{rank.left_bytes / GIB:.2f}"
+            )
     by_filesystem: dict[str, list[CostMeasurement]] = defaultdict(list)
     for rank in ranks:
         by_filesystem[rank.rates.filesystem].append(rank)
@@ -386,11 +400,11 @@ def _obstacle(ranks: Sequence[CostMeasurement], *, limit_bytes: int | None) -> s
 
 
 def _table(
-    ranks: Sequence[CostMeasurement], *, saved: float, reason: str, limit_bytes: int | None, does_not_fit: bool
+    ranks: Sequence[CostMeasurement], *, saved: float, reason: str, does_not_fit: bool
 ) -> tuple[tuple[str, str], ...]:
     """Return the printed table. Its advice is about choices of the user that would change results."""
     slowest = max(ranks, key=lambda rank: rank.compute_seconds)
-    needed = sum(rank.new_bytes for rank in ranks)
+    needed, limit_bytes = sum(rank.new_bytes for rank in ranks), _limit_bytes(ranks)
     rows = [
         ("images, ms a batch", f"{slowest.image_seconds * 1e3:.2f}"),
         ("frozen prefix, ms a batch", f"{slowest.prefix_seconds * 1e3:.2f}"),

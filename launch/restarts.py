@@ -71,12 +71,20 @@ def value_of(command: Sequence[str], flags: Sequence[str]) -> tuple[int, str] | 
 def hosts_of(command: Sequence[str]) -> dict[str, int]:
     """Slots by host, from -H or the hostfile in `command`; empty when it names none.
 
-    Ends with code 2 when one is no host's name.
+    Ends with code 2 when one is no host's name, or the hostfile cannot be read.
     """
     if found := value_of(command, HOST_FLAGS):
         parts = found[1].split(",")
     elif found := value_of(command, FILE_FLAGS):
-        lines = [line.partition("#")[0].strip() for line in Path(found[1]).read_text().splitlines()]
+        try:
+            text = Path(found[1]).read_text()
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            print(
+                f"launch/restart: the hostfile ({found[1]}) cannot be read: {why}; name one that can", file=sys.stderr
+            )
+            raise SystemExit(2) from error
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     else:
         return {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import stat
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -369,8 +371,13 @@ def files_of(directory: Path, fingerprint: Fingerprint) -> list[Path]:
 
 def directory_bytes(directory: Path) -> int:
     """Return the bytes of all cache files in `directory`, finished or not; links and locks do not count."""
-    paths = [*directory.glob("activations-*.h5"), *directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}")]
-    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+    total = 0
+    for path in (*directory.glob("activations-*.h5"), *directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}")):
+        # Another job may have removed it meanwhile.
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,7 +402,12 @@ def find_present(directory: Path, fingerprint: Fingerprint, keys: Keys, *, shard
     total = len(missing)
     for path in sorted(files_of(directory, fingerprint), key=lambda path: path != own):
         if len(missing):
-            file = ActivationFile(path, expected=fingerprint, private=private)
+            try:
+                file = ActivationFile(path, expected=fingerprint, private=private)
+            except CacheFault:
+                if not os.path.lexists(path):
+                    continue  # another job has removed it meanwhile
+                raise
             missing = np.setdiff1d(missing, file.keys, assume_unique=True)
             in_own = len(file.keys) if path == own else in_own
     return Present(total - len(missing), missing, in_own if len(missing) else 0)

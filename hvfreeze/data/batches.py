@@ -24,6 +24,7 @@ from hvfreeze.data.shards import Ids, ShardPlan, evenly, plan_shards, split_vali
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for
 from hvfreeze.data.windows import Shift, Windows
+from hvfreeze.errors import RefusedError
 from hvfreeze.wording import plural
 
 
@@ -53,10 +54,16 @@ class Corpus:
 def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, ImageSet, Ids]:
     """Return the training samples' ids, the split that is evaluated, and which of its samples are.
 
-    Raises UsageError where there are fewer samples than the settings ask for.
+    Raises UsageError where there are fewer samples than the settings ask for, RefusedError where none can be used.
     """
     train, labels = splits.train, splits.train.labels.numpy()
     ids = train.ids
+    for name, part in (("training", train), *([] if data.validation_fraction > 0 else [("test", splits.test)])):
+        if not len(part.ids):
+            raise RefusedError(
+                f"--data ({data.data}): no {name} sample is left of {len(part.labels)}, the others cannot be used: "
+                f"{listed(list(part.broken.values()))}; mend them, or name other data"
+            )
     if data.train_samples is not None:
         ids = ids[stratified_subset(labels[ids], data.train_samples, seed=seed)]
     if data.validation_fraction > 0:

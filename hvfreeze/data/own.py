@@ -162,7 +162,8 @@ def labels_of(name: str, dataset: Any) -> tuple[list[int], dict[int, str]]:
             label = known[row] if known is not None else sample(name, dataset, row)[1]
         except RefusedError as error:
             label, broken[row] = 0, str(error)
-        whole = label.item() if isinstance(label, (Tensor, np.generic)) else label
+        number = isinstance(label, np.generic) or (isinstance(label, Tensor) and label.numel() == 1)
+        whole = label.item() if number else label
         if type(whole) is not int or whole < 0:
             raise RefusedError(f"--data ({name}): the label of sample {row} ({label!r}) must be a whole number from 0")
         labels.append(whole)

@@ -96,7 +96,7 @@ def _take_per_class(labels: ArrayLike, ids: Ids, quotas: Ids, purpose: str, seed
 
 
 def stratified_subset(labels: ArrayLike, count: int, *, seed: int) -> Ids:
-    """Return the sorted ids of `count` samples that hold every class in its share.
+    """Return the sorted ids of `count` samples that hold every class in its share, and at least once.
 
     Args:
         labels: (N,) classes 0..C-1.
@@ -111,6 +111,10 @@ def stratified_subset(labels: ArrayLike, count: int, *, seed: int) -> Ids:
     rule(classes <= count, "train-samples", count, f"at least {classes}, so that no class is left out")
     rule(count <= total, "train-samples", count, f"at most {total}, the size of the training set")
     quotas = np.bincount(apportion(counts, count), minlength=len(counts))
+    there = (counts > 0).astype(np.int64)
+    if (quotas < there).any():
+        # A class too rare to win a seat: each class has one, and the others go by what is left of each.
+        quotas = there + np.bincount(apportion(counts - there, count - classes), minlength=len(counts))
     return _take_per_class(labels, np.arange(total), quotas, "subset", seed)
 
 

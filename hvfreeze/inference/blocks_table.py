@@ -14,6 +14,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.report.tables import Table, factor, percent, table_of
+from hvfreeze.runs.files import reason_of
 from hvfreeze.wording import plural
 
 TIMES = 3
@@ -31,8 +32,16 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
         raise UsageError(f"model ({model}) reads text: its first and last block share parameters, so none is frozen")
     images = torch.rand(batch_size, 3, image_size, image_size).contiguous(memory_format=torch.channels_last)
     chain = build_chain(model, scheme, classes=classes, image_size=image_size)
+    try:
+        table = outline(chain, images)
+    except ValueError as error:
+        # A batch has no statistics where it comes down to one value per channel.
+        raise UsageError(
+            f"--batch-size ({batch_size}) is too small for {model} and --image-size ({image_size}): "
+            f"{reason_of(error)}; give a larger one"
+        ) from error
     print(f"{model}, {plural(len(chain.blocks), 'block')} ({scheme}), {image_size}x{image_size} pixels")
-    print(outline(chain, images).to_text(), end="")
+    print(table.to_text(), end="")
     print(
         f"times: of a batch of {batch_size}, {plural(torch.get_num_threads(), 'thread')}, the least of {TIMES}; the "
         "prefix runs forward only, the rest forward and backward; cached, only the rest runs: how much faster than cut "

@@ -271,8 +271,11 @@ def head_named(settings: HeadConfig) -> str:
 def write_card(path: Path, card: Card) -> None:
     """Publish a card."""
     # Lists made anew: YAML would write the second of two equal objects as an alias.
-    tree = {"card": FORMAT, **json.loads(json.dumps(dataclasses.asdict(card)))}
-    publish(path, [yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120).encode()])
+    text = json.dumps(dataclasses.asdict(card), ensure_ascii=False)
+    tree = {"card": FORMAT, **json.loads(text)}
+    # PyYAML writes NEXT LINE as it is and reads it as the end of a line: a card that holds one is escaped.
+    readable = "\x85" not in text
+    publish(path, [yaml.safe_dump(tree, sort_keys=False, allow_unicode=readable, width=120).encode()])
 
 
 def read_card(path: Path) -> Card:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact
-from hvfreeze.cache.file.disk import Budget
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.disk import Budget, free_bytes
 from hvfreeze.cache.file.reader import directory_bytes
 from hvfreeze.cache.planning import (
     PROBE_BYTES,
@@ -249,18 +250,25 @@ def suffix_seconds(clock: PhaseClock, *, batches: float, before: float = 0.0) ->
 
 
 _MEASURED: dict[tuple[Path, int, int], tuple[int, Rates]] = {}
-"""By directory, size of row and rows of a batch: the bytes of the probe, and what it has found."""
+"""By directory, size of row and rows of a batch: the bytes of the probe, and how fast it has found the disk."""
 
 
 def rates_of(directory: Path, row_bytes: int, batch_rows: int, rows: int) -> Rates:
-    """Measure a directory once per size of row, with no more bytes than so many rows have.
+    """Measure a directory once per size of row, with no more bytes than so many rows have; its free space each time.
 
     For few rows a full probe would take longer than all that the cache can save.
+
+    Raises:
+        CacheFault: the directory cannot be used.
     """
     key, most = (directory, row_bytes, batch_rows), min(PROBE_BYTES, row_bytes * rows)
     if key not in _MEASURED or _MEASURED[key][0] < most:
         _MEASURED[key] = most, measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows, most_bytes=most)
-    return _MEASURED[key][1]
+        return _MEASURED[key][1]
+    try:
+        return replace(_MEASURED[key][1], free_bytes=free_bytes(directory))
+    except OSError as error:
+        raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
 
 
 def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
@@ -330,9 +338,7 @@ class Planner:
             return self._measured(shares, rated=worth)
 
         ranks = results_of_all_ranks(world, measure, name=f"cache.measure.{split.name}")
-        left = self.costs.budget.left_bytes
-        plan = make_plan(ranks, limit_bytes=None if left is None else left * world.size, asked=asked)
-        return world.broadcast_object(plan, name="cache.plan")
+        return world.broadcast_object(make_plan(ranks, asked=asked), name="cache.plan")
 
     def _try(self) -> None:
         """Load a batch and run it through the prefix, where there are samples."""
@@ -370,6 +376,7 @@ class Planner:
             all_at_once=self.source.shared,
             memory_bytes=self.costs.memory_bytes,
             rates=FREE_OF_CHARGE,
+            left_bytes=self.costs.budget.left_bytes,
         )
 
     def _measured(self, shares: Shares, *, rated: bool) -> CostMeasurement:

@@ -32,8 +32,11 @@ def list_runs(folder: Path) -> int:
 
 
 def is_run(place: Path) -> bool:
-    """Tell whether a run has begun in a directory."""
-    return (place / "config.yaml").is_file()
+    """Tell whether a run has begun in a directory; another user's, which cannot be looked into, counts as none."""
+    try:
+        return (place / "config.yaml").is_file()
+    except OSError:
+        return False
 
 
 def has_epoch(place: Path) -> bool:
@@ -42,9 +45,15 @@ def has_epoch(place: Path) -> bool:
 
 
 def progress_of(place: Path) -> tuple[int, ...]:
-    """Return the sizes of the files of a run that grow, metrics.jsonl first."""
-    files = (place / name for name in ("metrics.jsonl", "decisions.jsonl", "summary.json"))
-    return tuple(file.stat().st_size if file.is_file() else 0 for file in files)
+    """Return the sizes of the files of a run that grow, metrics.jsonl first; 0 of one that cannot be looked at."""
+
+    def size(file: Path) -> int:
+        try:
+            return file.stat().st_size if file.is_file() else 0
+        except OSError:
+            return 0
+
+    return tuple(size(place / name) for name in ("metrics.jsonl", "decisions.jsonl", "summary.json"))
 
 
 def row_of(place: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._processor = dict.fromkeys(PHASES, 0.0)
+        self.processor = dict.fromkeys(PHASES, 0.0)
         self._phase = "data"
         self._since, self._processor_since = time.perf_counter(), time.process_time()
 
@@ -28,7 +28,7 @@ class PhaseClock:
         """Count time for `phase` from now on; return the phase that ended."""
         now, used = time.perf_counter(), time.process_time()
         self.seconds[self._phase] += now - self._since
-        self._processor[self._phase] += used - self._processor_since
+        self.processor[self._phase] += used - self._processor_since
         self._since, self._processor_since = now, used
         ended, self._phase = self._phase, phase
         return ended
@@ -54,7 +54,7 @@ class PhaseClock:
     def processor_seconds(self) -> float:
         """Return the processor seconds of training up to now: those of all phases but evaluation and checkpoints."""
         self.enter(self._phase)
-        return sum(used for phase, used in self._processor.items() if phase not in BESIDE_TRAINING)
+        return sum(used for phase, used in self.processor.items() if phase not in BESIDE_TRAINING)
 
 
 def train_seconds(seconds: dict[str, float]) -> float:

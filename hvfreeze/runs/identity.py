@@ -23,12 +23,18 @@ VERSIONS = ("torch", "torchvision", "horovod", "numpy", "hvfreeze")
 
 def absolute(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return a configuration whose paths mean the same in every working directory."""
+    return {section: absolute_leaves(leaves) for section, leaves in settings.items()}
+
+
+def absolute_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by leaf, with their paths as in `absolute`."""
 
     def resolved(leaf: str, value: Any) -> Any:
         is_path = leaf in PATHS and isinstance(value, str) and value not in NO_PATHS
-        return os.path.abspath(value) if is_path else value
+        # `~` is a home where the file of the weights is opened, and a name like any other elsewhere.
+        return os.path.abspath(os.path.expanduser(value) if leaf == "weights" else value) if is_path else value
 
-    return {section: {leaf: resolved(leaf, v) for leaf, v in leaves.items()} for section, leaves in settings.items()}
+    return {leaf: resolved(leaf, value) for leaf, value in leaves.items()}
 
 
 def other_run(held: Settings, settings: Settings) -> list[str]:

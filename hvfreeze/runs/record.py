@@ -123,8 +123,11 @@ class Record:
         self._append("decisions", dataclasses.asdict(decision))
 
     def position(self) -> dict[str, int]:
-        """Return the length in bytes of each file that grows, to be kept in a checkpoint."""
-        return {name: path.stat().st_size for name, path in self._files.items()}
+        """Return the length in bytes of each file that grows, to be kept in a checkpoint; so much is on the disk.
+
+        Raises RefusedError where it cannot be written there.
+        """
+        return {name: length_on_disk(path) for name, path in self._files.items()}
 
     def cut_back(self, position: dict[str, int]) -> None:
         """Drop the lines that were written after the checkpoint with this `position`; an empty one drops all.
@@ -160,6 +163,19 @@ class Record:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise RefusedError(f"{path} cannot be written: {reason_of(error)}") from error
+
+
+def length_on_disk(path: Path) -> int:
+    """Return a file's length in bytes, all of which outlive a loss of power; RefusedError where that fails."""
+    try:
+        descriptor = open_own(path, os.O_WRONLY)
+        try:
+            os.fsync(descriptor)
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
 def finite(value: Any) -> Any:

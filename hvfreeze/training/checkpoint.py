@@ -16,7 +16,7 @@ from hvfreeze.config.tree import Config, leaves, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import PHASES, train_seconds
 from hvfreeze.runs.files import reason_of
-from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS
+from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS, absolute, absolute_leaves
 from hvfreeze.strategies.base import State
 from hvfreeze.training.best_model import bring_back_best, link_best, out_of_patience
 from hvfreeze.training.checkpoint_file import Checkpoint, Saving, newest, open_checkpoint, packed, unpacked
@@ -62,13 +62,14 @@ def save(job: Job, *, settled: bool, alone: bool = False) -> None:
     if job.world.rank == 0:
         sections = [len(shared), *lengths]
         saving = Saving(directory_of(job), step=job.step, size=job.world.size, lengths=sections, alone=alone)
+        # At once: its thread has to be let go wherever the job is interrupted.
+        job.saving = saving
         saving.put(shared)
     for section in sections_of_ranks(own, lengths, job.world):
         if saving is not None:
             saving.put(section)
     if saving is not None:
         saving.finish()
-    job.saving = saving
 
 
 def compare_settled(job: Job) -> None:
@@ -125,16 +126,20 @@ def shared_state(job: Job) -> dict[str, Any]:
 
 
 def rank_state(job: Job) -> dict[str, Any]:
-    """Return what differs between ranks: random state and sums over samples; the strategy adds its own."""
+    """Return what differs between ranks: random state, sums over samples, and the processor's seconds.
+
+    The strategy adds its own.
+    """
     return {
+        "processor_seconds": dict(job.clock.processor),
         "random": torch.get_rng_state(),
         "totals": {name: dataclasses.asdict(sums) for name, sums in job.totals.items()},
     }
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the settings that a run shares with its checkpoint, by flag."""
-    sections = to_dict(config).values()
+    """Return the settings that a run shares with its checkpoint, by flag; paths mean the same in every folder."""
+    sections = absolute(to_dict(config)).values()
     return {leaf: value for section in sections for leaf, value in section.items() if leaf not in MAY_CHANGE}
 
 
@@ -199,6 +204,7 @@ class Redealing:
         self._before: int = shared["steps_per_epoch"]
         self._totals: dict[str, Totals] = {}
         self._random: list[Tensor] = []
+        self._processor: list[dict[str, float]] = []
         self._states: Iterator[dict[str, Any]] | None = None
 
     def restep(self, step: int) -> int:
@@ -235,13 +241,15 @@ class Redealing:
         totals = {name: dataclasses.asdict(sums) for name, sums in self._totals.items()} if rank == 0 else {}
         new = torch.Generator().manual_seed(self._job.config.run.seed + rank).get_state()
         random = self._random[rank] if rank < len(self._random) else new
-        return packed({**state, "random": random, "totals": totals})
+        processor = self._processor[rank] if rank < len(self._processor) else {}
+        return packed({**state, "random": random, "totals": totals, "processor_seconds": processor})
 
     def _there(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Yield each old rank's own state, and keep what is not the strategy's."""
         for rank in range(checkpoint.size):
             own = unpacked(checkpoint.section(1 + rank), name=str(checkpoint.path))
             self._random.append(own["random"])
+            self._processor.append(own.get("processor_seconds", {}))
             for name, sums in own["totals"].items():
                 before = self._totals.get(name, Totals())
                 added = {field: value + getattr(before, field) for field, value in sums.items()}
@@ -334,7 +342,7 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     if not isinstance(theirs, dict):
         raise RefusedError(f"the checkpoint {name} does not say of which run it is; start anew in another --run-dir")
     # A setting that there was not yet when it was written has its default.
-    theirs = {**{leaf: leaves()[leaf][1].default for leaf in mine}, **theirs}
+    theirs = absolute_leaves({**{leaf: leaves()[leaf][1].default for leaf in mine}, **theirs})
     differing = [leaf for leaf in mine if theirs[leaf] != mine[leaf]]
     if differing:
         listed = "; ".join(f"{leaf}: {theirs[leaf]!r} there, {mine[leaf]!r} here" for leaf in differing)
@@ -371,6 +379,9 @@ def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
     """Set every part of the job from what all ranks share and from what is this rank's."""
     # First, for a strategy reads off it how long steps take.
     job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
+    # Checkpoints of before lack them.
+    used = mine.get("processor_seconds", {})
+    job.clock.processor = {phase: float(used.get(phase, 0.0)) for phase in PHASES}
     job.strategy.load_state_dict(State(shared, mine))
     if job.budget is not None:
         job.budget.load_state_dict(shared["budget"])

@@ -6,6 +6,7 @@ import h5py
 import pytest
 
 from hvfreeze.cache.commands import ls, rm, verify
+from hvfreeze.cache.file.reader import directory_bytes, find_present
 from hvfreeze.errors import UsageError
 from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, write_file
 
@@ -107,6 +108,23 @@ def test_ls_tells_what_a_killed_process_has_left(tmp_path: Path, capsys: pytest.
     path.rename(path.with_name(path.name + ".tmp"))
     assert ls(tmp_path) == 0
     assert "left over" in capsys.readouterr().out
+
+
+def test_files_that_go_while_a_directory_is_looked_at_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = make_directory(tmp_path)
+    gone = whole.with_name(whole.name.replace("0of1", "1of2"))
+    temporary = gone.with_name(f"{gone.name}.tmp")
+    there = directory_bytes(tmp_path)
+    find = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [*find(folder, pattern), gone])
+    monkeypatch.setattr("hvfreeze.cache.commands._files", lambda directory: iter([gone, temporary, whole]))
+    assert directory_bytes(tmp_path) == there > 0
+    assert ls(tmp_path) == 0 and verify(tmp_path) == 0
+    assert gone.name not in capsys.readouterr().out
+    monkeypatch.setattr("hvfreeze.cache.file.reader.files_of", lambda directory, fingerprint: [gone, whole])
+    assert find_present(tmp_path, make_fingerprint(), make_keys(40), shard="0of1").rows == 40
 
 
 def test_a_directory_that_is_absent_or_a_link_is_a_usage_error(tmp_path: Path) -> None:

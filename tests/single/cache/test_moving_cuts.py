@@ -122,3 +122,27 @@ def test_rows_rounded_at_another_cut_are_not_a_source(tmp_path: Path) -> None:
     run_epoch(cached, batches_of(NUM_SAMPLES)[:1])
     assert [call[:2] for call in net.calls] == [(0, 3)]
     cached.close()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_run_that_has_read_inexact_rows_stays_inexact_when_they_are_gone(
+    tmp_path: Path, reads: bool, given_up: bool
+) -> None:
+    net = FrozenNet()
+    other = net.cached(tmp_path, owner="other")
+    other.begin_cut(1, fingerprint=net.fingerprint(1, threads=2), owned_keys=OWNED_KEYS)
+    run_epoch(other, batches_of(NUM_SAMPLES))
+    other.close()
+    cached = net.cached(tmp_path)
+    assert cached.exact
+    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    assert not cached.exact
+    if reads:
+        run_epoch(cached, batches_of(NUM_SAMPLES)[:1])
+    if given_up:
+        cached.disable("the disk is full")
+    else:
+        cached.begin_cut(0)
+    assert cached.exact is not reads
+    cached.close()

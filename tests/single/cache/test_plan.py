@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
 @pytest.mark.parametrize("name", DECISIONS)
 def test_the_plan_decides_by_the_rule(name: str) -> None:
     changes, limit_bytes, use, reason = DECISIONS[name]
-    plan = make_plan([situation(**changes)], limit_bytes=limit_bytes)
+    plan = make_plan([situation(**changes, left_bytes=limit_bytes)])
     assert plan.use is use and reason in plan.reason, plan
     assert seconds(plan) > 0 or not plan.use
     assert reason in plan.table()
@@ -146,7 +147,16 @@ def test_ranks_add_up_on_a_shared_file_system_and_in_the_budget_but_not_on_disks
     here = [situation(rates=slow(1, free_bytes=size * 3 // 2)) for _ in range(2)]
     apart = [situation(rates=slow(1, free_bytes=size * 3 // 2, filesystem=f"node:{k}")) for k in range(2)]
     assert not make_plan(here).fits and make_plan(apart).fits
-    assert make_plan(apart, limit_bytes=2 * size).fits and not make_plan(apart, limit_bytes=2 * size - 1).fits
+    for each, fits in ((size, True), (size - 1, False)):
+        assert make_plan([replace(rank, left_bytes=each) for rank in apart]).fits is fits
+
+
+def test_each_rank_has_a_share_of_the_budget_of_its_own() -> None:
+    small, large = (situation(rows=rows, left_bytes=12800 << 14) for rows in (6400, 19200))
+    plan = make_plan([small, large])
+    assert not plan.fits and not plan.use
+    assert plan.reason == "needs 0.29 GiB on rank 1, whose share of the budget leaves 0.20"
+    assert make_plan([small, replace(large, left_bytes=19200 << 14)]).fits
 
 
 def test_the_plan_does_not_depend_on_the_order_of_ranks() -> None:
@@ -155,7 +165,7 @@ def test_the_plan_does_not_depend_on_the_order_of_ranks() -> None:
 
 
 def test_types_and_views_are_advised_and_not_chosen() -> None:
-    plan = make_plan([situation(views=4)], limit_bytes=1 << 20)
+    plan = make_plan([situation(views=4, left_bytes=1 << 20)])
     advice = [value for name, value in plan.rows if name == "advice"]
     assert not plan.use and any("float16" in text for text in advice) and any("views:2" in text for text in advice)
     assert not [value for name, value in make_plan([situation()]).rows if name == "advice"]
@@ -208,9 +218,18 @@ def test_a_directory_is_measured_again_only_for_more_rows(tmp_path: Path, monkey
         return cache_decision.FREE_OF_CHARGE
 
     monkeypatch.setattr(cache_decision, "measure_directory", measured)
+    monkeypatch.setattr(cache_decision, "free_bytes", lambda directory: 5)
+    known = False
     for rows in (100, 30, 100, 200, 150, 10**9, 10**10):
-        cache_decision.rates_of(tmp_path, 1000, 8, rows)
-    assert probes == [100_000, 200_000, PROBE_BYTES]
+        before = len(probes)
+        free = cache_decision.rates_of(tmp_path, 1000, 8, rows).free_bytes
+        known = len(probes) == before
+        assert free == (5 if known else cache_decision.FREE_OF_CHARGE.free_bytes), "what is free is asked each time"
+    assert known and probes == [100_000, 200_000, PROBE_BYTES]
+    monkeypatch.undo()
+    with pytest.raises(CacheFault, match="gone cannot be measured"):
+        cache_decision._MEASURED[tmp_path / "gone", 1, 1] = (1, RATES)
+        cache_decision.rates_of(tmp_path / "gone", 1, 1, 1)
 
 
 def test_rows_of_many_megabytes_can_be_measured(tmp_path: Path) -> None:

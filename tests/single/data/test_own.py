@@ -121,6 +121,10 @@ ODD: dict[str, tuple[Any, str]] = {
     "no pair": (lambda split: [1, 2, 3], r"sample 0 cannot be read as \(image, label\): TypeError"),
     "a failing one": (lambda split: Listed(PIXELS[:3], [0]), "sample 1 cannot be read .*IndexError"),
     "a label in words": (lambda split: Listed(PIXELS, ["a"] * 6), r"label of sample 0 \('a'\) must be a whole number"),
+    "labels as vectors": (
+        lambda split: Listed(PIXELS, [torch.eye(2)[0]] * 6),
+        r"label of sample 0 \(tensor\(\[1., 0.\]\)\) must be a whole number",
+    ),
     "a label below 0": (lambda split: Listed(PIXELS, [0, -1] * 3), r"label of sample 1 \(-1\)"),
     "one class": (lambda split: Listed(PIXELS, [0] * 6), "at least two classes"),
     "more labels than classes": (lambda split: Listed(PIXELS, [0, 2] * 3, classes="ab"), "labels go up to 2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hvfreeze.data.batches import rows_at_once
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.views import parse_augment, transform_for
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.inference.card import read_card, write_card
 from tests.program import call
 from tests.single.inference.conftest import CLASSES, Finished, train
 
@@ -44,6 +46,17 @@ def test_the_card_says_what_the_run_was(finished: Finished) -> None:
     )
     assert card.versions["hvfreeze"] == hvfreeze.__version__ and card.versions["torch"] == torch.__version__
     assert (finished.run / "model.yaml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("names", [("blåbær", "猫"), ("a\x85b", "猫"), ("\x85", "\u2028"), ("a: b", "- #\t")])
+def test_names_of_classes_come_back_and_stay_readable(
+    finished: Finished, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    card = replace(hvfreeze.load_model(finished.run).card, classes=names)
+    write_card(tmp_path / "model.yaml", card)
+    assert read_card(tmp_path / "model.yaml") == card
+    readable = "\x85" not in "".join(names)
+    assert all(name in (tmp_path / "model.yaml").read_text() for name in names if name.isalpha() and readable)
 
 
 def test_the_card_names_the_weights_that_training_started_from(finished: Finished, tmp_path: Path) -> None:

@@ -116,3 +116,10 @@ def test_blocks_shows_each_cut_of_a_model_without_a_run(code: Path, tmp_path: Pa
     assert [row[0] for row in rows[2:]] == ["0", "1", "2", "3", "4", "5"] and rows[3][1] == "stem"
     assert int(rows[7][2].replace(",", "")) < 10**5 and rows[2][4] == "0.8 kB"
     assert call("blocks", "resnet99").returncode == 2 and call("blocks", "resnet18", "--classes", "0").returncode == 2
+
+
+def test_blocks_refuses_a_batch_without_statistics() -> None:
+    outcome = call("blocks", "resnet18", "--batch-size", "1", "--image-size", "32")
+    assert outcome.returncode == 2 and len(outcome.messages) == 1, str(outcome)
+    assert outcome.messages[0].startswith("--batch-size (1) is too small for resnet18 and --image-size (32): ")
+    assert outcome.messages[0].endswith("; give a larger one")

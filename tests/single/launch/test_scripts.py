@@ -229,3 +229,14 @@ def test_the_hosts_of_a_command_are_found_and_replaced(restarts: ModuleType, tmp
         assert restarts.hosts_of(words.split()) == {"a": 2, "b": 1}
         assert restarts.with_hosts(words.split(), {"b": 3}) == ["run", "-H", "b:3", "x"]
     assert restarts.hosts_of(["run", "x"]) == {}
+
+
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"\xff\n", "it is no text")])
+def test_a_hostfile_that_cannot_be_read_is_refused_by_its_name(
+    restarts: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, why: str
+) -> None:
+    if content is not None:
+        (tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        restarts.hosts_of(["run", "--hostfile", str(tmp_path / "hosts"), "x"])
+    assert ended.value.code == 2 and f"({tmp_path}/hosts) cannot be read: {why}" in capsys.readouterr().err

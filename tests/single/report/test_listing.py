@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hvfreeze.report.comparison import group_by_seed
+from hvfreeze.report.listing import has_epoch, is_run, progress_of
 from hvfreeze.report.tables import group_label
 from hvfreeze.runs.files import lock_directory
 from hvfreeze.runs.reading import load_run, load_runs
@@ -72,3 +74,17 @@ def test_repeats_of_one_seed_are_called_runs_and_not_seeds(tmp_path: Path) -> No
     (seeded,) = group_by_seed(load_runs([first, other]))
     assert group_label(seeded).endswith("(2 seeds)")
     assert load_run(first).finished
+
+
+def test_what_belongs_to_another_user_counts_as_no_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path, look: Callable[[Path], bool] = Path.is_file) -> bool:
+        if path.parent == folder / "stopped":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    assert not is_run(folder / "stopped") and not has_epoch(folder / "stopped")
+    assert progress_of(folder / "stopped") == (0, 0, 0) != progress_of(folder / "done")
+    outcome = call("runs", str(folder))
+    assert outcome.returncode == 0, str(outcome)
+    assert {cells[0] for cells in table(outcome.stdout)} == {"done", "begun", "torn"}

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hvfreeze import files as locking
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs import directory as module
 from hvfreeze.runs.directory import check_directory, directory_name, open_record
+from hvfreeze.runs.identity import absolute
 from tests.program import NOBODY, contents, without_privileges
 from tests.single.runs.starting import ENVIRONMENT, kept, settings, start
 
@@ -43,6 +44,29 @@ def test_a_run_keeps_what_it_is_privately_and_its_paths_absolute(
     assert (tmp_path / "runs" / "a" / "log.txt").read_text().endswith(" a line\n")
     assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "runs" / "a").iterdir()} == {0o600}
+
+
+def test_a_path_is_kept_as_the_one_that_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    expected = {"weights": "/home/me/w.pt", "data_dir": str(tmp_path / "~" / "w.pt"), "model": "~/w.pt"}
+    assert absolute({"section": dict.fromkeys(expected, "~/w.pt")}) == {"section": expected}
+
+
+def test_lines_are_on_the_disk_before_a_checkpoint_counts_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, synced = start(tmp_path), []
+    record.metrics({"epoch": 0})
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    position = record.position()
+    assert position == {"metrics": (tmp_path / "metrics.jsonl").stat().st_size, "decisions": 0}
+    assert {(tmp_path / f"{name}.jsonl").stat().st_ino for name in position} <= set(synced)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "log.txt")
+    with pytest.raises(RefusedError, match=r"metrics.jsonl cannot be written: "):
+        record.position()
+    record.close()
 
 
 def test_a_check_changes_nothing_and_makes_nothing(tmp_path: Path) -> None:

@@ -234,6 +234,26 @@ def test_too_few_samples_to_choose_a_penalty_by_are_refused_by_what_was_asked_fo
     assert not (tmp_path / "run").exists()
 
 
+def test_dropout_before_an_mlp_head_does_not_depend_on_when_the_model_was_looked_at(tmp_path: Path) -> None:
+    flags = ["--model", "mnasnet0_5", "--strategy", "subnets", "--head", "mlp-8", "--local-steps", "3", "--epochs", "3"]
+    for every in ("1", "3"):
+        outcome = train(tmp_path / every, *flags, "--evaluate-every", every)
+        assert outcome.returncode == 0, str(outcome)
+    assert digest(tmp_path / "1") == digest(tmp_path / "3")
+
+
+def test_a_batch_of_one_sample_trains_where_statistics_are_kept(tmp_path: Path) -> None:
+    flags = ["--batch-size", "1", "--image-size", "16", "--train-samples", "12"]
+    outcome = train(tmp_path / "run", *flags, "--statistics", "kept")
+    assert outcome.returncode == 0, str(outcome)
+
+
+def test_critics_that_stop_say_what_became_of_the_updates_since(tmp_path: Path) -> None:
+    flags = ["--strategy", "local-critics", "--lr", "1e30", "--epochs", "3", "--label-smoothing", "0"]
+    outcome = train(tmp_path / "run", *flags)
+    assert outcome.returncode != 0 and "not finite on 1 of 1 rank; updates made since are of no use" in str(outcome)
+
+
 def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
     flags = ["--train-samples", "33", "--batch-size", "32", "--freeze", "static", "--cut", "1", "--lr-warmup", "9"]
     flags += ["--validation-fraction", "0.03", "--keep", "best", "--early-stop", "1"]

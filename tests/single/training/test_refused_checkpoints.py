@@ -1,4 +1,7 @@
-"""The program beside a checkpoint that is damaged, of another run, or means harm: refused, or gone round."""
+"""The program beside a checkpoint that is damaged, of another run, or means harm: refused, or gone round.
+
+And what a whole one keeps, and one that was interrupted leaves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from hvfreeze.training import checkpoint as saving
 from hvfreeze.training import checkpoint_file as checkpoint
 from tests.program import call, save_photos
 from tests.single.training.forging import Evil, forged
@@ -132,3 +137,66 @@ def test_the_program_refuses_logs_that_lack_lines(finished: Path, tmp_path: Path
     (folder / "metrics.jsonl").write_text(lines[0])
     refused(folder, "metrics.jsonl has")
     assert (folder / "metrics.jsonl").read_text() == lines[0]
+
+
+def states_in(path: Path) -> list[dict[str, Any]]:
+    """What all ranks share, and what the only rank has of its own."""
+    opened = checkpoint.open_checkpoint(path, size=1)
+    return [checkpoint.unpacked(opened.section(number), name="") for number in range(2)]
+
+
+def test_a_run_goes_on_by_its_configuration_wherever_its_weights_were_named_from(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, weights = tmp_path / "run", tmp_path / "w.pt"
+    shutil.copy(finished / "model.pt", weights)
+    monkeypatch.chdir(tmp_path)
+    assert call("train", *SMALL, "--weights", "w.pt", "--run-dir", "run").returncode == 0
+    newest = checkpoint.newest(folder / "checkpoints")
+    assert newest is not None
+    step, (shared, own) = checkpoint.open_checkpoint(newest, size=1).step, states_in(newest)
+    assert shared["run"]["weights"] == str(weights)
+    (tmp_path / "elsewhere").mkdir()
+    # Checkpoints of before kept the path as it was given.
+    for kept, place in ((str(weights), "elsewhere"), ("w.pt", ".")):
+        state = {**shared, "run": {**shared["run"], "weights": kept}}
+        checkpoint.save(newest.parent, [checkpoint.packed(state), checkpoint.packed(own)], step=step)
+        (folder / "summary.json").unlink()
+        monkeypatch.chdir(tmp_path / place)
+        outcome = call("train", "--run-dir", str(folder), "--config", str(folder / "config.yaml"), "--resume")
+        assert outcome.returncode == 0, str(outcome)
+
+
+def test_processor_seconds_are_those_of_all_jobs_of_a_run(finished: Path, tmp_path: Path) -> None:
+    found = []
+    for name, kept in (("new", {"processor_seconds": {"forward": 1e6}}), ("of before", {})):
+        folder = tmp_path / name
+        newest = stopped_before_its_end(finished, folder)
+        shared, own = states_in(newest)
+        assert own.pop("processor_seconds")["forward"] > 0
+        parts = [checkpoint.packed(shared), checkpoint.packed({**own, **kept})]
+        checkpoint.save(newest.parent, parts, step=shared["step"])
+        assert resume(folder).returncode == 0
+        found.append(json.loads((folder / "summary.json").read_text())["cpu_seconds"] >= 1e6)
+    assert found == [True, False]
+
+
+def test_a_run_interrupted_in_the_middle_of_a_checkpoint_ends_and_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Noted(checkpoint.Saving):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving, "Saving", Noted)
+    monkeypatch.setattr(saving, "sections_of_ranks", interrupted)
+    assert call("train", *SMALL, "--run-dir", str(tmp_path / "run")).returncode == 130
+    left = [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"]
+    made[0].let_go()
+    assert left == [] and not list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -165,7 +165,7 @@ def coherence(evidence: Evidence) -> int:
 
     With s_b the gain of block b, w_b its work, over the front blocks F and all blocks A that train:
     (sum_F s + 2 standard errors) / sum_A s < min_gain * sum_F w / sum_A w. Few samples leave large errors, and nothing
-    is frozen. See `Coherence`.
+    is frozen; so does a block that no sample has seen, as one that a script trains in other steps. See `Coherence`.
     """
     if (cut := thawed(evidence)) < evidence.cut:
         return cut
@@ -178,6 +178,8 @@ def coherence(evidence: Evidence) -> int:
         if not evidence.has_parameters[cut - 1]:
             best = cut if best == cut - 1 else best
             continue
+        if not any(row[cut - 1] for row in evidence.gains):
+            break
         _, most = share_gained(evidence.gains, front)
         now = sum(row[cut - 1] for row in evidence.gains) / len(evidence.gains)
         if now > LEARNED * evidence.peaks[cut - 1]:

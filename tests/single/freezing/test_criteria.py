@@ -134,8 +134,13 @@ def test_a_criterion_needs_exactly_what_it_says_and_stays_in_range(name: str) ->
         ({"gains": EVIDENCE.gains[:1]}, 0),  # type: ignore[index]
         ({"gains": tuple((*row[:5], sign * 99.0) for row, sign in zip(EVIDENCE.gains, (1, -1) * 8))}, 0),  # type: ignore[arg-type]
         ({"gains": tuple((math.nan, *row[1:]) for row in EVIDENCE.gains)}, 0),  # type: ignore[union-attr]
+        ({"gains": tuple((0.0, *row[1:]) for row in EVIDENCE.gains)}, 0),  # type: ignore[union-attr]
+        ({"gains": tuple((row[0], 0.0, *row[2:]) for row in EVIDENCE.gains)}, 1),  # type: ignore[union-attr]
     ],
-    ids="two has-not-learned none-has strict saves-nothing further parameterless one-sample unclear not-finite".split(),
+    ids=(
+        "two has-not-learned none-has strict saves-nothing further parameterless one-sample unclear not-finite "
+        "not-seen one-seen"
+    ).split(),
 )
 def test_blocks_that_gain_little_for_their_time_are_frozen(changes: dict[str, Any], cut: int) -> None:
     assert coherence(replace(EVIDENCE, **changes)) == cut

@@ -83,7 +83,8 @@ def opened(world: World, config: Config) -> Corpus:
 
 
 def loaded(world: World, config: Config, corpus: Corpus) -> tuple[TrainFeed, Inputs, list[str]]:
-    return build.load_share(config, world, corpus, replica=world.rank * corpus.plan.replicas // world.size)
+    replica = world.rank * corpus.plan.replicas // world.size
+    return build.load_share(config, world, corpus, replica=replica, rows=config.optimizer.batch_size)
 
 
 def same_on_all(world: World, value: object) -> bool:

@@ -94,7 +94,7 @@ hvfreeze_check_hosts() {
             *"not resolve"*) message='this name has no address: correct -H or the hostfile' ;;
             *"Permission denied"*) message="ssh refuses the key: \`ssh-copy-id $host\`, then \`ssh $host true\` must ask nothing" ;;
             *"Host key verification failed"*) message="ssh does not trust its host key: compare it, then \`ssh-keyscan $host >> ~/.ssh/known_hosts\`" ;;
-            *"timed out"* | *refused* | *"No route"* | *unreachable*) message="does not answer ssh (${message##*: }): is it up, is sshd running?" ;;
+            *"timed out"* | *refused* | *"No route"* | *unreachable* | *"closed by"* | *"reset by"* | *"booting up"*) message="does not answer ssh (${message##*: }): is it up, is sshd running?" ;;
             *) message="ssh says: ${message##*$'\n'}" ;;
         esac
         [[ -n $message ]] || continue

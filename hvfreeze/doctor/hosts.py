@@ -133,6 +133,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}: give a file with a line a host") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--hostfile {path} is no text in UTF-8: give a file with a line a host") from error
     parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not parts:
         raise UsageError(f"--hostfile {path} names no host: write a line a host, such as `node0 slots=1`")

@@ -121,6 +121,8 @@ def listen(order: dict[str, Any]) -> dict[str, Any]:
     """
     with socket.socket() as server:
         free = [port for port in _range(order["ports"]) if _is_free(port)]
+        # As `_is_free` asks: a port that a job has just left is free.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("", free[0] if free else 0))
         server.listen(1)
         server.settimeout(20)

@@ -261,8 +261,10 @@ def plot_cut(axes: Axes, run: Run) -> None:
     for rank in range(min(num_ranks, len(RANK_MARKERS))):
         # Side by side, so that equal proposals do not hide each other.
         shift = 0.011 * end * (rank - (num_ranks - 1) / 2) / max(1, num_ranks / 4)
-        x = [line["step"] / per_epoch + shift for line in votes]
-        y = [line["proposals"][rank] for line in votes]
+        # A run may have gone on with another number of ranks.
+        own = [line for line in votes if rank < len(line["proposals"])]
+        x = [line["step"] / per_epoch + shift for line in own]
+        y = [line["proposals"][rank] for line in own]
         colour = COLOURS[rank % len(COLOURS)]
         axes.plot(x, y, RANK_MARKERS[rank], color=colour, markersize=4, label=f"proposal of rank {rank}")
     for place, name in enumerate(sorted({name for line in run.decisions for name in line.get("shadow", {})})):

@@ -131,6 +131,8 @@ def logging_its_end(job: Job) -> Iterator[None]:
 def way_on(job: Job) -> str:
     """Return how to continue a run that was interrupted."""
     again = ["hvfreeze", "train", "--config", str(job.directory / "config.yaml"), "--run-dir", str(job.directory)]
+    if job.world.size > 1:
+        again = ["mpirun", "-np", str(job.world.size), *again]
     where = "from the last checkpoint" if newest(directory_of(job)) else "anew, there is no checkpoint yet,"
     return f"go on {where} with: {shlex.join([*again, '--resume'])}"
 

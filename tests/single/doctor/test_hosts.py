@@ -61,6 +61,12 @@ def test_a_file_that_is_no_hostfile_is_refused_by_name(tmp_path: Path, text: str
         hosts.read_hostfile(tmp_path / "hosts")
 
 
+def test_a_hostfile_of_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes("node0 slots=1\n".encode("utf-16"))
+    with pytest.raises(UsageError, match="is no text in UTF-8: give a file with a line a host"):
+        hosts.read_hostfile(tmp_path / "hosts")
+
+
 def clock(time: float, *, answered: float = 1001.0) -> CheckResult:
     """The check of one host, asked at 1000 s, whose clock says `time`."""
     return checks.check_clock({"b": Answer({**ALIKE, "time": time}, "", "", 1000.0, answered)})

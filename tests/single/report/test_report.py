@@ -76,6 +76,17 @@ def test_ballots_of_many_ranks_are_counted_and_a_shadow_has_a_column(tmp_path: P
     assert (row["Shadow linear"], row["Proposals"], row["Cut"]) == ("2 (2, 3)", "", "stays 0")
 
 
+def test_votes_of_a_run_that_went_on_with_fewer_ranks_are_drawn(tmp_path: Path) -> None:
+    votes = [
+        vote(step, before=0, after=0, proposals=[1] * ranks, weights=[1.0] * ranks)
+        for step, ranks in ((10, 4), (20, 2))
+    ]
+    run = load_run(write_run(tmp_path / "fewer", accuracies=[0.1, 0.2], size=2, freeze="linear", decisions=votes))
+    (axes,) = plot_cuts([run]).axes
+    proposals = [line for line in axes.lines if str(line.get_label()).startswith("proposal")]
+    assert [len(line.get_xdata()) for line in proposals] == [2, 2, 1, 1]  # type: ignore[arg-type]
+
+
 def test_the_command_of_a_run_names_what_differs_from_the_defaults(pair: list[Path]) -> None:
     assert command(load_run(pair[1])) == "horovodrun -np 2 hvfreeze train --epochs 3 --freeze gradient-norm"
 

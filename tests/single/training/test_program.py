@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import yaml
 from hvfreeze.runs.files import lock_directory
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Score
+from hvfreeze.training.run import way_on
 from tests.program import ROOT, Outcome, call, contents
 
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "40", "--batch-size", "16", "--validation-fraction", "0.2"]
@@ -261,3 +264,11 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
     assert "1 rank, 1 step an epoch" in said and "training has 1 step," in said, said
     assert "note: the first block keeps its random initialisation" in said, said
     assert "note: 1 training sample is held out; " in said and "there is one evaluation" in said, said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "begins"), [(1, "hvfreeze train --config"), (3, "mpirun -np 3 hvfreeze train --config")]
+)
+def test_the_way_on_of_an_interrupted_job_starts_as_many_ranks(tmp_path: Path, ranks: int, begins: str) -> None:
+    job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(size=ranks))
+    assert way_on(job).startswith(f"go on anew, there is no checkpoint yet, with: {begins}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from hvfreeze.cache.faults import CacheBusy, CacheFault
 from hvfreeze.cache.file.disk import Budget, Disk, prepare_directory, take_lock
 from hvfreeze.cache.file.format import Keys, Manifest, RowFormat
-from hvfreeze.cache.file.reader import LOCK_SUFFIX, ActivationFile, files_of, path_of, shard_of
+from hvfreeze.cache.file.reader import LOCK_SUFFIX, ActivationFile, files_of, open_listed, path_of, shard_of
 from hvfreeze.cache.file.writer import FileWriter
 from hvfreeze.cache.fingerprint import Fingerprint, bytes_of
 from hvfreeze.cache.index import MISSING, Mask, RowIndex, contains
@@ -354,13 +354,7 @@ class Store:
                 yield file
 
     def _open(self, path: Path) -> ActivationFile | None:
-        """Return the file at `path`; None when its owner has removed it since the directory was listed."""
-        try:
-            return ActivationFile(path, expected=self.fingerprint, disk=self._disk, private=self._private)
-        except CacheFault:
-            if path.exists():
-                raise
-            return None
+        return open_listed(path, self.fingerprint, disk=self._disk, private=self._private)
 
     def _adopt(self, file: ActivationFile) -> None:
         """Use the rows of `file` that are missing here, if there are any."""

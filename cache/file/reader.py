@@ -369,6 +369,18 @@ def files_of(directory: Path, fingerprint: Fingerprint) -> list[Path]:
     return sorted(path for path in directory.glob(pattern) if FILE_NAME.fullmatch(path.name))
 
 
+def open_listed(
+    path: Path, fingerprint: Fingerprint, *, private: bool, disk: Disk | None = None
+) -> ActivationFile | None:
+    """Return the file at `path`; None when its owner has removed it since the directory was listed."""
+    try:
+        return ActivationFile(path, expected=fingerprint, disk=disk, private=private)
+    except CacheFault:
+        if os.path.lexists(path):
+            raise
+        return None
+
+
 def directory_bytes(directory: Path) -> int:
     """Return the bytes of all cache files in `directory`, finished or not; links and locks do not count."""
     total = 0
@@ -402,12 +414,9 @@ def find_present(directory: Path, fingerprint: Fingerprint, keys: Keys, *, shard
     total = len(missing)
     for path in sorted(files_of(directory, fingerprint), key=lambda path: path != own):
         if len(missing):
-            try:
-                file = ActivationFile(path, expected=fingerprint, private=private)
-            except CacheFault:
-                if not os.path.lexists(path):
-                    continue  # another job has removed it meanwhile
-                raise
+            file = open_listed(path, fingerprint, private=private)
+            if file is None:
+                continue
             missing = np.setdiff1d(missing, file.keys, assume_unique=True)
             in_own = len(file.keys) if path == own else in_own
     return Present(total - len(missing), missing, in_own if len(missing) else 0)

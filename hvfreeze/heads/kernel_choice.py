@@ -142,14 +142,16 @@ def choose_directly(rows: AllRows, *, classes: int, penalties: Sequence[float], 
     kernel, across = gaussian(fitted, fitted), gaussian(points[held_out], fitted)
     answers, found = torch.zeros(len(points), classes, dtype=torch.float64), []
     for penalty in penalties:
-        system = kernel.clone()
-        system.diagonal().add_(penalty)
-        root = torch.linalg.cholesky(system)
-        del system
-        answers[held_out] = across @ torch.cholesky_solve(right, root)
-        del root
+        answers[held_out] = across @ torch.cholesky_solve(right, root_of(kernel.clone(), penalty))
         found.append(Tried.of(penalty, answers, rows, choosing=held_out, steps=0, whole=whole))
     return best_of(found)
+
+
+def root_of(kernel: Tensor, penalty: float) -> Tensor:
+    """Return the Cholesky factor of K + penalty, (N, N); `kernel` is overwritten."""
+    kernel.diagonal().add_(penalty)
+    root: Tensor = torch.linalg.cholesky(kernel)
+    return root
 
 
 def fitted_directly(
@@ -160,10 +162,7 @@ def fitted_directly(
     The latter are 0 for all other rows, and None without `held_out`, (N,) bool. By one factorisation in float64.
     """
     points = points.double()
-    system = gaussian(points, points)
-    system.diagonal().add_(penalty)
-    root = torch.linalg.cholesky(system)
-    del system
+    root = root_of(gaussian(points, points), penalty)
     vectors = torch.cholesky_solve(right, root)
     if held_out is None:
         return vectors, None
@@ -273,8 +272,7 @@ def left_out_answers(kernel: Tensor, right: Tensor, penalty: float, groups: Sequ
         penalty: above 0.
         groups: (groups, rows of each), each row in one.
     """
-    system = kernel + penalty * torch.eye(len(kernel), dtype=torch.float64)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(system))
+    inverse = torch.cholesky_inverse(root_of(kernel.clone(), penalty))
     duals, answers = inverse @ right, torch.empty_like(right)
     for rows in groups:
         blocks = inverse[rows[:, :, None], rows[:, None, :]]

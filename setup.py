@@ -13,7 +13,7 @@ setup(
     # Nothing else: cache/, launch/ and analysis/ must never be installed under those bare names.
     packages=find_packages(include=["hvfreeze", "hvfreeze.*"]),
     package_data={"hvfreeze": ["py.typed", "comm/*.conf", "report/templates/*"]},
-    entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:main"]},
+    entry_points={"console_scripts": ["hvfreeze = hvfreeze.__main__:program"]},
     install_requires=[
         "h5py>=3.8",
         "jinja2>=3.1",

@@ -32,6 +32,14 @@ GRACE_SECONDS = 10.0
 """How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
 
 
+def program() -> int:
+    """Run the program as all that this process does, and return its exit code."""
+    code = main()
+    # Nothing is left to interrupt, and the end of the interpreter would tell of it by a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -171,4 +179,4 @@ def give_up(error: HvfreezeError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -86,7 +86,7 @@ def test_installed_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Path) -
     python("-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(site), str(wheel), cwd=tmp_path)
     assert python("-c", WHERE, cwd=tmp_path, PYTHONPATH=str(site)) == str(site / "hvfreeze/cache/__init__.py")
     assert {path.name for path in site.iterdir()} & NOT_INSTALLED == set()
-    assert "hvfreeze.__main__:main" in next(site.glob("hvfreeze-*.dist-info/entry_points.txt")).read_text()
+    assert "hvfreeze.__main__:program" in next(site.glob("hvfreeze-*.dist-info/entry_points.txt")).read_text()
 
 
 def test_editable_install_follows_the_tree_and_hides_the_bare_names(sources: Path, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
-"""`interrupted.py RANK STAGE ARGUMENTS`: the program, in which SIGINT comes to one rank when MPI has begun or ends."""
+"""`interrupted.py RANK STAGE ARGUMENTS`: the program, in which one rank gets SIGINT as MPI begins or ends, or after."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 from typing import Any
 
-from hvfreeze.__main__ import main
+from hvfreeze.__main__ import program
 from hvfreeze.comm import horovod_world
 from hvfreeze.comm.mpi_environment import claimed_rank
 from tests.parallel.workers.checking import let_models_be_small
@@ -34,4 +35,6 @@ def leave(mpi: Any) -> None:
 
 horovod_world.start_mpi, horovod_world.leave_mpi = start, leave
 let_models_be_small()
-sys.exit(main(sys.argv[3:]))
+atexit.register(at, "exit")
+del sys.argv[1:3]
+sys.exit(program())

@@ -61,13 +61,16 @@ def rm(directory: Path) -> int:
         for name in sorted(name for name in names if OURS.fullmatch(name)):
             path = Path(folder) / name
             lock = path.with_name(name[: name.index(".h5") + len(".h5")] + LOCK_SUFFIX)
-            if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
-                verdict = "left: it is no regular file"
-            elif _is_locked(lock):
-                verdict = "left: it is being built"
-            else:
-                os.unlink(name, dir_fd=descriptor)
-                verdict = "removed"
+            try:
+                if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                    verdict = "left: it is no regular file"
+                elif _is_locked(lock):
+                    verdict = "left: it is being built"
+                else:
+                    os.unlink(name, dir_fd=descriptor)
+                    verdict = "removed"
+            except FileNotFoundError:
+                continue  # a job has removed it, or finished it, meanwhile
             left, met = left + (verdict != "removed"), met + 1
             print(f"{verdict}  {path}")
     if not met:

@@ -53,8 +53,13 @@ def _chosen(name: str | None) -> Cluster:
 
 
 def print_status(names: Sequence[str], *, as_json: bool) -> None:
-    """Print these clusters' nodes and the bytes at their interfaces."""
-    found = [load(name) for name in names]
+    """Print these clusters' nodes and the bytes at their interfaces; one that is not up yet only says so."""
+    found = []
+    for name in names:
+        try:
+            found.append(load(name))
+        except ClusterError as error:
+            print(error, file=sys.stderr)
     if as_json:
         print(json.dumps([{**dataclasses.asdict(cluster), "traffic": traffic(cluster)} for cluster in found]))
         return
@@ -63,7 +68,7 @@ def print_status(names: Sequence[str], *, as_json: bool) -> None:
         late = f", {1e3 * cluster.latency:g} ms from node to node" if cluster.latency else ""
         print(f"{cluster.name}: {len(cluster.nodes)} nodes, {limit}{late}, -H {cluster.hosts}")
         _print_traffic(cluster, traffic(cluster))
-    if not found:
+    if not names:
         print("no cluster is up")
 
 

@@ -90,8 +90,15 @@ class Cluster:
 
 
 def load(name: str) -> Cluster:
-    """Return the cluster as its state file says."""
-    state = json.loads(Path(f"{PREFIX}{name}/state.json").read_text())
+    """Return the cluster as its state file says.
+
+    Raises:
+        ClusterError: there is none yet, or no more.
+    """
+    try:
+        state = json.loads(Path(f"{PREFIX}{name}/state.json").read_text())
+    except FileNotFoundError:
+        raise ClusterError(f"cluster {name} is coming up or going down: try again") from None
     state["nodes"] = tuple(Node(**node) for node in state["nodes"])
     return Cluster(**state)
 

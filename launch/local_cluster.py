@@ -120,7 +120,7 @@ def down(name: str) -> None:
             try:
                 os.kill(load(name).supervisor, number)
                 number = signal.SIGKILL
-            except (FileNotFoundError, ProcessLookupError):
+            except (ClusterError, ProcessLookupError):
                 pass
             patience = time.monotonic() + STOP_SECONDS
         time.sleep(0.02)

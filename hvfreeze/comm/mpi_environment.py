@@ -8,9 +8,10 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 TCP_MESSAGE_BYTES = 8 * 2**20
@@ -109,9 +110,19 @@ def interrupt_ends_job() -> Iterator[None]:
 def noticing(number: int) -> Iterator[list[int]]:
     """Collect signals `number` instead of dying of them: outside the loop there is nothing to stop, or little left."""
     came: list[int] = []
-    before = signal.signal(number, lambda *_: came.append(number))
-    try:
+    with handling(number, lambda *_: came.append(number)):
         yield came
+
+
+@contextmanager
+def handling(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Call `handler` for signals `number`, but in a thread that is not the main one, which may not ask for that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
     finally:
         signal.signal(number, before)
 

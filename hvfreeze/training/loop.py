@@ -10,10 +10,11 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, cast
 
+from hvfreeze.comm.mpi_environment import handling
 from hvfreeze.config.sections import TEXT
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.text import per_character
@@ -290,10 +291,7 @@ def leaving_on_signal(job: Job) -> Iterator[None]:
     def ask(number: int, frame: FrameType | None) -> None:
         job.asked_to_leave = True
 
-    numbers = [signal.SIGUSR1] + ([signal.SIGTERM] if job.world.size == 1 else [])
-    before = {number: signal.signal(number, ask) for number in numbers}
-    try:
+    with ExitStack() as handled:
+        for number in [signal.SIGUSR1] + ([signal.SIGTERM] if job.world.size == 1 else []):
+            handled.enter_context(handling(number, ask))
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,11 @@ def test_train_runs_a_configuration_and_returns_its_summary(tmp_path: Path) -> N
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["epochs"], summary["steps"], summary["world_size"]) == (2, 6, 1)
     assert len(hvfreeze.load_model(tmp_path / "run").classes) == 10
+
+
+def test_train_runs_in_any_thread(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(hvfreeze.train, config(tmp_path / "run")).result()["steps"] == 6
 
 
 def test_train_raises_what_the_program_would_end_with(tmp_path: Path) -> None:

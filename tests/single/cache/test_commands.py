@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
@@ -123,8 +126,16 @@ def test_files_that_go_while_a_directory_is_looked_at_are_passed_over(
     assert directory_bytes(tmp_path) == there > 0
     assert ls(tmp_path) == 0 and verify(tmp_path) == 0
     assert gone.name not in capsys.readouterr().out
+    walk = os.fwalk
+
+    def walked(*where: Any, **how: Any) -> Iterator[Any]:
+        return ((folder, below, [*names, gone.name], opened) for folder, below, names, opened in walk(*where, **how))
+
+    monkeypatch.setattr(os, "fwalk", walked)
     monkeypatch.setattr("hvfreeze.cache.file.reader.files_of", lambda directory, fingerprint: [gone, whole])
     assert find_present(tmp_path, make_fingerprint(), make_keys(40), shard="0of1").rows == 40
+    assert rm(tmp_path) == 0 and not whole.exists()
+    assert gone.name not in capsys.readouterr().out
 
 
 def test_a_directory_that_is_absent_or_a_link_is_a_usage_error(tmp_path: Path) -> None:

@@ -23,3 +23,21 @@ def test_an_sshd_whose_package_is_still_being_installed_is_told() -> None:
     done = subprocess.run([sys.executable, "-c", LACKING, str(LAUNCH)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "the user sshd is missing, for sshd: apt-get install --reinstall openssh-server" in done.stdout
+
+
+COMING_UP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import cluster_cli, cluster_state
+cluster_state.PREFIX = sys.argv[2]
+cluster_cli.clusters = lambda: ["c0"]
+for words in (["status"], ["status", "--name", "c0"]):
+    print(cluster_cli.main(words))
+"""
+
+
+def test_a_cluster_that_is_coming_up_is_told_as_that(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMING_UP, str(LAUNCH), f"{tmp_path}/cluster."]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "1"], done
+    assert done.stderr.count("cluster c0 is coming up or going down: try again") == 2

@@ -33,6 +33,9 @@ WORTH_IT, FEWEST_WRONG, MUCH_LEFT = 0.005, 1.5, 0.05
 """Of the held-out samples, how many must be wrong for tuning to be worth a try: half a point, and more than one sample,
 of which each view counts for its part, where there are enough for one to be fewer than `MUCH_LEFT`. What one sample
 gains is chance."""
+MENDED = 6
+"""A solution for tuned blocks mends all but one in so many mistakes of the layer tuned with them, at best: where that
+leaves something to gain, longer tuning does not wait for one."""
 LEAST_GAIN = 0.03
 """Part by which the loss on held-out samples falls where longer tuning is worth a try."""
 
@@ -59,10 +62,18 @@ def end_trial(job: Job, *, failed: bool = False) -> bool:
     Args:
         job: the run.
         failed: whether the stage has ended early, by numbers that are not finite. A tuning that is not on trial then
-            ends the run, with the best solution.
+            ends the run, with the best solution, or with one for the blocks that were tuned before it.
     """
     guard, runner, judge = job.guard, job.stage_runner, job.judge
     if failed and not is_on_trial(job):
+        assert guard is not None
+        if guard.best is None and guard.own is not None:
+            job.logger.info(
+                "numbers that are not finite: the tuning is taken back, the head is solved for the one before"
+            )
+            put_back(guard.own.state, runner.opened.chain.model)
+            runner.solve_alone()
+            return True
         job.logger.info("numbers that are not finite: the tuning is taken back, the best solution is kept")
         runner.drop_rest()
         go_back(job)
@@ -84,7 +95,7 @@ def end_trial(job: Job, *, failed: bool = False) -> bool:
             runner.tune_at_once()
         return False
     if not stage.is_trial and trial.pays:
-        job.logger.info(trial.line(stage.steps, "the head is solved for the tuned blocks"))
+        job.logger.info(trial.line(stage.steps, "what was tuned is kept"))
         return False
     put_back(before, runner.opened.chain.model)
     # The solution finds out about mirror images itself, on all samples, where there is room for them.
@@ -101,12 +112,13 @@ def end_trial(job: Job, *, failed: bool = False) -> bool:
 def give_up_tuning(job: Job) -> bool:
     """Tell whether numbers that are not finite end a tuning alone, not the run, and end it then. Collective.
 
-    A trial, or a tuning behind a solution that the run can end with. The epoch under way is then the stage's last.
+    A trial, or a tuning behind a solution, or a tuned model, that the run can end with. The epoch under way is then the
+    stage's last.
     """
     guard, runner = job.guard, job.stage_runner
     if guard is None or runner.stage.solves:
         return False
-    ends_with_best = guard.best is not None and runner.stages[-1].steps == 0
+    ends_with_best = (guard.best or guard.own) is not None and runner.stages[-1].steps == 0
     if not (is_on_trial(job) or ends_with_best):
         return False
     job.step = runner.first_step + runner.stage.steps
@@ -224,6 +236,11 @@ def is_worth_it(found: Verdict, held_out: int) -> bool:
     return 1 - found.held_out_accuracy >= least_wrong(held_out)
 
 
+def leaves_much(own: Verdict, held_out: int) -> bool:
+    """Tell whether a tuned model is so often wrong that a solution for its blocks would leave something to gain."""
+    return 1 - own.held_out_accuracy >= MENDED * least_wrong(held_out)
+
+
 def least_wrong(held_out: int) -> float:
     """Return which part of so many held-out samples must be wrong for tuning to gain anything."""
     return max(WORTH_IT, min(MUCH_LEFT, FEWEST_WRONG / held_out))
@@ -247,6 +264,8 @@ def judge_tuned(job: Job) -> None:
     if not runner.is_last:
         verdict = guard.note_own(score, runner.opened.chain.model, stage=runner.number)
         job.logger.info(f"{verdict.line(None)}; by the tuned model's own last layer")
+        if guard.best is None and leaves_much(verdict, held_out_of(job)) and runner.tune_on():
+            job.logger.info("that is too much for a solved head to mend: tuning goes on without one")
     elif guard.best is not None:
         verdict = guard.judge_tuned(score, stage=runner.number)
         job.logger.info(verdict.line(guard.best.verdict))

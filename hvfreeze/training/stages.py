@@ -240,6 +240,14 @@ class StageRunner:
         changed = {left_out: 0, last: tune.steps + spared}
         self.plan([changed.get(number, stage.steps) for number, stage in enumerate(self.stages)])
 
+    def tune_on(self) -> bool:
+        """Leave out the solution that comes where a tuning follows it; return whether one does. Equal on all ranks."""
+        solves, tunes = self._coming(solves=True), self._coming(solves=False)
+        if not tunes or tunes[0] < solves[0]:
+            return False
+        self._keep(lambda number: number != solves[0])
+        return True
+
     def _coming(self, *, solves: bool) -> list[int]:
         """Return the numbers of the stages to come that solve, or of those that do not."""
         numbered = list(enumerate(self.stages))[self.number + 1 :]

@@ -21,6 +21,7 @@ CHECKS: dict[str, list[Any]] = {
     "staged trials": sizes(2, 3, of=(2, 3)),
     "staged own_layer": sizes(2, 3, of=(2, 3)),
     "staged small_gains": sizes(3, of=(2, 3)),
+    "staged tuning_on": sizes(3, of=(2, 3)),
     "staged whole_tunings": sizes(2, of=(2, 3)),
     "staged budgets": sizes(3, of=(2, 3)),
     "staged every_stop": sizes(of=(2,)),

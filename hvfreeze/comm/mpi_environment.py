@@ -72,7 +72,9 @@ def may_read_memory() -> bool:
 def start_mpi() -> Any:
     """Return mpi4py's MPI, initialised for calls from any thread; raises ImportError where it cannot be loaded.
 
-    Waiting for the other ranks to start, this process's threads go on: `from mpi4py import MPI` would hold them up.
+    Waiting for the other ranks to start, this process's threads go on: `from mpi4py import MPI` would hold them up. But
+    none of them may use memory meanwhile: as it starts, Open MPI can write jumps over the beginning of `munmap` and the
+    like (with `-mca btl ^openib`, as horovodrun has it), and a thread that is inside comes back into the middle of one.
     """
     import mpi4py
 

@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 from hvfreeze.__main__ import program
@@ -23,6 +24,7 @@ def at(name: str) -> None:
 
 
 def start() -> Any:
+    assert {thread.name for thread in threading.enumerate()} <= {"MainThread", "stall-watch"}, "none may use memory now"
     mpi = start_mpi()
     at("start")
     return mpi

@@ -154,11 +154,6 @@ class PrefixActivations:
         """Bytes of this process's rows that are cached at the current cut."""
         return self._levels.current.store.stored_bytes if self._levels.current else 0
 
-    @property
-    def complete(self) -> bool:
-        """Whether all rows that this process may store are cached at the current cut."""
-        return self._levels.current is not None and self._levels.current.store.complete
-
     def begin_cut(
         self,
         cut: int,

@@ -117,7 +117,7 @@ class Objective:
         """
         if not self.mixup:
             return Mixture(features, labels)
-        generator = np.random.default_rng([MIXUP, self.seed, self.replica, step, number])
+        generator = np.random.default_rng([MIXUP, self.seed % 2**64, self.replica, step, number])
         drawn = float(generator.beta(self.mixup, self.mixup))
         partners = torch.from_numpy(generator.permutation(len(labels)))
         part = max(drawn, 1 - drawn)

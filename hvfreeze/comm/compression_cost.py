@@ -6,7 +6,7 @@ import heapq
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from hvfreeze.comm.gradient_exchange import Message, Named, lay_out, thin_and_wh
 from hvfreeze.comm.low_rank import LowRankBucket, fits
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import parse_compression
+from hvfreeze.timing import least_seconds
 
 SMALL_BYTES, LARGE_BYTES = 1024, 4 * 2**20
 TRIED_BYTES = (64 * 2**10, 512 * 2**10, LARGE_BYTES)
@@ -192,8 +193,12 @@ def own_seconds(named: Named, compression: str) -> float:
         bucket.advance(send, wait)
         bucket.finish(send, wait)
 
-    uncompressed = shortest(lambda: torch.mul(gradient, 0.5, out=into))
-    return max(0.0, shortest(step) - uncompressed) * elements / gradient.numel()
+    seconds = []
+    for work in (lambda: torch.mul(gradient, 0.5, out=into), step):
+        # The first time brings memory up to speed, and does not count.
+        work()
+        seconds.append(least_seconds(work, times=TIMES))
+    return max(0.0, seconds[1] - seconds[0]) * elements / gradient.numel()
 
 
 def made_unlike(named: Named, world: World) -> frozenset[str]:
@@ -206,13 +211,3 @@ def made_unlike(named: Named, world: World) -> frozenset[str]:
             mine[compression] = LowRankBucket("probe", thin, range(len(thin)), size=1, rank=rank).probe()
     everyone = world.allgather_object(mine, name="gradients.low-rank.probes")
     return frozenset(name for name in mine if any(other[name] != everyone[0][name] for other in everyone))
-
-
-def shortest(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few times; the first, which brings memory up to speed, does not count."""
-    seconds = []
-    for _ in range(1 + TIMES):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])

@@ -7,8 +7,6 @@ with its own share of the samples: rank = replica * P + partition (HyPar-Flow's 
 from __future__ import annotations
 
 from hvfreeze.comm.world import World
-from hvfreeze.errors import UsageError
-from hvfreeze.wording import plural
 
 
 class Mesh:
@@ -36,16 +34,7 @@ class Mesh:
 
 
 def open_mesh(world: World, *, partitions: int) -> Mesh:
-    """Return this rank's place among `partitions` x `world.size / partitions` ranks. Collective.
-
-    Raises:
-        UsageError: `partitions` does not divide the number of ranks.
-    """
-    if partitions < 1 or world.size % partitions:
-        raise UsageError(
-            f"{plural(world.size, 'rank')} cannot form lines of {partitions}: the number of partitions must divide the "
-            f"number of ranks; start {partitions} ranks, or a multiple"
-        )
+    """Return this rank's place; `partitions` divides the number of ranks. Collective."""
     if partitions == 1:
         return Mesh(world)
     # Sets are made on all ranks, of all ranks, in the same order.

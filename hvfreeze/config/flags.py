@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvfreeze.config.tree import Config, flat, from_dict, leaves, read_yaml
+from hvfreeze.config.tree import Config, asked_for, from_dict, leaves, read_yaml
 from hvfreeze.errors import UsageError
 
 EXAMPLES = """examples:
@@ -111,4 +111,4 @@ def configuration(options: argparse.Namespace) -> Config:
     if path is None:
         return from_dict(flags, source="command line")
     source = f"--config ({path})"
-    return from_dict({**flat(read_yaml(path), source=source), **flags}, source=source)
+    return from_dict({**asked_for(read_yaml(path), source=source), **flags}, source=source)

@@ -45,7 +45,8 @@ def setting(
 def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
     """Return `value` as the leaf's type; numbers are accepted where text is wanted (lists of weights, counts).
 
-    Paths are text, and the scalars of numpy and torch numbers.
+    Paths are text, and the scalars of numpy and torch numbers. Where no text is wanted, on and off are booleans, and a
+    text such as 1e-3 is a number.
 
     Raises:
         UsageError: `value` has another type.
@@ -59,16 +60,27 @@ def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
     if float in options and isinstance(plain, int) and not isinstance(plain, bool):
         # A number that no float holds is judged as one that is infinite.
         return float(plain) if abs(plain) < 2**1023 else math.inf * (1 if plain > 0 else -1)
+    if type(plain) is str and str not in options:
+        # What YAML has for text, though it is written as for a flag.
+        if int in options and re.fullmatch(r"[-+]?0[0-9]+", plain):
+            return int(plain)
+        if bool in options and plain.lower() in ("on", "off"):
+            return plain.lower() == "on"
+        if float in options and re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+", plain):
+            return float(plain)
     if str in options and not isinstance(plain, bool):
         if isinstance(plain, (list, tuple)) and all(isinstance(entry, (int, float, str)) for entry in plain):
             return ",".join(str(entry) for entry in plain)
         if isinstance(plain, (int, float)):
             return str(plain)
+    if type(plain) is str and str in options and "\0" in plain:
+        raise UsageError(f"{source}: {leaf} ({value!r}) must be text without NUL characters, which no path may have")
     for option in options:
         if type(plain) is option:
             return plain
     names = " or ".join(option.__name__ for option in options if option is not type(None))
-    raise UsageError(f"{source}: {leaf} ({value!r}) must be of type {names}")
+    quotes = f"; put {leaf} in quotes where it is text such as yes" if str in options and type(plain) is bool else ""
+    raise UsageError(f"{source}: {leaf} ({value!r}) must be of type {names}{quotes}")
 
 
 def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> None:

@@ -34,6 +34,8 @@ TINY_LM = "tiny-lm"
 """The model for a text."""
 TEXT_STRATEGIES = ("replicas", "local-sgd", "stale-ring")
 """Strategies that train on windows of a text."""
+MOST_PIXELS = 4096
+"""Side of an image."""
 CONTEXT = 64
 """Characters of a window where --context is not given."""
 CRITERIA = ("coherence", "gradient-norm", "percentile", "linear", "geometric")
@@ -128,9 +130,12 @@ class DataConfig(Section):
         rule(self.data != "imagefolder" or bool(self.data_dir), "data", self.data, "given together with --data-dir DIR")
         rule(self.train_samples is None or self.train_samples > 0, "train-samples", self.train_samples, "at least 1")
         rule(0 <= self.validation_fraction < 1, "validation-fraction", self.validation_fraction, "in [0, 1)")
-        rule(self.image_size is None or 1 <= self.image_size <= 4096, "image-size", self.image_size, "in 1..4096")
-        larger = self.resize is None or (self.image_size is not None and self.image_size <= self.resize <= 4096)
-        rule(larger, "resize", self.resize, "given together with --image-size, at least that and at most 4096")
+        fits = self.image_size is None or 1 <= self.image_size <= MOST_PIXELS
+        rule(fits, "image-size", self.image_size, f"in 1..{MOST_PIXELS}")
+        larger = self.resize is None or (self.image_size is not None and self.image_size <= self.resize <= MOST_PIXELS)
+        rule(
+            larger, "resize", self.resize, f"given together with --image-size, at least that and at most {MOST_PIXELS}"
+        )
         self.statistics()
         self._check_text()
         one_of("shuffle", self.shuffle, ("shard", "global"))
@@ -803,6 +808,8 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A shell gives the empty path for a variable that is not set.
+        object.__setattr__(self, "run_dir", self.run_dir or None)
         rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
         rule(not self.resume_inexact or self.resume, "resume-inexact", True, "given together with --resume")
         rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -38,12 +40,14 @@ from hvfreeze.errors import UsageError
 
 MOST_BYTES = 2**20
 DEEPEST = 16
+BOOLEAN, INTEGER = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
 
 
 class PlainLoader(yaml.SafeLoader):
     """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion.
 
-    A key that comes twice is refused, where YAML's readers let the last one win.
+    A key that comes twice is refused, where YAML's readers let the last one win. As on a command line `on` and `off`
+    are text, and a number that begins with 0 is decimal; YAML 1.1 has them for booleans and octal.
     """
 
     def __init__(self, text: str) -> None:
@@ -67,6 +71,20 @@ class PlainLoader(yaml.SafeLoader):
                 if count > 1:
                     raise yaml.YAMLError(f"the key {key} is there twice in one place; leave one")
         return node
+
+
+def construct_integer(loader: PlainLoader, node: yaml.ScalarNode) -> int:
+    """Return the integer that stands in a file."""
+    if re.fullmatch(r"[-+]?0[0-9]+", text := str(loader.construct_scalar(node))):
+        return int(text)
+    return loader.construct_yaml_int(node)
+
+
+PlainLoader.add_constructor(INTEGER, construct_integer)
+PlainLoader.yaml_implicit_resolvers = {
+    first: [entry for entry in known if first not in ("o", "O") or entry[0] != BOOLEAN]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def parse_plain_yaml(text: bytes) -> Any:
@@ -259,16 +277,45 @@ def strategy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: defaults[strategy] for name, defaults in by_leaf.items() if strategy in defaults}
 
 
+def kind_of(config: Config) -> dict[str, str]:
+    """Return the settings (by flag with underscores) on which defaults of others depend."""
+    kind = {"strategy": config.strategy.strategy, "optimizer": config.optimizer.optimizer}
+    return kind | ({"freeze": AUTO, "head": config.head.head} if config.freeze.auto else {})
+
+
 def differing(config: Config) -> frozenset[str]:
     """Return the flags (with underscores) whose values are not the defaults of a run of this kind."""
-    auto, solved = config.freeze.auto, config.head.solved
-    kind = {"strategy": config.strategy.strategy, "optimizer": config.optimizer.optimizer}
-    kind |= {"freeze": AUTO, "head": config.head.head} if auto else {}
+    auto, solved, kind = config.freeze.auto, config.head.solved, kind_of(config)
     usual, mine = (flat(to_dict(each), source="configuration") for each in (from_dict(kind), config))
     # What `resolved` makes of settings was not asked for, and stands in every config.yaml.
     made: dict[str, Any] = {"freeze": SOLVED[0], "cut": SOLVED[1], "epochs": 1} if solved and not auto else {}
     made["blocks"] = from_dict(kind).resolved().model.blocks
     return frozenset(name for name, value in usual.items() if mine[name] not in (value, made.get(name, value)))
+
+
+def asked_for(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Return the leaves of a configuration file by name, of a run's config.yaml without those that follow from others.
+
+    They make the same run, and where one of them is changed, what follows from it is worked out anew.
+
+    Raises:
+        UsageError: an unknown key, or one in another section than its own, or twice.
+    """
+    found = flat(tree, source=source)
+    # Only runs write every section; in a file of a user's own every leaf is meant.
+    if not set(typing.get_type_hints(Config)) <= set(tree):
+        return found
+    with suppress(UsageError):
+        whole = from_dict(found, source=source)
+        kind = kind_of(whole)
+        # What a run learns stays, also where its strategy has data and a model of its own: runs of several strategies
+        # are compared.
+        usual = found.keys() - differing(whole) - kind.keys() - {"data", "model"}
+        for names in (usual, *({name} for name in kind)):
+            fewer = {name: value for name, value in found.items() if name not in names}
+            with suppress(UsageError):
+                found = fewer if from_dict(fewer, source=source).resolved() == whole.resolved() else found
+    return found
 
 
 def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:

@@ -164,7 +164,8 @@ def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | 
     if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
         return None
     if not is_folder(root):
-        raise RefusedError(f"data folder {root} does not exist; name one with --data-dir or $HVFREEZE_DATA")
+        lacks = "is no folder" if os.path.lexists(root) else "does not exist"
+        raise RefusedError(f"data folder {root} {lacks}; name one with --data-dir or $HVFREEZE_DATA")
     if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
         raise RefusedError(
             f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "
@@ -271,10 +272,11 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     name = train.source.name
     count = 1 + max(*train.labels, *test.labels)
     classes = train.classes or tuple(map(str, range(count)))
-    if test.classes not in (train.classes, None) or count > len(classes) or len(set(classes)) < max(2, len(classes)):
+    alike = test.classes in (train.classes, None) and count <= len(classes)
+    if not alike or len(set(classes)) < max(2, len(classes)) or not all(classes):
         raise RefusedError(
-            f"--data ({name}) must have at least two classes with names of their own, the same in train and test; "
-            f"labels go up to {count - 1}, and train names {plural(len(classes), 'class', 'classes')}"
+            f"--data ({name}) must have at least two classes with names of their own, none empty, the same in train "
+            f"and test; labels go up to {count - 1}, and train names {plural(len(classes), 'class', 'classes')}"
         )
     shown = {part: {n for row, n in enumerate(s.labels) if row not in s.broken} for part, s in splits.items()}
     unlearnt = [classes[label] for label in sorted(shown["test"] - shown["train"])]

@@ -35,6 +35,10 @@ PNG_TEXTS = b"eXIf", b"iTXt", b"tEXt", b"zTXt"
 MODES_OF_16_BITS = "I;16"
 
 
+class UnknownRangeError(ValueError):
+    """Pixels are numbers of which nobody says what is black and what is white."""
+
+
 def open_image(path: str | Path) -> Image.Image:
     """Return an image of which only the header has been read; the caller closes it.
 
@@ -58,11 +62,14 @@ def open_image(path: str | Path) -> Image.Image:
 def read_rgb(path: str | Path, *, reading: int = READING) -> Image.Image:
     """Return a decoded image file; grey, palettes and transparency become RGB.
 
-    Raises RefusedError, which names it, where the file cannot be read or is not an intact image.
+    Raises RefusedError, which names it, where the file cannot be read, is not an intact image, or holds pixels whose
+    range is not known.
     """
     with open_image(path) as image:
         try:
             return to_rgb(image, reading=reading)
+        except UnknownRangeError as error:
+            raise RefusedError(f"{path} cannot be used: {error}") from error
         # Pillow's decoders raise errors of many kinds on damaged files.
         except Exception as error:
             raise _damaged(path, error) from error
@@ -71,7 +78,7 @@ def read_rgb(path: str | Path, *, reading: int = READING) -> Image.Image:
 def to_rgb(image: Image.Image, *, reading: int = READING) -> Image.Image:
     """Return an image in 8-bit RGB, turned as `READING` says; itself where it is that.
 
-    Raises ValueError where the range of its pixels is not known.
+    Raises UnknownRangeError where the range of its pixels is not known.
     """
     # What a PNG file says of itself may come behind its pixels.
     image.load()
@@ -89,7 +96,7 @@ def _in_rgb(image: Image.Image, *, reading: int) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range, convert it to 8 bits")
+        raise UnknownRangeError(f"pixels of mode {image.mode} have no known range, convert it to 8 bits")
     # Straight to RGB, Pillow warns of palettes with transparency.
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
 

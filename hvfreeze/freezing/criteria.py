@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -102,17 +103,17 @@ def gradient_norm(evidence: Evidence) -> int:
     return past_parameterless(evidence, front + 1)
 
 
-def percentile(evidence: Evidence, *, q: float = 50) -> int:
-    """Freeze every block before the first whose eta reaches the `q`-th percentile of all (AutoFreeze, Liu et al. 2021).
+def percentile(evidence: Evidence) -> int:
+    """Freeze every block before the first whose eta reaches the median of all (AutoFreeze, Liu et al. 2021).
 
     With fewer than three blocks left a median says nothing; `gradient_norm` decides then. `eta_max` bounds each
     block that is frozen.
     """
     etas = rates_of_change(evidence)
-    known = sorted(eta for eta in etas if eta is not None)
+    known = [eta for eta in etas if eta is not None]
     if len(known) < 3:
         return gradient_norm(evidence)
-    threshold = interpolated(known, q)
+    threshold = statistics.median(known)
     cut = evidence.cut
     for block in evidence.active():
         eta = etas[block]
@@ -120,14 +121,6 @@ def percentile(evidence: Evidence, *, q: float = 50) -> int:
             break
         cut = block + 1
     return cut
-
-
-def interpolated(ordered: Sequence[float], q: float) -> float:
-    """Return the `q`-th percentile of ordered numbers, interpolated linearly."""
-    place = (len(ordered) - 1) * q / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def linear(evidence: Evidence) -> int:
@@ -142,15 +135,15 @@ def linear(evidence: Evidence) -> int:
     return max(evidence.cut, min(cut, evidence.deepest))
 
 
-def geometric(evidence: Evidence, *, rate: float = GEOMETRIC_RATE) -> int:
-    """Freeze the share `rate` of the blocks still training each epoch: F(e) = ceil(L (1 - (1 - rate)^e)).
+def geometric(evidence: Evidence) -> int:
+    """Freeze a third of the blocks still training each epoch: F(e) = ceil(L (1 - (2/3)^e)).
 
     PipeTransformer's schedule (He et al. 2021), with L = n - 1 blocks that may be frozen and e counted from the end
     of the warm-up.
     """
     epochs = math.floor(evidence.epoch - evidence.warmup_epochs + 1e-9)
     # Rounded first: in binary 3 (1 - 2/3) is a little more than 1 and would be rounded up to 2.
-    cut = math.ceil(round(evidence.deepest * (1 - (1 - rate) ** max(0, epochs)), 9))
+    cut = math.ceil(round(evidence.deepest * (1 - (1 - GEOMETRIC_RATE) ** max(0, epochs)), 9))
     return max(evidence.cut, min(cut, evidence.deepest))
 
 

@@ -11,8 +11,9 @@ A solver that is stopped lies beside them, until it is done.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,7 +100,8 @@ class StoppedSolver:
 
     def keep(self, iterate: Iterate) -> None:
         """Write from where to go on; where that cannot be done, the next run begins anew."""
-        temporary = self._path.with_suffix(".part")
+        # Another job may be solving the same, in the same directory.
+        temporary = self._path.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
             with open(open_new(temporary), "wb") as file:
                 torch.save([*iterate], file)
@@ -107,11 +109,14 @@ class StoppedSolver:
                 replace_file(file.fileno(), temporary, self._path)
         # `torch.save` raises RuntimeError where a disk is full.
         except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                temporary.unlink()
             self._say(f"{self._path} cannot be written ({error}): a resumed run begins its solver anew")
 
     def remove(self) -> None:
-        """Remove what is kept."""
-        self._path.unlink(missing_ok=True)
+        """Remove what is kept, and what jobs that were killed in writing it have left."""
+        for path in (self._path, *self._path.parent.glob(f"{self._path.stem}.*.part")):
+            path.unlink(missing_ok=True)
 
 
 class KeptPoints:

@@ -100,8 +100,8 @@ def measure(rows: Rows, *, world: World) -> Standard:
     moments = world.allreduce_sum(moments, name="head.moments")
     if not moments.isfinite().all():
         columns = (~moments.isfinite()).any(0).nonzero().flatten().tolist()
-        mine = [int(chunk.samples[row]) for chunk in rows.chunks() for row in immeasurable(chunk.features - shift)]
-        samples = sorted({sample for theirs in world.allgather_object(mine, name="head.damaged") for sample in theirs})
+        # What is wrong with the row that the others are compared with is not wrong with them.
+        samples = damaged(rows, torch.zeros_like(shift), world=world) or damaged(rows, shift, world=world)
         raise FeaturesError(
             f"head fit: {len(columns)} of {rows.width} features are NaN or infinite, the first is number {columns[0]}; "
             f"these, or their squares, are so in {numbered(samples)}: the weights or the images are damaged, or the "
@@ -117,6 +117,12 @@ def measure(rows: Rows, *, world: World) -> Standard:
     far = bool((mean.abs() * scale)[~constant].gt(LARGEST_MEAN).any())
     taken_off = mean.float() if far else torch.zeros_like(shift)
     return Standard(mean, scale, int(count), int(moments[1, -1]), taken_off)
+
+
+def damaged(rows: Rows, shift: Tensor, *, world: World) -> list[int]:
+    """Return the samples of all ranks whose features, or their squares, less `shift`, are not finite. Collective."""
+    mine = [int(chunk.samples[row]) for chunk in rows.chunks() for row in immeasurable(chunk.features - shift)]
+    return sorted({sample for theirs in world.allgather_object(mine, name="head.damaged") for sample in theirs})
 
 
 def immeasurable(features: Tensor) -> list[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,18 +23,31 @@ from hvfreeze.heads.multilevel import SolvableHead, take
 from hvfreeze.heads.rows import CHUNK_ROWS, SomeRows, WholeRows, fits, gather
 from hvfreeze.heads.solution import Solution, Stop
 
-USUAL_PASSES, COMPARING_PASSES = 40, 5
+LINEAR_PASSES, POINTS_PASSES = 40, 5
 """Over the rows, until a linear head is solved, and until rows have become the points that are compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class FitTerms:
+    """On what terms a head is fitted."""
+
+    held_out: NDArray[np.bool_]
+    """(samples,) for each sample id whether it chooses the penalty."""
+    trained: bool
+    """Whether the network was trained on the other samples."""
+    compare_mirrored: bool
+    """Whether mirror images are left out where the head is better without them."""
+    sampled: int | None
+    """How many of this rank's batches, the first ones, a kernel head looks at first; None where all may be kept."""
 
 
 def solve(
     rows: WholeRows,
     layer: SolvableHead,
+    terms: FitTerms,
     *,
     world: World,
-    trained: bool,
     centres: int | None,
-    compare_mirrored: bool,
     kept: KeptPoints | None,
     stop: Stop,
     count: Callable[[Tensor, Tensor, float], None],
@@ -41,9 +57,8 @@ def solve(
     Args:
         rows: this rank's.
         layer: becomes the solution, the same on every rank.
+        terms: by which the rows are marked already.
         world: the ranks.
-        trained: whether the network was trained on the rows that are not held out.
-        compare_mirrored: whether mirror images are left out where the head is better without them.
         centres: that a kernel head compares rows with; None chooses.
         kept: a kernel head's points, kept or to be kept; None keeps nothing.
         stop: called after every few batches with the number of rows that have their features, and with 0, often, while
@@ -55,19 +70,19 @@ def solve(
         UsageError: there are no samples to fit on, or none to choose by; on all ranks.
     """
     fit: HeadFit | KernelFit | None
-    terms: Any = {"classes": layer.out_features, "world": world}
-    terms |= {"trained": trained, "compare_mirrored": compare_mirrored}
+    asked: Any = {"classes": layer.out_features, "world": world}
+    asked |= {"trained": terms.trained, "compare_mirrored": terms.compare_mirrored}
     if isinstance(layer, KernelHead):
         # What training has freed is the solver's to take.
         give_back()
         # Half of what is available beside the rows: to compute likenesses anew takes ten times as long as to use them.
         memory = memory_budget(world.local_size) * 3 // 2
-        terms |= {"centres": centres, "kept": kept}
-        fit = fit_kernel(rows, memory_bytes=memory, read=stop, watch=partial(stop, 0), **terms)
+        asked |= {"centres": centres, "kept": kept}
+        fit = fit_kernel(rows, memory_bytes=memory, read=stop, watch=partial(stop, 0), **asked)
     elif gather(rows, world=world, stop=stop):
         return None
     else:
-        fit = fit_softmax(rows, stop=partial(stop, 0), **terms)
+        fit = fit_softmax(rows, stop=partial(stop, 0), **asked)
     if fit is None:
         return None
     take(layer, fit)
@@ -93,4 +108,4 @@ def times_asked_for(batches: Sequence[Batch], layer: SolvableHead, *, memory_byt
     rows = sum(batch.counted for batch in batches)
     if fits(rows, layer.in_features, memory_bytes):
         return 1
-    return COMPARING_PASSES if isinstance(layer, KernelHead) else USUAL_PASSES
+    return POINTS_PASSES if isinstance(layer, KernelHead) else LINEAR_PASSES

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import timeit
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.sections import TINY_LM
+from hvfreeze.config.rules import rule
+from hvfreeze.config.sections import MOST_PIXELS, TINY_LM
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.report.tables import Table, factor, percent, table_of
 from hvfreeze.runs.files import reason_of
+from hvfreeze.timing import least_seconds
 from hvfreeze.wording import plural
 
 TIMES = 3
+MOST = 2**31 - 1
+"""Classes, or images at once: with more, torch cannot count the elements of a tensor."""
 
 
 def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch_size: int) -> int:
@@ -25,20 +26,21 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
 
     Raises UsageError where there is no such model, it cannot be cut so, or a number makes no sense.
     """
-    for flag, value in (("image-size", image_size), ("classes", classes), ("batch-size", batch_size)):
-        if value < 1:
-            raise UsageError(f"--{flag} ({value}) must be at least 1")
+    numbers = (("image-size", image_size, MOST_PIXELS), ("classes", classes, MOST), ("batch-size", batch_size, MOST))
+    for flag, value, most in numbers:
+        rule(1 <= value <= most, flag, value, f"in 1..{most}")
     if model == TINY_LM:
         raise UsageError(f"model ({model}) reads text: its first and last block share parameters, so none is frozen")
-    images = torch.rand(batch_size, 3, image_size, image_size).contiguous(memory_format=torch.channels_last)
-    chain = build_chain(model, scheme, classes=classes, image_size=image_size)
     try:
-        table = outline(chain, images)
-    except ValueError as error:
-        # A batch has no statistics where it comes down to one value per channel.
+        images = torch.rand(batch_size, 3, image_size, image_size).contiguous(memory_format=torch.channels_last)
+        chain = build_chain(model, scheme, classes=classes, image_size=image_size)
+        table = outline_of(chain, images, model=model)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
         raise UsageError(
-            f"--batch-size ({batch_size}) is too small for {model} and --image-size ({image_size}): "
-            f"{reason_of(error)}; give a larger one"
+            f"--batch-size ({batch_size}), --image-size ({image_size}) or --classes ({classes}) is too large for "
+            f"{model} in the memory of this machine; give a smaller one"
         ) from error
     print(f"{model}, {plural(len(chain.blocks), 'block')} ({scheme}), {image_size}x{image_size} pixels")
     print(table.to_text(), end="")
@@ -58,6 +60,18 @@ def build_chain(model: str, scheme: str, *, classes: int, image_size: int) -> Ch
     return built.chain or cut_into_blocks(built.model, scheme=scheme, example=example)
 
 
+def outline_of(chain: Chain, images: Tensor, *, model: str) -> Table:
+    """Return the outline of a chain; raises UsageError where the batch is too small for it."""
+    try:
+        return outline(chain, images)
+    except ValueError as error:
+        # A batch has no statistics where it comes down to one value per channel.
+        raise UsageError(
+            f"--batch-size ({len(images)}) is too small for {model} and --image-size ({images.shape[-1]}): "
+            f"{reason_of(error)}; give a larger one"
+        ) from error
+
+
 def outline(chain: Chain, images: Tensor) -> Table:
     """Return a row for each cut, from nothing frozen to all but the last block."""
     chain.model.train()
@@ -66,7 +80,7 @@ def outline(chain: Chain, images: Tensor) -> Table:
     ]
     rows, whole, x, prefix = [], 0.0, images, 0.0
     for cut in range(len(chain.blocks)):
-        rest = least_seconds(lambda cut=cut, x=x: step(chain, x, cut))  # type: ignore[misc]
+        rest = least_seconds(lambda cut=cut, x=x: step(chain, x, cut), times=TIMES)  # type: ignore[misc]
         whole = whole or rest
         frozen = sum(sizes[:cut])
         rows.append(
@@ -82,7 +96,7 @@ def outline(chain: Chain, images: Tensor) -> Table:
             }
         )
         if cut + 1 < len(chain.blocks):
-            prefix += least_seconds(lambda cut=cut, x=x: forward(chain, x, cut))  # type: ignore[misc]
+            prefix += least_seconds(lambda cut=cut, x=x: forward(chain, x, cut), times=TIMES)  # type: ignore[misc]
             x = forward(chain, x, cut)
     return table_of(rows, prose=("Frozen up to",))
 
@@ -100,8 +114,3 @@ def forward(chain: Chain, x: Tensor, block: int) -> Tensor:
     for module in chain.modules(block, block + 1):
         module.eval()
     return chain.run(x, block, block + 1)
-
-
-def least_seconds(work: Callable[[], object]) -> float:
-    """Return the least time that `work` took."""
-    return min(timeit.repeat(work, repeat=TIMES, number=1))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hvfreeze import __version__
 from hvfreeze.config.sections import HeadConfig
-from hvfreeze.config.tree import MOST_BYTES, Config, parse_plain_yaml
+from hvfreeze.config.tree import Config, PlainLoader
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import READING, PixelArray, fitted, picture_of, read_rgb, to_pixels, to_rgb
 from hvfreeze.data.text import encode
@@ -122,7 +122,11 @@ FORMAT = 1
 CHUNK = 2**20
 LIBRARIES = ("torch", "torchvision", "pillow")
 PRECISIONS = ("float32", "bfloat16")
+MOST_BYTES = 2**24
+"""Of a card: names of some 200 000 classes."""
 LARGEST = 4096
+LARGEST_DECODED, MOST_PIXELS = 2**16, 2**28
+"""Side and area of images that keep the size of their files; Pillow opens no larger ones."""
 MOST_ROWS = 2**20
 
 
@@ -180,8 +184,7 @@ ENTRIES: dict[str, Any] = {
     "versions": (_are_versions, "names and versions"),
 }
 IMAGE_ENTRIES: dict[str, Any] = {
-    "height": _whole(LARGEST),
-    "width": _whole(LARGEST),
+    **dict.fromkeys(("height", "width"), _whole(LARGEST_DECODED)),
     **dict.fromkeys(("cropped_to", "enlarged_to"), SIDE),
     "mean": _triple(lambda v: True, "three numbers"),
     "std": _triple(lambda v: v > 0, "three positive numbers"),
@@ -284,10 +287,14 @@ def read_card(path: Path) -> Card:
     Raises:
         RefusedError: it cannot be read, is damaged, or tells of what this version does not know; names the entry.
     """
+    text = read_bytes(path)
+    if len(text) > MOST_BYTES:
+        raise RefusedError(f"{path} is damaged: it is longer than {MOST_BYTES} bytes")
     try:
-        tree = parse_plain_yaml(read_bytes(path)[: MOST_BYTES + 1])
-    except ValueError as error:
-        raise RefusedError(f"{path} is damaged: {error}") from error
+        tree = yaml.load(text.decode(), PlainLoader)
+    except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RefusedError(f"{path} is damaged: {reason}") from error
     if not isinstance(tree, dict) or "card" not in tree:
         raise RefusedError(f"{path} is damaged: it is no model card")
     if tree["card"] != FORMAT:
@@ -308,6 +315,8 @@ def read_card(path: Path) -> Card:
     prepared = checked(path, {"reading": 1, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
+    if (pixels := prepared["height"] * prepared["width"]) > MOST_PIXELS:
+        raise RefusedError(f"{path} is damaged: image.height x image.width ({pixels}) must be at most {MOST_PIXELS}")
     prepared |= {name: tuple(float(number) for number in prepared[name]) for name in ("mean", "std")}
     return Card(image=Preparation(**prepared), **entries)
 

@@ -11,6 +11,7 @@ DIR/reliability.png and .svg
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,7 +170,8 @@ def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
         )
     root = next((folder / part for part in ("test", "val") if is_folder(folder / part)), folder)
     if not is_folder(root):
-        raise RefusedError(f"data folder {root} does not exist; name one with --data-dir")
+        lacks = "is no folder" if os.path.lexists(root) else "does not exist"
+        raise RefusedError(f"data folder {root} {lacks}; name one with --data-dir")
     listing = scan(root, fewest=1)
     unknown = [name for name in listing.classes if name not in applied.classes]
     if unknown:
@@ -375,9 +377,12 @@ def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *,
         save_figure(plot_calibration(result.calibration), out / "reliability")
     write_text(out / "evaluation.json", json.dumps(finite(found), indent=1) + "\n")
     write_text(out / "classes.csv", to_csv(result.rows))
+    first = "true class"
+    while first in applied.classes:
+        first = f"{first} (row)"
     counts = zip(applied.classes, result.confusion.tolist(), strict=True)
     write_text(
-        out / "confusion.csv", to_csv([{"true class": name, **dict(zip(applied.classes, row))} for name, row in counts])
+        out / "confusion.csv", to_csv([{first: name, **dict(zip(applied.classes, row))} for name, row in counts])
     )
     save_figure(
         plot_confusion(result.confusion, [on_one_line(printable(name)) for name in applied.classes]), out / "confusion"

@@ -11,6 +11,7 @@ from torch import Tensor
 from hvfreeze.errors import UsageError
 from hvfreeze.inference.model import Applied
 from hvfreeze.model.early_exits import EarlyExits, work_until
+from hvfreeze.model.modes import in_precision
 from hvfreeze.model.segments import work_of
 from hvfreeze.report.tables import percent
 
@@ -82,7 +83,7 @@ class Leaving:
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """Return the logits of each sample's exit, of `together` the logarithm of the mean probabilities."""
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.applied.card.precision == "bfloat16"):
+        with in_precision(self.applied.card.precision):
             x = images.contiguous(memory_format=torch.channels_last)
             self._left = torch.full((len(images),), self.last)
             if self.together:

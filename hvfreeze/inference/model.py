@@ -8,7 +8,9 @@ names = [applied.classes[row] for row in applied.logits(batch).argmax(1)]
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from hvfreeze.inference.card import Card, Preparation, TextPreparation, read_car
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.early_exits import EarlyExits, add_exits
 from hvfreeze.model.model_sources import build_model, set_memory_formats
+from hvfreeze.model.modes import in_precision
 from hvfreeze.model.weights import read_weights
+from hvfreeze.runs.reading import read_object
 from hvfreeze.user_code import code_sha256, is_named_code
 
 
@@ -54,7 +58,7 @@ class Applied:
         A text's model returns (N, characters, T) for (N, T) int64 codes: of the characters that follow.
         """
         given = images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.card.precision == "bfloat16"):
+        with in_precision(self.card.precision):
             found: Tensor = self.model(given)
         return found.float()
 
@@ -125,13 +129,19 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
             f"--model-name {others[0]}, or hvfreeze.load_model(run, name={others[0]!r})"
         )
     if not weights.exists():
-        way = f"go on with: hvfreeze train --config {config} --run-dir {root} --resume"
-        raise RefusedError(
-            f"{root} holds no finished model: there is no {weights.name}; "
-            + (way if config.exists() else "name the directory of a run that has ended")
-        )
+        way = way_on(root) if config.exists() else "name the directory of a run that has ended"
+        raise RefusedError(f"{root} holds no finished model: there is no {weights.name}; {way}")
     if not about.exists():
         raise RefusedError(f"{about} is missing; copy it together with {weights.name} from where the run was made")
+
+
+def way_on(root: Path) -> str:
+    """Return how to continue the run in a directory, on as many ranks as it has."""
+    again = ["hvfreeze", "train", "--config", str(root / "config.yaml"), "--run-dir", str(root), "--resume"]
+    with suppress(RefusedError):
+        size = read_object(root / "environment.json", ()).get("size")
+        again = ["mpirun", "-np", str(size), *again] if type(size) is int and size > 1 else again
+    return f"go on with: {shlex.join(again)}"
 
 
 def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:

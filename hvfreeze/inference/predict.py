@@ -48,9 +48,10 @@ def answers(
 
     A sample that cannot be decoded is left out, and added to `bad` with the reason. Every batch is computed in the
     shape (batch_size, ...), since other shapes may give other last bits; one with fewer samples repeats its last one,
-    and leaves the repetitions out of what is yielded. `decode` is called in threads.
+    and leaves the repetitions out of what is yielded. A `batch_size` above `count` is `count`. `decode` is called in
+    threads.
     """
-    rows = batch_size or applied.card.batch_size
+    rows = min(batch_size, max(1, count)) if batch_size else applied.card.batch_size
     starts = list(range(0, count, rows))
     pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="decode")
 

@@ -44,6 +44,8 @@ class Drawing:
             raise UsageError(
                 f"--temperature ({self.temperature}) must be 0, which takes the most probable, or a positive number"
             )
+        if not -(2**63) <= self.seed < 2**64:
+            raise UsageError(f"--seed ({self.seed}) must be in -2^63..2^64-1")
 
 
 def tell_on(applied: Applied, text: str, drawing: Drawing, *, top: int | None, out: Path | None) -> int:
@@ -86,7 +88,8 @@ def draw(logits: Tensor, generator: torch.Generator, *, temperature: float, top:
         return int(logits.argmax())
     best = logits.sort(descending=True, stable=True)
     count = len(logits) if top is None else min(top, len(logits))
-    probabilities = (best.values[:count] / temperature).softmax(0)
+    # Differences to the largest are 0 or less, and no temperature makes them infinite upwards.
+    probabilities = ((best.values[:count] - best.values[0]) / temperature).softmax(0)
     return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
@@ -118,7 +121,8 @@ def evaluate_text(
 ) -> int:
     """Print how well a model predicts the characters of windows, and write it to the folder `out`; return 0."""
     loss, correct, count = 0.0, 0, 0
-    for batch in padded_batches(ids, windows.labels_of, batch_size or applied.card.batch_size):
+    rows = min(batch_size, len(ids)) if batch_size else applied.card.batch_size
+    for batch in padded_batches(ids, windows.labels_of, rows):
         logits = applied.logits(windows.load(batch.ids, batch.views))[: batch.counted]
         labels = batch.labels[: batch.counted]
         loss += float(functional.cross_entropy(logits.double(), labels)) * labels.numel()

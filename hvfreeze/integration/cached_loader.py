@@ -48,54 +48,10 @@ from hvfreeze.integration.samples import (
     inputs_and_labels,
 )
 from hvfreeze.integration.script_world import tell
-from hvfreeze.integration.split_model import Halves, autocast, halves_of
-from hvfreeze.model.blocks import Chain
+from hvfreeze.integration.split_forward import halves_of
+from hvfreeze.integration.split_model import Halves, autocast
 from hvfreeze.model.traced import Inputs, call
 from hvfreeze.prefix.operations import operations_digest
-
-
-def fingerprint_of(
-    chain: Chain,
-    cut: int,
-    *,
-    prefix: str,
-    data: JSON,
-    inputs: Inputs,
-    num_views: int,
-    seed: int,
-    precision: torch.dtype,
-    batch_rows: int,
-) -> Fingerprint:
-    """Return what must match before rows at `cut` may be used.
-
-    Args:
-        chain: the model; containers compute in the mode that it is in, training or evaluation.
-        cut: number of frozen blocks.
-        prefix: digest of the tensors that they compute with.
-        data: identity of the data set.
-        inputs: a batch of the model's inputs, for types, shapes and strides.
-        num_views: fixed views of each sample.
-        seed: of the views' draws.
-        precision: of autocast; float32 without.
-        batch_rows: rows of every forward.
-    """
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return activation_fingerprint(
-        prefix=prefix,
-        operations=operations_digest(chain, cut),
-        cut=cut,
-        data=data,
-        split="train" if chain.model.training else "eval",
-        transform=[[str(leaf.dtype), list(leaf.shape[1:]), list(leaf.stride())] for leaf in leaves],
-        data_seed=seed,
-        augment="none" if num_views == 1 else f"views:{num_views}",
-        dtype="native",
-        input_shape=list(leaves[0].shape[1:]),
-        memory_format=str(list(leaves[0].stride())),
-        precision=str(precision).removeprefix("torch."),
-        batch_rows=batch_rows,
-        threads=torch.get_num_threads(),
-    )
 
 
 @dataclass(frozen=True)
@@ -460,14 +416,23 @@ class CachedLoader:
         return True
 
     def _fingerprint(self, cut: int, inputs: Inputs) -> Fingerprint:
-        return fingerprint_of(
-            self._chain,
-            cut,
+        """Return what must match before rows at `cut` may be used; of the inputs, types, shapes and strides count."""
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        num_views = self._samples.num_views
+        return activation_fingerprint(
             prefix=self._halves.digest(cut),
+            operations=operations_digest(self._chain, cut),
+            cut=cut,
             data=self._data,
-            inputs=inputs,
-            num_views=self._samples.num_views,
-            seed=self._seed,
-            precision=self._dtype or torch.float32,
+            # The mode that containers compute in.
+            split="train" if self._chain.model.training else "eval",
+            transform=[[str(leaf.dtype), list(leaf.shape[1:]), list(leaf.stride())] for leaf in leaves],
+            data_seed=self._seed,
+            augment="none" if num_views == 1 else f"views:{num_views}",
+            dtype="native",
+            input_shape=list(leaves[0].shape[1:]),
+            memory_format=str(list(leaves[0].stride())),
+            precision=str(self._dtype or torch.float32).removeprefix("torch."),
             batch_rows=self._samples.batch_rows,
+            threads=torch.get_num_threads(),
         )

@@ -139,15 +139,17 @@ class _Numbered(Dataset[Any]):
 def own_draws(*seed: int) -> Iterator[None]:
     """Put the random states of torch, numpy and Python back as they were; inside they start from `seed`, if given."""
     python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        if seed:
-            words = np.random.SeedSequence(seed).generate_state(3)
-            torch.manual_seed(int(words[0]))
-            random.seed(int(words[1]))
-            np.random.seed(int(words[2]))
-        yield
-    random.setstate(python)
-    np.random.set_state(numbers)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            if seed:
+                words = np.random.SeedSequence(seed).generate_state(3)
+                torch.manual_seed(int(words[0]))
+                random.seed(int(words[1]))
+                np.random.seed(int(words[2]))
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
 
 
 class Remembered:

@@ -13,13 +13,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.map_layout import channels_last, tokens_last
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment
+from hvfreeze.model.segments import Segment, operations_counted
 
 CRITICS = "local_critics"
 """The submodule of a model that holds its critics."""
@@ -130,9 +129,9 @@ class EarlyExits:
         found = []
         with in_evaluation(self.chain.model):
             for number in range(len(self.groups)):
-                with FlopCounterMode(display=False) as of_group:
+                with operations_counted() as of_group:
                     image = self.group(number, image)
-                with FlopCounterMode(display=False) as of_critic:
+                with operations_counted() as of_critic:
                     self.answer(number, image)
                 found.append((of_group.get_total_flops(), of_critic.get_total_flops()))
         return found

@@ -199,7 +199,7 @@ def _timm_transformer(model: Any) -> Layout:
     calls = (model.patch_embed, model._pos_embed, model.patch_drop, model.norm_pre)
     layers = split_step(model, "blocks")
     body = [Step("patch_embed", calls, tuple(owns)), layers]
-    tail = [Step("norm", (model.norm, model.forward_head), ("norm", "fc_norm", "head_drop", "head"))]
+    tail = [Step("norm", (model.norm, model.forward_head), ("norm", "attn_pool", "fc_norm", "head_drop", "head"))]
     quarter = max(1, len(layers.parts) // 4)
     return classifier_layout(model, body, tail, stages=[layer.name for layer in layers.parts[::quarter]])
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hvfreeze.config.rules import parse_mlp
 from hvfreeze.errors import UsageError
-from hvfreeze.model.weights import head_name
+from hvfreeze.model.weights import head_layers
 
 
 class Mlp(nn.Sequential):
@@ -54,8 +54,9 @@ def replace_head(model: nn.Module, head: str) -> None:
     Raises:
         UsageError: the model does not end with a Linear.
     """
-    widths, path = parse_mlp("head", head), head_name(model)
+    widths, layers = parse_mlp("head", head), head_layers(model)
     assert widths is not None
+    path = layers[0] if layers else ""
     layer = model.get_submodule(path)
     if not isinstance(layer, nn.Linear) or mlp_of(model) is not None:
         raise UsageError(

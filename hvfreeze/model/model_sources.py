@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
 from hvfreeze.config.rules import parse_mlp
 from hvfreeze.config.sections import TINY_LM
@@ -29,7 +30,7 @@ from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.model.weights import load_weights, pretrained_weights, read_weights
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.user_code import TIMM, call
+from hvfreeze.user_code import TIMM, call, told
 from hvfreeze.wording import plural
 
 Triple = tuple[float, float, float]
@@ -41,13 +42,18 @@ def own_model(name: str, *, num_classes: int, image_size: int) -> tuple[nn.Modul
     The function is given `num_classes` and `image_size` by name, as far as it takes them.
     """
     made = call("model", name, num_classes=num_classes, image_size=image_size)
-    if isinstance(made, Chain):
-        return made.model, made
-    if not isinstance(made, nn.Module):
+    model, chain = (made.model, made) if isinstance(made, Chain) else (made, None)
+    if not isinstance(model, nn.Module):
         raise UsageError(
             f"--model ({name}) must return an nn.Module or a hvfreeze.model.blocks.Chain, not {type(made).__name__}"
         )
-    return made, None
+    lazy = [part for part, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"--model ({name}) must return a model whose parameters have their sizes, and {lazy[0]} has none yet; run "
+            "the model once in the function, or give its layers their numbers of inputs"
+        )
+    return model, chain
 
 
 def timm_model(name: str, *, num_classes: int, image_size: int) -> nn.Module:
@@ -127,14 +133,15 @@ def set_memory_formats(model: nn.Module, image_shape: Sequence[int]) -> None:
     """
     if len(image_shape) == 1:
         return
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         convolutions = _convolutions_to_one_pixel(model, image_shape)
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except Exception as error:  # the user's module may fail in any way
+        says_all = isinstance(error, (RuntimeError, ValueError, AssertionError))
+        why = str(error).partition("\n")[0] if says_all else told(error)
         raise UsageError(
-            f"model ({type(model).__name__}) takes no images of {image_shape[1]}x{image_shape[2]} pixels: "
-            f"{str(error).partition(chr(10))[0]}; pass --image-size for square images of a size that it takes, or "
-            "another --model"
+            f"model ({type(model).__name__}) takes no images of {image_shape[1]}x{image_shape[2]} pixels: {why}; pass "
+            "--image-size for square images of a size that it takes, or another --model"
         ) from error
     for convolution in convolutions:
         convolution.weight.data = convolution.weight.data.contiguous()
@@ -264,7 +271,7 @@ def build_other(name: str, *, num_classes: int, weights: str, image_size: int, r
     if weights == "DEFAULT" and not name.startswith(TIMM):
         raise UsageError(f"--weights (DEFAULT) must be none or a file: {name} is a model of your own")
     state = timm_weights(name, image_size=image_size) if weights == "DEFAULT" else read_weights(weights)
-    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head), chain)
+    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head, chain=chain), chain)
 
 
 def smallest_image_size(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""A model's modes, buffers and gradients, and torch's random state, kept while somebody looks at what it does."""
+"""A model's modes, precision, buffers and gradients, and torch's random state, while somebody looks at what it does."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.training = False
         yield
+
+
+def in_precision(precision: str) -> torch.autocast:
+    """Return the context in which blocks compute in `float32`, or by autocast in `bfloat16`."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 
 @contextmanager

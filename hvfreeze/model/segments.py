@@ -1,6 +1,6 @@
 """A chain cut into segments, one for each rank of a line: where, and by which measure.
 
-costs = costs_of(chain, depth=5, by="params")              # one number a block
+costs = work_of(chain, images)                             # one number a block
 cut_evenly(costs, parts=3)                                 # ((0, 3), (3, 4), (4, 5))
 """
 
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvfreeze.errors import UsageError
@@ -27,7 +29,6 @@ TIMES = 3
 """A block is timed, of which the least counts."""
 
 
-@torch.no_grad()
 def block_seconds(run: RunBlocks, images: Tensor, *, depth: int) -> list[float]:
     """Return the least time in seconds that each of the first `depth` blocks took for a batch of `images`."""
     least = [math.inf] * depth
@@ -40,17 +41,30 @@ def block_seconds(run: RunBlocks, images: Tensor, *, depth: int) -> list[float]:
     return least
 
 
+@contextmanager
+def operations_counted() -> Iterator[FlopCounterMode]:
+    """Count floating-point operations: products of matrices, those of attention too, and convolutions."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    # The counter sees no product inside a fused kernel.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            yield counter
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
 @torch.no_grad()
 def work_of(chain: Chain, images: Tensor) -> list[int]:
     """Return the floating-point operations of each block's forward pass for `images`, (B, C, H, W).
 
-    Counted, not clocked: equal on all machines, so that a plan made from it is. Products of matrices and convolutions
-    count. The chain's running statistics and modes stay as they are.
+    Counted, not clocked: equal on all machines, so that a plan made from it is. The chain's running statistics and
+    modes stay as they are.
     """
     work, x = [], images
     with in_evaluation(chain.model):
         for block in chain.blocks:
-            with FlopCounterMode(display=False) as counter:
+            with operations_counted() as counter:
                 x = block(x)
             work.append(counter.get_total_flops())
     return work

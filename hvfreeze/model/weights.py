@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.blocks import Chain, Ownership, group_steps
+from hvfreeze.model.families import layout_of
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
 from hvfreeze.plain_load import load_plain
 from hvfreeze.torchvision_shim import torchvision
@@ -23,6 +25,8 @@ Triple = tuple[float, float, float]
 WRAPPERS = ("state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
+BODY = "body."
+"""Begins the names of a model's own tensors beside a multi-level head."""
 KEYS_SHOWN = 3
 
 
@@ -145,32 +149,51 @@ def _fold_rescaling(model: Any) -> None:
     model.transform_input = False
 
 
-def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, reset_head: bool = False) -> list[str]:
+def load_weights(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    *,
+    source: str,
+    reset_head: bool = False,
+    chain: Chain | None = None,
+) -> list[str]:
     """Copy `state` into `model`, in the model's types, and return notes about the head and what was left out.
 
     Args:
         model: what the weights are for.
         state: a state_dict, also with "module." or the like before each name; the head may be missing, of another
-            number of classes, or of another kind, such as an `Mlp`: then it starts afresh.
+            number of classes, or of another kind, such as an `Mlp` or a multi-level head: then it starts afresh.
         source: names the weights in messages.
         reset_head: whether the head starts afresh also where it would fit.
+        chain: the model's, where its maker wrote it out.
 
     Raises:
         RefusedError: a tensor is missing, not part of the model, or of another shape; the head and auxiliary heads
             may differ.
+        UsageError: the head is to start afresh, and it is not known which layer that is.
     """
     own = model.state_dict()
-    state = _unwrapped(state, own)
+    layers = head_layers(model, chain)
+    if reset_head and not layers:
+        raise UsageError(
+            f"--reset-head must be left out for {type(model).__name__}: its last block has no Linear and no "
+            "convolution, so that it is not known which layer gives the logits; end the model with one of these"
+        )
+    of_head = [key for key in own if key.startswith(tuple(f"{layer}." for layer in layers))]
     notes = []
+    body = _body_of(state, own)
+    if body is not None:
+        notes.append(f"weights ({source}): the multi-level head is left out")
+        # Beside such a head the model's own is unused.
+        state = {key: tensor for key, tensor in body.items() if key not in of_head}
+    state = _unwrapped(state, own)
     auxiliary = {key for key in state if key.startswith(AUXILIARY) and key not in own}
     if auxiliary:
         notes.append(f"weights ({source}): the auxiliary heads are left out")
     fitting = {key: tensor for key, tensor in state.items() if key not in auxiliary}
-    head = head_name(model)
-    of_head = [key for key in own if key.startswith(f"{head}.")]
-    resized = {key for key in fitting if _other_size(own, fitting, key, head)}
-    absent = not any(key in fitting for key in of_head)
-    new = own[f"{head}.weight"].shape[0]
+    resized = {key for key in of_head if _other_size(own, fitting, key)}
+    absent = bool(layers) and not any(key in fitting for key in of_head)
+    head = layers[0] if layers else ""
     other_kind = [key for key in fitting if absent and key.startswith(f"{head}.")]
     fitting = {key: tensor for key, tensor in fitting.items() if key not in other_kind}
     if other_kind:
@@ -181,12 +204,13 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, 
     elif absent:
         notes.append(f"weights ({source}): there is no head {head}; it is initialised")
     elif resized:
-        old = fitting[f"{head}.weight"].shape[0]
+        old, new = (some[next(key for key in of_head if key in resized)].shape[0] for some in (fitting, own))
         notes.append(f"weights ({source}): head {head} has {old} classes there and {new} here; it is re-initialised")
     elif reset_head:
         resized = set(of_head)
         notes.append(f"weights ({source}): head {head} is re-initialised, as --reset-head asks")
-    else:
+    elif layers:
+        new = own[of_head[0]].shape[0]
         notes.append(
             f"weights ({source}): head {head} has {new} classes there too and is kept; where these are other classes, "
             "--reset-head starts it afresh"
@@ -210,18 +234,41 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str, 
     return notes
 
 
-def head_name(model: nn.Module) -> str:
-    """Return the name of the layer that gives the logits: the last Linear, or the last convolution if there is none.
+def head_layers(model: nn.Module, chain: Chain | None = None) -> list[str]:
+    """Return the names of the layer that gives the logits, and of those behind it in its nn.Sequential: the head.
 
-    Of a language model it is the embedding, whose matrix the output layer shares.
+    That layer is the last Linear of the last block, or its last convolution if it has none; without one the list is
+    empty. Of a language model it is the embedding, whose matrix the output layer shares. For `chain` see
+    `load_weights`.
+
+    Raises:
+        UsageError: the model cannot be cut into blocks.
     """
     if isinstance(model, TinyLM):
-        return EMBEDDING.partition(".")[0]
+        return [EMBEDDING.partition(".")[0]]
+    last_block = _last_block(model) if chain is None else chain.blocks[-1].modules
+    named = [(name, module) for name, module in model.named_modules() if module in last_block]
     for kind in (nn.Linear, nn.Conv2d):
-        names: list[str] = [name for name, module in model.named_modules() if isinstance(module, kind)]
+        names = [name for name, module in named if isinstance(module, kind)]
         if names:
-            return names[-1]
-    raise UsageError(f"model ({type(model).__name__}) has no Linear and no convolution, hence no head")
+            parent, _, last = names[-1].rpartition(".")
+            around = model.get_submodule(parent)
+            children = [name for name, _ in around.named_children()] if isinstance(around, nn.Sequential) else [last]
+            return [f"{parent}.{name}" if parent else name for name in children[children.index(last) :]]
+    return []
+
+
+def _last_block(model: nn.Module) -> Sequence[nn.Module]:
+    groups = group_steps(layout_of(model), scheme="residual")
+    owners = Ownership(groups)
+    return [module for name, module in model.named_modules() if owners.blocks_with(name) == {len(groups) - 1}]
+
+
+def _body_of(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """Return the model's own part of the state of a `MultiLevelClassifier`, None where it is something else."""
+    body = {key.removeprefix(BODY): tensor for key, tensor in state.items() if key.startswith(BODY)}
+    others = all(key.startswith((BODY, "head.")) for key in state)
+    return body if others and any(key in own for key in body) and not any(key.startswith(BODY) for key in own) else None
 
 
 def _unwrapped(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -234,8 +281,8 @@ def _unwrapped(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mappin
     return state
 
 
-def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str, head: str) -> bool:
-    if not key.startswith(f"{head}.") or key not in own:
+def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str) -> bool:
+    if key not in state or state[key].dim() != own[key].dim():
         return False
     return state[key].shape[:1] != own[key].shape[:1] and state[key].shape[1:] == own[key].shape[1:]
 

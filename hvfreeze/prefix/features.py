@@ -22,6 +22,7 @@ from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.data.shards import Ids
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_precision
 from hvfreeze.prefix.cache_decision import Account, CostInputs, Planner, PrefixTimer, summary_of
 from hvfreeze.prefix.splits import Recipe, RowSource, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
@@ -36,7 +37,7 @@ class Halves:
 
     def prefix(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the output of frozen blocks start..stop-1 for `x`, without gradient."""
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), in_precision(self.precision):
             return self.chain.run(x, start, stop)
 
     def suffix(self, features: Tensor, cut: int) -> Tensor:
@@ -45,7 +46,7 @@ class Halves:
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the output of blocks start..stop-1 for `x`, with gradient where that is on."""
-        with self.autocast():
+        with in_precision(self.precision):
             return self.chain.run(x, start, stop)
 
     def be_in_mode(self, *, training: bool) -> None:
@@ -64,10 +65,6 @@ class Halves:
             load_images=split.images.load,
             run_blocks=self.prefix,
         )
-
-    def autocast(self) -> torch.autocast:
-        """Return the context in which blocks run in this precision."""
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)

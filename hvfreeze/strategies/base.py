@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.comm.world import World
@@ -24,6 +22,7 @@ from hvfreeze.errors import NumericsError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.heads.solution import Solution, Stop
+from hvfreeze.heads.solve import FitTerms
 from hvfreeze.model.blocks import Chain
 from hvfreeze.prefix.splits import Split
 from hvfreeze.runs.clock import PhaseClock
@@ -144,28 +143,15 @@ class SolvesHeads(Protocol):
     def solve_head(
         self,
         batches: Sequence[Batch],
+        terms: FitTerms,
         *,
-        held_out: NDArray[np.bool_],
-        trained: bool,
-        compare_mirrored: bool,
-        sampled: int | None,
         stop: Stop,
-        add: Callable[[Answers, float], None],
+        count: Callable[[Tensor, Tensor, float], None],
     ) -> Solution | None:
         """Fit the head to the features of all ranks' batches, or return None where some rank stops it. Collective.
 
-        Args:
-            batches: this replica's, each sample and view once; there may be none.
-            held_out: (samples,) for each sample id whether it chooses the penalty.
-            trained: whether the network was trained on the other samples.
-            compare_mirrored: whether mirror images are left out where the head is better without them.
-            stop: called after every few batches with the number of rows that have their features, and with 0 in every
-                pass of the solution; true on some rank ends it all.
-            add: called at the end with the solved head's answers to every batch, and the mean loss.
-
-        Raises:
-            NumericsError: a feature is not finite; on all ranks.
-            UsageError: there are no samples to fit on, or none to choose by; on all ranks.
+        `batches` are this replica's, each sample and view once; there may be none. For all else, and for what is
+        raised, see `hvfreeze.heads.solve.solve`.
         """
 
 

@@ -14,9 +14,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,7 +35,7 @@ from hvfreeze.heads.kernel import KernelHead
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
 from hvfreeze.heads.solution import Solution, Stop
-from hvfreeze.heads.solve import solve, times_asked_for
+from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
 from hvfreeze.prefix.features import Features, Halves
@@ -231,13 +229,10 @@ class DataParallel:
     def solve_head(
         self,
         batches: Sequence[Batch],
+        terms: FitTerms,
         *,
-        held_out: NDArray[np.bool_],
-        trained: bool,
-        compare_mirrored: bool,
-        sampled: int | None,
         stop: Stop,
-        add: Callable[[Answers, float], None],
+        count: Callable[[Tensor, Tensor, float], None],
     ) -> Solution | None:
         """Solve the head on the features of `batches`; see `SolvesHeads`. Collective."""
         self.begin_epoch(batches)
@@ -247,22 +242,21 @@ class DataParallel:
             self.training.of,
             expect=self.training.expect,
             width=layer.in_features,
-            held_out=held_out,
+            held_out=terms.held_out,
             mirrored=self.training.images.mirrored,
             memory_bytes=memory_budget(world.local_size),
-            sampled=sampled if isinstance(layer, KernelHead) else None,
+            sampled=terms.sampled if isinstance(layer, KernelHead) else None,
         )
         with self.clock.within("optimizer"):
             fit = solve(
                 rows,
                 layer,
+                terms,
                 world=world,
-                trained=trained,
                 centres=self.centres,
-                compare_mirrored=compare_mirrored,
-                kept=self._kept_points(rows) if isinstance(layer, KernelHead) and not trained else None,
+                kept=self._kept_points(rows) if isinstance(layer, KernelHead) and not terms.trained else None,
                 stop=stop,
-                count=lambda *of: add(Answers(*of[:2]), of[2]),
+                count=count,
             )
         if fit is not None:
             self.reducer.payload_bytes += fit.exchanged_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,51 +81,41 @@ def gather_model(world: World, chain: Chain, mine: Sequence[tuple[str, Tensor]],
     return {key: found[key] for key in (chain.model.state_dict() if world.rank == 0 else {})}
 
 
-class StepSignals(NamedTuple):
-    """What all ranks together have told of a step, before its update."""
-
-    broken_losses: int
-    """How many losses are not finite."""
-    broken_gradients: int
-    """How many ranks have gradients that are not finite."""
-    leave: bool
-    """Whether some rank was asked to leave."""
-    loss: float
-    """The sum of losses."""
-    squares: float
-    """The squared norm of all gradients, 0 where it was not asked for."""
-
-    def check(self, *, step: int, losses: str, ranks: int, remedy: str) -> None:
-        """Raise NumericsError where a loss, told as `losses`, or a gradient on some of `ranks` is not finite."""
-        if self.broken_losses or self.broken_gradients:
-            gradients = f"the gradients are not finite on {self.broken_gradients} of {plural(ranks, 'rank')}"
-            raise not_finite(step, losses if self.broken_losses else gradients, remedy)
-
-
 SIGNAL_BYTES = 5 * 8
-"""That a rank hands over for `StepSignals`."""
+"""That a rank hands over in `agree`."""
 
 
-def signal(
+def agree(
     world: World,
     *,
     name: str,
+    step: int,
     loss: float,
     sound: bool,
     gradients: Sequence[Tensor],
     leave: bool,
     with_norm: bool,
-) -> StepSignals:
-    """Tell all ranks of this rank's step, and return what all have told, equal on all ranks. Collective.
+    remedy: str,
+    replicas: int | None = None,
+) -> tuple[float, bool, float]:
+    """Return the mean loss, whether some rank is to leave, and the norm of all gradients, before the update.
+
+    Equal on all ranks; the norm is 0 where it is not asked for. Collective: every rank of `world` must call this.
 
     Args:
         world: all ranks.
         name: of the collective.
-        loss: this rank's part of the loss.
+        step: number of the step, for the error.
+        loss: this rank's part of the replicas' losses.
         sound: whether all of this rank's gradients are finite.
         gradients: this rank's.
         leave: this rank was asked to leave.
         with_norm: whether the gradients' norm is asked for.
+        remedy: what helps against numbers that are not finite.
+        replicas: how many have a loss and the same gradients each; None where the model is there once.
+
+    Raises:
+        NumericsError: a loss or a gradient is not finite; on all ranks.
     """
     squares, finite = 0.0, math.isfinite(loss)
     if sound and with_norm and gradients:
@@ -134,7 +124,12 @@ def signal(
     # The first three are whole numbers, whose sums are exact.
     mine = torch.tensor([not finite, not sound, leave, loss if finite else 0.0, squares], dtype=torch.float64)
     losses, broken, leaving, total, squares = world.allreduce_sum(mine, name=name).tolist()
-    return StepSignals(int(losses), int(broken), bool(leaving), total, squares)
+    if losses:
+        where = "" if replicas is None else f" on {int(losses)} of {plural(replicas, 'replica')}"
+        raise not_finite(step, f"the loss is not finite{where}", remedy)
+    if broken:
+        raise not_finite(step, f"the gradients are not finite on {int(broken)} of {plural(world.size, 'rank')}", remedy)
+    return total / (replicas or 1), bool(leaving), math.sqrt(squares / (replicas or 1))
 
 
 def gradients_of(named: Named) -> list[Tensor]:

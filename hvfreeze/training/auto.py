@@ -21,7 +21,7 @@ from hvfreeze.data.batches import announce
 from hvfreeze.errors import NumericsError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.modes import in_evaluation, in_precision
 from hvfreeze.strategies.base import MODEL
 from hvfreeze.training.evaluation import Score, Totals, evaluate, mean, reduce
 from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
@@ -298,7 +298,7 @@ def score_of(chain: Chain, held_out: HeldOut, *, precision: str, world: World, m
     with in_evaluation(chain.model), torch.no_grad():
         for batch in held_out.batches:
             images = held_out.images.load(batch.ids, batch.views)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+            with in_precision(precision):
                 logits = chain.run(images, 0, len(chain.blocks)).float()
             counted = torch.arange(len(batch.ids)) < batch.counted
             if not mirrored:

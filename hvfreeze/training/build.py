@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
@@ -33,23 +31,6 @@ from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, 
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
 from hvfreeze.data.folders import Folders
 from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, count_odd
-from hvfreeze.data.overlap import (
-    Digests,
-    Doubles,
-    Overlap,
-    digests_in_memory,
-    digests_of_decoded,
-    digests_of_files,
-    doubles_by_origin,
-    files_to_compare,
-    first_pixels,
-    looked_at,
-    match,
-    samples_to_decode,
-)
-from hvfreeze.data.own import DatasetSource
-from hvfreeze.data.shards import Ids
-from hvfreeze.data.text import TextSource
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
@@ -61,6 +42,7 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.training.auto_plan import auto_stages, notes_on_stages, notes_on_views
+from hvfreeze.training.doubles import overlap_of
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
 from hvfreeze.training.mirror_trial import Finding, find_out, is_open
@@ -273,6 +255,7 @@ def open_guard(factory: StageFactory, stages: Sequence[Stage]) -> Guard | None:
 def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs) -> dict[str, str]:
     """Return digests of the pixels of all ranks' samples, by split, of those splits that are in memory. Collective.
 
+    And with which mean and standard deviation images are normalised, which may come from a file beside the weights.
     Paths and sizes of files do not tell of an image that was replaced by another of its size.
     """
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
@@ -288,87 +271,9 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs)
         known = [part for theirs in everyone if (part := theirs[split]) is not None]
         if len(known) == world.size:
             found[f"{split} pixels"] = f"{sum(known) % 2**64:016x}"
+    if isinstance(feed.images, Images):
+        found["normalisation"] = repr((feed.images.transform.mean, feed.images.transform.std))
     return found
-
-
-def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs) -> Overlap | None:
-    """Return which evaluated images are training images too, None where none is known to be. Collective.
-
-    Images of all ranks are compared where they are in memory, else a few of their files, or of them once decoded.
-    """
-    replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
-    held, shown = (x.pixels if isinstance(x, Images) else None for x in (feed.images, evaluated))
-    here = None
-    if isinstance(held, MemoryPixels) and isinstance(shown, MemoryPixels):
-        here = (shown, looked_at(shown, corpus.share(replica))), (held, corpus.plan.owned(replica))
-    # One rank of those that work on the same samples.
-    leads = place == 0
-    counts = world.allgather_object((leads, None if here is None else len(here[0][1])), name="overlap")
-    known = [count for leading, count in counts if leading and count is not None]
-    trained, tested = corpus.train.source, corpus.evaluated.source
-    every = np.unique(np.concatenate(corpus.plan.shards))
-    if len(known) == sum(leading for leading, _ in counts):
-        doubles, looked = doubles_in_memory(world, here if leads else None), sum(known)
-    elif isinstance(trained, FileSource) and isinstance(tested, FileSource):
-        chosen, candidates = files_to_compare(tested, corpus.evaluated_ids, trained, every)
-        parts = (digests_of_files(s, i[world.rank :: world.size]) for s, i in ((tested, chosen), (trained, candidates)))
-        digests = world.allgather_object(tuple(parts), name="overlap.files")
-        doubles = match(*({k: v for both in digests for k, v in both[part].items()} for part in (0, 1)))
-        looked = len(chosen)
-    elif isinstance(tested, TextSource):
-        return None
-    else:
-        doubles, looked = doubles_of_streamed(world, corpus, every)
-    if not doubles:
-        return None
-    first = min(doubles)
-    return Overlap(
-        found=len(doubles),
-        looked_at=looked,
-        evaluated=len(corpus.evaluated_ids),
-        example=(corpus.evaluated.called(first), corpus.train.called(doubles[first])),
-    )
-
-
-def doubles_of_streamed(world: World, corpus: Corpus, ids: Ids) -> tuple[Doubles, int]:
-    """Return which evaluated images are among the training images `ids`, and how many were looked at. Collective.
-
-    For images that are neither in memory nor in files that are known.
-    """
-    trained, tested = corpus.train.source, corpus.evaluated.source
-    if isinstance(trained, DatasetSource) and isinstance(tested, DatasetSource):
-        doubles = doubles_by_origin(tested, corpus.evaluated_ids, trained, ids)
-        if doubles:
-            return doubles, len(corpus.evaluated_ids)
-    chosen, candidates = samples_to_decode(corpus.evaluated_ids, ids)
-    mine = [
-        digests_of_decoded(image_set, some[world.rank :: world.size])
-        for image_set, some in ((corpus.evaluated, chosen), (corpus.train, candidates))
-    ]
-    everyone = world.allgather_object(mine, name="overlap.decoded")
-    doubles = match(*({k: v for both in everyone for k, v in both[part].items()} for part in (0, 1)))
-    return doubles, len(chosen)
-
-
-def doubles_in_memory(world: World, here: tuple[tuple[MemoryPixels, Ids], tuple[MemoryPixels, Ids]] | None) -> Doubles:
-    """Return which evaluated images of any rank are among the training images of any. Collective.
-
-    `here` are this rank's evaluated and training images, None where other ranks have them all.
-    """
-    nothing = np.zeros(0, "S1")
-    tested, trained = (first_pixels(*each) for each in here) if here else (nothing, nothing)
-    seen = np.concatenate(world.allgather_object(tested, name="overlap.first"))
-    alike = np.concatenate(world.allgather_object(np.intersect1d(trained, seen), name="overlap.alike"))
-    if len(alike) == 0:
-        return {}
-
-    def digests_of(pixels: MemoryPixels, ids: Ids, first: NDArray[np.bytes_]) -> Digests:
-        return digests_in_memory(pixels, ids[np.isin(first, alike)])
-
-    mine = digests_of(*here[0], tested) if here else {}
-    digests = {k: v for theirs in world.allgather_object(mine, name="overlap.digests") for k, v in theirs.items()}
-    found = match(digests, digests_of(*here[1], trained)) if here else {}
-    return {k: v for theirs in world.allgather_object(found, name="overlap.doubles") for k, v in theirs.items()}
 
 
 def load_share(
@@ -384,6 +289,11 @@ def load_share(
     broken: list[str] = []
     budget_bytes = memory_budget(world.local_size)
     pools, unshared = share_pools(config, world, corpus, budget_bytes=budget_bytes)
+    # Rank 0's: on other nodes the card beside the weights may be missing.
+    found = raise_on_all_ranks(
+        world, lambda: statistics_of(config.model) if world.rank == 0 else None, name="statistics"
+    )
+    statistics = world.broadcast_object(found, name="statistics.of_rank_0")
 
     def load() -> tuple[TrainFeed, Inputs] | None:
         try:
@@ -393,7 +303,7 @@ def load_share(
                 seed=config.data_seed,
                 replica=replica,
                 budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
-                statistics=statistics_of(config.model),
+                statistics=statistics,
                 solved=config.head.solved,
                 pools=pools,
                 rows=rows,

@@ -136,16 +136,6 @@ class Saving:
             pass
 
 
-def save(directory: Path, sections: Sequence[Tensor], *, step: int) -> Path:
-    """Write a whole checkpoint: what ranks share, and a section, uint8 [length], for each rank; return its path."""
-    saving = Saving(directory, step=step, size=len(sections) - 1, lengths=[len(section) for section in sections])
-    for section in sections:
-        saving.put(section)
-    saving.finish()
-    saving.result()
-    return saving.path
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified file; its sections are read when they are asked for."""

@@ -21,12 +21,13 @@ from hvfreeze.data.text import per_character
 from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.heads.moments import FeaturesError
 from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.solve import FitTerms
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.strategies.base import MODEL, Answers, SolvesHeads
+from hvfreeze.strategies.base import MODEL, SolvesHeads
 from hvfreeze.training.auto import begin_stage, end_trial, give_up_tuning, is_tuned, judge, judge_tuned
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
-from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, reduce
+from hvfreeze.training.evaluation import Scores, Totals, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
 from hvfreeze.training.stages import learning_rate
@@ -117,25 +118,21 @@ def solve_epoch(job: Job, epoch: int) -> None:
         job.progress.step(job.step + done, job.total_steps, note, even=False)
         return job.asked_to_leave
 
-    def add(answers: Answers, loss: float) -> None:
-        count(job.totals, {MODEL: answers}, {MODEL: loss})
-
-    solver = cast(SolvesHeads, job.strategy)
+    terms = FitTerms(
+        held_out=job.feed.held_out(HELD_OUT),
+        trained=is_tuned(job),
+        compare_mirrored=job.stage_runner.mirror is None and job.stage.config.data.mirror == "auto",
+        sampled=None if sampled is None else len(sampled),
+    )
+    solver, totals = cast(SolvesHeads, job.strategy), Totals()
     try:
-        fit = solver.solve_head(
-            batches,
-            held_out=job.feed.held_out(HELD_OUT),
-            trained=is_tuned(job),
-            compare_mirrored=job.stage_runner.mirror is None and job.stage.config.data.mirror == "auto",
-            sampled=None if sampled is None else len(sampled),
-            stop=stop,
-            add=add,
-        )
+        fit = solver.solve_head(batches, terms, stop=stop, count=totals.add)
     except FeaturesError as error:
         raise NumericsError(f"{error}; these are {job.names(error.samples)}") from error
     if fit is None:
         leave(job)
         return
+    job.totals[MODEL] = totals
     job.step, job.solved = job.stage_runner.first_step + job.stage.steps, fit
     tell_solution(job, fit)
     if fit.mirror is not None:

@@ -26,6 +26,7 @@ from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.inference.card import read_card, sha256_of
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model, set_memory_formats, timm_statistics
+from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.model.weights import pretrained_statistics
 from hvfreeze.strategies.base import BuildContext, Strategy
 from hvfreeze.training.guard import HeldOut
@@ -78,7 +79,24 @@ class Blueprint:
         chain = built.chain or cut_into_blocks(built.model, scheme=settings.blocks, example=example)
         if built.chain is not None and example is not None:
             built.chain.verify(example)
+        if example is not None:
+            self.check_outputs(chain, example, classes=classes)
         return chain, built.notes
+
+    @torch.no_grad()
+    def check_outputs(self, chain: Chain, example: Tensor, *, classes: int) -> None:
+        """Raise UsageError unless a classifier that is not torchvision's gives a logit for each class."""
+        # A text's logits are (N, classes, T), and a multi-level head takes the place of the model's own.
+        if len(self.image_shape) == 1 or self.head == "multi-level":
+            return
+        with state_kept(chain.model), in_evaluation(chain.model):
+            shape = tuple(chain(example).shape)
+        if shape != (len(example), classes):
+            raise UsageError(
+                f"--model ({self.model.model}) gives a tensor of shape {shape} for {len(example)} images, and must "
+                f"give {(len(example), classes)}, a logit for each class; give its last layer as many outputs as "
+                "num_classes, which the function is called with"
+            )
 
     def example(self) -> Tensor:
         """Return two samples as the model sees them, at random but always the same."""
@@ -118,7 +136,7 @@ class Choice:
     builder: str
     """module:function, imported when it is asked for: (context, configuration) -> strategy. A collective."""
     ranks_per_replica: Callable[[StrategyConfig, World], int]
-    """How many neighbouring ranks work on one batch together, as one replica."""
+    """How many neighbouring ranks work on one batch together, as one replica: a divisor of the number of ranks."""
     reads_images: Callable[[StrategyConfig, int], bool] = lambda settings, place: True
     """Whether the rank at this place in its replica is the one, or one of those, that keep pixels in memory."""
     takes_any: bool = False
@@ -155,15 +173,12 @@ CHOICES = {
 
 
 def replicas_of(world: World, settings: StrategyConfig) -> int:
-    """Return how many replicas the ranks form: each has its own share of the samples."""
-    name = settings.strategy
-    ranks = CHOICES[name].ranks_per_replica(settings, world)
-    if world.size % ranks:
-        raise UsageError(
-            f"--strategy ({name}): {plural(world.size, 'rank')} cannot form replicas of {ranks} each; start a multiple "
-            f"of {ranks}"
-        )
-    return world.size // ranks
+    """Return how many replicas the ranks form: each has its own share of the samples.
+
+    Raises:
+        UsageError: the number of ranks does not fit --parts or --replicas.
+    """
+    return world.size // CHOICES[settings.strategy].ranks_per_replica(settings, world)
 
 
 def reads_images(world: World, settings: StrategyConfig, rank: int) -> bool:

@@ -6,8 +6,7 @@ Rank 0 decides, by its clock, and all ranks hear it at the same step. Two runs o
 from __future__ import annotations
 
 import time
-import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,9 +25,12 @@ from hvfreeze.heads.kernel import KernelHead, centres_for
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.points import MOST_DIRECTIONS
 from hvfreeze.heads.rows import CHUNK_ROWS
+from hvfreeze.heads.solve import LINEAR_PASSES
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.segments import work_of
+from hvfreeze.prefix.features import Halves
+from hvfreeze.timing import least_seconds
 from hvfreeze.training.auto_plan import first_cut, tuning
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, single_stage, with_steps
@@ -36,8 +38,8 @@ from hvfreeze.training.trial import judging
 
 TIMES = 2
 """Tries of everything, the first of which brings libraries and memory up to speed."""
-USUAL_PASSES, COMPARING_PASSES = 40, 20
-"""Over all rows, until a linear head is solved; or until one that compares them is."""
+KERNEL_PRODUCTS = 20
+"""Of the matrix of likenesses with vectors, until a head that compares rows is solved."""
 APPROXIMATION = 12
 """What the approximation of the second derivative takes, in passes."""
 PROJECTIONS = 3
@@ -79,36 +81,29 @@ class Expected:
 
 def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world: World) -> Timing:
     """Return what a batch costs; the model and torch's generator are left as they were. Collective."""
-    batch, blocks = feed.epoch(0)[0], len(chain.blocks)
+    batch, halves = feed.epoch(0)[0], Halves(chain, precision)
     ids, views = (np.resize(part, feed.rows) for part in (batch.ids, batch.views))
     repeated = replace(batch, ids=ids, views=views)
 
-    def autocast() -> torch.autocast:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
-
     def forward(batch: Batch) -> None:
         chain.model.eval()
-        with torch.no_grad(), autocast():
-            chain.run(images_of(feed, batch), 0, blocks)
+        halves.prefix(images_of(feed, batch), 0, len(chain.blocks))
 
     def step() -> None:
         # BatchNorm cannot train on one value: where there is but one, the strategy will say so.
         chain.model.train(len(batch.labels) > 1)
-        with autocast():
-            with torch.no_grad():
-                prefix = chain.run(images_of(feed, batch), 0, cut)
-            logits = chain.run(prefix, cut, blocks)
+        logits = halves.suffix(halves.prefix(images_of(feed, batch), 0, cut), cut)
         functional.cross_entropy(logits.float(), batch.labels).backward()
 
     with state_kept(chain.model):
         works = (partial(forward, repeated), partial(forward, batch), step)
-        mine = [least_seconds(work) for work in works]
+        mine = [least_seconds(work, times=TIMES) for work in works]
     everyone = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
     evaluation, forwards, steps = (max(each) for each in everyone)
     return Timing(evaluation, forwards, steps, images=feed.plan.batch_size, evaluated=feed.rows)
 
 
-def time_solving(*, rows: int, width: int, classes: int, size: int) -> float:
+def time_solving(*, rows: int, width: int, classes: int) -> float:
     """Return the seconds that solving a linear head takes on `rows` rows of this rank, but for the exchange."""
     count = max(1, min(rows, CHUNK_ROWS))
     features, weight = torch.ones(count, width), torch.ones(classes, width)
@@ -117,7 +112,7 @@ def time_solving(*, rows: int, width: int, classes: int, size: int) -> float:
         logits = weight @ features.t()
         _ = logits.exp_() @ features
 
-    return (USUAL_PASSES + APPROXIMATION) * least_seconds(products) * rows / count
+    return (LINEAR_PASSES + APPROXIMATION) * least_seconds(products, times=TIMES) * rows / count
 
 
 def time_comparing(*, rows: int, width: int, classes: int, size: int, asked: int | None = None) -> float:
@@ -128,24 +123,19 @@ def time_comparing(*, rows: int, width: int, classes: int, size: int, asked: int
     count, directions = max(1, min(rows, CHUNK_ROWS)), min(width, MOST_DIRECTIONS)
     features, matrix = torch.ones(count, width), torch.ones(width, directions)
     points, vectors, tile = torch.ones(TILE, directions), torch.ones(2 * classes, TILE), torch.ones(TILE, TILE)
-    projected = least_seconds(partial(torch.matmul, features, matrix))
-    compared = least_seconds(partial(gaussian, points, points))
+    projected = least_seconds(partial(torch.matmul, features, matrix), times=TIMES)
+    compared = least_seconds(partial(gaussian, points, points), times=TIMES)
     # By a tile and by its transpose.
-    multiplied = 2 * least_seconds(partial(torch.matmul, vectors, tile))
+    multiplied = 2 * least_seconds(partial(torch.matmul, vectors, tile), times=TIMES)
     centres = centres_for(rows * size, asked)
     # Of all pairs of rows only half are computed.
     tiles = rows * centres / TILE**2 / (2 if centres == rows * size else 1)
-    return PROJECTIONS * projected * rows / count + tiles * (compared + COMPARING_PASSES * multiplied)
+    return PROJECTIONS * projected * rows / count + tiles * (compared + KERNEL_PRODUCTS * multiplied)
 
 
 def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
     """Return a batch's images, (B, C, H, W)."""
     return feed.images.load(batch.ids, batch.views)
-
-
-def least_seconds(work: Callable[[], object]) -> float:
-    """Return the least time that `work` took."""
-    return min(timeit.repeat(work, repeat=TIMES, number=1))
 
 
 SECONDS_BETWEEN_PLANS = 2.0
@@ -472,7 +462,7 @@ def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> fl
     """Return the seconds that a solution takes on this rank, `forward` of them for each batch's features."""
     batches, head = factory.feed(stage).every_view(), head_of(factory.chain(stage))
     rows, classes = sum(batch.counted for batch in batches), factory.blueprint.classes
-    asked = stage.config.head.centres
-    time_head = partial(time_comparing, asked=asked) if isinstance(head, KernelHead) else time_solving
-    size = factory.context.world.size
-    return forward * len(batches) + time_head(rows=rows, width=head.in_features, classes=classes, size=size)
+    time_head = time_solving
+    if isinstance(head, KernelHead):
+        time_head = partial(time_comparing, size=factory.context.world.size, asked=stage.config.head.centres)
+    return forward * len(batches) + time_head(rows=rows, width=head.in_features, classes=classes)

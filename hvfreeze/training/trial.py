@@ -25,7 +25,7 @@ from hvfreeze.heads.linear import fit_softmax
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.modes import in_evaluation, in_precision
 
 TUNED, TRIED, MOST_TRIED = 1280, 40, 4.0
 """A trial tunes on so many samples of all ranks, about, or an epoch of fewer; but it makes at least so many steps,
@@ -166,8 +166,7 @@ class Judge:
         images, first = self.feed.images, fitted[0]
         read = every_block(chain, pool=self.pool, example=images.load(first.ids[:1], first.views[:1]))
         blocks, last, labels, is_held, samples = [], [], [], [], []
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
-        with in_evaluation(chain.model), autocast:
+        with in_evaluation(chain.model), in_precision(self.precision):
             for images, batch, is_held_out in [
                 *((self.feed.images, batch, False) for batch in fitted),
                 *((self.images, batch, True) for batch in held),

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "files", "wording", "memory", "user_code", "torch_imports", "torchvision_shim", "plain_load"),
+    ("errors", "files", "wording", "memory", "timing", "user_code", "torch_imports", "torchvision_shim", "plain_load"),
     ("config",),
     ("model", "comm", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "optim"),
@@ -23,7 +23,19 @@ LEVELS = (
     ("__main__",),
 )
 ALLOWED = {
-    "inference": {"__init__", "errors", "user_code", "config", "model", "data", "heads", "runs", "report", "wording"},
+    "inference": {
+        "__init__",
+        "errors",
+        "user_code",
+        "config",
+        "model",
+        "data",
+        "heads",
+        "runs",
+        "report",
+        "timing",
+        "wording",
+    },
     "report": {"errors", "config", "runs", "wording"},
     "doctor": {"errors", "memory", "torchvision_shim", "wording"},
     "cache": {"errors", "files", "wording"},

@@ -27,6 +27,7 @@ from hvfreeze.freezing.vote import ballot, deepest_supported, fixed_point
 from hvfreeze.runs.reading import read_config, read_lines, read_object
 from hvfreeze.training import checkpoint_file as checkpoint
 from tests.single.cache.material import write_file
+from tests.single.training.forging import save_sections
 
 FEW, MANY = 60, 100_000
 DEEPEST = 6
@@ -164,7 +165,7 @@ def run_files(content: bytes, name: str) -> None:
 
 @given(junk, st.integers(0, 2**20), st.booleans())
 def checkpoint_files(content: bytes, place: int, append: bool) -> None:
-    sound = checkpoint.save(FOLDER, [checkpoint.packed({"step": 1}), checkpoint.packed({"rank": 0})], step=1)
+    sound = save_sections(FOLDER, [checkpoint.packed({"step": 1}), checkpoint.packed({"rank": 0})], step=1)
     whole = sound.read_bytes()
     at = place % len(whole)
     damaged = whole[:at] + content + whole[at + (0 if append else len(content)) :]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +21,7 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
-from hvfreeze.model.segments import RunBlocks, Segment
+from hvfreeze.model.segments import RunBlocks, Segment, block_seconds
 from hvfreeze.optim import Objective
 from hvfreeze.prefix.cache_decision import CostInputs
 from hvfreeze.prefix.features import Halves
@@ -226,15 +224,12 @@ def check_segments(segments: Sequence[Segment], facts: GridFacts, config: Config
             )
 
 
-TIMES = 3
-
-
 class BlockTrial(NamedTuple):
     """The tensors between blocks for images of one shape, from before block 0, and each block's seconds."""
 
     boundaries: tuple[TensorLayout, ...]
     seconds: tuple[float, ...]
-    """Of each block, forward and backward, the least of `TIMES` times."""
+    """Of each block, forward and backward."""
 
 
 def try_sizes(context: BuildContext, config: Config, halves: Halves, facts: GridFacts) -> dict[int, BlockTrial]:
@@ -250,18 +245,17 @@ def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
     Raises:
         UsageError: a block cannot train on so few images.
     """
-    blocks = len(chain.blocks)
-    least, boundaries = [math.inf] * blocks, [TensorLayout.of(images)]
+    boundaries = {0: TensorLayout.of(images)}
+
+    def step(x: Tensor, start: int, stop: int) -> Tensor:
+        output = one_block(run, x, start, name=chain.blocks[start].name)
+        boundaries[stop] = TensorLayout.of(output)
+        return output
+
     with state_kept(chain.model):
         chain.model.train()
-        for _ in range(TIMES):
-            x, boundaries = images, boundaries[:1]
-            for block in range(blocks):
-                start = time.perf_counter()
-                x = one_block(run, x, block, name=chain.blocks[block].name)
-                least[block] = min(least[block], time.perf_counter() - start)
-                boundaries.append(TensorLayout.of(x))
-    return BlockTrial(tuple(boundaries), tuple(least))
+        seconds = block_seconds(step, images, depth=len(chain.blocks))
+    return BlockTrial(tuple(boundaries.values()), tuple(seconds))
 
 
 def one_block(run: RunBlocks, x: Tensor, block: int, *, name: str) -> Tensor:

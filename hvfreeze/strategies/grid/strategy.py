@@ -9,7 +9,6 @@ Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -26,9 +25,10 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
 from hvfreeze.strategies.grid.cached_rows import REMOTE_ROWS, FrozenDigests, merged
 from hvfreeze.strategies.grid.partitioning import MOVING, GridFacts, LocalStage, Partitioning, repartitioned
-from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, LineResult, Pipeline, joined
+from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline, joined
 from hvfreeze.strategies.model_parallel import (
     SIGNAL_BYTES,
+    agree,
     block_digests,
     clip,
     cost_of_rank,
@@ -37,7 +37,6 @@ from hvfreeze.strategies.model_parallel import (
     gather_model,
     gradients_of,
     optimizer_bytes,
-    signal,
 )
 from hvfreeze.wording import plural
 
@@ -101,10 +100,23 @@ class Grid:
         result = pipeline.train(batches, cut=self.cut)
         clock.enter("allreduce")
         reducer.finish()
-        mean_loss, any_leaves, norm = self._agree(result, leave=leave)
+        gradients = gradients_of(reducer.carried)
+        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
+        mean_loss, any_leaves, norm = agree(
+            self.world,
+            name="grid.signals",
+            step=self.freezer.step,
+            loss=0.0 if result is None else result.share,
+            sound=reducer.gradients_are_finite(),
+            gradients=gradients,
+            leave=leave,
+            with_norm=self.clip_grad is not None,
+            remedy="lower --lr, or add --lr-warmup or --clip-grad",
+            replicas=self.stage.mesh.replicas,
+        )
 
         clock.enter("optimizer")
-        clip(gradients_of(reducer.carried), norm, self.clip_grad)
+        clip(gradients, norm, self.clip_grad)
         self.stage.update.make(rate)
 
         # All ranks, at the end of an interval: the vote, and the same cut in the same step.
@@ -218,30 +230,6 @@ class Grid:
         """Keep what is cached and let go of all files."""
         for pipeline in self.pipelines:
             pipeline.rows.close()
-
-    def _agree(self, result: LineResult | None, *, leave: bool) -> tuple[float, bool, float]:
-        """Return the mean loss, whether some rank is to leave, and the norm of all gradients, before the update.
-
-        Equal on all ranks; the norm is 0 where it is not used. Collective.
-
-        Raises:
-            NumericsError: a loss or a gradient is not finite; on all ranks.
-        """
-        reducer, replicas = self.freezer.reducer, self.stage.mesh.replicas
-        told = signal(
-            self.world,
-            name="grid.signals",
-            loss=0.0 if result is None else result.share,
-            sound=reducer.gradients_are_finite(),
-            gradients=gradients_of(reducer.carried),
-            leave=leave,
-            with_norm=self.clip_grad is not None,
-        )
-        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
-        losses = f"the loss is not finite on {told.broken_losses} of {plural(replicas, 'replica')}"
-        remedy = "lower --lr, or add --lr-warmup or --clip-grad"
-        told.check(step=self.freezer.step, losses=losses, ranks=self.world.size, remedy=remedy)
-        return told.loss / replicas, told.leave, math.sqrt(told.squares / replicas)
 
     def _check_cut(self) -> None:
         """Raise DivergedError on all ranks where a vote, which each partition counts, had two outcomes. Collective.

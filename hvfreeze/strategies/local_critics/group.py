@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_precision
 from hvfreeze.model.segments import Segment, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
@@ -63,7 +64,7 @@ class LayerGroup:
         head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)} if last else set[str]()
         self.optimizer = open_optimizer(named, settings, head=head)
         self._update, self._objective = Update(self.optimizer, settings), Objective(smoothing=settings.label_smoothing)
-        self._smoothing, self._bfloat16 = settings.label_smoothing, settings.precision == "bfloat16"
+        self._smoothing = settings.label_smoothing
         self._weights = [] if critic is None else list(critic.parameters())
         self.critic_optimizer = torch.optim.Adam(self._weights, lr=critic_lr) if critic is not None else None
         with torch.random.fork_rng(devices=[]):
@@ -128,7 +129,7 @@ class LayerGroup:
         """Return the (B, classes) float32 logits of the exit behind this group, whose output is given."""
         if self.critic is None:
             return output.float()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._bfloat16):
+        with in_precision(self._halves.precision):
             logits: Tensor = self.critic(output)
         return logits.float()
 

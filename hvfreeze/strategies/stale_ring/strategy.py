@@ -13,7 +13,6 @@ Source: Yang et al., "Ouroboros: On Accelerating Training of Transformer-Based L
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
 from hvfreeze.strategies.model_parallel import (
     SIGNAL_BYTES,
+    agree,
     block_digests,
     clip,
     cost_of_rank,
@@ -50,7 +50,6 @@ from hvfreeze.strategies.model_parallel import (
     optimizer_state,
     put_optimizer_state,
     receive,
-    signal,
 )
 from hvfreeze.strategies.schedules import stale_batch
 from hvfreeze.strategies.stale_ring.module import RingModule
@@ -167,9 +166,21 @@ class StaleRing:
                 self._backward(part)
         self._weigh_tied()
         clock.enter("allreduce")
-        loss, any_leaves, norm = self._agree(loss, leave=leave)
+        gradients = gradients_of(self._named())
+        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
+        loss, any_leaves, norm = agree(
+            self.world,
+            name="ring.signals",
+            step=now,
+            loss=loss,  # 0 on all ranks but one
+            sound=all(bool(torch.isfinite(gradient).all()) for gradient in gradients),
+            gradients=gradients,
+            leave=leave,
+            with_norm=self.clip_grad is not None,
+            remedy="lower --lr, raise --stale-after, or add --lr-warmup or --clip-grad",
+        )
         clock.enter("optimizer")
-        clip(gradients_of(self._named()), norm, self.clip_grad)
+        clip(gradients, norm, self.clip_grad)
         self.update.make(rate)
         self.steps += 1
         self._expect()
@@ -355,30 +366,6 @@ class StaleRing:
         if part == self.facts.parts - 1 or self.steps < self._first_stale():
             return None
         return stale_batch(self.steps, delay=self.facts.delay(part), since=self._first_stale())
-
-    def _agree(self, loss: float, *, leave: bool) -> tuple[float, bool, float]:
-        """Return the loss, whether some rank is to leave, and the norm of all gradients, before the update.
-
-        Equal on all ranks; the norm is 0 where it is not used. Collective.
-
-        Raises:
-            NumericsError: the loss or a gradient is not finite; on all ranks.
-        """
-        # All but one rank add 0 to the loss.
-        gradients = gradients_of(self._named())
-        told = signal(
-            self.world,
-            name="ring.signals",
-            loss=loss,
-            sound=all(bool(torch.isfinite(gradient).all()) for gradient in gradients),
-            gradients=gradients,
-            leave=leave,
-            with_norm=self.clip_grad is not None,
-        )
-        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
-        remedy = "lower --lr, raise --stale-after, or add --lr-warmup or --clip-grad"
-        told.check(step=self.steps, losses="the loss is not finite", ranks=self.world.size, remedy=remedy)
-        return told.loss, told.leave, math.sqrt(told.squares)
 
     def _weigh_tied(self) -> None:
         """Halve the gradients of parameters that both ends use, where that is asked for."""

@@ -31,7 +31,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.mlp import Mlp, mlp_of
-from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.modes import in_evaluation, in_precision
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.model.steps import Call
 from hvfreeze.optim import Update, open_optimizer
@@ -322,7 +322,7 @@ class Subnets(RoundStrategy):
 
     def _inputs(self, features: Tensor) -> Tensor:
         """Return what the MLP is given for the trunk's output."""
-        with torch.no_grad(), self.replica.halves.autocast():
+        with torch.no_grad(), in_precision(self.replica.halves.precision):
             for call in self.before:
                 features = call(features)
         return features
@@ -338,7 +338,7 @@ class Subnets(RoundStrategy):
             clock.enter("forward")
             seen = objective.mix(self.replica.training.of(batch), batch.labels, step=step, number=number)
             inputs = self._inputs(seen.features)
-            with self.replica.halves.autocast():
+            with in_precision(self.replica.halves.precision):
                 logits = self.piece.mlp(inputs).float()
             loss = objective.loss(logits, seen) / count
             value += loss.item()
@@ -386,7 +386,7 @@ class Subnets(RoundStrategy):
                 norm.train()
             for batch in self._batches:
                 inputs = self._inputs(self.replica.training.of(batch))
-                with self.replica.halves.autocast():
+                with in_precision(self.replica.halves.precision):
                     self.whole(inputs)
         for norm, before in zip(norms, momentum, strict=True):
             norm.momentum = before

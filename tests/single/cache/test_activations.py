@@ -34,7 +34,8 @@ def test_activations_have_the_bits_of_recomputing_while_filling_and_reading(
         check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=epoch))
         assert cached.counters.forwards - before == (5 if epoch == 0 else 0)
     assert cached.counters.rows_written == NUM_SAMPLES and cached.counters.rows_read == 2 * NUM_SAMPLES
-    assert cached.complete and cached.exact and cached.stored_bytes == NUM_SAMPLES * 8 * 8 * 8 * 4
+    assert not cached.missing(*OWNED_KEYS).any() and cached.exact
+    assert cached.stored_bytes == NUM_SAMPLES * 8 * 8 * 8 * 4
     cached.close()
     later = net.cached(tmp_path)
     later.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
@@ -71,22 +72,20 @@ def test_a_sweep_computes_only_missing_rows_and_pads_the_last_forward(tmp_path: 
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=1, drop_last=True))
     assert cached.counters.forwards - before == 1
     assert cached.sweep(everything=True) == NUM_SAMPLES - 64 - stored
-    assert cached.complete
+    assert not cached.missing(*OWNED_KEYS).any()
     cached.close()
 
 
 def test_an_epoch_of_which_nothing_is_cached_is_filled_while_training(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
-    views = np.repeat(np.arange(2), NUM_SAMPLES)
-    cached.begin_cut(
-        2, fingerprint=net.fingerprint(2, augment="views:2"), owned_keys=(np.tile(OWNED_KEYS[0], 2), views)
-    )
+    owned_keys = np.tile(OWNED_KEYS[0], 2), np.repeat(np.arange(2), NUM_SAMPLES)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2, augment="views:2"), owned_keys=owned_keys)
     for epoch in range(4):
         cached.announce(batches_of(NUM_SAMPLES, epoch=epoch, views=2))
         assert cached.sweep() == 0
         check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=epoch, views=2))
-    assert cached.counters.forwards == 10 and cached.complete
+    assert cached.counters.forwards == 10 and not cached.missing(*owned_keys).any()
     cached.close()
 
 

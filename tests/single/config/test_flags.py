@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from hvfreeze.cli import COMMANDS, build_parser, parse
 from hvfreeze.config.flags import configuration
-from hvfreeze.config.tree import Config, leaves
+from hvfreeze.config.tree import Config, flat, leaves, to_dict
 from tests.program import ROOT
 
 HEAVY = ("torch", "numpy", "horovod", "mpi4py", "h5py", "matplotlib", "hvfreeze.comm", "hvfreeze.training")
@@ -51,6 +54,55 @@ def test_no_flags_are_the_defaults() -> None:
     assert configuration(
         parse(["train", "--cache", "auto", "--augment", "none", "--resume", "--run-dir", "x"])
     ).run.resume
+
+
+SAVED: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "": [
+        ("--optimizer adamw", {"lr": 1e-3, "weight_decay": 1e-2}),
+        ("--freeze auto", {"optimizer": "auto", "lr": 3e-4, "head_fit": "kernel", "epochs": 16, "batch_size": 32}),
+        ("--strategy grid", {"blocks": "residual", "data": "digits"}),
+    ],
+    "--lr 0.02 --epochs 3": [("--optimizer adamw", {"lr": 0.02, "weight_decay": 1e-2, "epochs": 3})],
+    "--freeze auto": [
+        ("--optimizer sgd", {"lr": 0.1, "weight_decay": 1e-4, "epochs": 16, "schedule": "cosine"}),
+        ("--lr 0.01", {"optimizer": "adamw"}),
+        ("--freeze none", {"optimizer": "sgd", "lr": 0.1, "head": "last", "head_fit": "sgd", "epochs": 10}),
+    ],
+    "--freeze auto --head last --lr 0.02": [("--optimizer sgd", {"lr": 0.02, "head": "last", "head_fit": "exact"})],
+    "--head multi-level --head-fit exact --augment none": [
+        ("--freeze auto", {"epochs": 16, "cut": None, "head_fit": "exact", "augment": "none"}),
+        ("--head-fit sgd --head last", {"freeze": "none", "cut": None, "epochs": 10}),
+    ],
+    "--strategy subnets --freeze-warmup 7": [
+        ("--strategy replicas", {"model": "mlp", "momentum": 0.9, "freeze_warmup": 7})
+    ],
+    "--strategy stale-ring": [("--strategy replicas", {"data": "text", "model": "tiny-lm", "epochs": 10, "lr": 0.1})],
+    "--freeze static --cut 1 --epochs 1": [
+        ("--optimizer lars", {"freeze": "static", "cut": 1, "epochs": 1, "lr": 3.0})
+    ],
+    "--strategy grid --time-budget 1h": [("--strategy replicas", {"blocks": "stage", "time_budget": "1h"})],
+}
+"""Flags of a run -> flags given with its config.yaml, and some of the settings that these two make."""
+
+
+@pytest.mark.parametrize("first", SAVED)
+def test_what_followed_from_a_changed_setting_of_a_saved_run_is_worked_out_anew(tmp_path: Path, first: str) -> None:
+    saved = configuration(parse(["train", *first.split()])).resolved()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(saved)))
+
+    def again(flags: str) -> Config:
+        return configuration(parse(["train", "--config", str(tmp_path / "config.yaml"), *flags.split()])).resolved()
+
+    assert again("") == saved
+    for flags, wanted in SAVED[first]:
+        made = flat(to_dict(again(flags)), source="")
+        assert {name: made[name] for name in wanted} == wanted, flags
+
+
+def test_every_setting_of_a_file_that_no_run_wrote_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("optimizer: {epochs: 10, lr: 0.1}")
+    made = configuration(parse(["train", "--config", str(tmp_path / "own.yaml"), "--freeze", "auto"]))
+    assert (made.optimizer.epochs, made.optimizer.lr, made.optimizer.batch_size) == (10, 0.1, 32)
 
 
 def test_every_command_has_a_parser() -> None:

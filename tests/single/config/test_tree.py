@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import hvfreeze
 from hvfreeze.config import tree
@@ -196,6 +197,36 @@ def test_plain_values_are_read() -> None:
     assert parse_plain_yaml(deepest.encode())
 
 
+@pytest.mark.parametrize(
+    ("text", "leaf", "value"),
+    [
+        ("cache: on\naugment: none", "cache", "on"),
+        ("mirror: off", "mirror", "off"),
+        ("quiet: on", "quiet", True),
+        ("quiet: Off", "quiet", False),
+        ("quiet: yes", "quiet", True),
+        ("quiet: true", "quiet", True),
+        ("lr: 1e-3", "lr", 1e-3),
+        ("lr: 2.E5", "lr", 2e5),
+        ("clip_grad: .5e+1", "clip_grad", 5.0),
+        ("head_lr: 1e-3", "head_lr", "1e-3"),
+        ("seed: 010", "seed", 10),
+        ("seed: 08", "seed", 8),
+        ("data_seed: -010", "data_seed", -10),
+        ("seed: 0x10", "seed", 16),
+    ],
+)
+def test_values_are_written_in_a_file_as_on_the_command_line(
+    tmp_path: Path, text: str, leaf: str, value: object
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    config = from_dict(read_yaml(tmp_path / "config.yaml"))
+    found = {name: entry for section in to_dict(config).values() for name, entry in section.items()}[leaf]
+    assert (found, type(found)) == (value, type(value))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(config)))
+    assert from_dict(read_yaml(tmp_path / "config.yaml")) == config
+
+
 @pytest.mark.parametrize("tree", [{"lr": 0.1, "optimizer": {"lr": 0.2}}, {"batch-size": 4, "batch_size": 8}])
 def test_a_setting_that_is_given_twice_is_refused(tree: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="is given twice; leave one"):
@@ -215,11 +246,13 @@ def test_a_setting_that_older_files_have_in_another_section_is_found() -> None:
     [
         (OptimizerConfig, "epochs", 1.0, r"OptimizerConfig: epochs \(1.0\) must be of type int"),
         (OptimizerConfig, "lr", "0.1", r"lr \('0.1'\) must be of type float"),
+        (DataConfig, "mirror", False, r"mirror \(False\) must be of type str; put mirror in quotes"),
         (OptimizerConfig, "lr", 10**400, r"--lr \(inf\) must be a positive number"),
         (DataConfig, "train_samples", np.ones(2), r"train_samples .* must be of type int"),
         (DataConfig, "augment", None, r"augment \(None\) must be of type str"),
         (RunConfig, "quiet", "no", r"quiet \('no'\) must be of type bool"),
         (RunConfig, "run_dir", b"runs", r"run_dir \(b'runs'\) must be of type str"),
+        (RunConfig, "run_dir", "a\0b", r"run_dir \('a\\x00b'\) must be text without NUL characters"),
     ],
 )
 def test_a_value_of_another_type_is_refused_however_a_section_is_made(
@@ -237,6 +270,12 @@ def test_paths_and_the_numbers_of_numpy_and_torch_are_taken() -> None:
     assert (config.run.run_dir, config.run.seed) == ("runs/one", 3)
     assert (config.optimizer.lr, type(config.optimizer.lr), config.optimizer.epochs) == (0.5, float, 2)
     assert from_dict(to_dict(config)) == config
+
+
+def test_an_empty_run_directory_is_none() -> None:
+    assert RunConfig(run_dir="") == RunConfig()
+    with pytest.raises(UsageError, match=r"--resume \(True\) must be given together with --run-dir DIR"):
+        RunConfig(run_dir="", resume=True)
 
 
 def test_what_is_no_section_and_no_configuration_is_refused() -> None:

@@ -153,6 +153,11 @@ def test_the_default_directory_is_named_by_the_environment(monkeypatch: pytest.M
     assert default_directory() == Path.home() / ".cache" / "hvfreeze" / "data"
 
 
+def put_a_file_in_its_place(root: Path) -> None:
+    shutil.rmtree(root)
+    root.write_text("not a folder")
+
+
 def keep_train_only(root: Path) -> None:
     shutil.rmtree(root / "test")
 
@@ -192,6 +197,7 @@ def add_another_size(root: Path) -> None:
     ("damage", "name", "kind", "words"),
     [
         (shutil.rmtree, "imagefolder", RefusedError, ["does not exist", "--data-dir", "$HVFREEZE_DATA"]),
+        (put_a_file_in_its_place, "imagefolder", RefusedError, ["is no folder", "--data-dir", "$HVFREEZE_DATA"]),
         (keep_train_only, "imagefolder", RefusedError, ["train alone", "test/ or val/"]),
         (keep_test_only, "imagefolder", RefusedError, ["test alone", "class folders only"]),
         (rename_a_class, "imagefolder", RefusedError, ["the same classes", "b is in one only"]),

@@ -128,6 +128,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "a label below 0": (lambda split: Listed(PIXELS, [0, -1] * 3), r"label of sample 1 \(-1\)"),
     "one class": (lambda split: Listed(PIXELS, [0] * 6), "at least two classes"),
     "more labels than classes": (lambda split: Listed(PIXELS, [0, 2] * 3, classes="ab"), "labels go up to 2"),
+    "an empty name": (lambda split: Listed(PIXELS, [0, 1] * 3, classes=["x", ""]), "names of their own, none empty"),
     "normalised images": (lambda split: Listed(PIXELS - 300.0, [0, 1] * 3), "not in 0..1"),
     "an error": (lambda split: 1 / 0, r"failed: ZeroDivisionError: division by zero \(test_own.py"),
 }

@@ -94,10 +94,16 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: object, word:
     assert word in str(refusal.value)
 
 
-def test_pixels_without_a_known_range_are_refused(tmp_path: Path) -> None:
-    Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(tmp_path / "1.tif")
-    with pytest.raises(RefusedError, match=r"1.tif .*mode F.*8 bits"):
-        source(tmp_path, "1.tif").decode(0)
+@pytest.mark.parametrize(
+    ("name", "pixels", "mode"),
+    [("1.tif", np.float32, "F"), ("1.tif", np.int32, "I"), ("1.pgm", np.int32, "I")],
+    ids=["float TIFF", "32-bit TIFF", "16-bit PGM"],
+)
+def test_pixels_without_a_known_range_are_refused(tmp_path: Path, name: str, pixels: type, mode: str) -> None:
+    Image.fromarray(np.full((8, 8), 300, dtype=pixels)).save(tmp_path / name)
+    told = rf"{name} cannot be used: pixels of mode {mode} have no known range, convert it to 8 bits$"
+    with pytest.raises(RefusedError, match=told):
+        source(tmp_path, name).decode(0)
 
 
 def test_another_size_without_a_side_is_a_usage_error_that_names_the_file(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from hvfreeze.freezing.criteria import (
     gain_shares,
     geometric,
     gradient_norm,
-    interpolated,
     linear,
     percentile,
     rates_of_change,
@@ -83,11 +82,6 @@ def test_percentile_of_fewer_than_three_blocks_is_the_minimum_rule() -> None:
     late = replace(EVIDENCE, cut=3, norms=(0, 0, 0, 9.9, 8.0, 1.0))
     assert percentile(late) == 4
     assert percentile(replace(late, norms=(0, 0, 0, 8.0, 9.9, 1.0))) == 3
-
-
-def test_percentiles_are_interpolated() -> None:
-    assert interpolated([1.0, 2.0, 4.0, 8.0], 50) == 3.0
-    assert interpolated([1.0], 50) == 1.0
 
 
 @pytest.mark.parametrize(("epoch", "cut"), [(0.0, 0), (1.0, 0), (4.5, 1), (4.7, 2), (9.99, 4), (10.0, 5)])

@@ -15,7 +15,7 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.linear import HeadFit, SoftmaxLoss, Subset, fit_softmax
-from hvfreeze.heads.moments import measure
+from hvfreeze.heads.moments import FeaturesError, measure
 from hvfreeze.heads.rows import Chunk, RowsInMemory, RowsOfBatches, gather
 from tests.single.heads.table import CLASSES, labelled_table
 
@@ -75,6 +75,30 @@ def test_the_chosen_penalty_is_stronger_where_labels_are_noise_and_all_rows_are_
         again = solve(table, penalties=[fit.penalty], tolerance=0.001)
         assert (fit.coefficients - again.coefficients).norm() <= 0.011 * again.coefficients.norm()
         assert fit.rows == 400
+
+
+LARGE = 1.5e19
+"""Its square is a float32, and that of twice as much is none."""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "samples"),
+    [
+        ({0: math.nan}, (0,)),
+        ({0: math.inf, 7: math.nan}, (0, 7)),
+        ({0: 1e30}, (0,)),
+        ({0: LARGE, 7: -LARGE}, (7,)),
+    ],
+)
+def test_samples_whose_features_cannot_be_measured_are_named_and_no_others(
+    numbers: dict[int, float], samples: tuple[int, ...]
+) -> None:
+    features, labels, held_out = labelled_table(20)
+    for sample, number in numbers.items():
+        features[sample, 3] = number
+    with pytest.raises(FeaturesError, match="1 of 12 features are NaN or infinite") as refusal:
+        measure(RowsInMemory(features, labels, held_out), world=SoloWorld())
+    assert refusal.value.samples == samples
 
 
 def test_held_out_rows_are_not_fitted_until_the_penalty_is_chosen() -> None:

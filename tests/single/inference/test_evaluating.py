@@ -22,6 +22,7 @@ from hvfreeze.inference.evaluate import (
     own_samples,
     plot_confusion,
     samples_in,
+    write_result,
 )
 from tests.program import call
 from tests.single.inference.conftest import CLASSES, Finished, train
@@ -138,6 +139,26 @@ def test_counts_are_by_true_class_and_answer(finished: Finished) -> None:
     assert [line.split()[:2] for line in told.splitlines()[2:]] == [["a\\nb", "3"], ["\\x1b[0m", "3"]]
 
 
+@pytest.mark.parametrize(
+    ("classes", "first"),
+    [
+        (("true class", "b", "c"), "true class (row)"),
+        (("true class (row)", "true class", "c"), "true class (row) (row)"),
+    ],
+)
+def test_rows_of_the_confusions_keep_their_names_whatever_classes_are_called(
+    finished: Finished, tmp_path: Path, classes: tuple[str, ...], first: str
+) -> None:
+    labels = torch.tensor([0, 1, 1, 2])
+    applied = replace(hvfreeze.load_model(finished.run), classes=classes)
+    result = judge(labels, labels, classes, among_best=4, loss=0.5)
+    write_result(applied, EvaluatedSamples(lambda row: None, labels, "samples", own=True), result, out=tmp_path)  # type: ignore[arg-type,return-value]
+    with (tmp_path / "confusion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row.pop(first) for row in rows] == list(classes) and list(rows[0]) == list(classes)
+    assert [int(row[name]) for name, row in zip(classes, rows)] == [1, 2, 1]
+
+
 def test_a_figure_of_many_classes_names_none_and_of_few_tells_counts() -> None:
     few = plot_confusion(np.array([[3, 1], [0, 4]]), ["a" * 40, "$b$"]).axes[0]
     assert [text.get_text() for text in few.texts] == ["3", "1", "", "4"]
@@ -152,6 +173,8 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
     (unknown / "red").rename(unknown / "white")
     refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is none of the")
     refused(call("evaluate", str(finished.run), "--data-dir", str(tmp_path / "no")), 3, "no does not exist")
+    file = finished.images / "test" / "red" / "00.png"
+    refused(call("evaluate", str(finished.run), "--data-dir", str(file)), 3, f"data folder {file} is no folder")
     refused(call("evaluate", str(finished.run), "--batch-size", "-1"), 2, "--batch-size (-1)")
     refused(
         call("evaluate", str(finished.run), "--model-name", "other"), 3, "no other.pt; name one that it holds, model:"

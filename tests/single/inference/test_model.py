@@ -59,6 +59,18 @@ def test_names_of_classes_come_back_and_stay_readable(
     assert all(name in (tmp_path / "model.yaml").read_text() for name in names if name.isalpha() and readable)
 
 
+def test_a_card_of_large_images_and_many_classes_comes_back(finished: Finished, tmp_path: Path) -> None:
+    card, path = hvfreeze.load_model(finished.run).card, tmp_path / "model.yaml"
+    assert card.image is not None
+    # The name of one class is as long as those of many.
+    large = replace(card, classes=("a" * 2**20, "b"), image=replace(card.image, height=30_000, width=5_000))
+    write_card(path, large)
+    assert read_card(path) == large and path.stat().st_size > 2**20
+    path.write_bytes(b"a" * (2**24 + 1))
+    with pytest.raises(RefusedError, match=r"model.yaml is damaged: it is longer than 16777216 bytes"):
+        read_card(path)
+
+
 def test_the_card_names_the_weights_that_training_started_from(finished: Finished, tmp_path: Path) -> None:
     weights = finished.run / "model.pt"
     flags = "--image-size 36 --batch-size 16 --epochs 1 --lr 0.001 --validation-fraction 0.2 --precision bfloat16"
@@ -125,6 +137,7 @@ CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no such model": (lambda card: card.update(model="os.system"), "os.system"),
     "no size": (lambda card: card["image"].update(height="36"), r"image.height \(36\) must be a whole number"),
     "a huge size": (lambda card: card["image"].update(enlarged_to=10**6), r"image.enlarged_to \(1000000\)"),
+    "a huge area": (lambda card: card["image"].update(height=2**16, width=2**16), r"image.height x image.width \("),
     "a crop that is larger": (lambda card: card["image"].update(cropped_to=37), r"image.cropped_to \(37\) must fit"),
     "a zero deviation": (lambda card: card["image"].update(std=[0, 1, 1]), "image.std .* must be three positive"),
     "no number": (lambda card: card["image"].update(mean=[0, 1, float("nan")]), "image.mean .* three numbers"),
@@ -163,6 +176,12 @@ def test_a_directory_without_a_finished_model_is_refused(copy: Path, tmp_path: P
     refused(copy, "model.pt is not the file that model.yaml tells of")
     (copy / "model.pt").unlink()
     refused(copy, "there is no model.pt; go on with: hvfreeze train --config .* --resume")
+    (copy / "environment.json").write_text('{"size": 3}')
+    refused(copy, "go on with: mpirun -np 3 hvfreeze train --config .* --resume")
+    (copy / "environment.json").write_text("{")
+    spaced = copy.rename(tmp_path / "a run")
+    refused(spaced, "go on with: hvfreeze train --config '.*a run/config.yaml' --run-dir '.*a run' --resume")
+    spaced.rename(copy)
     (copy / "model.pt").write_bytes(whole)
     (copy / "model.yaml").unlink()
     refused(copy, "model.yaml is missing")

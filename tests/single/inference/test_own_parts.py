@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 import hvfreeze
+from hvfreeze.config.sections import ModelConfig
 from hvfreeze.errors import RefusedError
+from hvfreeze.training.stage_build import Blueprint
 from tests.program import call
+from tests.single.refusing import refused
 
 CODE = """
 import numpy as np
@@ -37,6 +41,12 @@ def spots(split):
 def transformer(num_classes, image_size):
     return torchvision.models.VisionTransformer(image_size=image_size, patch_size=4, num_layers=4, num_heads=2,
                                                 hidden_dim=16, mlp_dim=32, num_classes=num_classes)
+
+def five():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 8), nn.Linear(8, 5))
+
+def maps(num_classes):
+    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, num_classes, 1))
 """
 FLAGS = ("--model", "spotted:transformer", "--data", "spotted:spots", "--batch-size", "8", "--threads", "1", "--quiet")
 FROZEN = ("--freeze", "linear", "--freeze-warmup", "0", "--interval", "5", "--epochs", "4", "--augment", "none")
@@ -76,9 +86,7 @@ def test_broken_samples_of_ones_own_are_left_out_where_that_is_asked_for(code: P
         CODE.replace("noise, label =", "if row in (0, 5): raise OSError('gone')\n        noise, label =", 1)
     )
     flags = (*(flag for flag in FLAGS if flag != "--quiet"), "--epochs", "1", "--run-dir", str(tmp_path / "run"))
-    refused = call("train", *flags)
-    assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
-    assert all(f"sample {row} cannot be read" in refused.stderr for row in (0, 5)) and "--skip-bad" in refused.stderr
+    refused(call("train", *flags), 3, *(f"sample {row} cannot be read" for row in (0, 5)), "--skip-bad")
     outcome = call("train", *flags, "--skip-bad")
     assert outcome.returncode == 0 and "4 images cannot be decoded and are left out" in outcome.stdout, str(outcome)
     said = call("evaluate", str(tmp_path / "run"), "--trust-code").stdout
@@ -104,9 +112,21 @@ def test_a_run_whose_code_has_changed_does_not_go_on_as_if_it_were_the_same(code
     flags = (*FLAGS, *digits, "--run-dir", str(tmp_path / "run"))
     assert call("train", *flags, "--epochs", "1").returncode == 0
     code.write_text(CODE + "# another file\n")
-    refused = call("train", *flags, "--epochs", "2", "--resume")
-    assert refused.returncode == 3 and "the code of --model: " in refused.stderr, str(refused)
+    refused(call("train", *flags, "--epochs", "2", "--resume"), 3, "the code of --model: ")
     assert call("train", *flags, "--epochs", "2", "--resume", "--resume-inexact").returncode == 0
+
+
+@pytest.mark.parametrize(("name", "shape"), [("five", (2, 5)), ("maps", (2, 2, 16, 16))])
+def test_a_model_that_gives_no_logit_for_each_class_is_refused(
+    code: Path, tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    model = f"spotted:{name}"
+    outcome = call("train", *FLAGS, "--model", model, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    told = f"--model ({model}) gives a tensor of shape {shape} for 2 images, and must give (2, 2), a logit for each"
+    refused(outcome, 2, told, "as many outputs as num_classes")
+    # With a multi-level head the model's own logits are not used.
+    blueprint = Blueprint(model=ModelConfig(model=model, blocks="stage"), image_shape=(3, 16, 16), classes=2)
+    assert len(replace(blueprint, head="multi-level").build(2)[0].blocks) == 2
 
 
 def test_blocks_shows_each_cut_of_a_model_without_a_run(code: Path, tmp_path: Path) -> None:
@@ -123,3 +143,16 @@ def test_blocks_refuses_a_batch_without_statistics() -> None:
     assert outcome.returncode == 2 and len(outcome.messages) == 1, str(outcome)
     assert outcome.messages[0].startswith("--batch-size (1) is too small for resnet18 and --image-size (32): ")
     assert outcome.messages[0].endswith("; give a larger one")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--image-size 10000000", "--image-size (10000000) must be in 1..4096"),
+        ("--batch-size 1000000000000000000", "--batch-size (1000000000000000000) must be in 1..2147483647"),
+        ("--batch-size 2000000000", "--batch-size (2000000000), --image-size (224) or --classes (1000) is too large"),
+        ("--classes 2000000000", "--classes (2000000000) is too large for resnet18 in the memory of this machine"),
+    ],
+)
+def test_blocks_refuses_what_no_memory_holds(flags: str, message: str) -> None:
+    refused(call("blocks", "resnet18", *flags.split()), 2, message)

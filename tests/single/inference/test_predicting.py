@@ -16,6 +16,7 @@ from PIL import Image
 
 import hvfreeze
 from hvfreeze.inference.card import Preparation
+from hvfreeze.inference.predict import answers
 from tests.program import ROOT, Outcome, call
 from tests.single.inference.conftest import CLASSES, Finished
 
@@ -65,6 +66,21 @@ def test_files_and_folders_come_in_the_order_named_in_batches_of_any_size(finish
     assert rows[0][0] == rows[0][-1]
     for other in rows[1:]:
         assert [row["class"] for row in other] == [row["class"] for row in rows[0]]
+
+
+def test_a_batch_is_no_larger_than_there_are_images(finished: Finished) -> None:
+    applied, sizes = hvfreeze.load_model(finished.run), list[int]()
+
+    def answer(images: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(images))
+        return applied.logits(images)
+
+    def decode(row: int) -> Any:
+        return applied.preparation.pixels_of(finished.images / "test" / "red" / f"0{row}.png")
+
+    for size in (None, 2, 50):
+        assert sum(len(rows) for rows, _ in answers(applied, decode, 3, batch_size=size, answer=answer, bad={})) == 3
+    assert sizes == [applied.card.batch_size, 2, 2, 3]
 
 
 def test_another_process_in_another_folder_says_the_same(finished: Finished, tmp_path: Path) -> None:

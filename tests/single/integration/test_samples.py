@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, UserDict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvfreeze.errors import UsageError
-from hvfreeze.integration.samples import Remembered, Samples
+from hvfreeze.integration.samples import Remembered, Samples, inputs_and_labels
 
 IDS, VIEWS = np.array([2, 0]), np.zeros(2, np.int64)
 
@@ -32,6 +33,25 @@ def test_mappings_are_loaded_as_dicts_also_inside_others(mapping: Any) -> None:
     inputs, labels = Samples(loader, split, num_views=1, seed=0).load(IDS, VIEWS)
     assert [type(part) for part in (inputs, inputs["more"][0], labels[0])] == [dict] * 3
     assert inputs["more"][0]["y"].tolist() == labels[0]["label"].tolist() == [2, 0] and labels[1] == 3
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_random_states_stay_as_they_were_where_a_sample_cannot_be_read(views: int) -> None:
+    class Draws(Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, row: int) -> Any:
+            raise OSError(random.random() + np.random.rand() + torch.rand(()).item())
+
+    def states() -> Any:
+        name, words, *others = np.random.get_state()
+        return random.getstate(), name, tuple(words), others, tuple(torch.get_rng_state().tolist())
+
+    samples, before = Samples(DataLoader(Draws(), batch_size=2), inputs_and_labels, num_views=views, seed=0), states()
+    with pytest.raises(OSError):
+        samples.load(IDS, VIEWS)
+    assert states() == before
 
 
 @pytest.mark.parametrize("values", [torch.tensor(3), torch.ones(3), [torch.ones(2), "name"]])

@@ -14,7 +14,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.model_sources import model_names
 from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
-from hvfreeze.model.weights import head_name
+from hvfreeze.model.weights import head_layers
 from hvfreeze.torchvision_shim import torchvision
 
 BATCH = 16
@@ -41,8 +41,8 @@ def test_every_parameter_buffer_and_layer_is_in_exactly_one_block(name: str) -> 
         assert len({block.name for block in chain.blocks}) == len(chain.blocks) >= 5
         assert [chain.blocks[0].name, chain.blocks[-1].name] == ["conv1" if scheme == "paper" else "stem", "head"]
         assert all(block.parameter_names for block in chain.blocks)
-        assert model.get_parameter(f"{head_name(model)}.weight").shape[0] == 7
-        assert f"{head_name(model)}.weight" in chain.blocks[-1].parameter_names
+        assert model.get_parameter(f"{head_layers(model)[0]}.weight").shape[0] == 7
+        assert f"{head_layers(model)[0]}.weight" in chain.blocks[-1].parameter_names
         assert sorted(n for n, _ in chain.named_parameters()) == sorted(n for n, _ in model.named_parameters())
         assert sorted(n for n, _ in chain.named_buffers()) == sorted(n for n, _ in model.named_buffers())
         assert all(parameter is model.get_parameter(n) for n, parameter in chain.named_parameters())

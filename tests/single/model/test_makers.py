@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.model.blocks import Chain
+from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model, timm_statistics
+from hvfreeze.model.weights import head_layers
 from hvfreeze.user_code import code_sha256
 
 CODE = """
 import torch
 from torch import nn
-from hvfreeze.model.blocks import Chain
+from hvfreeze.model.blocks import Chain, cut_into_blocks
 
 def plain(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Linear(8, num_classes))
@@ -39,6 +40,9 @@ def fails(num_classes):
 
 def odd(num_classes):
     return 3
+
+def lazy(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 """
 
 
@@ -112,6 +116,7 @@ def test_code_is_told_apart_by_the_files_that_its_file_imports(code: Path, impor
     [
         ("parts_of_mine:fails", r"failed: KeyError: 'nothing here' \(parts_of_mine.py, line 18\)"),
         ("parts_of_mine:odd", "must return an nn.Module or a hvfreeze.model.blocks.Chain, not int"),
+        ("parts_of_mine:lazy", r"whose parameters have their sizes, and 1\.weight has none yet; run the model once"),
         ("parts_of_mine:none", "parts_of_mine has no function none"),
         ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
         ("a b:c", "must be package:function"),
@@ -178,3 +183,42 @@ def test_timms_models_weights_and_statistics_come_by_name(monkeypatch: pytest.Mo
         from hvfreeze.model.model_sources import timm_weights
 
         timm_weights("timm:broken", image_size=4)
+
+
+def test_a_transformer_of_timm_that_pools_by_attention_is_cut_with_that_in_its_head() -> None:
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pooled: Tensor = (self.query(x).softmax(1) * x).sum(1)
+            return pooled
+
+    class VisionTransformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch_embed = nn.Sequential(nn.Conv2d(3, 6, 2, stride=2), nn.Flatten(2))
+            self.position = nn.Parameter(torch.randn(4, 6))
+            self.pos_drop, self.patch_drop, self.norm_pre = nn.Identity(), nn.Identity(), nn.Identity()
+            self.blocks = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+            self.norm, self.attn_pool, self.fc_norm = nn.LayerNorm(6), Pool(), nn.LayerNorm(6)
+            self.head_drop, self.head = nn.Identity(), nn.Linear(6, 5)
+
+        def _pos_embed(self, x: Tensor) -> Tensor:
+            return x.transpose(1, 2) + self.position
+
+        def forward_head(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.head_drop(self.fc_norm(self.attn_pool(x))))
+            return logits
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
+            return self.forward_head(self.norm(self.blocks(x)))
+
+    VisionTransformer.__module__ = "timm.models.vision_transformer"
+    VisionTransformer.__qualname__ = "VisionTransformer"
+    model = VisionTransformer()
+    chain = cut_into_blocks(model, example=torch.rand(2, 3, 4, 4))
+    assert chain.blocks[-1].parameter_names[2:4] == ("attn_pool.query.weight", "attn_pool.query.bias")
+    assert head_layers(model) == ["head"]

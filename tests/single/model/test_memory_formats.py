@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvfreeze.errors import UsageError
 from hvfreeze.model.model_sources import build_model, set_memory_formats
@@ -48,14 +48,25 @@ def transformer() -> nn.Module:
     return model
 
 
+class Indexed(nn.Module):
+    """A forward pass with a mistake in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes: dict[int, Tensor] = {}
+        return sizes[0]
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (build_model("mlp-8", num_classes=4, image_size=32).model, "shapes cannot be multiplied"),
         (transformer(), "Wrong image height"),
         (nn.Sequential(nn.Flatten(), nn.Unflatten(1, (32, 32, 3))), "unflatten"),
+        (Indexed(), r"KeyError: 0 \(test_memory_formats\.py, line \d+\)"),
+        (nn.Sequential(nn.Identity(), nn.Bilinear(2, 2, 2)), "TypeError: .*missing 1 required positional argument"),
+        (nn.Sequential(nn.LazyConv2d(4, 3)), "uninitialized parameter"),
     ],
-    ids=["RuntimeError", "AssertionError", "own"],
+    ids=["RuntimeError", "AssertionError", "own", "KeyError", "TypeError", "lazy"],
 )
 def test_a_model_that_takes_other_images_is_refused_by_their_shape(model: nn.Module, reason: str) -> None:
     told = rf"model \({type(model).__name__}\) takes no images of 16x32 pixels: .*{reason}.*; pass --image-size"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,6 +105,14 @@ def test_the_comparison_leaves_modes_and_statistics_alone() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     cut_into_blocks(model, example=torch.ones(2, 3, 8, 8))
     assert [module.training for module in model] == [True, False, *[True] * 6]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_buffers_that_every_pass_changes_are_no_other_forward_pass(norm: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), norm(nn.Linear(6, 5)), nn.Linear(5, 3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert [block.name for block in cut_into_blocks(model, example=torch.randn(3, 4)).blocks] == ["0", "1", "2"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

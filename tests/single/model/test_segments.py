@@ -4,11 +4,13 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.early_exits import EarlyExits
 from hvfreeze.model.segments import block_seconds, cut_at, cut_evenly, segment_bytes, work_of
 from hvfreeze.strategies.model_parallel import dry_run
 
@@ -71,3 +73,32 @@ def test_work_is_two_operations_a_weight_and_place_and_leaves_the_model_as_it_wa
     assert work_of(chain, torch.randn(2, 3, 8, 8)) == [2 * 2 * 27 * 4 * 36, 2 * 2 * 4 * 36 * 5]
     assert [module.training for module in model] == [False, True, True, True]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Attending(nn.Module):
+    """Attention by PyTorch's function: fused, where it may be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x)
+
+
+ROWS, WIDTH, INNER = 6, 8, 16
+PRODUCTS = 2 * (2 * ROWS * ROWS * WIDTH)
+"""Operations of queries with keys, and of their results with values."""
+OTHERS = 2 * ROWS * WIDTH * (4 * WIDTH + 2 * INNER)
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (Attending(), PRODUCTS),
+        (nn.TransformerEncoderLayer(WIDTH, 2, INNER, batch_first=True), PRODUCTS + OTHERS),
+    ],
+    ids=["attention", "a layer"],
+)
+def test_work_of_attention_is_counted_wherever_a_fused_kernel_does_it(layer: nn.Module, expected: int) -> None:
+    chain = Chain.from_modules(nn.Sequential(layer), [("body", layer)])
+    x, fused = torch.randn(1, ROWS, WIDTH), torch.backends.mha.get_fastpath_enabled()
+    assert work_of(chain, x) == [expected]
+    assert EarlyExits(chain, ((0, 1),), ()).work(x) == [(expected, 0)]
+    assert torch.backends.mha.get_fastpath_enabled() == fused

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
-from hvfreeze.errors import RefusedError
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.heads.multilevel import MultiLevelClassifier
+from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.weights import load_weights, read_weights
 from hvfreeze.torchvision_shim import torchvision
 from tests.single.model.states import assert_equal_states, squeezenet, state_of
+
+TRACKED = "head.norm.num_batches_tracked"
 
 
 def plain(state: dict[str, Tensor]) -> Any:
@@ -155,6 +162,96 @@ def test_a_head_of_another_kind_is_left_out_and_starts_afresh(head: str, tmp_pat
         build_model("resnet20", num_classes=10, weights=str(file), image_size=32)
 
 
+@pytest.mark.parametrize(("classes", "reset"), [(4, False), (10, True)], ids=["other classes", "reset"])
+def test_the_norm_behind_the_last_layer_starts_afresh_with_it(classes: int, reset: bool, tmp_path: Path) -> None:
+    file, made = tmp_path / "weights.pt", partial(build_model, "mlp-6", image_size=4)
+    torch.manual_seed(1)
+    trained = made(num_classes=classes).model
+    trained(torch.randn(8, 3, 4, 4))
+    torch.save(donor := state_of(trained), file)
+    torch.manual_seed(2)
+    fresh = state_of(made(num_classes=10).model)
+    torch.manual_seed(2)
+    built = made(num_classes=10, weights=str(file), reset_head=reset)
+    of_head = [name for name in fresh if name.startswith("head.") and not name.endswith("num_batches_tracked")]
+    assert of_head == ["head.linear.weight", "head.norm.running_mean", "head.norm.running_var"]
+    assert_equal_states(without(state_of(built.model), TRACKED), {**without(donor, TRACKED), **only(fresh, *of_head)})
+    assert "head head.linear" in built.notes[0] and "re-initialised" in built.notes[0]
+
+
+@pytest.mark.parametrize("head", ["kernel", "linear"])
+def test_the_body_beside_a_multi_level_head_loads_and_the_models_own_head_starts_afresh(head: str) -> None:
+    torch.manual_seed(1)
+    donor, example = squeezenet(4), torch.zeros(2, 3, 32, 32)
+    chain = cut_into_blocks(donor)
+    classifier = MultiLevelClassifier(chain, classes=4, pool=1, example=example, kernel=head == "kernel")
+    for classes in (4, 10):
+        model = squeezenet(classes, seed=2)
+        fresh, heads = state_of(model), ("classifier.1.weight", "classifier.1.bias")
+        notes = load_weights(model, classifier.state_dict(), source="run")
+        assert_equal_states(state_of(model), {**state_of(donor), **only(fresh, *heads)})
+        assert ["multi-level head is left out" in notes[0], "no head classifier.1" in notes[1]] == [True, True]
+
+
+class Cosine(nn.Module):
+    """A last layer that is no Linear."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(classes, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x) @ self.weight.T
+
+
+def cosine() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), Cosine(4))
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_a_layer_of_the_body_is_never_taken_for_the_head(written_out: bool) -> None:
+    donor, model = cosine().state_dict(), cosine()
+    parts = [("body", [model[0], model[1]]), ("head", model[2])]
+    chain = Chain.from_modules(model, parts) if written_out else None
+    assert load_weights(model, donor, source="file", chain=chain) == []
+    assert_equal_states(state_of(model), donor)
+    with pytest.raises(UsageError, match=r"--reset-head must be left out for Sequential: its last block has no Linear"):
+        load_weights(model, donor, source="file", reset_head=True, chain=chain)
+    assert_equal_states(state_of(model), donor)
+
+
+def normed(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), weight_norm(nn.Linear(5, classes)))
+
+
+def plain_layers(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, classes))
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "message"),
+    [
+        (normed(4).state_dict(), normed(4), "head 1 has 4 classes there too and is kept"),
+        (normed(6).state_dict(), normed(4), "head 1 has 6 classes there and 4 here"),
+        (normed(6).state_dict(), plain_layers(4), r"missing: 1\.weight; not part of the model: 1\.parametrizations"),
+        (
+            {**plain_layers(4).state_dict(), "1.bias": torch.zeros(())},
+            plain_layers(4),
+            r"another shape: 1\.bias \(\) instead of \(4,\)",
+        ),
+    ],
+    ids=["alike", "other classes", "a plain model", "a scalar"],
+)
+def test_a_head_without_a_weight_of_that_name_is_loaded_or_refused(
+    file: dict[str, Tensor], model: nn.Module, message: str
+) -> None:
+    try:
+        told = load_weights(model, file, source="file")[0]
+    except RefusedError as error:
+        told = str(error)
+    assert re.search(message, told)
+
+
 class Inside(nn.Module):
     """All of its names begin with "model."."""
 
@@ -178,6 +275,10 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> Any:
 
 def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if name not in names}
+
+
+def only(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: state[name] for name in names}
 
 
 @pytest.mark.parametrize(

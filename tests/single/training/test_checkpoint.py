@@ -21,7 +21,7 @@ import torch
 from hvfreeze.errors import RefusedError
 from hvfreeze.training import checkpoint_file as checkpoint
 from tests.parallel.mpirun import ROOT, environment
-from tests.single.training.forging import Evil, forged
+from tests.single.training.forging import Evil, forged, save_sections
 
 KILLED_SAVES = Path(__file__).with_name("workers") / "killed_saves.py"
 
@@ -33,7 +33,7 @@ def state_after(step: int) -> dict[str, Any]:
 def save(directory: Path, *steps: int, size: int = 1) -> Path:
     for step in steps:
         own = [checkpoint.packed({"rank": rank}) for rank in range(size)]
-        path = checkpoint.save(directory, [checkpoint.packed(state_after(step)), *own], step=step)
+        path = save_sections(directory, [checkpoint.packed(state_after(step)), *own], step=step)
     return path
 
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_was_not_put_whole_leaves_nothing(tmp_path: Path) -> N
 def test_sections_beyond_two_gigabytes_are_written_and_read(tmp_path: Path) -> None:
     # Zeros cost no memory until they are read, and no disk: only their digest takes time.
     large = torch.from_numpy(np.zeros(2**31 + 2**20, dtype=np.uint8))
-    path = checkpoint.save(tmp_path, [large, checkpoint.packed({"rank": 0})], step=1)
+    path = save_sections(tmp_path, [large, checkpoint.packed({"rank": 0})], step=1)
     opened = checkpoint.open_checkpoint(path, size=1)
     assert opened.offsets[1] - opened.offsets[0] == len(large)
     assert checkpoint.unpacked(opened.section(1), name="large") == {"rank": 0}

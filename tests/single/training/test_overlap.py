@@ -19,7 +19,7 @@ from hvfreeze.data import overlap
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import ArraySource
-from hvfreeze.training.build import doubles_in_memory
+from hvfreeze.training.doubles import doubles_in_memory
 from tests.program import Outcome, call
 
 TRAIN = ["train", "--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
@@ -108,7 +108,7 @@ def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: py
         read.append([source.paths[row] for row in ids])
         return digests(source, ids)
 
-    monkeypatch.setattr("hvfreeze.training.build.digests_of_files", counted)
+    monkeypatch.setattr("hvfreeze.training.doubles.digests_of_files", counted)
     [note], found = train(folder, tmp_path / "run")
     tested, trained = read
     assert len(tested) == 5 and len(trained) < 16
@@ -209,7 +209,7 @@ def test_own_images_that_are_streamed_are_looked_at_too(
     monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
     monkeypatch.setattr(overlap, "MOST_DECODED", 4)
     if not decoded:
-        monkeypatch.setattr("hvfreeze.training.build.samples_to_decode", None)
+        monkeypatch.setattr("hvfreeze.training.doubles.samples_to_decode", None)
     name = f"{__name__}:{made.__name__}"
     outcome = call(*TRAIN, "--data", name, "--data-dir", str(tmp_path), "--run-dir", str(tmp_path / "run"))
     [note], found = told(outcome, tmp_path / "run")
@@ -249,7 +249,7 @@ def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
         digested.extend(ids)
         return digests(pixels, ids)
 
-    monkeypatch.setattr("hvfreeze.training.build.digests_in_memory", counted)
+    monkeypatch.setattr("hvfreeze.training.doubles.digests_in_memory", counted)
     folder = save_noise(tmp_path / "data")
     train(folder, tmp_path / "different")
     assert digested == []

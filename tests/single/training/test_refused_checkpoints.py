@@ -15,12 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.tree import from_dict
+from hvfreeze.data.decoding import Images
 from hvfreeze.training import checkpoint as saving
 from hvfreeze.training import checkpoint_file as checkpoint
+from hvfreeze.training.build import load_share, open_corpus
 from tests.program import call, save_photos
-from tests.single.training.forging import Evil, forged
+from tests.single.training.forging import Evil, forged, save_sections
 
 SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "2"]
 SMALL += ["--threads", "1", "--freeze", "linear", "--interval", "3", "--freeze-warmup", "2", "--checkpoint-every", "1"]
@@ -79,7 +84,7 @@ def test_the_program_refuses_a_checkpoint_of_another_model_or_setting(finished: 
     for leaf, other in (("model", "alexnet"), ("seed", 7), ("lr", 0.5), ("freeze", "static"), ("augment", "none")):
         before = shared["run"][leaf]
         forged_state = {**shared, "run": {**shared["run"], leaf: other}}
-        checkpoint.save(newest.parent, [checkpoint.packed(forged_state), checkpoint.packed(own)], step=opened.step)
+        save_sections(newest.parent, [checkpoint.packed(forged_state), checkpoint.packed(own)], step=opened.step)
         refused(folder, f"another run's ({leaf}: {other!r} there, {before!r} here)")
 
 
@@ -92,7 +97,7 @@ def test_a_run_of_stages_never_offers_to_go_on_with_another_number_of_ranks(inex
     assert newest is not None
     opened = checkpoint.open_checkpoint(newest, size=1)
     shared, own = (opened.section(number) for number in range(2))
-    checkpoint.save(newest.parent, [shared, own, own], step=opened.step)
+    save_sections(newest.parent, [shared, own, own], step=opened.step)
     outcome = call(*flags, "--resume", *inexact)
     assert outcome.returncode == 3 and "--resume-inexact" not in outcome.stderr, str(outcome)
     assert "written by 2 ranks" in outcome.messages[0] and "resume on 2, or start anew" in outcome.messages[0]
@@ -160,11 +165,59 @@ def test_a_run_goes_on_by_its_configuration_wherever_its_weights_were_named_from
     # Checkpoints of before kept the path as it was given.
     for kept, place in ((str(weights), "elsewhere"), ("w.pt", ".")):
         state = {**shared, "run": {**shared["run"], "weights": kept}}
-        checkpoint.save(newest.parent, [checkpoint.packed(state), checkpoint.packed(own)], step=step)
+        save_sections(newest.parent, [checkpoint.packed(state), checkpoint.packed(own)], step=step)
         (folder / "summary.json").unlink()
         monkeypatch.chdir(tmp_path / place)
         outcome = call("train", "--run-dir", str(folder), "--config", str(folder / "config.yaml"), "--resume")
         assert outcome.returncode == 0, str(outcome)
+
+
+MEAN = (0.25, 0.5, 0.75)
+
+
+def weights_of(finished: Path, folder: Path) -> Path:
+    """A run's model as weights, whose card tells of another mean than the data set's own."""
+    weights, card = folder / "w.pt", yaml.safe_load((finished / "model.yaml").read_text())
+    shutil.copy(finished / "model.pt", weights)
+    card["image"]["mean"] = list(MEAN)
+    weights.with_suffix(".yaml").write_text(yaml.safe_dump(card))
+    return weights
+
+
+def test_a_run_goes_on_only_with_the_mean_and_std_that_it_began_with(finished: Path, tmp_path: Path) -> None:
+    folder, weights = tmp_path / "run", weights_of(finished, tmp_path)
+    flags = ["train", *SMALL, "--weights", str(weights), "--run-dir", str(folder)]
+    assert call(*flags).returncode == 0
+    assert yaml.safe_load((folder / "model.yaml").read_text())["image"]["mean"] == list(MEAN)
+    newest = checkpoint.newest(folder / "checkpoints")
+    assert newest is not None
+    shared, own = states_in(newest)
+    weights.with_suffix(".yaml").unlink()
+    (folder / "summary.json").unlink()
+    outcome = call(*flags, "--resume")
+    assert outcome.returncode == 3 and "trained on other data (normalisation)" in outcome.messages[0], str(outcome)
+    # Checkpoints of before do not tell.
+    shared["data"].pop("normalisation")
+    save_sections(newest.parent, [checkpoint.packed(shared), checkpoint.packed(own)], step=shared["step"])
+    assert call(*flags, "--resume").returncode == 0
+
+
+class Rank1(SoloWorld):
+    """A rank beside rank 0, which has found a card."""
+
+    rank = 1
+
+    def broadcast_object(self, value: Any, *, name: str, root: int = 0) -> Any:
+        return (MEAN, (0.1, 0.2, 0.3)) if name.startswith("statistics") else value
+
+
+def test_all_ranks_normalise_as_rank_0_finds_that_the_weights_want_it(finished: Path) -> None:
+    config, world = from_dict({"data": "digits", "train_samples": 64, "weights": str(finished / "model.pt")}), Rank1()
+    options = {"seed": 0, "batch_size": 16, "replicas": 1, "whole_batches": True}
+    corpus = open_corpus(config.data, world, **options)  # type: ignore[arg-type]
+    feed, evaluated, _ = load_share(config, world, corpus, replica=0, rows=16)
+    for images in (feed.images, evaluated):
+        assert isinstance(images, Images) and images.transform.mean == MEAN
 
 
 def test_processor_seconds_are_those_of_all_jobs_of_a_run(finished: Path, tmp_path: Path) -> None:
@@ -175,7 +228,7 @@ def test_processor_seconds_are_those_of_all_jobs_of_a_run(finished: Path, tmp_pa
         shared, own = states_in(newest)
         assert own.pop("processor_seconds")["forward"] > 0
         parts = [checkpoint.packed(shared), checkpoint.packed({**own, **kept})]
-        checkpoint.save(newest.parent, parts, step=shared["step"])
+        save_sections(newest.parent, parts, step=shared["step"])
         assert resume(folder).returncode == 0
         found.append(json.loads((folder / "summary.json").read_text())["cpu_seconds"] >= 1e6)
     assert found == [True, False]

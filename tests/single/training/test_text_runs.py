@@ -76,8 +76,9 @@ def test_its_model_goes_on_from_a_text(finished: tuple[Path, Path], tmp_path: Pa
     assert len(first.stdout) == len("def f1(x):") + 41
     assert first.stdout == again.stdout != other.stdout
     out = tmp_path / "text.py"
-    likely = call("predict", str(run), "def", "--temperature", "0", "--length", "5", "--out", str(out))
-    assert likely.returncode == 0 and likely.stdout == f"5 characters: {out}\n"
+    for temperature in ("0", "1e-308", "5e-324"):
+        likely = call("predict", str(run), "def", "--temperature", temperature, "--length", "5", "--out", str(out))
+        assert likely.returncode == 0 and likely.stdout == f"5 characters: {out}\n", str(likely)
     applied, text = hvfreeze.load_model(run), "def"
     for _ in range(5):
         logits = applied.model(torch.tensor([[applied.classes.index(c) for c in text]]))[0, :-1, -1]
@@ -94,6 +95,8 @@ def test_it_is_evaluated_on_its_own_text_and_on_another(finished: tuple[Path, Pa
     assert found["bits_per_character"] == pytest.approx(summary["test_bits_per_character"], rel=1e-12)
     other = call("evaluate", str(run), "--data-dir", str(file))
     assert f"{(len(TEXT) - 1) // 16 * 16} characters of functions.py" in other.stdout, str(other)
+    huge = call("evaluate", str(run), "--data-dir", str(file), "--batch-size", f"{2**62}")
+    assert huge.stdout.split()[:5] == other.stdout.split()[:5], str(huge)
 
 
 def test_the_report_tells_bits_per_character(finished: tuple[Path, Path], tmp_path: Path) -> None:
@@ -109,6 +112,8 @@ def test_the_report_tells_bits_per_character(finished: tuple[Path, Path], tmp_pa
         (["predict", "RUN", ""], ["at least one character"]),
         (["predict", "RUN", "a", "--length", "0"], ["--length (0)", "at least 1"]),
         (["predict", "RUN", "a", "--temperature", "-1"], ["--temperature (-1.0)"]),
+        (["predict", "RUN", "a", "--seed", f"{2**64}"], [f"--seed ({2**64})", "2^64-1"]),
+        (["predict", "RUN", "a", "--seed", f"{-(2**63) - 1}"], [f"--seed ({-(2**63) - 1})", "-2^63"]),
         (["evaluate", "RUN", "--data-dir", "SHORT"], ["has 3 characters", "17"]),
         (["blocks", "tiny-lm"], ["tiny-lm", "text"]),
     ],

@@ -27,12 +27,13 @@ def test_a_mixture_is_a_function_of_seed_step_and_replica_and_of_nothing_drawn_b
     again = Objective(mixup=0.4, seed=1).mix(FEATURES, LABELS, step=3)
     assert torch.equal(first.features, again.features) and first.part == again.part
     others = [
+        Objective(mixup=0.4, seed=-1).mix(FEATURES, LABELS, step=3),
         Objective(mixup=0.4, seed=1).mix(FEATURES, LABELS, step=4),
         Objective(mixup=0.4, seed=1).mix(FEATURES, LABELS, step=3, number=2),
         Objective(mixup=0.4, seed=2).mix(FEATURES, LABELS, step=3),
         Objective(mixup=0.4, seed=1, replica=1).mix(FEATURES, LABELS, step=3),
     ]
-    assert len({first.part, *(other.part for other in others)}) == 5
+    assert len({first.part, *(other.part for other in others)}) == 6
 
 
 def test_features_and_loss_are_mixed_in_the_same_parts() -> None:

@@ -19,6 +19,7 @@ import torch
 
 from hvfreeze.runs import files
 from hvfreeze.training import checkpoint_file as checkpoint
+from tests.single.training.forging import save_sections
 
 
 def save_and_die(directory: Path, *, step: int, lines: int) -> None:
@@ -37,7 +38,7 @@ def save_and_die(directory: Path, *, step: int, lines: int) -> None:
 
     state = {"step": step, "weights": torch.full((1000,), float(step))}
     threading.settrace(trace)
-    checkpoint.save(directory, [checkpoint.packed(state), checkpoint.packed({"rank": 0})], step=step)
+    save_sections(directory, [checkpoint.packed(state), checkpoint.packed({"rank": 0})], step=step)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Parts of a model's own forward pass: up to a cut, or from there on, while the model runs as it is written.
+"""The halves of a model that runs as it is written: its own forward pass up to a cut, or from there on.
 
 Before the cut, the pass is left when the last frozen part has answered. Behind it, frozen parts do not run: the last
 one gives what it is told, the others something of the right shape, which nobody may look at. `check` finds out
@@ -7,42 +7,50 @@ whether anybody does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.errors import UsageError
+from hvfreeze.integration.split_model import Halves
+from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs, TracedChain, call
+from hvfreeze.prefix.splits import prefix_digest
 
 
 class _Reached(Exception):
     """The last part before a cut has answered."""
 
 
-class SplitForward:
-    """Runs a traced model in two parts.
+class SplitForward(Halves):
+    """The halves of a traced model; `check` finds out whether the second needs inputs of a floating type.
 
-    Attributes:
-        needs: whether the part behind a cut looks at the model's inputs of a floating type; found out by `check`.
-            Others, such as tokens and masks, it is always given.
+    Others, such as tokens and masks, it is always given.
     """
 
+    runs_inside = True
+
+    _chain: TracedChain
+
     def __init__(self, chain: TracedChain) -> None:
-        self._chain = chain
+        super().__init__(chain)
         self._answers: dict[str, Any] = {}
         self._copies = False
-        self.needs = True
+        self.needs_inputs = True
+        self._leaves: list[Any] = []
+        self._spec: TreeSpec | None = None
 
-    def before(self, inputs: Inputs, cut: int, *, start: int = 0, x: Tensor | None = None) -> Tensor:
-        """Return the output of the first `cut` blocks, (B, ...), for inputs, or from block `start` with its input `x`.
+    def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
+        """Return the output of blocks start..stop-1, (B, ...), for `x`, the input of block `start`, unused at 0.
 
         Raises UsageError where the last of these blocks gives no single tensor.
         """
-        module, reached = self._last(cut), list[Any]()
+        module, reached = self._last(stop), list[Any]()
         forward = module.forward
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -50,22 +58,35 @@ class SplitForward:
             raise _Reached
 
         with ExitStack() as stack:
-            self._skip(stack, start, x, rows=None if x is None else len(x))
-            for name in self._parts(start, cut)[:-1]:
+            self._skip(stack, start, x)
+            for name in self._parts(start, stop)[:-1]:
                 stack.enter_context(_replaced(self._chain.model.get_submodule(name), self._remembering(name)))
             stack.enter_context(_replaced(module, answer))
             stack.enter_context(suppress(_Reached))
             call(self._chain.model, inputs)
         if not reached:
-            raise UsageError(f"block {self._chain.blocks[cut - 1].name} was not called by the forward pass")
-        self._answers[self._parts(start, cut)[-1]] = tree_map(_described, reached[0])
-        return self._single(reached[0], cut)
+            raise UsageError(f"block {self._chain.blocks[stop - 1].name} was not called by the forward pass")
+        self._answers[self._parts(start, stop)[-1]] = tree_map(_meta, reached[0])
+        return self._single(reached[0], stop)
 
-    def after(self, x: Tensor, inputs: Inputs, cut: int) -> Any:
-        """Return what the model gives for its inputs, where its first `cut` blocks give `x`, (B, ...)."""
-        with ExitStack() as stack:
-            self._skip(stack, cut, x.clone() if self._copies else x, rows=len(x))
-            return call(self._chain.model, inputs)
+    def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
+        """Run the model with its first blocks' answer given."""
+        given = iter(kept)
+        assert self._spec is not None
+        leaves = [next(given) if leaf is None else _unseen(leaf, len(x)) for leaf in self._leaves]
+        return self._behind(x, tree_unflatten(leaves, self._spec), cut)
+
+    def kept(self, inputs: Inputs) -> list[Tensor]:
+        """Return all tensors, but for numbers of a floating type that nobody looks at."""
+        leaves, self._spec = tree_flatten(inputs)
+        given = [isinstance(leaf, Tensor) and (self.needs_inputs or not leaf.is_floating_point()) for leaf in leaves]
+        self._leaves = [None if give else _meta(leaf) for leaf, give in zip(leaves, given)]
+        return [leaf for leaf, give in zip(leaves, given) if give]
+
+    def digest(self, cut: int) -> str:
+        """Return that of the first blocks, and of the buffers that belong to no block."""
+        loose = [(name, self._chain.model.get_buffer(name)) for name in self._chain.loose_buffers]
+        return prefix_digest(self._chain, cut) + digest_tensors(loose)
 
     @torch.no_grad()
     def check(self, inputs: Inputs, cut: int) -> None:
@@ -78,7 +99,7 @@ class SplitForward:
         chain = self._chain
         with _untouched(chain, cut):
             whole = _seeded(0, lambda: call(chain.model, inputs))
-            first, again = (_seeded(seed, lambda: self.before(inputs, cut)) for seed in (0, 1))
+            first, again = (_seeded(seed, lambda: self.before(inputs, 0, cut, inputs)) for seed in (0, 1))
         same = _equal(first, again) and self._gives(whole, first, inputs, cut)
         if not same:
             name = chain.blocks[cut - 1].name
@@ -87,30 +108,36 @@ class SplitForward:
                 "what its forward pass gives: something else reaches behind the cut, such as a skip connection, or "
                 "random numbers are drawn before it; name other blocks, or do without a cache"
             )
-        self.needs = not self._gives(whole, first, tree_map(_hidden, inputs), cut)
+        self.needs_inputs = not self._gives(whole, first, tree_map(_hidden, inputs), cut)
+
+    def _behind(self, x: Tensor, inputs: Inputs, cut: int) -> Any:
+        """Return what the model gives for its inputs, where its first `cut` blocks give `x`, (B, ...)."""
+        with ExitStack() as stack:
+            self._skip(stack, cut, x.clone() if self._copies else x)
+            return call(self._chain.model, inputs)
 
     def _gives(self, whole: Any, x: Tensor, inputs: Inputs, cut: int) -> bool:
         version, kept = x._version, x.clone()
         try:
             with _untouched(self._chain, cut):
-                answer = _seeded(0, lambda: self.after(x, inputs, cut))
+                answer = _seeded(0, lambda: self._behind(x, inputs, cut))
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return False
         self._copies = self._copies or x._version != version
         x.copy_(kept)
         return _equal(whole, answer)
 
-    def _skip(self, stack: ExitStack, cut: int, x: Tensor | None, *, rows: int | None) -> None:
-        """Let the parts of the first `cut` blocks answer without running, the last of them with `x`."""
+    def _skip(self, stack: ExitStack, cut: int, x: Any) -> None:
+        """Let the parts of the first `cut` blocks answer without running, the last of them with `x`, (B, ...)."""
         if cut == 0:
             return
         *others, last = self._parts(0, cut)
         for name in others:
-            stack.enter_context(_replaced(self._chain.model.get_submodule(name), self._stand_in(name, rows)))
+            stack.enter_context(_replaced(self._chain.model.get_submodule(name), self._stand_in(name, len(x))))
         answer = tree_map(lambda leaf: x if isinstance(leaf, Tensor) else leaf, self._answers[last])
         stack.enter_context(_replaced(self._chain.model.get_submodule(last), lambda *args, **kwargs: answer))
 
-    def _stand_in(self, name: str, rows: int | None) -> Callable[..., Any]:
+    def _stand_in(self, name: str, rows: int) -> Callable[..., Any]:
         def made(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
@@ -125,7 +152,7 @@ class SplitForward:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             answer = forward(*args, **kwargs)
-            self._answers[name] = tree_map(_described, answer)
+            self._answers[name] = tree_map(_meta, answer)
             return answer
 
         return run
@@ -144,16 +171,25 @@ class SplitForward:
         return tensors[0]
 
 
-def _described(leaf: Any) -> Any:
+def halves_of(chain: Chain) -> Halves:
+    """Return the halves of a model in blocks."""
+    return SplitForward(chain) if isinstance(chain, TracedChain) else Halves(chain)
+
+
+def _meta(leaf: Any) -> Any:
     """Return a tensor without memory of the same type and shape."""
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _hidden(leaf: Any) -> Any:
-    return hidden(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    return _nothing_like(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def hidden(leaf: Tensor) -> Tensor:
+def _unseen(leaf: Any, rows: int) -> Any:
+    return _nothing_like(leaf.new_empty(rows, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
+
+
+def _nothing_like(leaf: Tensor) -> Tensor:
     """Return a tensor of the same shape and type that shows who looks at it: NaN everywhere, in a single element."""
     return torch.full((), torch.nan, dtype=leaf.dtype).expand(leaf.shape)
 

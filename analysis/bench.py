@@ -4,7 +4,7 @@
                                                       what a slower machine does not reach by then is named
     python -m analysis.bench --only NAME[,NAME]       these rows, merged into the file
     python -m analysis.bench --list                   the names
-    python -m analysis.bench --quick                  only see that everything runs
+    python -m analysis.bench --quick                  only see that everything runs, into build/smoke-results
 
 Both sides of a row live in the same two ranks and take turns, so that whatever else the machine does meets both.
 `ratio` is the median of the pairs, `low` and `high` its 95 % bootstrap interval; a row is ok when `high` keeps the
@@ -29,6 +29,7 @@ from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.wording import plural
 
 OUT = Path("build") / "bench.json"
+QUICK_OUT = OUT.parent / "smoke-results" / OUT.name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,8 +63,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME[,NAME]", help="measure these rows and merge them into the file")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--quick", action="store_true", help="tiny batches and two pairs: see that everything runs")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"the file ({OUT})")
-    return parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help=f"the file ({OUT}; quick: {QUICK_OUT})")
+    options = parser.parse_args(arguments)
+    options.out = options.out or (QUICK_OUT if options.quick else OUT)
+    return options
 
 
 def choose(only: str | None) -> tuple[str, ...]:

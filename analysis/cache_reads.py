@@ -24,13 +24,13 @@ from analysis.benchmarks.launching import ROOT, environment
 from analysis.parts.cached_commands import NAME
 from analysis.parts.read_tables import READS
 from analysis.sweeps.kept import RESULTS, commit, machine, publish, texts_of
-from analysis.sweeps.sweep import WORK
+from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
 
 RANKS = (1, 2, 4)
 REPEATS, QUICK_REPEATS, QUICK_PART = 7, 2, 16
-QUICK_OUT = WORK / "smoke-results" / NAME
+QUICK_OUT = SMOKE_RESULTS / NAME
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

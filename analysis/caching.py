@@ -13,13 +13,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from analysis.parts.cached_epochs import epochs_chart, saved_by_clocks
+from analysis.parts.cached_epochs import by_account, epochs_chart, saved_by_clocks
 from analysis.sweeps import paper
 from analysis.sweeps.charts import Line, in_time, line_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import SAME_TIME, Results
-from analysis.sweeps.statistics import is_below, mean_interval, shown, time_saved
+from analysis.sweeps.statistics import is_below, shown, time_saved
 from analysis.sweeps.sweep import main
 from hvfreeze.report.comparison import group_by_seed
 from hvfreeze.report.figures import COLOURS
@@ -89,7 +89,7 @@ def answers(results: Results) -> list[Answer]:
         ),
         (
             f"The clocks say that {shown(saved_by_clocks(results, ON), seconds)} were saved, the program's own account "
-            f"{shown(results.mean(ON, 'cache_seconds_saved'), seconds, count=True)}."
+            f"{shown(by_account(results, ON), seconds, count=True)}."
         ),
     ]
     if results.gain(ON).n:
@@ -130,12 +130,11 @@ def tables(results: Results) -> list[Table]:
 
 def cells(results: Results, label: str) -> tuple[str, ...]:
     """Return a variant's row; what a cache gave is shown of the runs that stored something."""
-    stored = [row for row in results.of(label) if row["cache_bytes"]]
     saved, predicted = (
-        mean_interval([row[column] for row in stored])
-        for column in ("cache_seconds_saved", "cache_seconds_saved_predicted")
+        by_account(results, label, column) for column in ("cache_seconds_saved", "cache_seconds_saved_predicted")
     )
-    clocks, exact = saved_by_clocks(results, label), {row["cache_exact"] for row in stored}
+    clocks = saved_by_clocks(results, label)
+    exact = {row["cache_exact"] for row in results.of(label) if row["cache_bytes"]}
     return (
         results.shown_as(label),
         results.time_text(label),

@@ -31,7 +31,7 @@ from analysis.sweeps.kept import RESULTS, commit, machine, publish, texts_of
 from analysis.sweeps.launching import Site, command_of, follow
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import open_results
-from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.report.tables import to_csv
 
 RANKS = (2, 1, 4)
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     )
                     rows.append({**key, **{name: str(value) for name, value in made.items()}})
                     publish(options.out / "rows.csv", to_csv(rows))
-                    publish(options.out / "README.md", readme(rows, machine()))
+                    publish(options.out / "README.md", readme(rows))
                     print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     except HvfreezeError as error:
         print(f"clock: error: {error}", file=sys.stderr)
@@ -99,13 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def time_starts(options: argparse.Namespace) -> int:
     """Time a start on each kind of data, and write it up; return the exit code."""
     try:
+        if not (options.data_dir / "train").is_dir():
+            raise UsageError(f"--data-dir ({options.data_dir}) must have a folder train/CLASS with images for --start")
         path = options.out / "start.csv"
         rows, made = texts_of(path), list[dict[str, str]]()
         for _ in range(options.repeats):
             with tempfile.TemporaryDirectory() as folder:
                 few = folder_of(options.data_dir / "train", Path(folder) / "few", FEW)
                 for data, flags in starts(options.data_dir, few, options.weights).items():
-                    made.append({"data": data, "ranks": str(START_RANKS), **start(flags), "commit": commit()})
+                    made.append({"data": data, "ranks": str(START_RANKS), **start(flags), **stamp()})
                     publish(path, to_csv([*rows, *made]))
                     print(f"{data}: {made[-1]['beside_torch_seconds']} s beside the import of torch", flush=True)
         print(table(made))
@@ -197,8 +199,13 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
         "train_seconds": round(summary["train_seconds"], 3),
         "evaluate_seconds": round(summary["seconds"]["evaluate"], 3),
         "test_accuracy": summary["test_accuracy"],
-        "commit": commit(),
+        **stamp(),
     }
+
+
+def stamp() -> dict[str, str]:
+    """Return what a row says of where it was measured."""
+    return {"commit": commit(), "machine": machine()}
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     drawings=drawings,
     chooses_lr=True,
+    own_seeds=True,
     reference=PLAIN,
     limits=(
         "Two ranks, 39 steps an epoch, of which the first 10 are uncompressed with powersgd.",

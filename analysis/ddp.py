@@ -44,18 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = configuration(parse(list(sys.argv[1:] if arguments is None else arguments))).resolved()
         run_dir = checked(config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=size)
+        training = prepare(config, rank=rank, size=size)
+        if rank == 0:
+            describe(run_dir, config, size=size)
+        lines = train(training, size=size, run_dir=run_dir)
+        if rank == 0:
+            conclude(run_dir, training, lines, size=size)
     except HvfreezeError as error:
         print(f"ddp: error: {error}", file=sys.stderr)
         return error.exit_code
-    run_dir.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=size)
-    training = prepare(config, rank=rank, size=size)
-    if rank == 0:
-        describe(run_dir, config, size=size)
-    lines = train(training, size=size, run_dir=run_dir)
-    if rank == 0:
-        conclude(run_dir, training, lines, size=size)
-    dist.destroy_process_group()
+    finally:
+        if dist.is_initialized():
+            # So that no rendezvous is left to whoever tries again.
+            dist.destroy_process_group()
     return 0
 
 
@@ -63,7 +66,7 @@ def checked(config: Config) -> Path:
     """Return the run directory.
 
     Raises:
-        UsageError: the flags ask for what this program does not do.
+        UsageError: the flags ask for what this program does not do, or the directory holds a run.
     """
     if config.freeze.freeze not in ("none", "static") or config.cache.cache != "off":
         raise UsageError("DistributedDataParallel is run with --freeze none or static and without a cache only")
@@ -76,7 +79,10 @@ def checked(config: Config) -> Path:
         raise UsageError("DistributedDataParallel is run with plain SGD and the plain loss only")
     if config.run.run_dir is None:
         raise UsageError("--run-dir must be given")
-    return Path(config.run.run_dir).resolve()
+    run_dir = Path(config.run.run_dir).resolve()
+    if (run_dir / "config.yaml").exists():
+        raise UsageError(f"--run-dir ({run_dir}) holds a run, and this program cannot go on with one; choose another")
+    return run_dir
 
 
 def prepare(config: Config, *, rank: int, size: int) -> Training:

@@ -13,11 +13,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import nn
 from analysis.benchmarks.launching import environment
 from analysis.parts.networks import messages
 from analysis.parts.networks.step_times import milliseconds
-from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
+from analysis.sweeps.kept import RESULTS, commit, machines_of, publish, texts_of
 from analysis.sweeps.launching import ROOT, bits_per_second, finish, nodes_up, require_cluster
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
@@ -35,7 +34,6 @@ from hvfreeze.comm.reducer import Reducer
 from hvfreeze.errors import HvfreezeError
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.report.tables import factor, to_csv
-from hvfreeze.runs.environment import facts_of_this_rank
 
 NEXT_TO_NOTHING, LATENCIES = "1us", ("100us", "500us")
 """One way from node to node; the wires that delay take a little themselves."""
@@ -54,6 +52,8 @@ THEIRS = {
 }
 """Open MPI 4.1.4's own values."""
 SETTINGS: dict[str, dict[str, str]] = {"Open MPI's": THEIRS, "ours": {}}
+UNSTAMPED = "AMD EPYC, 4 cores; mpirun (Open MPI) 4.1.4, torch 2.13.0+cpu, horovod 0.28.1"
+"""Machine and versions of kept rows that name none."""
 LATE_COMMIT = "0b6c23a"
 LATE = "- With 0.1 and 0.5 ms added, exchanges had 0.3 and 0.7 ms: the process woke late then.\n"
 """What holds of exchanges that were measured with that commit."""
@@ -97,8 +97,7 @@ def measure_missing(out: Path) -> None:
         print(lines[-1], flush=True)
     sent = messages.messages(out / "messages.csv")
     print(messages.line(sent))
-    sources = dict.fromkeys(str(row["commit"]) for row in [*rows, *sent])
-    publish(out / "README.md", readme([*lines, messages.line(sent)], sources=", ".join(sources)))
+    publish(out / "README.md", readme([*lines, messages.line(sent)], [*rows, *sent]))
 
 
 def kept(path: Path) -> list[dict[str, Any]]:
@@ -137,7 +136,7 @@ def measure(nodes: int, bandwidth: str, each: int, latency: str) -> list[dict[st
                 finish(command, environment(os.environ), what=f"{setting} on {nodes} nodes at {bandwidth}/s")
                 told = json.loads(found.read_text(encoding="utf-8"))
                 row = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "latency": latency}
-                row |= {"settings": setting, "commit": commit()}
+                row |= {"settings": setting, "commit": commit(), "machine": messages.machine_with_mpi()}
                 seconds = statistics.median(told["seconds"])
                 rows.append({**row, "repeat": repeat, "payload_bytes": told["bytes"], "seconds": seconds})
     return rows
@@ -182,12 +181,9 @@ def later(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, latency: s
     return f"{said}, {shown(more, milliseconds)} more than with {NEXT_TO_NOTHING}"
 
 
-def readme(verdicts: Sequence[str], *, sources: str) -> str:
-    """Return README.md; `sources` are the commits that the rows were measured with."""
-    known = facts_of_this_rank()
-    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
-    told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
-    launcher = told.splitlines()[0]
+def readme(verdicts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return README.md; `rows` are those of exchanges and of messages."""
+    sources = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
     claims = "\n".join(f"- {verdict}" for verdict in verdicts)
     return (
         f"# One exchange of ResNet-18's gradients, with Open MPI's settings and with ours\n\n{claims}\n\n"
@@ -200,7 +196,7 @@ def readme(verdicts: Sequence[str], *, sources: str) -> str:
         "## How it was made\n\n"
         f"- `python -m analysis.exchange`: {REPEATS} jobs with each of the settings in turn, each the median of "
         f"{EXCHANGES - 1} exchanges; brackets hold 95 % intervals over jobs (Student's t, ratios paired)\n"
-        f"- {known['processor']}, {known['cores']} cores; {launcher}, {versions}; source {sources}\n"
+        f"- {machines_of(rows, unstamped=UNSTAMPED)}; source {sources}\n"
         "- numbers: [rows.csv](rows.csv), messages: [messages.csv](messages.csv)\n"
     )
 

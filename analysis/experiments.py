@@ -1,7 +1,9 @@
-"""All experiments, in the order in which they are to be run: the baseline's learning rate and front serve the others.
+"""The study's questions, in the order in which they are to be run: the baseline's learning rate and front serve all.
 
 python -m analysis.experiments --preset reduced --data-dir DIR --weights FILE     all of them, one after another
 python -m analysis.experiments --estimate                                        how long each takes
+
+FILE was trained at 32 pixels. `analysis.pixels64`, which begins with weights of 64 pixels, is a command of its own.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from analysis import (
 from analysis.sweeps.sweep import main as main_of
 
 EXPERIMENTS = tuple(
-    module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication, scaling, pixels64)
+    module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication, scaling)
 )
+"""Those that begin with the same weights, or with none."""
 GROUPS = {
     "Full fine-tuning, and the study's questions": tuple(
         module.EXPERIMENT for module in (baseline, static_sweep, adaptive, pixels64)

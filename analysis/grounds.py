@@ -351,9 +351,9 @@ def drawings(results: Results) -> list[Drawing]:
 
 
 SHARED = (
-    "Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and batch but for "
-    "its updates, which have their own seconds, with the heads that judge a trial. Accuracies are not touched by this; "
-    "the clock's times are in rows.csv."
+    "Training time is that of all epochs, each at the pace of the run's quickest one with the same cut and batch. Only "
+    "updates have their own seconds, and with them the heads that judge a trial. Accuracies are not touched by this. "
+    "The clock's times are in rows.csv."
 )
 CHOSEN_HERE = (
     "By how much a trial's loss must fall for tuning to go on, how blocks are tuned, the length of the first tuning, "

@@ -26,9 +26,11 @@ from analysis.parts.growth_pages import AUTO, MEASURED, Line, growth_figure, kep
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, commit, machine, publish
 from analysis.sweeps.launching import follow
+from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.wording import plural
 
+NAME = "growth"
 CLASSES = 100
 MEMORY_BYTES = 6 * 10**9
 """Of a rank."""
@@ -64,6 +66,7 @@ PRESETS = {
     ],
 }
 """With 5 000 centres, rows of 100 000 and of 1 000 000 cost the same a row, so that what grows with rows shows."""
+DEFAULT = "reduced"
 FULL = "--freeze none --epochs 16 --schedule cosine --evaluate-every 16"
 """The last epoch alone is evaluated: what a user who knows his settings would wait for."""
 IMAGES = {
@@ -80,14 +83,19 @@ that did best."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are missing, and write them up one by one; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m analysis.growth", description=__doc__.partition("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="reduced", help="which runs (reduced)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "growth", help=f"folder for {MEASURED} and README.md")
+    parser.add_argument("--preset", choices=PRESETS, default=DEFAULT, help=f"which runs ({DEFAULT})")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"folder for {MEASURED} and README.md [{RESULTS / NAME}; smoke: {SMOKE_RESULTS / NAME}]",
+    )
     parser.add_argument("--rows", type=int, nargs="+", help="only runs of so many (all)")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10; without it no images")
     parser.add_argument("--weights", type=Path, help="of a ResNet-18 trained at 32 pixels")
     options = parser.parse_args(arguments)
     if (options.data_dir is None) != (options.weights is None):
         parser.error("--data-dir and --weights go together")
+    options.out = options.out or (SMOKE_RESULTS if options.preset == "smoke" else RESULTS) / NAME
     planned = [*PRESETS[options.preset]]
     if options.data_dir is not None:
         planned += [Planned("images", count, 2, way=way) for count, ways in IMAGES.items() for way in ways]
@@ -96,21 +104,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in missing([run for run in planned if options.rows is None or run.rows in options.rows], lines):
             found = measure(run, options.data_dir, options.weights)
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            lines.append({**asdict(run), **found, "commit": commit(), "finished": now})
+            lines.append({**asdict(run), **found, "commit": commit(), "machine": machine(), "finished": now})
             publish(options.out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
             print(", ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
         save_figure(growth_figure(lines), options.out / "figures" / "growth.svg")
-        publish(options.out / "README.md", readme(lines, machine(), preset=options.preset))
+        publish(options.out / "README.md", readme(lines, preset=preset_of(lines)))
     except HvfreezeError as error:
         print(f"growth: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
+def preset_of(lines: Sequence[Line]) -> str:
+    """Return the preset that has the most of these runs of made rows; runs of images go with any."""
+
+    def there(name: str) -> int:
+        return sum(is_of(line, run) for line in lines for run in PRESETS[name])
+
+    return max((DEFAULT, *PRESETS), key=there)
+
+
+def is_of(line: Line, run: Planned) -> bool:
+    """Tell whether a line is a run's."""
+    return asdict(run).items() <= {"way": "", **line}.items()
+
+
 def missing(planned: Sequence[Planned], lines: Sequence[Line]) -> Iterator[Planned]:
     """Yield the runs that have no line."""
     for run in planned:
-        if not any(asdict(run).items() <= {"way": "", **line}.items() for line in lines):
+        if not any(is_of(line, run) for line in lines):
             yield run
 
 

@@ -28,24 +28,32 @@ from analysis.parts.networks import cycles
 from analysis.parts.networks.sides import BATCH_ROWS, JOBS, LOW_RANK, ROUNDS, measure
 from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, of_network, table, whole
 from analysis.parts.networks.turns import Turns
-from analysis.sweeps.kept import RESULTS, commit, publish, texts_of
+from analysis.sweeps.kept import RESULTS, commit, machine, machines_of, publish, texts_of
 from analysis.sweeps.launching import ROOT, nodes_up, on_nodes, require_cluster
 from analysis.sweeps.presets import REDUCED
+from analysis.sweeps.sweep import SMOKE_RESULTS
 from analysis.sweeps.sweep import main as main_of
 from hvfreeze.comm.cycle_time import LONG_CYCLE_MS
 from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
-from hvfreeze.runs.environment import facts_of_this_rank
 
+NAME = "network"
+UNSTAMPED = "AMD EPYC, 4 cores; torch 2.13.0+cpu, horovod 0.28.1"
+"""Machine and versions of kept rows that name none."""
 Rounds = dict[str, list[list[float]]]
 """Seconds of the steps of each way, round by round."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, or with --worker be one rank of it; return 0."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.network", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "network", help="folder for rows.csv and README.md")
+    # Arguments of the other experiments pass through: --work is theirs, and not short for --worker.
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.network", description=__doc__.partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for rows.csv and README.md [{RESULTS / NAME}; quick: {SMOKE_RESULTS / NAME}]"
+    )
     parser.add_argument("--quick", action="store_true", help="two networks, next to no steps: only to see that it runs")
     parser.add_argument(
         "--all", action="store_true", help="also communication, scaling and exchange, with what follows"
@@ -58,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if rest and not options.all:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    out = options.out or (SMOKE_RESULTS if options.quick else RESULTS) / NAME
     try:
-        measure_missing(options.out, quick=options.quick)
+        measure_missing(out, quick=options.quick)
     except HvfreezeError as error:
         print(f"network: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -106,8 +115,8 @@ def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:
             told = told_in_turn(name, nodes, Path(folder), quick=quick)
         except RefusedError as error:
             raise RefusedError(f"{nodes} nodes at {link or 'no limit'}: {error}; run it again to go on") from error
-    source = commit()
-    return [{**row_of(nodes, link, way, told["seconds"], told["told"][way]), "commit": source} for way in WAYS]
+    stamp = {"commit": commit(), "machine": machine("; ")}
+    return [{**row_of(nodes, link, way, told["seconds"], told["told"][way]), **stamp} for way in WAYS]
 
 
 def told_in_turn(cluster: str, nodes: int, folder: Path, *, quick: bool) -> dict[str, dict[str, Any]]:
@@ -171,8 +180,6 @@ def line(row: dict[str, str]) -> str:
 
 def readme(rows: Sequence[dict[str, str]], rests: Sequence[dict[str, str]]) -> str:
     """Return README.md; `rests` are the rows of `cycles`."""
-    known = facts_of_this_rank()
-    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
     sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
         "# Training on 1, 2 and 4 nodes, by network and by way of exchanging gradients\n\n"
@@ -192,7 +199,7 @@ def readme(rows: Sequence[dict[str, str]], rests: Sequence[dict[str, str]]) -> s
         "  to job, so images a second compare within a row, parts between rows.\n\n"
         "## How it was made\n\n"
         f"- `python -m analysis.network`: medians over {ROUNDS} rounds of steps, each on its slowest rank\n"
-        f"- {known['processor']}, {known['cores']} cores; {versions}; source {sources}\n"
+        f"- {machines_of([*rows, *rests], unstamped=UNSTAMPED)}; source {sources}\n"
         "- numbers: [rows.csv](rows.csv), of Horovod's rest [cycles.csv](cycles.csv)\n"
     )
 

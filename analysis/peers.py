@@ -187,6 +187,7 @@ def experiment_on(name: str, ground: Ground) -> Experiment:
         runs=lambda preset: runs(preset, ground),
         then=lambda preset, results: then(preset, results, ground),
         chooses_lr=True,
+        own_seeds=True,
         answers=answers_of,
         tables=tables_of,
         drawings=drawings_of,
@@ -204,6 +205,10 @@ TAKEN_RATES = (
 )
 BY_STEPS = (
     "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
+    (
+        "A step's time is the median of a few rounds; intervals of times and speed-ups join the bootstrap interval "
+        "over rounds to that over seeds, those of accuracy in equal time do not."
+    ),
     "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
     "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
     "That auto's head compares rows, and in how many directions, was decided on seed 0 of these test images.",

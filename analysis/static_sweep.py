@@ -62,7 +62,8 @@ def answers(results: Results) -> list[Answer]:
     if gain.n == 0:
         return []
     larger = tuple(
-        f"A step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast."
+        f"A step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast: "
+        "one run each, the interval is over its epochs."
         for size in larger_images.sizes(results)
     )
     first = f"With {HEADLINE} of 7 groups frozen, training is {results.gain_text(label, count=True)} as fast."

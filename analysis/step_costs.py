@@ -1,8 +1,8 @@
 """What a training step costs at every cut, live and cached, on 1, 2 and 4 ranks; `analysis.peers` counts with it.
 
-    python -m analysis.step_costs                     both image sizes, 35 minutes, into analysis/results/step_costs
+    python -m analysis.step_costs                     both image sizes, 40 minutes, into analysis/results/step_costs
     python -m analysis.step_costs --image-size 64 --ranks 2       these only, merged into what is there
-    python -m analysis.step_costs --quick             only see that everything runs
+    python -m analysis.step_costs --quick             only see that everything runs, into build/experiments
 
 Accuracies of a comparison repeat exactly, wherever and beside whatever its runs were made; seconds do not. So steps are
 timed here, all kinds in turns on an idle machine, and a run's training time is the sum over its steps.
@@ -23,6 +23,7 @@ from typing import Any
 from analysis.benchmarks.launching import ROOT, environment
 from analysis.parts.peers import file_of
 from analysis.sweeps.kept import RESULTS, commit, publish
+from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
 
@@ -40,11 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = IMAGE_SIZES[:1] if options.quick else options.image_size or IMAGE_SIZES
     try:
         for image_size in sizes:
-            kept = begun(file_of(options.results, image_size), {"commit": commit(), **facts()})
+            kept = begun(file_of(options.results, image_size))
             for ranks in RANKS[1:2] if options.quick else options.ranks or RANKS:
                 for rows in (8,) if options.quick else BATCH_SIZES:
                     found = timed(ranks, rows, image_size, seconds=0.0 if options.quick else SECONDS)
-                    kept["seconds"][f"{ranks} ranks, batches of {rows}"] = found
+                    name = f"{ranks} ranks, batches of {rows}"
+                    kept["seconds"][name], kept["stamps"][name] = found, {"commit": commit(), **facts()}
                     publish(file_of(options.results, image_size), json.dumps(kept, indent=1) + "\n")
                     print(f"{image_size} pixels, {ranks} ranks, batches of {rows}: {shown(found)}", flush=True)
     except HvfreezeError as error:
@@ -60,15 +62,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, nargs="+", choices=IMAGE_SIZES, help="these only")
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, help="these numbers only")
     parser.add_argument("--quick", action="store_true", help="tiny batches, few steps: see that everything runs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of all experiments' results")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--results", type=Path, help=f"folder of all experiments' results [{RESULTS}; quick: {SMOKE_RESULTS}]"
+    )
+    options = parser.parse_args(arguments)
+    options.results = options.results or (SMOKE_RESULTS if options.quick else RESULTS)
+    return options
 
 
-def begun(path: Path, now: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept at a path, to be added to; begins anew where that was another source or machine."""
+def begun(path: Path) -> dict[str, Any]:
+    """Return what is kept at a path, to be added to.
+
+    `stamps` has source and machine of each entry of `seconds`; those of entries without a stamp stand beside it.
+    """
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    same = {key: found.get(key) for key in now} == now
-    return found if same else {**now, "seconds": {}}
+    return {"seconds": {}, "stamps": {}, **found}
 
 
 def facts() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from analysis.sweeps.kept import RESULTS, KeptRuns, publish, read_rows
 from analysis.sweeps.results import open_results
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
+from hvfreeze.wording import plural
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -77,10 +78,15 @@ def check_rows(root: Path) -> None:
     for experiment in EVERY:
         directory = root / experiment.name
         if is_complete(directory):
-            held = (directory / "rows.csv").read_text(encoding="utf-8")
+            held, runs = (directory / "rows.csv").read_text(encoding="utf-8"), KeptRuns(directory)
             names = [str(row["run"]) for row in read_rows(directory)]
-            if held != to_csv(KeptRuns(directory).rows(names)):
+            if held != to_csv(runs.rows(names)):
                 raise RefusedError(f"{directory / 'rows.csv'} is not what runs.jsonl says")
+            if missing := sorted(runs.lines.keys() - set(names)):
+                raise RefusedError(
+                    f"{directory / 'rows.csv'} lacks {plural(len(missing), 'run')} of runs.jsonl, such as "
+                    f"{missing[0]}; run python -m analysis.{experiment.name} again with the arguments that made them"
+                )
 
 
 def table(root: Path) -> str:

@@ -286,7 +286,7 @@ STAGES = ("log", "replay", "train")
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Log, replay or train with rules, as asked for; else make the runs of the whole program; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.votes", add_help=False)
+    parser = argparse.ArgumentParser(prog="python -m analysis.votes", add_help=False, allow_abbrev=False)
     for name in STAGES:
         parser.add_argument(f"--{name}", action="store_true")
     options, rest = parser.parse_known_args(arguments)

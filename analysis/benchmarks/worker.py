@@ -6,11 +6,9 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import logging
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from analysis.benchmarks.contest import UNFUSED, OutOfTimeError, Pace
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.ranks import Ranks
-from analysis.benchmarks.table import line
+from analysis.benchmarks.table import line, write_rows
 from hvfreeze.comm.world import end_job_on_exception
 
 
@@ -40,7 +38,7 @@ def main() -> None:
         for row in case.measure(ranks, options.only.split(","), pace, options.scratch):
             rows.append(row)
             if ranks.rank == 0:
-                options.out.write_text(json.dumps([asdict(row) for row in rows]))
+                write_rows(options.out, rows)
                 print(line(row), file=terminal, flush=True)
     ranks.use(UNFUSED)
     ranks.world.close()

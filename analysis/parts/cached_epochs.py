@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from analysis.sweeps.charts import OTHERS, Line, line_chart
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, mean_interval
+from analysis.sweeps.statistics import Interval, mean_interval, of_seeds
 from hvfreeze.report.figures import COLOURS
 
 CACHED_FROM = 2
@@ -45,6 +45,16 @@ def uncached(label: str) -> str:
     if label in ("float16", "bfloat16"):
         return "cut4-off"
     return {"voted-auto": "voted"}.get(label, label.replace("-on", "-off") if label.endswith("-on") else "")
+
+
+def by_account(results: Results, label: str, column: str = "cache_seconds_saved") -> Interval:
+    """Return what the program says that the cache saves, of a label's runs that stored something.
+
+    Of the seeds that `saved_by_clocks` has, where there are such: numbers that stand side by side are of the same runs.
+    """
+    stored = {int(row["seed"]): float(row[column]) for row in results.of(label) if row["cache_bytes"]}
+    timed = results.values(uncached(label), "train_seconds").keys() & results.values(label, "train_seconds").keys()
+    return of_seeds({seed: value for seed, value in stored.items() if seed in timed or not timed})
 
 
 def saved_by_clocks(results: Results, label: str) -> Interval:

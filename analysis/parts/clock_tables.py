@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from analysis.sweeps.kept import machines_of
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from hvfreeze.report.tables import factor, seconds
 
+UNSTAMPED = "AMD EPYC, 4 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
+"""Machine and versions of kept rows that name none."""
 PIXELS = {"peers": 32, "peers64": 64}
 WAYS = {"auto": "`--freeze auto`", "auto-one-view": "the same, `--mirror off`", "full": "full fine-tuning"}
 
@@ -79,7 +82,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def readme(rows: Sequence[dict[str, str]], machine: str) -> str:
+def readme(rows: Sequence[dict[str, str]]) -> str:
     """Return README.md."""
     sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     lines, others = verdicts(rows), any(row["epochs"] != row["epochs_made"] for row in rows)
@@ -95,6 +98,6 @@ def readme(rows: Sequence[dict[str, str]], machine: str) -> str:
         f"{scaled}- Ranks share one machine's memory; files had been read before.\n\n"
         "## How it was made\n\n"
         "- `python -m analysis.clock`: seed 0, the shortest full fine-tuning within half a point of the best\n"
-        f"- {machine}; source {sources}\n"
+        f"- {machines_of(rows, unstamped=UNSTAMPED)}; source {sources}\n"
         "- numbers: [rows.csv](rows.csv)\n"
     )

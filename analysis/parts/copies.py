@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.parts.pinned import pin
+from analysis.parts.pinned import pin_or_exit
 from hvfreeze.__main__ import main
 from hvfreeze.comm.mpi_environment import claimed_rank, claimed_size
 
@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.2
 def train(words: Sequence[str]) -> int:
     """Train as one of the copies; return the exit code."""
     copy, count = claimed_rank(os.environ), claimed_size(os.environ)
-    pin(copy)
+    pin_or_exit(copy)
     for name in [name for name in os.environ if name.startswith(OF_THE_JOB)]:
         del os.environ[name]
     place = words.index("--run-dir") + 1

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
+from analysis.sweeps.kept import machines_of
 from hvfreeze.report.figures import STYLE
 from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 from hvfreeze.wording import plural
@@ -22,6 +23,8 @@ Line = Mapping[str, Any]
 MEASURED = "measured.jsonl"
 """Not the name of kept runs of `hvfreeze train`, which other experiments look for."""
 AUTO = "--freeze auto"
+UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
+"""Machine and versions of kept lines that name none."""
 KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
 
 
@@ -77,8 +80,8 @@ def took(line: Line) -> float:
     return float(sum(line["seconds"].values()) if line["kind"] == "made" else line["command_seconds"])
 
 
-def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
-    """Return README.md; the commands that it names make the runs that there are."""
+def readme(lines: Sequence[Line], *, preset: str) -> str:
+    """Return README.md; the commands that it names make the runs that there are, with a preset that has them."""
     made = [line for line in in_order(lines) if line["kind"] == "made"]
     images = [line for line in in_order(lines) if line["kind"] == "images"]
     parts = ["# How time, memory and bytes grow with the rows that a head is solved on\n", *map(verdict, largest(made))]
@@ -96,7 +99,7 @@ def readme(lines: Sequence[Line], machine: str, *, preset: str) -> str:
         f"- {EXCHANGED}\n",
         "## How it was made\n",
         *(f"- `{command(some, preset=preset)}`" for some in (made, images) if some),
-        f"- {machine}; source: {sources}",
+        f"- {machines_of(lines, unstamped=UNSTAMPED)}; source: {sources}",
         f"- every run: [{MEASURED}]({MEASURED})\n",
     ]
     return "\n".join(parts)

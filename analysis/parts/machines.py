@@ -34,7 +34,8 @@ def table(root: Path) -> str:
         days[machine].add(day)
     for path in sorted(root.glob("step_costs/*.json")):
         costs = json.loads(path.read_text(encoding="utf-8"))
-        runs[machine_of(costs)][f"step_costs, {path.stem}"] += 1
+        for machine in {machine_of(costs.get("stamps", {}).get(name, costs)) for name in costs["seconds"]}:
+            runs[machine][f"step_costs, {path.stem}"] += 1
     if not runs:
         return ""
     lines = ["| processor | cores | system | experiments (runs) | runs | when |", "|:---|---:|:---|:---|---:|:---|"]

@@ -2,6 +2,9 @@
 
 Training time is the sum of a run's steps, each at its cost on an idle machine (analysis.step_costs). Solving a head and
 what goes with it is not made of such steps; those runs keep the time that the clock has shown.
+
+A cost is the median of a few timed steps, the same for all seeds, so that the spread of seeds does not show its error:
+rounds of steps are drawn again, and what that changes is joined to the spread of seeds.
 """
 
 from __future__ import annotations
@@ -9,18 +12,22 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from analysis.sweeps.charts import FULL, Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.kept import Row
 from analysis.sweeps.results import BY_STEPS, Results, with_front
-from analysis.sweeps.statistics import is_below
+from analysis.sweeps.statistics import Interval, is_below, joined
 from hvfreeze.report.tables import Table, megabytes
 
 PROBE_EPOCHS, PROBE_VIEWS = 10, 2
@@ -72,8 +79,10 @@ FIGURES = {
 MOST_WAYS = 6
 """In one figure; where there are more, `FIGURES` says which are drawn together."""
 
-Costs = Mapping[str, Mapping[str, float]]
-"""Ranks and batch -> kind of step -> seconds."""
+DRAWS = 1000
+"""How often rounds of timed steps are drawn again."""
+Timings = Mapping[str, Mapping[str, Sequence[float]]]
+"""Ranks and batch -> kind of step -> the seconds of each round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,46 +131,110 @@ def file_of(root: Path, image_size: int) -> Path:
     return root / "step_costs" / f"{image_size}px.json"
 
 
-def read_costs(root: Path, image_size: int) -> Costs:
-    """Return the kept costs of steps, their medians; none where there are none."""
+def read_timings(root: Path, image_size: int) -> Timings:
+    """Return the kept seconds of steps; none where there are none."""
     path = file_of(root, image_size)
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"seconds": {}}
-    return {
-        name: {kind: statistics.median(values) for kind, values in kinds.items()}
-        for name, kinds in kept["seconds"].items()
-    }
+    timings: Timings = kept["seconds"]
+    return timings
 
 
-def timed(results: Results) -> Results:
+@dataclass(frozen=True)
+class Timed(Results):
+    """Results whose intervals of training times have the error of what a step costs too.
+
+    A row that is timed by steps has its time by the costs of each draw in `train_draws`, (DRAWS,).
+    """
+
+    def mean(self, label: str, column: str) -> Interval:
+        """Return the mean of a column with its interval."""
+        return self._joined(super().mean(label, column), column, lambda: self._drawn(label).mean(axis=0))
+
+    def gain(self, label: str, reference: str = "", column: str = "train_seconds") -> Interval:
+        """Return the reference's time over this label's, paired by seed and by draw."""
+        reference = reference or self.reference
+
+        def ratios() -> NDArray[np.float64]:
+            both = [seed for seed in self.values(reference, column) if seed in self.values(label, column)]
+            logs = np.log(self._drawn(reference, both)) - np.log(self._drawn(label, both))
+            return np.asarray(np.exp(logs.mean(axis=0)))
+
+        return self._joined(super().gain(label, reference, column), column, ratios, as_ratio=True)
+
+    def _joined(
+        self, interval: Interval, column: str, drawn: Callable[[], NDArray[np.float64]], *, as_ratio: bool = False
+    ) -> Interval:
+        if column != "train_seconds" or interval.n < 2:
+            return interval
+        low, high = np.quantile(drawn(), (0.025, 0.975))
+        return joined(interval, float(low), float(high), as_ratio=as_ratio)
+
+    def _drawn(self, label: str, seeds: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """Return the seconds of a label's runs by every draw, (seeds, DRAWS); the clock's are the same in all."""
+        rows = {int(row["seed"]): row for row in self.of(label)}
+        chosen = rows.values() if seeds is None else [rows[seed] for seed in seeds]
+        found = [row.get("train_draws", np.full(DRAWS, row["train_seconds"])) for row in chosen]
+        return np.array(found, dtype=np.float64)
+
+
+def timed(results: Results) -> Timed:
     """Return the results with the training times that steps make; rows without known costs stay as they are."""
     sizes = {row.get("image_size") or 0 for row in results.rows}
-    known = {size: read_costs(results.directory.parent, size) for size in sizes}
+    known = {size: read_timings(results.directory.parent, size) for size in sizes}
+    medians = {
+        (size, name): {kind: statistics.median(rounds) for kind, rounds in kinds.items()}
+        for size, timings in known.items()
+        for name, kinds in timings.items()
+    }
+    draws = {(size, name): drawn(kinds) for size, timings in known.items() for name, kinds in timings.items()}
     rows = []
     for row in results.rows:
-        seconds = seconds_of(row, known[row.get("image_size") or 0])
-        rows.append(row if seconds is None else {**row, "train_seconds": seconds, "timed_by": BY_STEPS})
-    return replace(results, rows=rows)
+        key = (row.get("image_size") or 0, f"{row['ranks']} ranks, batches of {row['batch_size']}")
+        steps = steps_of(row) if key in medians else None
+        if steps is not None:
+            row = {**row, "train_seconds": summed(steps, medians[key]), "timed_by": BY_STEPS}
+            row["train_draws"] = sum(count * draws[key][kind] for kind, count in steps.items())
+        rows.append(row)
+    return Timed(results.directory, rows, results.front, results.fronts, reference=results.reference)
 
 
-def seconds_of(row: Row, costs: Costs) -> float | None:
-    """Return a run's training time, None where its steps have no known costs."""
-    kinds = costs.get(f"{row['ranks']} ranks, batches of {row['batch_size']}")
-    if kinds is None or row.get("model", TIMED) != TIMED or cell_of(row["label"]).peer in SOLVED:
+def drawn(kinds: Mapping[str, Sequence[float]]) -> dict[str, NDArray[np.float64]]:
+    """Return the median of each kind of step in each of DRAWS bootstrap samples of the rounds, (DRAWS,) each.
+
+    All kinds take their turn in a round, so that a sample has the same rounds of all.
+    """
+    count = min(map(len, kinds.values()))
+    chosen = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    return {kind: np.median(np.asarray(rounds)[chosen], axis=1) for kind, rounds in kinds.items()}
+
+
+def summed(steps: Mapping[str, int], kinds: Mapping[str, float]) -> float:
+    """Return the seconds of so many steps of each kind."""
+    return sum(count * kinds[kind] for kind, count in steps.items())
+
+
+def steps_of(row: Row) -> Counter[str] | None:
+    """Return how many steps of each kind make up a run, fewer than none where they are to be taken off.
+
+    None where a run is not made of such steps.
+    """
+    if row.get("model", TIMED) != TIMED or cell_of(row["label"]).peer in SOLVED:
         return None
     probing_epochs = PROBE_EPOCHS if row["program"] == "analysis.lp_ft" else 0
     # A row's epochs are those that were asked for, its steps all that were made.
     steps, epoch = int(row["steps"]), int(row["steps"]) // (int(row["epochs"]) + probing_epochs)
     if row["program"] == "analysis.ddp":
-        return steps * kinds["ddp"]
+        return Counter({"ddp": steps})
     if probing_epochs:
         probing = probing_epochs * epoch
-        probed = sum(stored_steps([DEEPEST] * probing, kinds, again=PROBE_VIEWS * epoch))
-        return probed + float(steps - probing) * kinds["live0"]
+        found = stored_steps([DEEPEST] * probing, again=PROBE_VIEWS * epoch)
+        found["live0"] += steps - probing
+        return found
     cuts = list(cuts_of(str(row["cut_history"]), steps=steps))
     if row["cache"] != "on":
-        return sum(kinds[f"live{cut}"] for cut in cuts)
+        return Counter(f"live{cut}" for cut in cuts)
     views = int(str(row["augment"]).partition(":")[2] or 1)
-    return sum(stored_steps(cuts, kinds, again=views * epoch))
+    return stored_steps(cuts, again=views * epoch)
 
 
 def cuts_of(history: str, *, steps: int) -> Iterator[int]:
@@ -171,14 +244,19 @@ def cuts_of(history: str, *, steps: int) -> Iterator[int]:
         yield from [cut] * (stop - start)
 
 
-def stored_steps(cuts: Sequence[int], kinds: Mapping[str, float], *, again: int) -> Iterator[float]:
-    """Yield the seconds of each step where rows are stored, and come again `again` steps after.
+def stored_steps(cuts: Sequence[int], *, again: int) -> Counter[str]:
+    """Return how many steps of each kind are made where rows are stored, and come again `again` steps after.
 
     A row is computed from what was stored of it then, so that only the blocks between the two cuts are run.
     """
+    found: Counter[str] = Counter()
     for step, cut in enumerate(cuts):
         stored = min(cuts[step - again] if step >= again else 0, cut)
-        yield kinds[f"live{cut}"] - (kinds[f"live{stored}"] - kinds[f"cached{stored}"] if stored else 0.0)
+        found[f"live{cut}"] += 1
+        if stored:
+            found[f"live{stored}"] -= 1
+            found[f"cached{stored}"] += 1
+    return found
 
 
 def in_words(label: str) -> str:
@@ -191,8 +269,8 @@ def in_words(label: str) -> str:
 
 def by_samples(results: Results) -> list[tuple[int, Results]]:
     """Return for each number of samples its tested rows, held against full fine-tuning on as many."""
-    tested = [row for row in timed(results).rows if not row["validation_fraction"]]
-    found = []
+    results, found = timed(results), []
+    tested = [row for row in results.rows if not row["validation_fraction"]]
     for samples in sorted({cell_of(str(row["label"])).samples for row in tested}):
         own = replace(results, rows=[row for row in tested if cell_of(str(row["label"])).samples == samples])
         full = sorted((label for label in own.labels if cell_of(label).peer == "full"), key=lambda b: cell_of(b).epochs)

@@ -42,6 +42,15 @@ def pin(rank: int) -> None:
     os.sched_setaffinity(0, {free[rank]})
 
 
+def pin_or_exit(rank: int) -> None:
+    """Keep this process to the core of its rank; where there is none left, say so and end it with exit code 2."""
+    try:
+        pin(rank)
+    except UsageError as error:
+        print(f"pinned: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
 if __name__ == "__main__":
-    pin(claimed_rank(os.environ))
+    pin_or_exit(claimed_rank(os.environ))
     sys.exit(main())

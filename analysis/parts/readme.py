@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.parts import cached_commands, core_pages, machines, vote_pages
-from analysis.parts.cached_epochs import saved_by_clocks
+from analysis.parts.cached_epochs import by_account, saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
 from analysis.parts.growth_pages import MEASURED, largest
@@ -142,8 +142,8 @@ def cache(root: Path) -> str:
     told["two, rows in float16 instead of float32"] = points(results.change("float16", "cut4-on"), count=True)
     rows = [f"| {name} | {change} |" for name, change in told.items()]
     clocks = shown(saved_by_clocks(results, "cut4-on"), seconds, count=True)
-    account = shown(results.mean("cut4-on", "cache_seconds_saved"), seconds, count=True)
-    plan = seconds(results.mean("cut4-on", "cache_seconds_saved_predicted").mean)
+    account = shown(by_account(results, "cut4-on"), seconds, count=True)
+    plan = seconds(by_account(results, "cut4-on", "cache_seconds_saved_predicted").mean)
     saved = (
         f"- By the clocks {clocks} were saved on each rank.",
         f"- By the program's own account {account} were; its plan had said {plan}.",

@@ -29,7 +29,8 @@ from hvfreeze.training.loop import train_epoch
 
 LIVE, CACHED, DDP = "live{}", "cached{}", "ddp"
 STEPS, VIEWS = 4, 2
-LEAST_ROUNDS = 5
+LEAST_ROUNDS = 20
+"""A median of fewer is too uncertain, however long they take."""
 LONG = 10**6
 """Epochs, of which none is the last."""
 

@@ -377,11 +377,16 @@ def commit() -> str:
     return f"{known}-dirty" if changed else known
 
 
-def machine() -> str:
-    """Return where and by what runs are made, but for the source."""
+def machine(beside: str = ", one thread a rank; ") -> str:
+    """Return where and by what runs are made, but for the source; `beside` stands between machine and versions."""
     known = facts_of_this_rank()
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
-    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
+    return f"{known['processor']}, {known['cores']} cores{beside}{versions}"
+
+
+def machines_of(rows: Sequence[Mapping[str, Any]], *, unstamped: str) -> str:
+    """Return the machines in the column `machine` of some rows; `unstamped` is that of rows which name none."""
+    return "; ".join(dict.fromkeys(str(row.get("machine") or unstamped) for row in rows))
 
 
 def git(*arguments: str) -> str:

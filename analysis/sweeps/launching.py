@@ -113,6 +113,15 @@ def finish(command: Sequence[str], variables: Mapping[str, str], *, what: str) -
         raise RefusedError(f"the job of {what} ended with code {code}, what it said is above; run it again to go on")
 
 
+def begins_anew(planned: PlannedRun) -> bool:
+    """Tell whether a run that was stopped begins from nothing.
+
+    Bytes are counted over a whole run, other programs cannot go on, and without checkpoints a run begins anew: with the
+    rows that it had cached before, it would look faster than it is.
+    """
+    return bool(planned.nodes or planned.program != "hvfreeze" or planned.flags.get("checkpoint_every") == "0")
+
+
 def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
     """Bring a run to its end and return its directory.
 
@@ -120,9 +129,7 @@ def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
         RefusedError: it failed, with its last lines; or the local cluster cannot be brought up.
     """
     run_dir = site.work / planned.name
-    if planned.nodes or planned.program != "hvfreeze" or planned.flags.get("checkpoint_every") == "0":
-        # Bytes are counted over a whole run, other programs cannot go on, and without checkpoints a run begins anew:
-        # with the rows that it had cached before, it would look faster than it is.
+    if begins_anew(planned):
         shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_name(f"{planned.name}.log")

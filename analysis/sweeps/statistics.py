@@ -58,6 +58,19 @@ def paired_ratio(ours: Values, theirs: Values) -> Interval:
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.n)
 
 
+def joined(interval: Interval, low: float, high: float, *, as_ratio: bool = False) -> Interval:
+    """Return an interval that has another, independent error too, whose 95 % interval is given.
+
+    Distances from the mean to the ends add up as roots of sums of squares (MOVER); those of ratios do in logarithms.
+    """
+    to, back = (math.log, math.exp) if as_ratio else (float, float)
+    mean = to(interval.mean)
+    down, up = (
+        math.hypot(to(own) - mean, to(other) - mean) for own, other in ((interval.low, low), (interval.high, high))
+    )
+    return Interval(interval.mean, back(mean - down), back(mean + up), interval.n)
+
+
 def is_below(interval: Interval, limit: float) -> bool:
     """Tell whether the whole interval lies below a limit; one value without a spread shows nothing."""
     return interval.n > 1 and interval.high < limit

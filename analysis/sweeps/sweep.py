@@ -23,14 +23,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from analysis.sweeps.experiment import Experiment, nothing_more, write_up
-from analysis.sweeps.kept import RESULTS, KeptRuns, commit, read_rows, write_rows
-from analysis.sweeps.launching import Site, bits_per_second, launch, require_cluster
+from analysis.sweeps.kept import PRESETS as PRESETS_FILE
+from analysis.sweeps.kept import RESULTS, ROWS, KeptRuns, by_name, commit, read_rows, texts_of, write_rows
+from analysis.sweeps.launching import Site, begins_anew, bits_per_second, launch, require_cluster
 from analysis.sweeps.presets import PRESETS, PlannedRun, Preset
 from analysis.sweeps.repeat import repeat
 from analysis.sweeps.results import Results, best_lr, open_results
-from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 
 WORK = Path("build") / "experiments"
+SMOKE_RESULTS = WORK / "smoke-results"
+"""Of whatever only sees that everything runs."""
 PATIENCE = 20.0
 """A run that takes this many times its estimate hangs."""
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.06 / 128, 0.15 / 128
@@ -52,6 +55,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
     options = parse(experiment, arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        check_counts(options, experiment)
         preset = preset_of(options, root=options.results)
         if options.estimate:
             print(estimate(experiment, preset))
@@ -87,7 +91,7 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None) -> argparse.N
     add("--estimate", action="store_true", help="say how long it will take, and do nothing")
     options = parser.parse_args(arguments)
     options.work = options.work or WORK / experiment.name / options.preset
-    elsewhere = {"smoke": WORK / "smoke-results", "full": RESULTS / "full"}
+    elsewhere = {"smoke": SMOKE_RESULTS, "full": RESULTS / "full"}
     options.results = options.results or elsewhere.get(options.preset, RESULTS)
     return options
 
@@ -100,6 +104,21 @@ def labels(text: str) -> tuple[str, ...]:
 def numbers(text: str) -> tuple[int, ...]:
     """Return a comma-separated list as its numbers, each once."""
     return tuple(dict.fromkeys(int(word) for word in text.split(",")))
+
+
+def check_counts(options: argparse.Namespace, experiment: Experiment) -> None:
+    """Refuse ranks and seeds that no run can have.
+
+    Raises:
+        UsageError: there is no rank, or the experiment has seeds of its own.
+    """
+    if options.ranks is not None and options.ranks < 1:
+        raise UsageError(f"--ranks ({options.ranks}) must be 1 or more")
+    if options.seeds is not None and experiment.own_seeds and options.preset != "smoke":
+        raise UsageError(
+            f"--seeds ({','.join(map(str, options.seeds))}) must be left out: {experiment.name} has its own seeds "
+            "(--only makes runs of some labels)"
+        )
 
 
 def preset_of(options: argparse.Namespace, *, root: Path) -> Preset:
@@ -162,9 +181,10 @@ def carry_out(
     """Make the runs that are missing, and write the results; returns 1 when some failed.
 
     Raises:
-        UsageError: no run has a label that is in `only`.
+        UsageError: no run has a label that is in `only`, or the kept runs began with other weights.
     """
     directory = root / experiment.name
+    check_weights(experiment.name, preset, root=root)
     print(estimate(experiment, preset), flush=True)
     first = experiment.runs(preset)
     before = set(KeptRuns(directory).lines)
@@ -187,6 +207,20 @@ def carry_out(
     return 1 if failed else 0
 
 
+def check_weights(name: str, preset: Preset, *, root: Path) -> None:
+    """Refuse weights that an experiment's kept runs did not begin with: the file's name alone is part of a run.
+
+    Raises:
+        UsageError: the SHA-256 is another one.
+    """
+    kept, given = by_name(root / PRESETS_FILE).get(name, {}).get("weights_sha256"), preset.weights_digest
+    if kept and given and kept != given:
+        raise UsageError(
+            f"--weights ({preset.weights}, SHA-256 {given[:16]}...) must be the file with SHA-256 {kept[:16]}..., "
+            f"which the kept runs of {name} began with ({root / PRESETS_FILE}); give that file, or another --results"
+        )
+
+
 def make(
     planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
 ) -> list[str]:
@@ -194,6 +228,7 @@ def make(
 
     Raises:
         UsageError: runs on nodes are missing, and there cannot be a local cluster; no run was begun.
+        RefusedError: a shared cache that kept runs have filled is gone; no run was begun.
     """
     runs = KeptRuns(directory)
     chosen = [run for run in planned if only is None or run.label in only]
@@ -202,6 +237,9 @@ def make(
     wanted = [run for run in planned if run.name in kept or run in chosen]
     if any(run.nodes for run in wanted if run.name not in kept):
         require_cluster()
+    for run in wanted:
+        if run.name not in kept:
+            require_shared_cache(run, runs, site)
     source = commit()
     progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
     write_kept(runs, planned)
@@ -211,6 +249,7 @@ def make(
             continue
         print(progress.line(run), flush=True)
         begin_shared_cache(run, runs, site)
+        continued = (site.work / run.name).exists() and not begins_anew(run)
         started = time.monotonic()
         try:
             run_dir = launch(run, site, timeout=600 + PATIENCE * progress.estimates[run.name])
@@ -218,23 +257,49 @@ def make(
             print(f"  {error}", file=sys.stderr, flush=True)
             failed.append(run.name)
         else:
-            runs.keep(run_dir, run, source=source, whole_seconds=time.monotonic() - started)
+            # Of a run that goes on this would be the last part alone.
+            whole_seconds = None if continued else time.monotonic() - started
+            runs.keep(run_dir, run, source=source, whole_seconds=whole_seconds)
             shutil.rmtree(run_dir)
             write_kept(runs, planned)
         progress.done[run.name] = time.monotonic() - started
     return failed
 
 
+def cache_users(run: PlannedRun, runs: KeptRuns) -> list[str]:
+    """Return the names of the kept runs that have used the run's shared cache; none where it has no such cache."""
+    cache = run.flags.get("cache_dir")
+    return [name for name, line in runs.lines.items() if cache and line["flags"].get("cache_dir") == cache]
+
+
+def require_shared_cache(run: PlannedRun, runs: KeptRuns, site: Site) -> None:
+    """Refuse to fill a shared cache once more: the run would count as one that finds the rows.
+
+    Raises:
+        RefusedError: kept runs have used the cache, and it is gone.
+    """
+    used, cache = cache_users(run, runs), site.work / str(run.flags.get("cache_dir"))
+    if used and not cache.is_dir():
+        raise RefusedError(
+            f"--work ({site.work}) must have {cache.name}, the shared cache of {', '.join(used)}, which {run.name} is "
+            f"to read; give the --work that has it, or remove the lines of these runs from {runs.path}"
+        )
+
+
 def begin_shared_cache(run: PlannedRun, runs: KeptRuns, site: Site) -> None:
     """Empty the run's shared cache where no kept run has used it: the first run is one that fills it."""
-    cache = run.flags.get("cache_dir")
-    if cache and all(line["flags"].get("cache_dir") != cache for line in runs.lines.values()):
-        shutil.rmtree(site.work / str(cache), ignore_errors=True)
+    if "cache_dir" in run.flags and not cache_users(run, runs):
+        shutil.rmtree(site.work / str(run.flags["cache_dir"]), ignore_errors=True)
 
 
 def write_kept(runs: KeptRuns, planned: Sequence[PlannedRun]) -> None:
-    """Write the rows of those of the planned runs that are kept, and of kept ones that differ in the seed only."""
-    write_rows(runs.directory, runs.rows([*(run.name for run in planned), *runs.of_other_seeds(planned)]))
+    """Write the rows of those of the planned runs that are kept, and of kept ones that differ in the seed only.
+
+    Others that have rows keep them: the first runs are written before those that depend on them are planned.
+    """
+    names = [*(run.name for run in planned), *runs.of_other_seeds(planned)]
+    names += [row["run"] for row in texts_of(runs.directory / ROWS)]
+    write_rows(runs.directory, runs.rows(list(dict.fromkeys(names))))
 
 
 def estimate(experiment: Experiment, preset: Preset) -> str:

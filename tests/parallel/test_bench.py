@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.parts.peers import read_costs
+from analysis.parts.peers import read_timings
 from tests.parallel.mpirun import ROOT, environment
 
 pytestmark = [pytest.mark.mpi]
@@ -33,6 +33,6 @@ def test_each_kind_of_step_is_timed_and_kept(tmp_path: Path) -> None:
     variables = environment({}, out=tmp_path, timeout=240, ranks=2)
     job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
-    (costs,) = read_costs(tmp_path, 32).values()
-    assert set(costs) == {"live0", "live1", "cached1", "ddp"}
-    assert all(seconds > 0 for seconds in costs.values())
+    (timings,) = read_timings(tmp_path, 32).values()
+    assert set(timings) == {"live0", "live1", "cached1", "ddp"}
+    assert all(seconds and min(seconds) > 0 for seconds in timings.values())

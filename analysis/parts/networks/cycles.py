@@ -18,7 +18,7 @@ from analysis.benchmarks.material import HeldSteps, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.parts.networks.sides import BATCH_ROWS, FIRST_STEPS, OURS, SIDE_PIXELS, Way, by_itself, timed
 from analysis.parts.networks.tables import NOTHING_SENT
-from analysis.sweeps.kept import commit, publish, texts_of
+from analysis.sweeps.kept import commit, machine, publish, texts_of
 from analysis.sweeps.launching import finish, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.comm.cycle_time import LONG_CYCLE_MS
@@ -37,7 +37,7 @@ def cycles(path: Path) -> list[dict[str, str]]:
     """Return a row per job and way, measuring and keeping what is missing.
 
     A row has `nodes`, `threads` of each, `cycle_ms`, `repeat`, `way`, `seconds` of a step (the median of a job's,
-    on the slowest rank), and the `commit` that it was measured with.
+    on the slowest rank), and the `commit` and the `machine` that it was measured with.
     """
     rows = texts_of(path)
     for nodes, threads in FULL:
@@ -61,7 +61,7 @@ def measure(nodes: int, threads: int) -> list[dict[str, str]]:
             for cycle in rotated(CYCLES_MS, repeat):
                 for way, seconds in steps_of_a_job(name, nodes, threads, cycle).items():
                     row = {"nodes": nodes, "threads": threads, "cycle_ms": cycle, "repeat": repeat, "way": way}
-                    rows.append({**row, "seconds": seconds, "commit": commit()})
+                    rows.append({**row, "seconds": seconds, "commit": commit(), "machine": machine("; ")})
     return [{key: str(value) for key, value in row.items()} for row in rows]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.benchmarks.launching import environment
-from analysis.sweeps.kept import commit, publish, texts_of
+from analysis.sweeps.kept import commit, machine, publish, texts_of
 from analysis.sweeps.launching import finish, nodes_up, on_nodes
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.comm.mpi_environment import start_mpi, tune_open_mpi
@@ -28,17 +29,24 @@ JOBS, MESSAGES, WARM = 4, 400, 50
 def messages(path: Path) -> list[dict[str, str]]:
     """Return a row per job and latency, measuring and keeping what is missing.
 
-    A row has `latency`, `repeat`, `seconds` of a message, and the `commit` that it was measured with.
+    A row has `latency`, `repeat`, `seconds` of a message, and the `commit` and the `machine` that it was measured with.
     """
     rows = texts_of(path)
     for latency in ADDED:
         if latency not in {row["latency"] for row in rows}:
+            stamp = {"commit": commit(), "machine": machine_with_mpi()}
             rows += [
-                {"latency": latency, "repeat": str(repeat), "seconds": str(seconds), "commit": commit()}
+                {"latency": latency, "repeat": str(repeat), "seconds": str(seconds), **stamp}
                 for repeat, seconds in enumerate(measure(latency))
             ]
             publish(path, to_csv(rows))
     return rows
+
+
+def machine_with_mpi() -> str:
+    """Return where and by what rows are measured that are about MPI alone, with its version."""
+    told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    return machine(f"; {told.splitlines()[0]}, ")
 
 
 def complete(path: Path) -> bool:

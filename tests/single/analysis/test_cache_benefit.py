@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import mmap
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,12 @@ def test_a_shared_cache_is_empty_for_the_first_kept_run_and_stays_for_the_others
     fails[0] = False
     assert sweep.make(planned, REDUCED, site, tmp_path / "results" / "x") == []
     assert seen == [0, 0, 1, 2]
+    shutil.rmtree(site.work / str(planned[0].flags["cache_dir"]))
+    wanted = rf"--work \({site.work}\) must have shared-px128-cut5, the shared cache of {planned[0].name}, .*runs.jsonl"
+    (later,) = [run for run in cache_benefit.runs(REDUCED) if run.label == SWEPT[0].label(SHARED, 0.2)]
+    with pytest.raises(RefusedError, match=wanted):
+        sweep.make([later], REDUCED, site, tmp_path / "results" / "x")
+    assert len(seen) == 4
 
 
 def test_a_run_without_checkpoints_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

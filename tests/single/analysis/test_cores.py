@@ -16,7 +16,9 @@ from hvfreeze.errors import UsageError
 from tests.single.analysis.test_results import recorded
 
 
-def test_a_rank_has_the_first_thread_of_a_core_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_first_thread_of_a_core_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for thread in range(4):
         (tmp_path / f"cpu{thread}").write_text(f"{thread % 2},{thread % 2 + 2}\n")
     monkeypatch.setattr(pinned, "TOPOLOGY", str(tmp_path / "cpu{}"))
@@ -29,6 +31,10 @@ def test_a_rank_has_the_first_thread_of_a_core_of_its_own(tmp_path: Path, monkey
     assert taken == [{2}]
     with pytest.raises(UsageError, match=r"rank 2 must have a core of its own, and there are 2 cores: --ranks"):
         pinned.pin(2)
+    with pytest.raises(SystemExit) as left:
+        pinned.pin_or_exit(2)
+    assert left.value.code == 2
+    assert "pinned: error: rank 2 must have a core of its own" in capsys.readouterr().err
 
 
 def test_ranks_share_one_batch_or_have_one_each_and_the_most_come_first() -> None:
@@ -58,7 +64,7 @@ def test_copies_leave_one_run_with_the_pace_of_each(tmp_path: Path, monkeypatch:
         return 0
 
     monkeypatch.setattr(copies, "main", program)
-    monkeypatch.setattr(copies, "pin", lambda rank: None)
+    monkeypatch.setattr(copies, "pin_or_exit", lambda rank: None)
     for rank in ("1", "0"):
         monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"})
         assert copies.train(["train", "--run-dir", str(tmp_path), "--resume"]) == 0

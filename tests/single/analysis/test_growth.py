@@ -11,7 +11,7 @@ import torch
 from analysis import growth
 from analysis.growth import PRESETS, Planned, missing
 from analysis.parts import growth_rows
-from analysis.parts.growth_pages import AUTO, growth_figure, readme
+from analysis.parts.growth_pages import AUTO, UNSTAMPED, growth_figure, readme
 from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, peak_bytes, solve
 from hvfreeze.heads.rows import Chunk
 
@@ -53,13 +53,22 @@ def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
     image |= {"way": AUTO, "accuracy": 0.8}
     full = {**image, "way": "--freeze none", "accuracy": 0.82, "command_seconds": 4.0}
     worse = {**full, "way": "--freeze none --lr 9", "accuracy": 0.1}
-    page = readme([line, image, full, worse], "a machine", preset="smoke")
+    page = readme([{**line, "machine": "a machine"}, image, full, worse], preset="smoke")
+    assert f"- a machine; {UNSTAMPED}; source: abc" in page
     assert "1,500 rows of 512 numbers, 1 rank" in page
     assert "against the best full fine-tuning -2.0 points in 0.25x the time" in page
     [axes, _] = growth_figure([line, image, full, worse]).axes
     assert len(axes.lines) == 2
     planned = [plan, Planned("made", 1_500, 2, 50)]
     assert list(missing(planned, [line])) == planned[1:]
+
+
+def test_a_page_names_the_preset_that_has_its_rows() -> None:
+    for name, runs in PRESETS.items():
+        assert growth.preset_of([asdict(run) for run in runs]) == name
+    images = [asdict(Planned("images", 5_000, 2, way=AUTO))]
+    assert growth.preset_of(images) == "reduced"
+    assert growth.preset_of([*images, asdict(PRESETS["full"][-1])]) == "full"
 
 
 def test_a_million_rows_leave_memory_for_the_solver_within_what_is_promised() -> None:

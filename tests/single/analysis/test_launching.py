@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from analysis import exchange
+from analysis import ddp, exchange
 from analysis.parts.networks import cycles, messages
 from analysis.sweeps.launching import Site, follow, launch
 from analysis.sweeps.presets import SMOKE
@@ -38,6 +39,24 @@ def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
     planned = SMOKE.run("bad", 0, {"model": "no-such-model"}, ranks=1)
     with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 2:.*no-such-model"):
         launch(planned, Site(work=tmp_path), timeout=200.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "code", "said"),
+    [
+        (False, 3, r"ddp: error: data folder \S+ does not exist"),
+        (True, 2, r"ddp: error: --run-dir \(\S+\) holds a run, and this program cannot go on with one; choose another"),
+    ],
+)
+def test_ddp_refuses_missing_data_and_a_directory_that_holds_a_run(
+    held: bool, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if held:
+        (tmp_path / "config.yaml").touch()
+    given = ["train", "--data", "imagefolder", "--data-dir", str(tmp_path / "absent"), "--run-dir", str(tmp_path)]
+    assert ddp.main(given) == code
+    assert re.match(said, capsys.readouterr().err)
+    assert not (tmp_path / "rendezvous").exists()
 
 
 @contextlib.contextmanager

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from analysis import communication
+import pytest
+
+from analysis import communication, exchange, growth, network, static_sweep
 from analysis.network import row_of
+from analysis.parts import clock_tables
 from analysis.parts.networks.step_times import phase
 from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, table, verdicts
+from analysis.sweeps import kept
+from analysis.sweeps.kept import RESULTS, publish, texts_of
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.runs.reading import Run
+from tests.single.analysis.runs_material import carried_out
+from tests.single.analysis.test_results import recorded
 
 
 def rows(**parts: float) -> list[dict[str, str]]:
@@ -70,6 +80,48 @@ def test_networks_that_the_answer_is_about_are_measured_with_every_seed_in_turn(
     }
     assert all(found in ([0], list(REDUCED.seeds)) for found in seeds.values())
     assert [run.seed for run in planned] == sorted(run.seed for run in planned)
+
+
+@pytest.mark.usefixtures("no_training", "no_files")
+def test_intervals_over_the_epochs_of_one_run_are_told_as_such(tmp_path: Path) -> None:
+    results = carried_out(communication.EXPERIMENT, replace(REDUCED, seeds=(0,)), tmp_path)
+    (answer,) = communication.answers(results)
+    assert answer.n == 1 and communication.ONE_RUN in answer.details
+    assert communication.ONE_RUN not in communication.answers(recorded("communication"))[0].details
+    details = [detail for answer in static_sweep.answers(recorded("static_sweep")) for detail in answer.details]
+    assert any(
+        "at 224 pixels" in detail and "one run each, the interval is over its epochs" in detail for detail in details
+    )
+
+
+@pytest.mark.parametrize(
+    ("main", "name"),
+    [
+        (network.main, "network"),
+        (exchange.main, "exchange"),
+        (lambda words: growth.main([*words, "--preset", "full", "--rows", "1000"]), "growth"),
+        (
+            lambda words: publish(
+                Path(words[1]) / "README.md", clock_tables.readme(texts_of(Path(words[1], "rows.csv")))
+            ),
+            "clock",
+        ),
+    ],
+    ids=["network", "exchange", "growth", "clock"],
+)
+def test_a_page_names_the_machines_of_its_rows_wherever_it_is_written(
+    main: Callable[[list[str]], object], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = {"processor": "Other", "cores": 1, "versions": {"torch": "0", "horovod": "0"}}
+    monkeypatch.setattr(kept, "facts_of_this_rank", lambda: nowhere)
+    for path in (RESULTS / name).iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    assert not main(["--out", str(tmp_path)])
+    page = (tmp_path / "README.md").read_text()
+    assert page == (RESULTS / name / "README.md").read_text()
+    rows = [{"machine": "A"}, {"machine": ""}, {}, {"machine": "A"}]
+    assert kept.machines_of(rows, unstamped="B") == "A; B"
 
 
 def test_several_runs_of_a_network_are_spread_over_runs_and_one_over_its_epochs(tmp_path: Path) -> None:

@@ -161,6 +161,15 @@ def test_the_summary_is_what_the_results_say_and_keeps_the_rest(
     assert "rows.csv is not what runs.jsonl says" in capsys.readouterr().err
 
 
+def test_rows_that_a_cut_off_sweep_has_left_out_are_missed(pages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pages.parent / "results/exact_head/rows.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-2]))
+    assert summary.main(arguments(pages)) == 3
+    said = capsys.readouterr().err
+    assert "lacks 2 runs of runs.jsonl" in said and "run python -m analysis.exact_head again" in said
+
+
 def test_a_part_may_stand_in_a_page_of_docs_but_once_only(pages: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = pages.read_text()
     inner = pages.parent / "docs/inner/results.md"
@@ -276,7 +285,10 @@ def test_leads_over_the_front_stand_in_the_answers() -> None:
 
 def test_the_pages_tell_the_clocks_from_the_programs_own_account() -> None:
     results, told = recorded("caching"), readme.cache(RESULTS)
-    assert "5.18 s (3.22 to 7.13, n = 3)" in told and "6.29 s" in told
+    assert "5.18 s (3.22 to 7.13, n = 3)" in told and "6.34 s (5.77 to 6.90, n = 3)" in told
+    assert cached_epochs.by_account(results, "cut4-on").n == 3
+    assert cached_epochs.by_account(results, "voted-auto").n == 1, "of runs that stored something"
+    assert cached_epochs.by_account(results, "views4").n == 3, "no clocks stand beside it"
     assert cached_epochs.saved_by_clocks(results, "views4").n == 0
     assert cached_epochs.saved_by_clocks(results, "float16").n == 3
 

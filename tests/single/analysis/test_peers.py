@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from analysis import lp_ft, peers, step_costs
-from analysis.parts.peers import Cell, answers_of, best_rates, by_samples, cell_of, file_of, seconds_of, timed
+from analysis import bench, growth, lp_ft, network, peers, step_costs
+from analysis.parts import machines
+from analysis.parts.peers import Cell, answers_of, best_rates, by_samples, cell_of, file_of, steps_of, summed, timed
 from analysis.parts.readme import COMPARISONS, milliseconds, ways
 from analysis.sweeps.kept import RESULTS
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import Results, open_results
-from analysis.sweeps.sweep import plan
+from analysis.sweeps.sweep import SMOKE_RESULTS, plan
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import UsageError
 from tests.single.report.run_directories import write_run
@@ -127,7 +128,8 @@ def test_the_answer_names_who_reaches_the_best_of_full_fine_tuning_first() -> No
     ],
 )
 def test_a_run_takes_what_its_steps_cost(changes: dict[str, Any], expected: float) -> None:
-    assert seconds_of({**PLAIN, **changes}, {"2 ranks, batches of 64": KINDS}) == pytest.approx(expected)
+    steps = steps_of({**PLAIN, **changes})
+    assert steps is not None and summed(steps, KINDS) == pytest.approx(expected)
 
 
 def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -> None:
@@ -140,12 +142,59 @@ def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -
     assert [row["train_seconds"] for row in found.rows] == [400.0, 3.0, 3.0, 3.0, 3.0]
 
 
-def test_steps_are_added_to_those_of_the_same_source_and_machine_only(tmp_path: Path) -> None:
-    path, now = tmp_path / "64px.json", {"commit": "abc", "cores": 4}
-    assert step_costs.begun(path, now) == {**now, "seconds": {}}
-    path.write_text(json.dumps({**now, "seconds": {"2 ranks": {"live0": [1.0]}}}))
-    assert step_costs.begun(path, now)["seconds"] == {"2 ranks": {"live0": [1.0]}}
-    assert step_costs.begun(path, {**now, "cores": 2}) == {"commit": "abc", "cores": 2, "seconds": {}}
+def test_intervals_have_the_error_of_what_a_step_costs_and_a_ratio_of_the_same_steps_has_none(tmp_path: Path) -> None:
+    path = file_of(tmp_path, 32)
+    path.parent.mkdir()
+    rounds = [10.0, 12.0, 8.0, 13.0, 9.0]
+    seconds = {kind: [mean * each / 10 for each in rounds] for kind, mean in KINDS.items()}
+    path.write_text(json.dumps({"seconds": {"2 ranks, batches of 64": seconds}}))
+    made = ({"label": "n5000-full-e4"}, {"label": "n5000-full-e2", "steps": 20, "epochs": 2})
+    made += ({"label": "n5000-exact-e1"}, {"label": "n5000-ddp-e4", "program": "analysis.ddp", "seed": 0})
+    rows = [{**PLAIN, "seed": seed, **changes} for changes in made for seed in range(3)]
+    found = timed(Results(tmp_path / "peers", rows[:10]))
+    once = found.mean("n5000-full-e4", "train_seconds")
+    assert (once.mean, once.n) == (400.0, 3) and 300 < once.low < 380 < 420 < once.high < 530
+    assert found.time_text("n5000-full-e4") == timed(Results(tmp_path / "peers", rows)).time_text("n5000-full-e4")
+    same, other = (found.gain(label, "n5000-full-e4") for label in ("n5000-full-e2", "n5000-exact-e1"))
+    assert (same.low, same.mean, same.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert (other.low / other.mean, other.high / other.mean) == pytest.approx((once.low / 400, once.high / 400))
+    assert found.mean("n5000-ddp-e4", "train_seconds").n == 1 and "to" not in found.time_text("n5000-ddp-e4")
+    assert found.time_text("n5000-exact-e1") == "3.00 s (3.00 to 3.00)"
+
+
+def test_steps_are_added_to_those_that_are_kept_each_with_its_source_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, old = file_of(tmp_path, 64), {"commit": "abc", "cores": 4, "seconds": {"1 ranks": {"live0": [1.0]}}}
+    path.parent.mkdir()
+    path.write_text(json.dumps(old))
+    monkeypatch.setattr(step_costs, "timed", lambda *_, **__: {"live0": [2.0]})
+    monkeypatch.setattr(step_costs, "commit", lambda: "def")
+    monkeypatch.setattr(step_costs, "facts", lambda: {"processor": "another", "cores": 2})
+    assert step_costs.main(["--image-size", "64", "--ranks", "2", "--results", str(tmp_path)]) == 0
+    kept = json.loads(path.read_text())
+    new = [f"2 ranks, batches of {rows}" for rows in step_costs.BATCH_SIZES]
+    assert kept["seconds"] == {"1 ranks": {"live0": [1.0]}, **{name: {"live0": [2.0]} for name in new}}
+    assert kept["stamps"] == {name: {"commit": "def", "processor": "another", "cores": 2} for name in new}
+    assert (kept["commit"], kept["cores"]) == ("abc", 4)
+    told = machines.table(tmp_path).splitlines()
+    assert [line.split(" | ")[:2] for line in told if "64px (1)" in line] == [["| None", "4"], ["| another", "2"]]
+
+
+def test_what_only_sees_that_everything_runs_leaves_the_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert step_costs.parse(["--quick"]).results == SMOKE_RESULTS and step_costs.parse([]).results == RESULTS
+    assert bench.parse(["--quick"]).out == bench.QUICK_OUT != bench.OUT == bench.parse([]).out
+    places: list[Path] = []
+    monkeypatch.setattr(network, "measure_missing", lambda out, *, quick: places.append(out))
+    monkeypatch.setattr(growth, "kept", lambda path: places.append(path.parent) or [])
+    monkeypatch.setattr(growth, "follow", lambda command, log, *, timeout: log.write_text("") or 1)
+    assert [network.main(flags) for flags in (["--quick"], [], ["--quick", "--out", "x"])] == [0, 0, 0]
+    assert [growth.main(flags) for flags in (["--preset", "smoke"], [])] == [3, 3]
+    networks = [SMOKE_RESULTS / "network", RESULTS / "network", Path("x")]
+    assert places == [*networks, SMOKE_RESULTS / "growth", RESULTS / "growth"]
+    assert RESULTS not in SMOKE_RESULTS.resolve().parents
 
 
 @pytest.mark.parametrize("name", COMPARISONS)

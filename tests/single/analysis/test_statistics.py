@@ -6,6 +6,8 @@ import pytest
 
 from analysis.sweeps.statistics import (
     NOTHING,
+    Interval,
+    joined,
     mean_interval,
     paired_difference,
     paired_ratio,
@@ -22,6 +24,23 @@ def test_the_interval_of_three_values_uses_students_factor() -> None:
     assert found.mean == 2.0
     assert found.high - found.mean == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert found.mean - found.low == pytest.approx(found.high - found.mean)
+
+
+@pytest.mark.parametrize(
+    ("ends", "as_ratio", "expected"),
+    [
+        ((10.0, 10.0), False, (7.0, 13.0)),
+        ((6.0, 14.0), False, (5.0, 15.0)),
+        ((10.0, 14.0), False, (7.0, 15.0)),
+        ((10.0 / 2, 20.0), True, (10 * math.exp(-math.hypot(math.log(0.7), math.log(2))), None)),
+    ],
+)
+def test_an_error_of_another_kind_widens_an_interval_on_its_own_side(
+    ends: tuple[float, float], as_ratio: bool, expected: tuple[float, float | None]
+) -> None:
+    found = joined(Interval(10.0, 7.0, 13.0, 5), *ends, as_ratio=as_ratio)
+    assert (found.mean, found.n, found.low) == (10.0, 5, pytest.approx(expected[0]))
+    assert found.high == pytest.approx(expected[1]) if expected[1] else found.high > 20.0
 
 
 def test_one_value_has_no_interval_and_none_has_no_mean() -> None:

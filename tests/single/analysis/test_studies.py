@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from analysis import auto_parts, peers
+from analysis import auto_parts, clock, peers
 from analysis.clock import RANKS, commands, folder_of
 from analysis.parts import clock_tables, start_phases
 from analysis.parts.start_tables import columns, table
@@ -96,6 +96,11 @@ def test_a_start_is_told_without_the_import_of_torch() -> None:
     others = len(start_phases.PHASES) - 1
     assert (row["beside_torch_seconds"], row["beside_torch_cpu_seconds"]) == (f"{others:.2f}", f"{1.5 * others:.2f}")
     assert table([{"data": "digits", "ranks": "2", **row}]).splitlines()[-1].startswith("| digits | 2 | 1.00 |")
+
+
+def test_starts_without_a_folder_of_images_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert clock.main(["--start", "--data-dir", str(tmp_path), "--weights", "x", "--out", str(tmp_path)]) == 2
+    assert f"clock: error: --data-dir ({tmp_path}) must have a folder train/CLASS" in capsys.readouterr().err
 
 
 def test_a_folder_of_few_images_has_as_many_of_each_class(tmp_path: Path) -> None:

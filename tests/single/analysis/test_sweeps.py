@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
-from analysis import adaptive, baseline, caching, communication, pixels64, scaling, static_sweep
+from analysis import (
+    adaptive,
+    baseline,
+    caching,
+    communication,
+    compression,
+    network,
+    peers,
+    pixels64,
+    scaling,
+    static_sweep,
+    votes,
+)
 from analysis.experiments import EVERY, EXPERIMENTS
 from analysis.sweeps import launching, repeat, sweep
 from analysis.sweeps.experiment import Experiment
-from analysis.sweeps.kept import KeptRuns, read_rows
+from analysis.sweeps.kept import RESULTS, KeptRuns, by_name, read_rows
 from analysis.sweeps.launching import Site, command_of, flags_of
-from analysis.sweeps.presets import FULL, REDUCED, SMOKE, Preset
+from analysis.sweeps.presets import FULL, REDUCED, SMOKE, PlannedRun, Preset
 from analysis.sweeps.results import Results, open_results
 from hvfreeze.cli import parse
 from hvfreeze.config.flags import configuration
@@ -23,16 +36,13 @@ from tests.single.analysis.runs_material import carried_out, made_up
 
 pytestmark = pytest.mark.usefixtures("no_files")
 SMALL = dataclasses.replace(REDUCED, seeds=(0, 1))
+STUDY = (*EXPERIMENTS, pixels64.EXPERIMENT)
+"""The study's questions."""
 
 
 @pytest.mark.parametrize(
     ("experiment", "preset"),
-    [
-        (each, preset)
-        for each in EVERY
-        for preset in (SMOKE, REDUCED, FULL)
-        if preset is not FULL or each in EXPERIMENTS
-    ],
+    [(each, preset) for each in EVERY for preset in (SMOKE, REDUCED, FULL) if preset is not FULL or each in STUDY],
     ids=lambda value: value.name,
 )
 def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Experiment, preset: Preset) -> None:
@@ -44,7 +54,7 @@ def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Exper
         given = configuration(parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name)))
         placed = dataclasses.replace(given.cache, cache_dir=run.config().cache.cache_dir)
         assert dataclasses.replace(given, run=run.config().run, cache=placed) == run.config()
-    if experiment in EXPERIMENTS and preset is REDUCED:
+    if experiment in STUDY and preset is REDUCED:
         for label in {run.label for run in reported}:
             assert {run.seed for run in reported if run.label == label} >= {0, 1, 2}
 
@@ -56,12 +66,12 @@ def test_the_reduced_presets_take_a_day_at_most_on_two_cores(monkeypatch: pytest
         runs = [run for each in chosen for run in sweep.plan(each, REDUCED, Results(Path()))]
         return sum(sweep.seconds_of(run, REDUCED) for run in runs) / 3600
 
-    assert hours(list(EXPERIMENTS)) < 6
+    assert hours(list(STUDY)) < 6
     assert hours([each for each in EVERY if each.name.startswith("peers")]) < 8
     assert [sweep.duration(seconds) for seconds in (30, 600, 7200)] == ["30 s", "10 min", "2.0 h"]
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+@pytest.mark.parametrize("experiment", STUDY, ids=lambda experiment: experiment.name)
 def test_half_of_the_results_are_written_up_too_and_what_failed_is_made_up_for(
     experiment: Experiment, launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +198,85 @@ def test_dependent_runs_keep_their_rows_while_others_are_missing(launches: list[
     assert sweep.carry_out(experiment, dataclasses.replace(SMOKE, seeds=()), site, root=root) == 0
     sweep.carry_out(experiment, SMOKE, site, root=root, only=["then"])
     assert [row["run"] for row in read_rows(root / "caching")] == ["first-s0", "then-s0"]
+
+
+def test_rows_of_dependent_runs_stay_when_the_first_runs_are_cut_off(
+    launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, root = Site(work=tmp_path / "work"), tmp_path / "results"
+    runs = [SMOKE.run("first", seed) for seed in (0, 1)]
+    experiment = dataclasses.replace(
+        caching.EXPERIMENT, runs=lambda preset: runs[: 1 + len(preset.seeds)], then=lambda *_: [SMOKE.run("then", 0)]
+    )
+    assert sweep.carry_out(experiment, dataclasses.replace(SMOKE, seeds=()), site, root=root) == 0
+    rows = (root / "caching/rows.csv").read_bytes()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.carry_out(experiment, SMOKE, site, root=root)
+    assert (root / "caching/rows.csv").read_bytes() == rows
+
+
+def test_another_weights_file_of_the_same_name_is_refused(launches: list[str], tmp_path: Path) -> None:
+    kept = dataclasses.replace(SMOKE, weights_digest=64 * "a")
+    carried_out(adaptive.EXPERIMENT, kept, tmp_path)
+    presets, before = tmp_path / "results/presets.json", len(launches)
+    files = presets.read_bytes()
+    wanted = r"--weights \(none, SHA-256 bbbbbbbbbbbbbbbb\.\.\.\) must be the file with SHA-256 aaaaaaaaaaaaaaaa\.\.\."
+    more = dataclasses.replace(kept, seeds=(1,))
+    with pytest.raises(UsageError, match=wanted):
+        carried_out(adaptive.EXPERIMENT, dataclasses.replace(more, weights_digest=64 * "b"), tmp_path)
+    assert len(launches) == before and presets.read_bytes() == files
+    assert len(carried_out(adaptive.EXPERIMENT, more, tmp_path).rows) == 4
+
+
+@pytest.mark.parametrize(("every", "timed"), [("5", False), ("0", True)])
+def test_whole_seconds_are_those_of_a_run_that_was_made_in_one_go(
+    every: str, timed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
+        shutil.rmtree(site.work / planned.name, ignore_errors=True)
+        return made_up(planned, site)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    site, (new, begun) = Site(work=tmp_path), (SMOKE.run(name, 0, {"checkpoint_every": every}) for name in "ab")
+    (tmp_path / begun.name).mkdir()
+    assert sweep.make([new, begun], SMOKE, site, tmp_path / "x") == []
+    lines = KeptRuns(tmp_path / "x").lines
+    assert ["whole_seconds" in lines[run.name] for run in (new, begun)] == [True, timed]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "flags", "said"),
+    [
+        (baseline.EXPERIMENT, "--ranks 0 --estimate", "--ranks (0) must be 1 or more"),
+        (baseline.EXPERIMENT, "--ranks -1 --estimate", "--ranks (-1) must be 1 or more"),
+        (compression.EXPERIMENT, "--seeds 7,8 --estimate", "--seeds (7,8) must be left out: compression has its own"),
+        (peers.EXPERIMENTS["peers64"], "--seeds 7", "--seeds (7) must be left out: peers64 has its own"),
+    ],
+)
+def test_ranks_and_seeds_that_no_run_can_have_are_refused(
+    experiment: Experiment, flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep.main(experiment, flags.split()) == 2
+    assert f"{experiment.name}: error: {said}" in capsys.readouterr().err
+
+
+def test_experiments_of_one_command_begin_with_the_same_weights() -> None:
+    presets = by_name(RESULTS / "presets.json")
+    assert len({presets[each.name]["weights_sha256"] for each in EXPERIMENTS}) == 1
+
+
+def test_words_of_other_commands_are_not_taken_for_short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[list[str]] = []
+    monkeypatch.setattr(network, "measure_missing", lambda out, *, quick: None)
+    monkeypatch.setattr(network, "others", lambda rest: passed.append(rest) or 0)
+    monkeypatch.setattr(votes, "main", lambda experiment, rest: passed.append(rest) or 0)
+    assert network.main(["--all", "--work", "a", "--ou", "c"]) == votes.run(["--re", "full-s0"]) == 0
+    assert passed == [["--work", "a", "--ou", "c"], ["--re", "full-s0"]]
 
 
 def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,8 +85,15 @@ def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str)
     return sent, own  # type: ignore[return-value]  # rank 0 looks
 
 
-def check_equal(world: World, what: str, mine: dict[str, Any], *, apart: Sequence[str] = ()) -> None:
-    """Refuse to go on when ranks were started differently, leaves named in `apart` apart. Collective.
+def check_equal(
+    world: World,
+    what: str,
+    mine: dict[str, Any],
+    *,
+    apart: Sequence[str] = (),
+    remedy: str = "start all ranks with one command",
+) -> None:
+    """Refuse to go on when ranks were started differently, leaves named in `apart` apart; `remedy` helps. Collective.
 
     Raises:
         UsageError: names the first rank that differs from rank 0, and in what.
@@ -97,7 +104,7 @@ def check_equal(world: World, what: str, mine: dict[str, Any], *, apart: Sequenc
             if theirs.get(key) != gathered[0].get(key):
                 raise UsageError(
                     f"ranks were started with different {what}: {key} is {gathered[0].get(key)!r} on rank 0 "
-                    f"and {theirs.get(key)!r} on rank {rank}; start all ranks with one command"
+                    f"and {theirs.get(key)!r} on rank {rank}; {remedy}"
                 ).on_all_ranks()
 
 

@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvfreeze.config.tree import Config, asked_for, from_dict, leaves, read_yaml
+from hvfreeze.config.tree import Config, asked_for, from_dict, is_of_run, leaves, read_yaml
 from hvfreeze.errors import UsageError
 
 EXAMPLES = """examples:
@@ -110,5 +110,9 @@ def configuration(options: argparse.Namespace) -> Config:
     path: Path | None = getattr(options, "config", None)
     if path is None:
         return from_dict(flags, source="command line")
-    source = f"--config ({path})"
-    return from_dict({**asked_for(read_yaml(path), source=source), **flags}, source=source)
+    source, tree = f"--config ({path})", read_yaml(path)
+    found = asked_for(tree, source=source)
+    if is_of_run(tree) and not flags.get("resume"):
+        # Its directory holds that run; this is another one.
+        found.pop("run_dir", None)
+    return from_dict({**found, **flags}, source=source)

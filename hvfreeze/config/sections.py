@@ -73,8 +73,8 @@ class DataConfig(Section):
     data_dir: str | None = setting(
         None,
         "DIR",
-        "where the data lies; default $HVFREEZE_DATA or a cache directory; with --data text a file, default: the "
-        "sources of Python's standard library",
+        "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; with --data text a "
+        "file, default: the sources of Python's standard library",
         read_by="files",
     )
     context: int | None = setting(None, "N", f"with --data text: characters of a window; [{CONTEXT}]")

@@ -293,6 +293,11 @@ def differing(config: Config) -> frozenset[str]:
     return frozenset(name for name, value in usual.items() if mine[name] not in (value, made.get(name, value)))
 
 
+def is_of_run(tree: Mapping[str, Any]) -> bool:
+    """Tell whether a configuration file is a run's: they write every section, and in others every leaf is meant."""
+    return set(typing.get_type_hints(Config)) <= set(tree)
+
+
 def asked_for(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """Return the leaves of a configuration file by name, of a run's config.yaml without those that follow from others.
 
@@ -302,8 +307,7 @@ def asked_for(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         UsageError: an unknown key, or one in another section than its own, or twice.
     """
     found = flat(tree, source=source)
-    # Only runs write every section; in a file of a user's own every leaf is meant.
-    if not set(typing.get_type_hints(Config)) <= set(tree):
+    if not is_of_run(tree):
         return found
     with suppress(UsageError):
         whole = from_dict(found, source=source)

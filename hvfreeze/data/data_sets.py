@@ -165,7 +165,8 @@ def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | 
         return None
     if not is_folder(root):
         lacks = "is no folder" if os.path.lexists(root) else "does not exist"
-        raise RefusedError(f"data folder {root} {lacks}; name one with --data-dir or $HVFREEZE_DATA")
+        way_out = "--data-dir" if directory is not None else "--data-dir or $HVFREEZE_DATA"
+        raise RefusedError(f"data folder {root} {lacks}; name one with {way_out}")
     if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
         raise RefusedError(
             f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "

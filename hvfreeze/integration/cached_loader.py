@@ -153,7 +153,6 @@ def ranks_that_share(directory: Path, world: World, *, data: JSON) -> tuple[int,
     return sharing.index(world.rank), len(sharing)
 
 
-logger = logging.getLogger("hvfreeze")
 WAY_OUT = "give another with directory="
 _told: set[Path] = set()
 """Directories that nobody had named, and that a line has."""
@@ -255,6 +254,7 @@ class CachedLoader:
         # Whether the cut has stayed since the last epoch began, and whether it is the one that rows are computed at.
         self._rested = self._follows = False
         self._stored = False
+        self._told = set[str]()
         self._take_chain()
         self._freezer.prefix.on_move(self._note_move)
 
@@ -353,8 +353,9 @@ class CachedLoader:
     def _begin(self) -> None:
         """Keep the rows of this cut, and compute those that nobody has, where they will be read again. Collective."""
         cut, (inputs, _) = self._freezer.cut, self._samples.load(*self._samples.some())
-        if not all(self._world.allgather_object(self._can_be_left_at(cut, inputs), name="loader.cut")):
-            self._run_whole()
+        refusals = self._world.allgather_object(self._refusal_at(cut, inputs), name="loader.cut")
+        if any(refusals):
+            self._run_whole(next(filter(None, refusals)))
             return
         fingerprint, ahead = self._fingerprint(cut, inputs), self._freezer.epochs_left
         left = sys.maxsize if math.isinf(ahead) else max(1, math.ceil(ahead))
@@ -395,25 +396,29 @@ class CachedLoader:
         """Compute at the freezer's cut from now on, from older rows where they reach. Not a collective."""
         cut = self._freezer.cut
         self._follows, self._stored = True, False
-        if cut == 0 or not self._can_be_left_at(cut, self._samples.load(ids, views)[0]):
-            self._run_whole()
+        refusal = self._refusal_at(cut, self._samples.load(ids, views)[0]) if cut > 0 else ""
+        if cut == 0 or refusal:
+            self._run_whole(refusal)
         else:
             self._activations.begin_cut(cut, store=False)
             self._passes.whole = False
 
-    def _run_whole(self) -> None:
-        """Let the model run as a whole at this cut."""
+    def _run_whole(self, refusal: str) -> None:
+        """Let the model run as a whole at this cut; say once why, where that is told."""
+        if refusal and refusal not in self._told:
+            tell(self._world, "nothing is cached at this cut: %s", refusal, level=logging.WARNING)
+            self._told.add(refusal)
         self._follows, self._stored, self._passes.whole = True, False, True
         self._activations.begin_cut(0)
 
-    def _can_be_left_at(self, cut: int, inputs: Any) -> bool:
+    def _refusal_at(self, cut: int, inputs: Any) -> str:
+        """Return why the forward pass cannot be left at a cut, empty where it can."""
         try:
             with autocast(self._dtype):
                 self._halves.check(inputs, cut)
         except UsageError as error:
-            logger.warning("nothing is cached at this cut: %s", error)
-            return False
-        return True
+            return str(error)
+        return ""
 
     def _fingerprint(self, cut: int, inputs: Inputs) -> Fingerprint:
         """Return what must match before rows at `cut` may be used; of the inputs, types, shapes and strides count."""

@@ -40,6 +40,8 @@ class SplitForward(Halves):
     def __init__(self, chain: TracedChain) -> None:
         super().__init__(chain)
         self._answers: dict[str, Any] = {}
+        self._fixed: set[str] = set()
+        """Parts that give the same shape for any number of samples, such as positions'."""
         self._copies = False
         self.needs_inputs = True
         self._leaves: list[Any] = []
@@ -100,6 +102,7 @@ class SplitForward(Halves):
         with _untouched(chain, cut):
             whole = _seeded(0, lambda: call(chain.model, inputs))
             first, again = (_seeded(seed, lambda: self.before(inputs, 0, cut, inputs)) for seed in (0, 1))
+            self._find_fixed(inputs, cut)
         same = _equal(first, again) and self._gives(whole, first, inputs, cut)
         if not same:
             name = chain.blocks[cut - 1].name
@@ -109,6 +112,16 @@ class SplitForward(Halves):
                 "random numbers are drawn before it; name other blocks, or do without a cache"
             )
         self.needs_inputs = not self._gives(whole, first, tree_map(_hidden, inputs), cut)
+
+    def _find_fixed(self, inputs: Inputs, cut: int) -> None:
+        """Find the frozen parts whose answers do not grow with the number of samples; changes no tensor."""
+        answers, rows = dict(self._answers), len(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
+        longer = tree_map(lambda leaf: _with_one_more(leaf, rows), inputs)
+        # A model may want batches of one size; then all answers have that size.
+        with suppress(RuntimeError, TypeError, ValueError, IndexError):
+            _seeded(0, lambda: self.before(longer, 0, cut, longer))
+            self._fixed = {name for name, answer in answers.items() if _shapes(answer) == _shapes(self._answers[name])}
+        self._answers = answers
 
     def _behind(self, x: Tensor, inputs: Inputs, cut: int) -> Any:
         """Return what the model gives for its inputs, where its first `cut` blocks give `x`, (B, ...)."""
@@ -141,7 +154,7 @@ class SplitForward(Halves):
         def made(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            shape = (rows, *leaf.shape[1:]) if leaf.dim() else leaf.shape
+            shape = (rows, *leaf.shape[1:]) if leaf.dim() and name not in self._fixed else leaf.shape
             fill = torch.nan if leaf.is_floating_point() else 0
             return torch.full(shape, fill, dtype=leaf.dtype)
 
@@ -179,6 +192,15 @@ def halves_of(chain: Chain) -> Halves:
 def _meta(leaf: Any) -> Any:
     """Return a tensor without memory of the same type and shape."""
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _with_one_more(leaf: Any, rows: int) -> Any:
+    """Return a tensor of `rows` samples with the first of them once more."""
+    return torch.cat([leaf, leaf[:1]]) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows else leaf
+
+
+def _shapes(answer: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
 
 
 def _hidden(leaf: Any) -> Any:

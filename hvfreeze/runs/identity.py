@@ -86,7 +86,7 @@ def changes(
     """
     run = settings["run"]
     if not run["resume"]:
-        raise UsageError(f"--run-dir ({place}) holds a run; continue it with --resume, or choose another directory")
+        raise UsageError(f"--run-dir ({place}) holds a run; continue it with --resume, or choose another --run-dir")
     held, settings = absolute(held), absolute(settings)
     others = other_run(held, settings)
     if others:

@@ -161,7 +161,10 @@ def with_odd_counted(splits: DataSplits, world: World) -> DataSplits:
 
 
 def without_broken(splits: DataSplits, world: World) -> DataSplits:
-    """Return the splits without images that cannot be decoded, which all ranks look for together. Collective."""
+    """Return the splits without images that cannot be decoded, which all ranks look for together. Collective.
+
+    With a note on classes that have no training image then.
+    """
     found = {}
     for part, image_set in (("train", splits.train), ("test", splits.test)):
         look = partial(find_broken, image_set, share=world.rank, shares=world.size, workers=torch.get_num_threads())
@@ -169,7 +172,12 @@ def without_broken(splits: DataSplits, world: World) -> DataSplits:
             raise_on_all_ranks(world, look, name=f"broken.{part}"), name=f"broken.{part}.all"
         )
         found[part] = replace(image_set, broken={row: why for theirs in everyone for row, why in theirs.items()})
-    return replace(splits, train=found["train"], test=found["test"])
+    train = found["train"]
+    # Of a data set of one's own, samples that were known to be broken have no label.
+    gone = train.labels[sorted(set(train.broken) - set(splits.train.broken))].tolist()
+    lost = sorted(set(gone) - set(train.labels[train.ids].tolist()))
+    notes = [f"no training image of class {train.classes[label]} is left" for label in lost]
+    return replace(splits, train=train, test=found["test"], notes=[*splits.notes, *notes])
 
 
 def assemble(
@@ -441,10 +449,15 @@ def agreed_corpus(config: Config, world: World, *, adapts: bool) -> tuple[Corpus
         whole_batches=not config.head.solved,
         adapts=adapts,
     )
+    remedy = "start all ranks with one command, on equal data"
+    if ":" in config.data.data:
+        remedy = (
+            "the Dataset must give a sample the same each time and on every rank; leave random changes to --augment"
+        )
     identities = raise_on_all_ranks(world, corpus.identities, name="identities")
-    check_equal(world, "data", identities)
+    check_equal(world, "data", identities, remedy=remedy)
     sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
-    check_equal(world, "pixels", sampled)
+    check_equal(world, "pixels", sampled, remedy=remedy)
     return corpus, identities | {f"{split} sampled": digest for split, digest in sampled.items()}
 
 

@@ -56,6 +56,14 @@ def test_a_damaged_image_is_named_before_training(run_dir: Path, tmp_path: Path)
     refused(train_on(photos, run_dir), 3, str(image), "not an intact image")
 
 
+def test_a_class_of_which_no_image_is_left_is_told(tmp_path: Path) -> None:
+    photos = save_photos(tmp_path / "photos", classes="abc")
+    for image in (photos / "train" / "b").iterdir():
+        image.write_bytes(b"")
+    outcome = call(*TRAIN_ON, str(photos), "--skip-bad", "--run-dir", str(tmp_path / "run"))
+    assert outcome.returncode == 0 and "note: no training image of class b is left" in outcome.stdout, str(outcome)
+
+
 def test_a_damaged_image_that_is_streamed_is_named_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,19 @@ def test_no_flags_are_the_defaults() -> None:
     ).run.resume
 
 
+def test_a_runs_file_is_for_another_run_unless_that_one_goes_on(tmp_path: Path) -> None:
+    saved, own = tmp_path / "config.yaml", tmp_path / "own.yaml"
+    saved.write_text(yaml.safe_dump(to_dict(configuration(parse(["train", "--run-dir", "a"])))))
+    own.write_text("run_dir: a\n")
+    for file, more, directory in (
+        (saved, [], None),
+        (saved, ["--run-dir", "b"], "b"),
+        (saved, ["--resume"], "a"),
+        (own, [], "a"),
+    ):
+        assert configuration(parse(["train", "--config", str(file), *more])).run.run_dir == directory, (file, more)
+
+
 SAVED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "": [
         ("--optimizer adamw", {"lr": 1e-3, "weight_decay": 1e-2}),

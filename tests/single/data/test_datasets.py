@@ -196,8 +196,8 @@ def add_another_size(root: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "kind", "words"),
     [
-        (shutil.rmtree, "imagefolder", RefusedError, ["does not exist", "--data-dir", "$HVFREEZE_DATA"]),
-        (put_a_file_in_its_place, "imagefolder", RefusedError, ["is no folder", "--data-dir", "$HVFREEZE_DATA"]),
+        (shutil.rmtree, "imagefolder", RefusedError, ["does not exist; name one with --data-dir"]),
+        (put_a_file_in_its_place, "imagefolder", RefusedError, ["is no folder; name one with --data-dir"]),
         (keep_train_only, "imagefolder", RefusedError, ["train alone", "test/ or val/"]),
         (keep_test_only, "imagefolder", RefusedError, ["test alone", "class folders only"]),
         (rename_a_class, "imagefolder", RefusedError, ["the same classes", "b is in one only"]),

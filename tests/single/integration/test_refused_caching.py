@@ -239,6 +239,44 @@ def test_what_reaches_around_the_cut_is_noticed(
     cached.close()
 
 
+class WithPositions(nn.Module):
+    """A text whose positions are learned, as the answer of a layer that sees no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(9, 6), nn.Embedding(4, 6)
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.first(self.token(tokens) + self.position(torch.arange(tokens.shape[1]))).mean(1))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_an_answer_that_does_not_grow_with_the_batch_is_no_obstacle(
+    rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, data = WithPositions(), TensorDataset(torch.randint(9, (10, 4)), torch.arange(10) % 3)
+    reference = copy.deepcopy(model)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        blocks=["token", "position", "first", "head"],
+        example=data.tensors[0][:2],
+        steps_per_epoch=4,
+        num_epochs=3,
+        settings=FreezeConfig(freeze="static", cut=3),
+        world=SoloWorld(),
+    )
+    cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=rows), optimizer, directory=tmp_path)
+    for _ in range(3):
+        for number, (batch, _) in enumerate(cached):
+            tokens = data.tensors[0][rows * number : rows * (number + 1)]
+            torch.testing.assert_close(cached.suffix(batch), reference(tokens))
+    assert cached.rows_read > 0 and "nothing is cached" not in caplog.text
+    cached.close()
+
+
 def test_random_numbers_before_the_cut_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # The dropout is called twice, so that it belongs to no block and goes on to be active.
     model, data = Skipping("random"), TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)

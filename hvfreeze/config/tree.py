@@ -87,14 +87,14 @@ PlainLoader.yaml_implicit_resolvers = {
 }
 
 
-def parse_plain_yaml(text: bytes) -> Any:
-    """Return the value in UTF-8 YAML `text`, at most 1 MiB; None for an empty one.
+def parse_plain_yaml(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
+    """Return the value in UTF-8 YAML `text`, of `most_bytes` at most; None for an empty one.
 
     Raises:
         ValueError: it is something else; says in one line what.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+    if len(text) > most_bytes:
+        raise ValueError(f"it is longer than {most_bytes} bytes")
     try:
         return yaml.load(text.decode("utf-8"), PlainLoader)
     except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...

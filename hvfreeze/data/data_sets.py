@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
-from hvfreeze.data.folders import Folders, is_folder, list_folders
+from hvfreeze.data.folders import Folders, absence_of, is_folder, list_folders
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import READING, PixelArray, one_shape
@@ -164,9 +164,8 @@ def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | 
     if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
         return None
     if not is_folder(root):
-        lacks = "is no folder" if os.path.lexists(root) else "does not exist"
         way_out = "--data-dir" if directory is not None else "--data-dir or $HVFREEZE_DATA"
-        raise RefusedError(f"data folder {root} {lacks}; name one with {way_out}")
+        raise RefusedError(f"data folder {root} {absence_of(root)}; name one with {way_out}")
     if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
         raise RefusedError(
             f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "

@@ -124,6 +124,11 @@ def is_folder(path: Path) -> bool:
         raise unreadable(path, error) from error
 
 
+def absence_of(folder: Path) -> str:
+    """Return what is wrong with the path of what `is_folder` does not find."""
+    return "is no folder" if os.path.lexists(folder) else "does not exist"
+
+
 def scan(root: Path, *, fewest: int = 2) -> Listing:
     """Return all images below `root`, whose folders are the classes; sub-folders of a class belong to it.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hvfreeze import __version__
 from hvfreeze.config.sections import HeadConfig
-from hvfreeze.config.tree import Config, PlainLoader
+from hvfreeze.config.tree import Config, parse_plain_yaml
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import READING, PixelArray, fitted, picture_of, read_rgb, to_pixels, to_rgb
 from hvfreeze.data.text import encode
@@ -287,14 +287,10 @@ def read_card(path: Path) -> Card:
     Raises:
         RefusedError: it cannot be read, is damaged, or tells of what this version does not know; names the entry.
     """
-    text = read_bytes(path)
-    if len(text) > MOST_BYTES:
-        raise RefusedError(f"{path} is damaged: it is longer than {MOST_BYTES} bytes")
     try:
-        tree = yaml.load(text.decode(), PlainLoader)
-    except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RefusedError(f"{path} is damaged: {reason}") from error
+        tree = parse_plain_yaml(read_bytes(path), most_bytes=MOST_BYTES)
+    except ValueError as error:
+        raise RefusedError(f"{path} is damaged: {error}") from error
     if not isinstance(tree, dict) or "card" not in tree:
         raise RefusedError(f"{path} is damaged: it is no model card")
     if tree["card"] != FORMAT:

@@ -11,7 +11,6 @@ DIR/reliability.png and .svg
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from hvfreeze.data.batches import choose
 from hvfreeze.data.cifar import ARCHIVES
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken
-from hvfreeze.data.folders import is_folder, scan
+from hvfreeze.data.folders import absence_of, is_folder, scan
 from hvfreeze.data.images import BrokenImagesError, listed
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.text import TextSource
@@ -170,8 +169,7 @@ def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
         )
     root = next((folder / part for part in ("test", "val") if is_folder(folder / part)), folder)
     if not is_folder(root):
-        lacks = "is no folder" if os.path.lexists(root) else "does not exist"
-        raise RefusedError(f"data folder {root} {lacks}; name one with --data-dir")
+        raise RefusedError(f"data folder {root} {absence_of(root)}; name one with --data-dir")
     listing = scan(root, fewest=1)
     unknown = [name for name in listing.classes if name not in applied.classes]
     if unknown:

@@ -8,7 +8,6 @@ names = [applied.classes[row] for row in applied.logits(batch).argmax(1)]
 from __future__ import annotations
 
 import os
-import shlex
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from hvfreeze.model.early_exits import EarlyExits, add_exits
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_precision
 from hvfreeze.model.weights import read_weights
+from hvfreeze.runs.directory import resuming
 from hvfreeze.runs.reading import read_object
 from hvfreeze.user_code import code_sha256, is_named_code
 
@@ -137,11 +137,10 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
 
 def way_on(root: Path) -> str:
     """Return how to continue the run in a directory, on as many ranks as it has."""
-    again = ["hvfreeze", "train", "--config", str(root / "config.yaml"), "--run-dir", str(root), "--resume"]
+    ranks = None
     with suppress(RefusedError):
-        size = read_object(root / "environment.json", ()).get("size")
-        again = ["mpirun", "-np", str(size), *again] if type(size) is int and size > 1 else again
-    return f"go on with: {shlex.join(again)}"
+        ranks = read_object(root / "environment.json", ()).get("size")
+    return f"go on with: {resuming(root, ranks=ranks if type(ranks) is int else 1)}"
 
 
 def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import secrets
+import shlex
 import shutil
 import stat
 import time
@@ -30,6 +31,13 @@ def directory_name(*words: str) -> str:
     """Return the time, the words, and six random digits, which tell jobs apart that start in the same second."""
     safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word) for word in words)
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), *safe, secrets.token_hex(3)])
+
+
+def resuming(directory: Path, *, ranks: int) -> str:
+    """Return the command that goes on with a directory's run, on so many ranks."""
+    launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+    given = ["--config", str(directory / "config.yaml"), "--run-dir", str(directory), "--resume"]
+    return shlex.join([*launcher, "hvfreeze", "train", *given])
 
 
 def check_directory(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.runs.clock import train_seconds
+from hvfreeze.runs.directory import resuming
 from hvfreeze.runs.files import publish, publishing
 from hvfreeze.runs.reading import SUMMARY, read_object
 from hvfreeze.runs.record import finite
@@ -130,11 +130,8 @@ def logging_its_end(job: Job) -> Iterator[None]:
 
 def way_on(job: Job) -> str:
     """Return how to continue a run that was interrupted."""
-    again = ["hvfreeze", "train", "--config", str(job.directory / "config.yaml"), "--run-dir", str(job.directory)]
-    if job.world.size > 1:
-        again = ["mpirun", "-np", str(job.world.size), *again]
     where = "from the last checkpoint" if newest(directory_of(job)) else "anew, there is no checkpoint yet,"
-    return f"go on {where} with: {shlex.join([*again, '--resume'])}"
+    return f"go on {where} with: {resuming(job.directory, ranks=job.world.size)}"
 
 
 def introduce(job: Job, *, resumed: bool) -> None:

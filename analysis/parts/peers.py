@@ -262,6 +262,8 @@ def stored_steps(cuts: Sequence[int], *, again: int) -> Counter[str]:
 def in_words(label: str) -> str:
     """Return what a label's runs are, as the figure has it."""
     cell = cell_of(label)
+    if cell.peer == "auto":
+        return f"{WORDS[cell.peer]} --epochs {cell.epochs}"
     if cell.peer in SOLVED and cell.epochs == 1:
         return WORDS[cell.peer]
     return f"{WORDS.get(cell.peer, cell.peer)}, {cell.epochs} epoch{'' if cell.epochs == 1 else 's'}"

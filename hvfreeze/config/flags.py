@@ -27,7 +27,7 @@ EXAMPLES = """examples:
       your own images in photos/train/<class>/ and photos/test/<class>/, the first three blocks frozen
   mpirun -np 3 --bind-to none hvfreeze train --strategy shared-trunk --data imagefolder --data-dir photos \\
       --image-size 128 --weights DEFAULT --tasks labels.csv --augment none --cache on
-      a model for each column of labels.csv, on one frozen trunk; from the second epoch on ranks send each other nothing
+      a model for each column of labels.csv, on one frozen trunk; its gradients never travel
   mpirun -np 4 --bind-to none hvfreeze train --strategy grid --model resnet110 --parts 2 --micro-batches 8
       one model cut into two parts, in two replicas
   hvfreeze train --config runs/good/config.yaml --lr 0.01 --run-dir runs/better

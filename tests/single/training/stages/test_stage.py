@@ -34,16 +34,16 @@ def planned(
     return stages_of(config, **sizes, costs=costs, normalises=normalises)
 
 
-def cost(stages: tuple[Stage, ...], costs: Costs = COSTS, guarded: int = 18) -> float:
-    """In epochs of full fine-tuning with batches of 64; what is tuned first is judged before and after."""
+def cost(stages: tuple[Stage, ...], costs: Costs = COSTS, guarded: int = 18, batch: int = 64) -> float:
+    """In epochs of full fine-tuning with such batches; what is tuned first is judged before and after."""
     made = [stage for stage in stages if not stage.is_spare]
     each = [costs.plain or costs if stage.config.data.mirror == "off" else costs for stage in made]
     solutions = sum(one.solution for stage, one in zip(made, each, strict=True) if stage.name == "solve")
     trained = [(stage, stage.config.optimizer.batch_size) for stage in stages if stage.name in ("try", "tune")]
-    tuned = sum(stage.images(stage.steps) / (guarded * 32) * costs.tuning_step(batch) for stage, batch in trained)
+    tuned = sum(stage.images(stage.steps) / (guarded * 32) * costs.tuning_step(size) for stage, size in trained)
     judging = 2 * costs.judging if trained else 0.0
     own = HELD_OUT * costs.views * sum(stage.name == "tune" for stage in stages)
-    return (solutions + judging + tuned + own) / costs.full_step(64)
+    return (solutions + judging + tuned + own) / costs.full_step(batch)
 
 
 def names_of(stages: tuple[Stage, ...]) -> list[str]:
@@ -64,7 +64,8 @@ def test_stages_take_what_epochs_have_room_for_and_no_more(epochs: int, update: 
     if epochs >= 12:
         few[-1:] = ["tune", "solve", "back"]
     assert names_of(stages) == (few if epochs > 1 else ["solve"])
-    assert epochs - 0.2 < cost(stages, costs, guarded=180) <= epochs or epochs == 1, "all of it, and no more"
+    made = cost(stages, costs, guarded=180, batch=128 if batches > 200 else 64)
+    assert epochs - 0.2 < made <= epochs or epochs == 1, "all of it, and no more"
     assert (stages[-1].name, stages[-1].steps) == (("solve", batches) if epochs == 1 else ("back", 0))
     for stage in stages:
         if not stage.solves and stage.steps:
@@ -147,7 +148,7 @@ def test_sgd_takes_the_largest_batches_of_which_there_are_enough() -> None:
         )
         sizes[batches] = tune.config.optimizer.batch_size
         assert tune.config.optimizer.batch_size == 16 or tune.steps >= ENOUGH_STEPS
-    assert sizes == {100: 32, 400: 64, 1000: 64, 4000: 64}
+    assert sizes == {100: 32, 400: 64, 1000: 128, 4000: 128}
 
     def few(**changes: Any) -> Stage:
         return planned(**{"epochs": 4, "costs": UPDATES, "batches": 60, "guarded": 54, **changes})[2]
@@ -158,8 +159,15 @@ def test_sgd_takes_the_largest_batches_of_which_there_are_enough() -> None:
     assert few(optimizer="sgd").config.optimizer.batch_size == few(normalises=False).config.optimizer.batch_size == 32
     tiny = planned(epochs=16, guarded=1)[2]
     assert (tiny.config.optimizer.batch_size, tiny.batches_per_epoch) == (16, 2)
-    many = planned(epochs=16, batches=MANY // 32 + 1, guarded=900, normalises=False)[0]
-    assert (many.config.optimizer.optimizer, many.config.optimizer.batch_size) == ("adamw", 64), "updates take time"
+
+    def of_many(**changes: Any) -> tuple[str, int, float]:
+        chosen = planned(**{"epochs": 16, "batches": MANY // 32 + 1, "guarded": 900, **changes})[0].config.optimizer
+        return chosen.optimizer, chosen.batch_size, chosen.lr
+
+    assert of_many() == ("sgd", 128, 0.1), "as much a sample, in fewer updates"
+    assert of_many(epochs=2) == ("sgd", 32, 0.05), "they would be too few"
+    assert of_many(batch_size=128)[1:] == (128, 0.05), "what was given is taken"
+    assert of_many(normalises=False)[:2] == ("adamw", 64), "updates take time"
 
 
 def test_what_was_asked_for_is_neither_tried_nor_made_in_parts() -> None:

@@ -27,6 +27,7 @@ def ls(directory: Path) -> int:
         with suppress(FileNotFoundError):
             lines.append((str(path.relative_to(directory)), *_describe(path)))
     _print_table(lines)
+    _check_all_listed(directory)
     return 0
 
 
@@ -48,6 +49,7 @@ def verify(directory: Path) -> int:
             verdict = ("-", str(fault))
         lines.append((str(path.relative_to(directory)), *verdict))
     _print_table(lines)
+    _check_all_listed(directory)
     return RefusedError.exit_code if refused else 0
 
 
@@ -71,8 +73,11 @@ def rm(directory: Path) -> int:
                     verdict = "removed"
             except FileNotFoundError:
                 continue  # a job has removed it, or finished it, meanwhile
+            except OSError as error:
+                verdict = f"left: it cannot be removed ({error.strerror})"
             left, met = left + (verdict != "removed"), met + 1
             print(f"{verdict}  {path}")
+    _check_all_listed(directory)
     if not met:
         print(f"nothing to remove: there is no cache file in {directory}")
     return RefusedError.exit_code if left else 0
@@ -88,8 +93,30 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _require_directory(directory: Path) -> None:
-    if not directory.is_dir():
-        raise UsageError(f"DIR ({directory}) is no directory: give the one with the cache files")
+    try:
+        if not directory.is_dir():
+            raise UsageError(f"DIR ({directory}) is no directory: give the one with the cache files")
+        os.scandir(directory).close()
+    except OSError as error:
+        raise _unlisted(directory, error) from error
+
+
+def _check_all_listed(directory: Path) -> None:
+    """Refuse a directory of which a part cannot be listed; what can be has been told before."""
+    errors: list[OSError] = []
+    for _ in os.walk(directory, onerror=errors.append):
+        pass
+    # A job may have removed a folder meanwhile.
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):
+            raise _unlisted(Path(error.filename), error)
+
+
+def _unlisted(directory: Path, error: OSError) -> RefusedError:
+    return RefusedError(
+        f"{directory} cannot be listed ({error.strerror}), and may hold cache files: "
+        "run the command as the user that it belongs to, or give another DIR"
+    )
 
 
 def _describe(path: Path) -> tuple[str, ...]:

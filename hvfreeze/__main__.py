@@ -43,6 +43,10 @@ def program() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    # A daemon may have closed them. The file that is opened next would get the number, and what a library prints.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it lasts as long as the process
     # Names of classes and files may have characters that the terminal's encoding lacks. A launcher may have put a pipe
     # in the place of a file, which then cannot tell where it is.
     with suppress(OSError):

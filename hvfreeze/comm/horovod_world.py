@@ -11,7 +11,6 @@ import io
 import os
 import pickle
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ from hvfreeze.comm.mpi_environment import (
     yield_when_crowded,
 )
 from hvfreeze.comm.stall_watch import StallWatch, stall_limit
-from hvfreeze.comm.world import LoneRank, SoloWorld, World
+from hvfreeze.comm.world import LoneRank, SoloWorld, World, flush_streams
 from hvfreeze.errors import DivergedError, StallError, UsageError
 from hvfreeze.torch_imports import imported_beside
 
@@ -187,9 +186,10 @@ class HorovodWorld(World):
                 f"${CYCLE_TIME} ({os.environ[CYCLE_TIME]}) is set: Horovod cannot be started anew with it, "
                 f"as {variable}={value} needs; unset it, or set {variable}={value} as well"
             )
-        self._hvd.shutdown()
-        os.environ[variable] = value
-        self._hvd.init()
+        with self.watch.waiting("start anew"):
+            self._hvd.shutdown()
+            os.environ[variable] = value
+            self._hvd.init()
 
     def close(self) -> None:
         """Leave Horovod and MPI together: a rank that leaves early takes slower ones down."""
@@ -203,8 +203,7 @@ class HorovodWorld(World):
 
     def abort(self, code: int) -> None:
         """End the whole job; peers may wait in a collective that this rank will never enter."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         if self.mpi.Is_finalized():
             os._exit(code)
         self.mpi.COMM_WORLD.Abort(code)

@@ -271,8 +271,13 @@ class Reducer:
         self._exponents = dict(state["exponents"])
         self._lay_out()
         self._exchange.load_state_dict(state["low_rank"])
+        # Gradients that travel whole here, though there they did not, get what low rank has left out, as in `compress`.
+        low_rank = self._exchange.state_dict().keys()
+        whole = {name for name, _ in self.carried if name not in low_rank}
+        left_out = {name: kept for name, kept in state["low_rank"].items() if name in whole}
         # Checkpoints of earlier versions have none.
-        self._owed = {name: {"error": kept["error"].clone()} for name, kept in state.get("owed", {}).items()}
+        owed = {**state.get("owed", {}), **left_out}
+        self._owed = {name: {"error": kept["error"].clone()} for name, kept in owed.items()}
 
     def _has_changed(self) -> bool:
         """Tell whether a script has switched parameters, or moved them to another type or memory format."""

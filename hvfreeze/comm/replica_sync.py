@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from hvfreeze.comm.agreement import packs_of
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
+from hvfreeze.wording import plural
 
 PACKED_BYTES = 2**25
 """Of small tensors that travel as one: each message waits for all ranks, and models have hundreds of tensors."""
@@ -57,8 +58,13 @@ def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
 
 def parameter_digest(model: nn.Module) -> str:
     """Return the SHA-256 over names, types, shapes and bytes of all parameters and buffers, as hex."""
+    return tensor_digest([*model.named_parameters(), *model.named_buffers()])
+
+
+def tensor_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 over names, types, shapes and bytes of tensors, as hex."""
     digest = hashlib.sha256()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -68,7 +74,7 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
     """Return the digest that all ranks share, when running statistics have been averaged. Collective.
 
     Raises:
-        DivergedError: parameters or buffers differ; the message names the ranks in the minority.
+        DivergedError: parameters or buffers differ; the message names the ranks in the minority, or the buffer.
     """
     digests = world.allgather_object(parameter_digest(model), name="replica.digest")
     common, count = Counter(digests).most_common(1)[0]
@@ -76,14 +82,61 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         named = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
         who = named if count > 1 else "all ranks differ"
-        raise DivergedError(f"replicas are not equal after step {step}: {who}; parameters must change by updates only")
+        why = why_unlike(model.named_parameters(), model.named_buffers(), world)
+        raise DivergedError(f"replicas are not equal after step {step}: {who}; {why}")
     return common
 
 
-def running_statistics(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    """Return (mean, variance) of every BatchNorm that tracks them, in module order."""
-    norms = [module for module in modules if isinstance(module, _BatchNorm)]
+def check_buffers(named: Sequence[tuple[str, Tensor]], world: World, *, step: int) -> None:
+    """Refuse buffers, the same names on all ranks, that differ between those ranks that hold them. Collective.
+
+    Nothing travels where there are none.
+
+    Raises:
+        DivergedError: the message names the buffer; on all ranks.
+    """
+    found = unlike(named, world) if named and world.size > 1 else []
+    if found:
+        raise DivergedError(f"replicas are not equal after step {step}: {buffers_differ(found)}")
+
+
+def why_unlike(parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], world: World) -> str:
+    """Return what is wrong where some of these tensors are known to differ between ranks. Collective."""
+    found = [] if unlike(parameters, world) else unlike(buffers, world)
+    return buffers_differ(found) if found else "parameters must change by updates only"
+
+
+def unlike(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
+    """Return the names of tensors that differ between those ranks that hold them; the same everywhere. Collective."""
+    # What another rank holds is empty here.
+    mine = {name: tensor_digest([(name, tensor)]) for name, tensor in named if tensor.numel()}
+    first: dict[str, str] = {}
+    everyone = world.allgather_object(mine, name="replica.tensors")
+    each = [pair for theirs in everyone for pair in theirs.items()]
+    return list(dict.fromkeys(name for name, digest in each if first.setdefault(name, digest) != digest))
+
+
+def buffers_differ(names: Sequence[str]) -> str:
+    """Return the refusal of buffers that differ between ranks."""
+    more = "" if len(names) == 1 else f" (and {plural(len(names) - 1, 'other')})"
+    return (
+        f"buffer {names[0]}{more} differs between ranks: of what the samples of one rank change, only the running "
+        "statistics of BatchNorm and InstanceNorm are averaged; leave such a buffer out of the model, or train one "
+        "replica (one rank, or --strategy grid --replicas 1)"
+    )
+
+
+def running_statistics(modules: Iterable[nn.Module], kind: type[_NormBase] = _NormBase) -> list[tuple[Tensor, Tensor]]:
+    """Return (mean, variance) of every BatchNorm and InstanceNorm, or `kind` of them, with both, in module order."""
+    norms = [module for module in modules if isinstance(module, kind)]
     return [(n.running_mean, n.running_var) for n in norms if n.running_mean is not None and n.running_var is not None]
+
+
+def other_buffers(named: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Return those of the buffers `named` that are no BatchNorm's and no InstanceNorm's among `modules`."""
+    norms = [module for module in modules if isinstance(module, _NormBase)]
+    theirs = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return [(name, buffer) for name, buffer in named if id(buffer) not in theirs]
 
 
 def average_running_statistics(modules: Iterable[nn.Module], world: World) -> int:
@@ -91,7 +144,8 @@ def average_running_statistics(modules: Iterable[nn.Module], world: World) -> in
 
     The mean becomes the mean over ranks, m = avg(m_r). The variance becomes that of the ranks' batches pooled,
     avg(v_r) + avg((m_r - m)^2), the law of total variance. Computed in float64; where all ranks hold equal values
-    already, the result is these values, bit for bit, so that averaging twice changes nothing.
+    already, the result is these values, bit for bit, so that averaging twice changes nothing. InstanceNorm's variance,
+    which is that within samples, grows by the difference of ranks' means too: little, where they see alike samples.
     """
     return StatisticsAverage(modules, world).finish()
 

@@ -61,12 +61,15 @@ class StallWatch:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Count the time within as waiting for other ranks, in `name`."""
+        """Count the time within as waiting for other ranks, in `name`; an outer wait goes on after it."""
+        before, waited = self._name, self._since < float("inf")
         self._name, self._since = name, time.monotonic()
         try:
             yield
         finally:
-            self._since = float("inf")
+            # The other ranks have just taken part: the outer wait counts from here.
+            self._since = time.monotonic() if waited else float("inf")
+            self._name = before
 
     def connect(self, mpi: Any, comm: Any, hosts: list[str]) -> None:
         """Let the threads talk over `comm`, which is theirs alone, from now on; `hosts` has every rank's."""

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -80,8 +81,7 @@ class World:
 
     def abort(self, code: int) -> None:
         """End the whole job at once with exit code `code`. Not a collective."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(code)
 
 
@@ -94,6 +94,15 @@ class LoneRank(World):
 
     def __init__(self, job: World) -> None:
         self.abort = job.abort  # type: ignore[method-assign]
+
+
+def flush_streams() -> None:
+    """Pass on what was printed, as far as somebody takes it: a job must end also without its output."""
+    for stream in (sys.stdout, sys.stderr):
+        # A daemon may have started this process without one.
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
 
 
 def end_job_on_exception(world: World) -> None:

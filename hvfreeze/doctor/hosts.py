@@ -27,6 +27,10 @@ from hvfreeze.errors import UsageError
 ANSWER_SECONDS = 60.0
 BANDWIDTH_SECONDS = 0.5
 PROBE = Path(__file__).with_name("remote.py")
+LOOPBACK = ("localhost", "127.0.0.1")
+"""Names by which every machine calls itself."""
+SENT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+"""What finds Python, its packages and its libraries; launchers send them too."""
 # ssh's own words, and what they mean to somebody who wants to train.
 SSH_TROUBLE = (
     ("not resolve", "the name has no address", "correct --hosts or the hostfile, or /etc/hosts"),
@@ -35,6 +39,7 @@ SSH_TROUBLE = (
     ("timed out", "no answer", "is it up, and its network reachable from here?"),
     ("No route", "no answer", "is it up, and its network reachable from here?"),
     ("refused", "no ssh server", "start sshd there"),
+    ("shared libraries", "{last}", "put it there into a folder of this machine's LD_LIBRARY_PATH, which is sent along"),
     ("not found", "no Python at {python}", "run `make setup` there, or share this environment with it"),
     ("No such file", "no Python at {python}", "run `make setup` there, or share this environment with it"),
 )
@@ -54,7 +59,9 @@ def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, 
     for (sender, receiver), listener in zip(pairs, listeners, strict=True):
         assert listener.stdout is not None
         port = _first_answer(listener.stdout).get("port", 0)
-        order = {"do": "send", "token": token, "host": receiver.name, "port": port, "seconds": BANDWIDTH_SECONDS}
+        # Another machine would take the loopback for itself.
+        named = receiver.name if _is_here(sender) or receiver.name not in LOOPBACK else socket.gethostname()
+        order = {"do": "send", "token": token, "host": named, "port": port, "seconds": BANDWIDTH_SECONDS}
         senders.append(_start(sender, order))
     links: dict[tuple[str, str], Link | str] = {}
     for (sender, receiver), listening, sending in zip(pairs, listeners, senders, strict=True):
@@ -71,14 +78,17 @@ def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, 
 
 def _start(host: Host, order: Mapping[str, Any]) -> subprocess.Popen[str]:
     """Return the probe, running on the host with this order."""
-    variables = (f"{name}={os.environ.get(name, usual)}" for name, usual in (("PATH", os.defpath), ("PYTHONPATH", "")))
+    variables = [f"{name}={os.environ[name]}" for name in SENT_VARIABLES if os.environ.get(name)]
     words = ["env", *variables, sys.executable, "-", json.dumps(order)]
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
-    here = host.name in ("localhost", "127.0.0.1", socket.gethostname())
-    reach = ["sh", "-c"] if here else ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host.name]
+    reach = ["sh", "-c"] if _is_here(host) else ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host.name]
     pipe = subprocess.PIPE
     with PROBE.open() as text:
         return subprocess.Popen([*reach, remote], stdin=text, stdout=pipe, stderr=pipe, text=True)
+
+
+def _is_here(host: Host) -> bool:
+    return host.name in (*LOOPBACK, socket.gethostname())
 
 
 def ask(host: Host, order: Mapping[str, Any]) -> Answer:
@@ -97,7 +107,7 @@ def ask(host: Host, order: Mapping[str, Any]) -> Answer:
     last = trouble.strip().splitlines()[-1] if trouble.strip() else f"ended with code {process.returncode}"
     for words, meaning, remedy in SSH_TROUBLE:
         if words in trouble:
-            names = {"host": host.name, "python": sys.executable}
+            names = {"host": host.name, "python": sys.executable, "last": last}
             return Answer({}, meaning.format(**names), remedy.format(**names), asked, time.time())
     return Answer({}, last, f"try `ssh {host.name} true`", asked, time.time())
 
@@ -159,7 +169,7 @@ def _hosts(parts: Sequence[str], *, source: str) -> tuple[Host, ...]:
 def run_hosts_doctor(hosts: Sequence[Host], *, data_dir: Path | None = None, cache_dir: Path | None = None) -> int:
     """Print a table of all checks of these hosts; return 0 when they are usable together, 3 when there is a problem."""
     found = host_checks(hosts, data_dir=data_dir, cache_dir=cache_dir)
-    print(table(found))
+    print(table(found, about="This host is" if len(hosts) == 1 else "These hosts are"))
     return exit_code(found)
 
 

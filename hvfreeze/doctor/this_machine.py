@@ -17,6 +17,7 @@ from hvfreeze.wording import plural
 USABLE, UNUSABLE = 0, 3
 REBUILD = "remove .venv/ and run `make setup`, which builds Horovod for the torch and MPI that it finds"
 OLDEST_TORCH = (2, 10)
+UNTRIED_TORCH = (2, 14)
 TORCH = "torch>=2.10,<2.14"
 GIB = 2**30
 
@@ -43,8 +44,8 @@ def exit_code(checks: Iterable[CheckResult]) -> int:
     return USABLE if all(check.ok for check in checks) else UNUSABLE
 
 
-def table(checks: Sequence[CheckResult]) -> str:
-    """Return one line a check, under it what to mend, and a last line that counts them."""
+def table(checks: Sequence[CheckResult], *, about: str = "This machine is") -> str:
+    """Return one line a check, under it what to mend, and a last line that counts them, which begins with `about`."""
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:
@@ -54,7 +55,7 @@ def table(checks: Sequence[CheckResult]) -> str:
     verdicts = [check.verdict for check in checks]
     fine, notes, problems = (verdicts.count(verdict) for verdict in ("OK", "note", "PROBLEM"))
     usable = "NOT usable" if problems else "usable"
-    return "\n".join([*lines, f"This machine is {usable}: {fine} OK, {notes} to note, {problems} to mend."])
+    return "\n".join([*lines, f"{about} {usable}: {fine} OK, {notes} to note, {problems} to mend."])
 
 
 def check_python(version: tuple[int, ...], *, executable: str) -> CheckResult:
@@ -70,8 +71,9 @@ def check_torch(torch: Probe) -> CheckResult:
     if torch.error:
         return CheckResult("torch", False, torch.error, f"run `make setup`, or pip install '{TORCH}'")
     version = tuple(map(int, re.findall(r"\d+", torch.facts["version"])[:2]))
-    if version < OLDEST_TORCH:
-        why = "files that it loads can run code or corrupt memory"
+    if not OLDEST_TORCH <= version < UNTRIED_TORCH:
+        old = "files that it loads can run code or corrupt memory"
+        why = old if version < OLDEST_TORCH else "it asks for C++20, with which Horovod is not built"
         return CheckResult("torch", False, f"{torch.facts['version']}: {why}", f"pip install '{TORCH}'")
     threads = f"{plural(int(torch.facts['threads']), 'thread')}, {torch.facts['capability']} kernels"
     return CheckResult("torch", True, f"{torch.facts['version']}, {threads}")
@@ -172,10 +174,14 @@ def check_room(name: str, amount_bytes: int) -> CheckResult:
     return CheckResult(name, True, f"{amount_bytes / GIB:.1f} GiB {unit}", remedy if amount_bytes < at_least else "")
 
 
+RUN_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+"""What Open MPI asks for, both at once."""
+
+
 def check_user(user_id: int, *, allowed: bool) -> CheckResult:
     """Check whether Open MPI will refuse to start as this user."""
     if user_id == 0 and not allowed:
-        remedy = "plain mpirun refuses root without OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+        remedy = f"plain mpirun refuses root without {' and '.join(f'{name}=1' for name in RUN_AS_ROOT)}"
         return CheckResult("user", True, "root", remedy)
     return CheckResult("user", True, "root, allowed to start ranks" if user_id == 0 else f"id {user_id}")
 
@@ -217,7 +223,7 @@ def local_checks() -> list[CheckResult]:
         check_room("memory", available_bytes()),
         check_room("disk", shutil.disk_usage(Path.cwd()).free),
         check_room("shared memory", shutil.disk_usage("/dev/shm").free),
-        check_user(os.geteuid(), allowed=os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") == "1"),
+        check_user(os.geteuid(), allowed=all(os.environ.get(name) == "1" for name in RUN_AS_ROOT)),
     ]
 
 

@@ -99,7 +99,7 @@ class Freezer:
         sums = GradientSums(self.prefix, step_norms=settings.vote_weight == "snr", join=join)
         self._seen = Observations(sums, source)
         check_not_tied(chain, settings)
-        self._check_settings()
+        self._check_settings(voters="rank" if held is None else "replica")
         self.prefix.on_move(self._follow)
         self._move(settings.cut if settings.cut is not None else 0)
         self.prefix.unseal()
@@ -280,17 +280,17 @@ class Freezer:
         }
 
     def average_statistics(self) -> None:
-        """Make BatchNorm's running statistics equal on all ranks; frozen ones keep their bits. Collective."""
+        """Make running statistics equal on all ranks; frozen ones keep their bits. Collective."""
         self._end_average(self._begin_average())
 
-    def _check_settings(self) -> None:
+    def _check_settings(self, *, voters: str) -> None:
         self.prefix.refuse(self.settings.cut or 0)
-        if self.settings.vote_weight not in VOTE_WEIGHTS:
+        if self._proposers and self.settings.vote_weight not in VOTE_WEIGHTS:
             count = len(self.settings.vote_weight.split(","))
             if count != self.world.size:
                 raise UsageError(
                     f"--vote-weight ({self.settings.vote_weight}) has {plural(count, 'number')}; "
-                    f"it must have one per rank, of which there are {self.world.size}"
+                    f"it must have one per {voters}, of which there are {self.world.size}"
                 )
 
     def _begin_average(self) -> StatisticsAverage:

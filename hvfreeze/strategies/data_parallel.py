@@ -17,11 +17,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.low_rank import pool_into
 from hvfreeze.comm.reducer import Signals
-from hvfreeze.comm.replica_sync import check_replicas, pooled_statistics, running_statistics
+from hvfreeze.comm.replica_sync import (
+    check_buffers,
+    check_replicas,
+    other_buffers,
+    pooled_statistics,
+    running_statistics,
+)
 from hvfreeze.comm.resources import give_back, memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
@@ -221,6 +228,10 @@ class DataParallel:
         clock.enter("vote")
         decision = self.freezer.after_step(value)
         clock.enter("data")
+        if self.freezer.step == 1:
+            # Now, before there is work to lose.
+            buffers = other_buffers(self.chain.named_buffers(), self.chain.modules())
+            check_buffers(buffers, self.freezer.world, step=1)
         if self.compression is not None:
             self.compression.after_step()
         answers = {MODEL: Answers(joined(logits_of), joined([batch.labels for batch in batches]))}
@@ -321,7 +332,11 @@ class DataParallel:
         self.freezer.load_state_dict(state.own["freezer"])
         self.chain.model.load_state_dict(state.shared["model"])
         self.optimizer.load_state_dict(state.shared["optimizer"])
-        for tensor, saved in zip(self._statistics(), state.own["statistics"], strict=True):
+        kept, statistics = state.own["statistics"], self._statistics()
+        if len(kept) < len(statistics):
+            # Checkpoints of earlier versions have BatchNorm's alone; InstanceNorm's are in the model.
+            statistics = self._statistics(_BatchNorm)
+        for tensor, saved in zip(statistics, kept, strict=True):
             tensor.copy_(saved)
         self.reducer.payload_bytes, self.reducer.other_bytes = state.shared["bytes"]
         if self.compression is not None:
@@ -354,8 +369,8 @@ class DataParallel:
         # Hooks on gradients would count another strategy's backward passes over the same model.
         self.reducer.carry([])
 
-    def _statistics(self) -> list[Tensor]:
-        return [tensor for pair in running_statistics(self.chain.modules()) for tensor in pair]
+    def _statistics(self, kind: type[_NormBase] = _NormBase) -> list[Tensor]:
+        return [tensor for pair in running_statistics(self.chain.modules(), kind) for tensor in pair]
 
     def _stop_unless_finite(self, signals: Signals) -> None:
         """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""

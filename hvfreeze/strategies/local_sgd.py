@@ -21,7 +21,12 @@ from torch.utils._pytree import tree_map
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
-from hvfreeze.comm.replica_sync import average_running_statistics, running_statistics
+from hvfreeze.comm.replica_sync import (
+    average_running_statistics,
+    broadcast_tensors,
+    other_buffers,
+    running_statistics,
+)
 from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
@@ -96,11 +101,12 @@ class LocalSgd(RoundStrategy):
         """Return this rank's model and optimizer, and the place in the round; also while the mean is looked at."""
         state = self.replica.state_dict()
         moving = [tensor.detach().clone() for tensor in self._kept or self._moving()]
-        parameters = len(self._parameters())
+        parameters, buffers = len(self._parameters()), len(moving) - len(self._buffers())
         own = {
             **state.own,
             "parameters": moving[:parameters],
-            "statistics": moving[parameters:],
+            "statistics": moving[parameters:buffers],
+            "buffers": moving[buffers:],
             "optimizer": state.shared["optimizer"],
             "rounds": self.rounds.state_dict(),
             "counts": self.wire.bytes_sent(),
@@ -111,15 +117,17 @@ class LocalSgd(RoundStrategy):
     def load_state_dict(self, state: State) -> None:
         """Continue from a state of the same rank."""
         shared, own = state
-        statistics = [tensor for pair in running_statistics(self.replica.chain.modules()) for tensor in pair]
         # Those of frozen blocks are in the model.
-        frozen = statistics[: len(statistics) - len(own["statistics"])]
+        frozen = [tensor for pair in running_statistics(self.replica.chain.modules(0, self.cut)) for tensor in pair]
         inner = {**own, "statistics": [*(tensor.clone() for tensor in frozen), *own["statistics"]]}
         self.replica.load_state_dict(State({**shared, "optimizer": own["optimizer"]}, inner))
         self._kept = []
         with torch.no_grad():
             for tensor, saved in zip(self._parameters(), own["parameters"], strict=True):
                 tensor.copy_(saved)
+            # Checkpoints of earlier versions have none.
+            for (_, buffer), saved in zip(self._buffers(), own.get("buffers", ())):
+                buffer.copy_(saved)
         self.rounds.load_state_dict(own["rounds"])
         self._payload_bytes, self._statistics_bytes = shared["exchanged"]
         self.wire.count_on(own["counts"])
@@ -167,12 +175,21 @@ class LocalSgd(RoundStrategy):
         return [parameter for _, parameter in self.replica.reducer.carried]
 
     def _moving(self) -> list[Tensor]:
-        """Return what differs between ranks in a round: trained parameters, then running statistics behind the cut."""
+        """Return what differs between ranks in a round: parameters, running statistics and other buffers that train."""
         pairs = running_statistics(self.replica.chain.modules(self.cut))
-        return [*self._parameters(), *(tensor for pair in pairs for tensor in pair)]
+        buffers = [buffer for _, buffer in self._buffers()]
+        return [*self._parameters(), *(tensor for pair in pairs for tensor in pair), *buffers]
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers behind the cut that are no running statistics, such as a spectral norm's vectors."""
+        chain = self.replica.chain
+        return other_buffers(chain.named_buffers(self.cut), chain.modules(self.cut))
 
     def _look(self) -> None:
-        """Show the mean of all ranks' models and statistics, until the next step. Collective."""
+        """Show the mean of all ranks' models and statistics, and rank 0's other buffers, until the next step.
+
+        Collective.
+        """
         if self._kept:
             return
         self.rounds.meet()
@@ -182,6 +199,11 @@ class LocalSgd(RoundStrategy):
             self._average((LOOKING + parts, LOOKING + means))
         modules = self.replica.chain.modules(self.cut)
         self._statistics_bytes += average_running_statistics(modules, self.world)
+        buffers = dict(self._buffers())
+        if buffers and self.world.size > 1:
+            # A mean of vectors of length 1, or of counts, would be none.
+            broadcast_tensors(buffers, self.world)
+            self._statistics_bytes += sum(buffer.nbytes for buffer in buffers.values())
 
     @torch.no_grad()
     def _go_on(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import TensorLayout, gather_tensors
 from hvfreeze.comm.point_to_point import Wire
+from hvfreeze.comm.replica_sync import why_unlike
 from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
@@ -63,9 +64,11 @@ def digests_of_all(world: World, chain: Chain, mine: Mapping[Any, str], *, name:
         for block, digest in digests.items():
             if found.setdefault(block, digest) != digest:
                 other = next(r for r, theirs in enumerate(everyone) if block in theirs)
+                one = (block, block + 1)
+                why = why_unlike(chain.named_parameters(*one), chain.named_buffers(*one), world)
                 raise DivergedError(
                     f"block {chain.blocks[block].name} differs between ranks {other} and {rank} after step {step}; "
-                    "parameters must change by updates only"
+                    f"{why}"
                 )
     return found
 
@@ -78,7 +81,15 @@ def digest_of(lines: Iterable[str]) -> str:
 def gather_model(world: World, chain: Chain, mine: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
     """Return on rank 0 the model's state_dict from what all ranks hold of it, elsewhere an empty dict. Collective."""
     found = gather_tensors(world, mine, name=name)
-    return {key: found[key] for key in (chain.model.state_dict() if world.rank == 0 else {})}
+    return state_of(chain, found) if world.rank == 0 else {}
+
+
+def state_of(chain: Chain, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's state_dict from its tensors, which blocks list by the first of their names alone."""
+    model, firsts = chain.model, dict[int, str]()
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {name: firsts.setdefault(id(tensor), name) for name, tensor in named}
+    return {key: found[names[key]] for key in chain.model.state_dict()}
 
 
 SIGNAL_BYTES = 5 * 8

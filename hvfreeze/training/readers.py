@@ -12,6 +12,7 @@ from typing import Any
 
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.config.flags import flag_of
+from hvfreeze.config.rules import parse_mlp
 from hvfreeze.config.tree import Config, flat, leaves, to_dict
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.criteria import CRITERIA
@@ -22,6 +23,8 @@ BY_BATCH = ("shared-trunk", "local-critics", "stale-ring")
 """Strategies whose BatchNorm uses each batch's statistics wherever it trains."""
 OWN_PARTS = ("local-critics", "stale-ring")
 """Strategies that cut a model into other numbers of parts than there are ranks."""
+WHOLE_MODELS = ("replicas", "local-sgd")
+"""Strategies whose ranks have the whole model, and use its blocks only where some are frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +138,22 @@ def drawn_views(plan: Plan, value: str) -> Found:
     return unless(is_drawn, "no view is drawn: every sample is shown as it is")
 
 
+def has_trunk(config: Config) -> bool:
+    """Tell whether the strategy freezes all blocks before the heads that it trains."""
+    strategy, mlp = config.strategy.strategy, parse_mlp("head", config.head.head)
+    return strategy == "shared-trunk" or (strategy == "subnets" and mlp is not None)
+
+
 def cuts(plan: Plan, value: Any) -> Found:
     """Look for a place at which the model is cut into blocks."""
     config = plan.config
     frozen = any(stage.config.freeze.freeze != "none" or stage.config.freeze.shadow_names() for stage in plan.trained)
     read = any(stage.config.head.head == "multi-level" for stage in plan.solved)
-    return unless(frozen or read or config.strategy.strategy != "replicas", "the model is used as a whole")
+    # The last block is what has the head's own rate.
+    read = read or (bool(plan.trained) and config.optimizer.head_rates() is not None)
+    strategy = config.strategy.strategy
+    whole = strategy in WHOLE_MODELS or (strategy == "subnets" and not has_trunk(config))
+    return unless(frozen or read or not whole, "the model is used as a whole")
 
 
 def mirror_images(plan: Plan, value: Any) -> Found:
@@ -264,7 +277,7 @@ def cached_rows(plan: Plan, value: Any) -> Found:
             why = "with --augment fresh no view comes again"
         else:
             frozen = freeze.cut or (freeze.votes and first_vote(stage) < stage.steps)
-            if stage.solves or config.strategy.strategy == "shared-trunk" or frozen:
+            if stage.solves or has_trunk(config) or frozen:
                 return None
     return why
 

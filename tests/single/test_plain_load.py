@@ -28,6 +28,7 @@ def test_setup_the_doctor_and_the_loader_name_one_floor() -> None:
     oldest = ".".join(map(str, plain_load.OLDEST_TORCH))
     assert required() == this_machine.TORCH
     assert this_machine.TORCH.startswith(f"torch>={oldest},") and this_machine.OLDEST_TORCH == plain_load.OLDEST_TORCH
+    assert this_machine.TORCH.endswith(",<" + ".".join(map(str, this_machine.UNTRIED_TORCH)))
     with pytest.raises(RefusedError, match=f"install torch {oldest} or newer"):
         plain_load.check_torch("2.9.1+cpu")
     for version in (f"{oldest}.0", "2.13.0+cpu", "3.0.0a0"):

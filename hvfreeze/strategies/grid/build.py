@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.mesh import open_line, open_mesh
@@ -167,8 +168,10 @@ def facts_of(config: Config, context: BuildContext) -> GridFacts:
     number = settings.micro_batches or default_micro_batches(parts, rows=rows, repartitions=settings.redeals)
     if number > rows:
         raise UsageError(f"--micro-batches ({number}) must be at most --batch-size ({rows})")
-    asked = f"--micro-batches ({number}) of --batch-size ({rows})"
-    check_rows(context, start=config.freeze.cut or 0, rows=rows // number, asked=asked)
+    # BatchNorm that keeps its statistics normalises nothing by the batch.
+    if config.freeze.statistics != "kept":
+        asked = f"--micro-batches ({number}) of --batch-size ({rows})"
+        check_rows(context, start=config.freeze.cut or 0, rows=rows // number, asked=asked)
     if settings.redeals and parts > 1 and not shorter_lines(parts, micro_batches=number):
         factor = next(factor for factor in range(2, parts + 1) if parts % factor == 0)
         raise UsageError(
@@ -236,11 +239,14 @@ def try_sizes(context: BuildContext, config: Config, halves: Halves, facts: Grid
     """Return a trial with each number of samples that goes through the line at once."""
     images = example_images(context, rows=config.optimizer.batch_size)
     rows = {*sizes_of(len(images), facts.micro_batches), len(images)}
-    return {number: try_blocks(context.chain, halves.part, images[:number]) for number in sorted(rows)}
+    kept = config.freeze.statistics == "kept"
+    return {number: try_blocks(context.chain, halves.part, images[:number], kept=kept) for number in sorted(rows)}
 
 
-def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
+def try_blocks(chain: Chain, run: RunBlocks, images: Tensor, *, kept: bool = False) -> BlockTrial:
     """Try a training step with `images`, (B, C, H, W); parameters, gradients, buffers, modes and random state stay.
+
+    With `kept` BatchNorm normalises by its running statistics, as it will in training.
 
     Raises:
         UsageError: a block cannot train on so few images.
@@ -254,6 +260,9 @@ def try_blocks(chain: Chain, run: RunBlocks, images: Tensor) -> BlockTrial:
 
     with state_kept(chain.model):
         chain.model.train()
+        for module in chain.model.modules() if kept else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
         seconds = block_seconds(step, images, depth=len(chain.blocks))
     return BlockTrial(tuple(boundaries.values()), tuple(seconds))
 

@@ -32,10 +32,11 @@ from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import Answers, State, StepResult, WholeModel, not_finite
-from hvfreeze.strategies.model_parallel import block_digests, cost_of_rank, digest_of, digests_of_all
+from hvfreeze.strategies.model_parallel import block_digests, cost_of_rank, digest_of, digests_of_all, state_of
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
+from hvfreeze.wording import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +180,9 @@ class SharedTrunk:
             self._settle_in()
             self._settle_in = None
             end_set_up()
+        if not training:
+            # A run whose time is over ends in the middle of an epoch, with batches in the line.
+            self.training.line.finish()
         (self.training if training else self.evaluation).begin_epoch(batches)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
@@ -239,8 +243,7 @@ class SharedTrunk:
         for name, classes in zip(self.facts.names, self.facts.classes, strict=True):
             own = heads[name].tensors() if name in heads else []
             head = gather_tensors(self.world, own, name="trunk.head")
-            order = self.chain.model.state_dict() if self.world.rank == 0 else {}
-            state = {key: head[key] if key in head else trunk[key] for key in order}
+            state = state_of(self.chain, {**trunk, **head}) if self.world.rank == 0 else {}
             yield WholeModel(f"model-{name}", state, classes)
 
     def state_dict(self) -> State:
@@ -276,6 +279,12 @@ class SharedTrunk:
         for own in owns:
             heads |= own["heads"]
             counts.update(own["counts"])
+        if heads.keys() != set(self.facts.names):
+            raise RefusedError(
+                f"the checkpoint is of {plural(len(heads), 'model')} ({', '.join(heads)}), and this run of "
+                f"{len(self.facts.names)} ({', '.join(self.facts.names)}); without --heads and --tasks there is one a "
+                f"rank: go on on {plural(len(heads), 'rank')}; else put the --tasks file back, or start anew"
+            )
         for rank in range(size):
             mine = {name: heads[name] for name in self.facts.names[rank::size]}
             yield {"heads": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from hvfreeze.cache.commands import ls, rm, verify
 from hvfreeze.cache.file.reader import directory_bytes, find_present
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import RefusedError, UsageError
 from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, write_file
 
 
@@ -146,3 +148,43 @@ def test_a_directory_that_is_absent_or_a_link_is_a_usage_error(tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(UsageError, match="link"):
         rm(tmp_path / "link")
+
+
+@pytest.mark.parametrize("command", [ls, verify, rm])
+@pytest.mark.parametrize("closed", [".", "below"])
+def test_a_directory_that_cannot_be_listed_is_refused_after_what_can_be_is_told(
+    command: Callable[[Path], int],
+    closed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole, _ = make_directory(tmp_path)
+    list_folder = os.scandir
+
+    def scandir(folder: Any = ".") -> Any:
+        if not isinstance(folder, int) and Path(folder) == tmp_path / closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return list_folder(folder)
+
+    # The superuser, who may run this, is let in everywhere.
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(RefusedError, match=re.escape(f"{tmp_path / closed} cannot be listed (Permission denied)")):
+        command(tmp_path)
+    assert (whole.name in capsys.readouterr().out) == (closed == "below")
+
+
+def test_rm_goes_on_after_a_file_that_may_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, partial = make_directory(tmp_path)
+    unlink = os.unlink
+
+    def refuse(name: str, **how: Any) -> None:
+        if name == whole.name:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        unlink(name, **how)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert rm(tmp_path) == 3 and whole.exists() and not partial.exists()
+    assert f"left: it cannot be removed (Permission denied)  {whole}\n" in capsys.readouterr().out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,10 +35,17 @@ class Made(HorovodWorld):
 
 
 class Horovod:
-    """Notes what is asked of it."""
+    """Notes what is asked of it, and what is watched."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """The stall watch's."""
+        self.asked.append("waits")
+        yield
+        self.asked.append("goes on")
 
     def shutdown(self) -> None:
         """Ends."""
@@ -107,12 +116,13 @@ def test_horovod_is_started_anew_with_the_variable_and_never_beside_a_cycle_time
     monkeypatch.setattr(HorovodWorld, "barrier", lambda self, *, name: None)
     world, hvd = object.__new__(HorovodWorld), Horovod()
     world._hvd = hvd
+    world.watch = hvd  # type: ignore[assignment]
     world.start_anew("HVFREEZE_TOLD", "1")
-    assert hvd.asked == ["shutdown", "init 1"]
+    assert hvd.asked == ["waits", "shutdown", "init 1", "goes on"]
     monkeypatch.setenv(CYCLE_TIME, "3")
     with pytest.raises(UsageError, match=rf"\${CYCLE_TIME} \(3\) is set.*set HVFREEZE_TOLD=1 as well"):
         world.start_anew("HVFREEZE_TOLD", "1")
-    assert len(hvd.asked) == 2
+    assert len(hvd.asked) == 4
 
 
 def test_cores_of_the_job_are_none_where_nobody_has_said_so() -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,7 +170,66 @@ def test_a_wrong_range_of_ports_is_refused(monkeypatch: pytest.MonkeyPatch, text
 
 def test_this_machine_passes_as_the_only_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert hosts.run_hosts_doctor([Host("localhost", 1)], data_dir=tmp_path, cache_dir=tmp_path) == 0
-    assert "1 host alike" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 host alike" in out and "This host is usable" in out
+
+
+@pytest.mark.parametrize(
+    ("local", "sender", "address"),
+    [
+        ("localhost", "node1", "here"),
+        ("127.0.0.1", "node1", "here"),
+        ("here", "node1", "here"),
+        ("localhost", "127.0.0.1", "localhost"),
+    ],
+)
+def test_another_host_is_told_this_machines_own_name(
+    monkeypatch: pytest.MonkeyPatch, local: str, sender: str, address: str
+) -> None:
+    told: dict[str, str] = {}
+
+    def start(host: Host, order: dict[str, Any]) -> Any:
+        if order["do"] == "send":
+            told[host.name] = order["host"]
+        return SimpleNamespace(stdout=["{}"], communicate=lambda timeout: ("", ""), kill=lambda: None)
+
+    monkeypatch.setattr(hosts, "_start", start)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    hosts.measure_ring([Host(local, 1), Host(sender, 1)], ports=[])
+    assert told == {local: sender, sender: address}
+
+
+def test_a_host_is_sent_what_launchers_send_and_nothing_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/a lib")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    begun: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **how: begun.append(words))
+    hosts._start(Host("node1", 1), {})
+    ssh, remote_words = begun[0][0], shlex.split(begun[0][-1])
+    assert ssh == "ssh" and "LD_LIBRARY_PATH=/opt/a lib" in remote_words
+    assert not any(word.startswith("PYTHONPATH=") for word in remote_words)
+
+
+MISSING_LIBRARY = (
+    "/opt/python: error while loading shared libraries: libpython3.11.so.1.0: "
+    "cannot open shared object file: No such file or directory"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "remedy"),
+    [
+        (MISSING_LIBRARY, MISSING_LIBRARY, "LD_LIBRARY_PATH"),
+        ("env: '/opt/python': No such file or directory", f"no Python at {sys.executable}", "make setup"),
+    ],
+)
+def test_a_python_without_its_library_is_told_from_none(
+    monkeypatch: pytest.MonkeyPatch, said: str, error: str, remedy: str
+) -> None:
+    process = SimpleNamespace(communicate=lambda timeout: ("", f"{said}\n"), returncode=127)
+    monkeypatch.setattr(hosts, "_start", lambda host, order: process)
+    answer = hosts.ask(Host("node1", 1), {})
+    assert answer.error == error and remedy in answer.remedy
 
 
 def test_a_directory_that_cannot_be_made_is_found_by_the_probe() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -26,6 +27,7 @@ def but(facts: Probe, **changes: str) -> Probe:
         (checks.check_torch(BROKEN), "PROBLEM"),
         (checks.check_torch(Probe({"version": "2.9.1", "threads": "2", "capability": "AVX2"})), "PROBLEM"),
         (checks.check_torch(Probe({"version": "2.13.0", "threads": "2", "capability": "AVX2"})), "OK"),
+        (checks.check_torch(Probe({"version": "2.14.0+cpu", "threads": "2", "capability": "AVX2"})), "PROBLEM"),
         (checks.check_torchvision(BROKEN), "PROBLEM"),
         (checks.check_torchvision(Probe({"version": "0.28.0", "shim": "yes"})), "note"),
         (checks.check_torchvision(Probe({"version": "0.28.0", "shim": ""})), "OK"),
@@ -70,6 +72,7 @@ def test_the_table_puts_remedies_under_their_checks_and_notes_leave_the_machine_
     )
     assert checks.exit_code([fine, note]) == 0 and checks.exit_code([fine, note, problem]) == 3
     assert checks.table([]).startswith("This machine is usable")
+    assert checks.table([problem], about="These hosts are").splitlines()[-1].startswith("These hosts are NOT usable")
     rows = checks.table([fine, problem]).splitlines()
     assert rows[0].split() == ["OK", "torch", "2.13.0"] and rows[1].split() == ["PROBLEM", "mpirun", "absent"]
     assert rows[2].split("-> ")[1] == "install it" and "NOT usable: 1 OK, 0 to note, 1 to mend" in rows[3]
@@ -102,6 +105,22 @@ def test_a_library_that_crashes_is_silent_or_absent_is_an_error_in_words() -> No
     silent = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert run_and_read(silent, timeout_seconds=0.2)[1].startswith("no answer within")
     assert probe("no-such-library").error == "KeyError: 'no-such-library' (exit 1)"
+
+
+@pytest.mark.parametrize(("confirm", "verdict"), [("1", "OK"), ("0", "note"), (None, "note")])
+def test_root_is_allowed_to_start_ranks_by_both_variables_alone(
+    monkeypatch: pytest.MonkeyPatch, confirm: str | None, verdict: str
+) -> None:
+    allow, confirmed = checks.RUN_AS_ROOT
+    monkeypatch.setenv(allow, "1")
+    monkeypatch.delenv(confirmed, raising=False)
+    if confirm is not None:
+        monkeypatch.setenv(confirmed, confirm)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(checks, "probe", lambda name: BROKEN)
+    monkeypatch.setattr(checks, "run_and_read", lambda command: ("", "absent"))
+    (user,) = [check for check in checks.local_checks() if check.name == "user"]
+    assert user.verdict == verdict
 
 
 @pytest.mark.slow

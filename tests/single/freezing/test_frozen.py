@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.errors import UsageError
+from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
 from hvfreeze.freezing.frozen_prefix import hold_in_eval, release, release_model, trainable_of
+from hvfreeze.model.blocks import cut_into_blocks
 
 
 def pickled(model: nn.Module) -> nn.Module:
@@ -68,6 +72,40 @@ def test_a_state_brings_no_criterion_to_a_freezer_that_has_none() -> None:
     freezer.load_state_dict(made(FreezeConfig(freeze="geometric", shadow="linear")).state_dict())
     assert [freezer.after_step(1.0) for _ in range(12)] == [None] * 12
     assert freezer.state_dict()["tracks"] == {}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "held", "words"),
+    [
+        ("none", None, ""),
+        ("static", (0, 3), ""),
+        ("linear", None, "--vote-weight (1,2) has 2 numbers; it must have one per rank, of which there are 1"),
+        ("linear", (0, 3), "it must have one per replica, of which there are 1"),
+    ],
+)
+def test_a_list_of_weights_is_counted_where_there_are_votes(
+    freeze: str, held: tuple[int, int] | None, words: str
+) -> None:
+    model, world = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), SoloWorld()
+    settings = FreezeConfig(freeze=freeze, cut=1 if freeze == "static" else None, vote_weight="1,2")
+
+    def opened() -> Freezer:
+        return Freezer(
+            cut_into_blocks(model),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            reducer=Reducer(world),
+            world=world,
+            settings=settings,
+            cadence=Cadence.of(settings, steps_per_epoch=4, num_epochs=5),
+            held=held,
+        )
+
+    if words:
+        with pytest.raises(UsageError) as refused:
+            opened()
+        assert words in str(refused.value)
+    else:
+        opened()
 
 
 def test_what_its_owner_has_frozen_is_never_released() -> None:

@@ -177,7 +177,7 @@ def test_a_directory_without_a_finished_model_is_refused(copy: Path, tmp_path: P
     (copy / "model.pt").unlink()
     refused(copy, "there is no model.pt; go on with: hvfreeze train --config .* --resume")
     (copy / "environment.json").write_text('{"size": 3}')
-    refused(copy, "go on with: mpirun -np 3 hvfreeze train --config .* --resume")
+    refused(copy, "go on with: mpirun -np 3 --bind-to none hvfreeze train --config .* --resume")
     (copy / "environment.json").write_text("{")
     spaced = copy.rename(tmp_path / "a run")
     refused(spaced, "go on with: hvfreeze train --config '.*a run/config.yaml' --run-dir '.*a run' --resume")

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.shared_trunk.strategy import Head, drop_tensors
+from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, drop_tensors
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
 
 SETTINGS = OptimizerConfig(lr=0.1)
@@ -87,3 +91,33 @@ def test_what_is_frozen_stays_as_it_is_in_training_mode() -> None:
     assert not any(parameter.requires_grad for _, parameter in chain.named_parameters(0, 2))
     drop_tensors(chain, 0, 1)
     assert sum(parameter.numel() for _, parameter in chain.named_parameters(0, 1)) == 0
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 3), (3, 2)])
+def test_heads_of_another_number_of_ranks_are_refused_with_the_number_that_goes_on(there: int, here: int) -> None:
+    owns = [{"heads": {f"head{rank}": {}}, "counts": {}} for rank in range(there)]
+    trunk: Any = SimpleNamespace(facts=SimpleNamespace(names=tuple(f"head{i}" for i in range(here))))
+    with pytest.raises(
+        RefusedError, match=f"{there} models .head0, head1.*there is one a rank: go on on {there} ranks"
+    ):
+        list(SharedTrunk.repartitioned(trunk, owns, size=here, restep=lambda step: step))
+
+
+def test_heads_that_were_given_a_number_are_dealt_to_any_ranks() -> None:
+    owns = [{"heads": {f"head{i}": {"own": i} for i in range(rank, 3, 2)}, "counts": {}} for rank in range(2)]
+    trunk: Any = SimpleNamespace(facts=SimpleNamespace(names=("head0", "head1", "head2")))
+    states = SharedTrunk.repartitioned(trunk, owns, size=3, restep=lambda step: step)
+    assert [state["heads"] for state in states] == [{f"head{i}": {"own": i}} for i in range(3)]
+
+
+def test_nothing_is_left_in_the_line_where_a_run_ends_in_the_middle_of_an_epoch() -> None:
+    done: list[str] = []
+    training = SimpleNamespace(
+        line=SimpleNamespace(finish=lambda: done.append("finished")),
+        begin_epoch=lambda batches: done.append("training"),
+    )
+    evaluation = SimpleNamespace(begin_epoch=lambda batches: done.append("evaluation"))
+    trunk: Any = SimpleNamespace(_settle_in=None, training=training, evaluation=evaluation)
+    SharedTrunk.begin_epoch(trunk, [], training=False)
+    SharedTrunk.begin_epoch(trunk, [])
+    assert done == ["finished", "evaluation", "training"]

@@ -92,3 +92,12 @@ def test_that_a_measured_partition_changes_digits_is_said(tmp_path: Path, flags:
     small = "train --strategy grid --redeal on --model mlp-8 --train-samples 40 --batch-size 20 --epochs 1 --threads 1"
     outcome = call(*small.split(), "--run-dir", str(tmp_path / "run"), *flags)
     assert outcome.returncode == 0 and ("that is measured anew at each start" in outcome.stdout) is said, str(outcome)
+
+
+@pytest.mark.parametrize(("statistics", "code"), [("batch", 2), ("kept", 0)])
+def test_micro_batches_of_one_sample_train_where_norms_keep_their_statistics(
+    tmp_path: Path, statistics: str, code: int
+) -> None:
+    small = "train --strategy grid --model mlp-8 --train-samples 40 --batch-size 8 --micro-batches 8 --epochs 1"
+    outcome = call(*small.split(), "--threads", "1", "--statistics", statistics, "--run-dir", str(tmp_path / "run"))
+    assert outcome.returncode == code and ("at least 2 samples" in outcome.stderr) is bool(code), str(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 import yaml
 
+from hvfreeze.__main__ import main
 from hvfreeze.runs.files import lock_directory
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Score
@@ -123,7 +125,8 @@ def test_a_job_does_not_enter_a_directory_in_which_another_is_at_work(tmp_path: 
 
 
 def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
-    for flags in (["--vote-weight", "1,2"], ["--blocks", "nowhere"], ["--train-samples", "5"], ["--lr", "nan"]):
+    weights = ["--freeze", "gradient-norm", "--vote-weight", "1,2"]
+    for flags in (weights, ["--blocks", "nowhere"], ["--train-samples", "5"], ["--lr", "nan"]):
         assert train(tmp_path / "run", *flags).returncode == 2
     assert os.listdir(tmp_path) == []
 
@@ -150,10 +153,20 @@ def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) 
             assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
 
 
+def test_a_process_that_is_started_without_standard_streams_ends_as_others_do(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = ["train", *SMALL, "--json", "--run-dir", str(folder)]
+    for words, closed in ((run, "<&- >&- 2>&-"), (["runs", str(tmp_path)], ">&-")):
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "hvfreeze", *words]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_command_says_that_its_output_was_lost(unbuffered: str) -> None:
+def test_a_command_says_that_its_output_was_lost(unbuffered: str, finished: Path) -> None:
     variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    command = [sys.executable, "-m", "hvfreeze", "blocks", "squeezenet1_1"]
+    command = [sys.executable, "-m", "hvfreeze", "runs", str(finished.parent)]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             command, cwd=ROOT, env=variables, stdout=full, stderr=subprocess.PIPE, text=True, check=False
@@ -162,15 +175,16 @@ def test_a_command_says_that_its_output_was_lost(unbuffered: str) -> None:
     assert ended.stderr.endswith("hvfreeze: error: standard output cannot be written: No space left on device\n")
 
 
-def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font:UserWarning")
+def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / os.fsdecode("g\u00fct \u56fe ".encode() + b"\xff")
-    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
     report = ["report", str(folder), "--out", str(tmp_path / "report")]
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for words in (["train", *SMALL, "--run-dir", str(folder)], ["runs", str(tmp_path)], report):
-        command = [sys.executable, "-m", "hvfreeze", *words]
-        ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stderr
-        assert words == report or "g\\xfct \\u56fe" in ended.stdout
+        shown = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+        assert main(words) == 0
+        assert words == report or b"g\\xfct \\u56fe" in shown.getvalue()
     assert os.fsencode(folder) in (folder / "log.txt").read_bytes()
 
 
@@ -267,7 +281,7 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "begins"), [(1, "hvfreeze train --config"), (3, "mpirun -np 3 hvfreeze train --config")]
+    ("ranks", "begins"), [(1, "hvfreeze train --config"), (3, "mpirun -np 3 --bind-to none hvfreeze train --config")]
 )
 def test_the_way_on_of_an_interrupted_job_starts_as_many_ranks(tmp_path: Path, ranks: int, begins: str) -> None:
     job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(size=ranks))

@@ -63,6 +63,10 @@ def test_what_ranks_share_has_an_effect_where_there_are_several(
         ({"freeze": "linear", "shadow": "linear", "interval": 1}, {}, "linear decides, and is logged as that"),
         ({"statistics": "kept"}, {}, "no block that trains has BatchNorm"),
         ({"strategy": "local-critics", "statistics": "kept"}, {"replicas": 1}, "uses each batch's statistics"),
+        ({"strategy": "local-sgd", "blocks": "residual"}, {}, "the model is used as a whole"),
+        ({"strategy": "subnets", "model": "mlp-16", "blocks": "residual"}, {}, "the model is used as a whole"),
+        ({"strategy": "subnets", "model": "mlp-16", "augment": "none", "cache": "on"}, {}, "no block is ever frozen"),
+        ({"strategy": "local-sgd", "vote_weight": "1,2"}, {}, "nothing is voted on: --freeze is none"),
     ],
 )
 def test_what_no_rank_reads_is_told_with_the_reason(
@@ -70,6 +74,20 @@ def test_what_no_rank_reads_is_told_with_the_reason(
 ) -> None:
     said = told(**settings, **where)
     assert said.startswith("no effect of --") and words in said, said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # The command of docs/strategies/subnets.md.
+        {"strategy": "subnets", "model": "resnet18", "head": "mlp-4096", "augment": "none", "cache": "on"},
+        {"strategy": "local-sgd", "blocks": "residual", "freeze": "static", "cut": 2},
+        {"strategy": "local-sgd", "blocks": "residual", "head_lr": "0.5"},
+        {"blocks": "residual", "head_lr": "0.5"},
+    ],
+)
+def test_nothing_is_said_of_what_a_strategy_reads(settings: dict[str, Any]) -> None:
+    assert told(**settings) == ""
 
 
 def test_settings_count_as_given_where_they_are_not_the_defaults_of_such_a_run() -> None:

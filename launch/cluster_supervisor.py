@@ -129,7 +129,7 @@ def _watch(cluster: Cluster, keepers: dict[int, str], wires: dict[int, str], own
 def _lives(pid: int) -> bool:
     try:
         # A zombie has ended too, although its PID is still taken.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -45,7 +45,7 @@ def run(
     control = ctypes.CDLL(None).prctl
     # Orphans of the command become children of this process, so that it can find and end them.
     control(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    waited = {signal.SIGCHLD, *PASSED_ON}
+    waited = {signal.SIGCHLD, *passed_on()}
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     child = os.fork()
     if child == 0:
@@ -65,6 +65,11 @@ def run(
         return _wait(child, waited)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
+
+
+def passed_on() -> set[signal.Signals]:
+    """Signals of PASSED_ON but for those that this process was started to ignore, as `nohup` does with SIGHUP."""
+    return {number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN}
 
 
 def _wait(child: int, waited: set[signal.Signals]) -> Outcome:
@@ -115,8 +120,9 @@ def _descendants() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
+                # Bytes: the kernel cuts a name at 15 of them, also within a letter.
+                parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            except OSError:  # it has ended meanwhile, or is another user's on a system that hides those
                 continue
             children.setdefault(parent, []).append(int(entry.name))
     found = list(children.get(os.getpid(), []))
@@ -129,10 +135,10 @@ def _addressee(number: signal.Signals, child: int) -> int:
     """Return the nearest process below this one that handles the signal, `child` when none does."""
     for pid in _descendants():
         try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
+            lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+        except OSError:
             continue
-        masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigCgt:"))]
+        masks = [int(line.split()[1], 16) for line in lines if line.startswith((b"SigBlk:", b"SigCgt:"))]
         if any(mask >> (number - 1) & 1 for mask in masks):
             return pid
     return child

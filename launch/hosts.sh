@@ -3,46 +3,53 @@
 
 # What a host may be called, with its slots: ssh takes a name that begins with - for an option, such as one that runs a
 # command. launch/restarts.py and `hvfreeze doctor` have the same rule.
-hvfreeze_host='^[A-Za-z0-9][A-Za-z0-9._-]*(:[1-9][0-9]{0,5})?$'
+hvfreeze_host='[A-Za-z0-9][A-Za-z0-9._-]*(:[1-9][0-9]{0,5})?'
 
-# hvfreeze_arguments SCRIPT ARGUMENTS...: sets np, hosts (NAME:SLOTS,...; "" for those of the Slurm or PBS job), ranks_per_node
-# and command.
+# hvfreeze_arguments SCRIPT ARGUMENTS...: sets np, hosts (NAME:SLOTS,..., each name once; "" for those of the Slurm job),
+# ranks_per_node and command.
 hvfreeze_arguments() {
-    local script=$1 hostfile='' usage
+    local script=$1 hostfile='' given='' usage
     usage="usage: $script -np N [-H HOST:SLOTS,... | --hostfile FILE] COMMAND..."
     shift
     np='' hosts=''
     while (($# > 0)); do
         case $1 in
             -np | -n) np=${2:-} ;;
-            -H | --host | --hosts) hosts=${2:-} ;;
-            -hostfile | --hostfile) hostfile=${2:-} ;;
+            -H | --host | --hosts) hosts=${2:-} given=$1 ;;
+            -hostfile | --hostfile) hostfile=${2:-} given="$1 ${2:-}" ;;
             -*) echo "$script: $1 is not known here (Open MPI's settings: variables OMPI_MCA_*); $usage" >&2; exit 2 ;;
             *) break ;;
         esac
         shift $(($# > 1 ? 2 : 1))
     done
     command=("$@")
+    [[ ${np:-1} =~ ^[1-9][0-9]*$ && ${#command[@]} -gt 0 ]] || { echo "$usage" >&2; exit 2; }
+    [[ -n $given || -n ${SLURM_NNODES:-} ]] || hostfile=${PBS_NODEFILE:-}
     if [[ -n $hostfile ]]; then
         [[ -r $hostfile ]] || { echo "$script: hostfile $hostfile cannot be read" >&2; exit 2; }
         hosts=$(sed -E 's/#.*//; s/^\s+//; s/\s+$//; /^$/d; s/\s+slots\s*=\s*/:/; s/^[^:]+$/&:1/' "$hostfile" | paste -sd,)
     fi
+    [[ -z $given || -n $hosts ]] || { echo "$script: $given names no host: name one, or leave it out; $usage" >&2; exit 2; }
     if [[ -z $hosts && -n ${SLURM_NNODES:-} ]]; then
         np=${np:-${SLURM_NTASKS:-$SLURM_NNODES}}
         ranks_per_node=$(((np + SLURM_NNODES - 1) / SLURM_NNODES))
         return
     fi
     [[ -n $hosts ]] || hosts=localhost:${np:-1}
-    local slots total=0 most=0
-    local parts
-    IFS=, read -ra parts <<<"$hosts"
-    for slots in "${parts[@]}"; do
-        [[ $slots =~ $hvfreeze_host ]] || { echo "$script: hosts $hosts: HOST:SLOTS,... is wanted; $usage" >&2; exit 2; }
-        [[ $slots == *:* ]] && slots=${slots##*:} || slots=1
-        ((total += slots, most = slots > most ? slots : most))
+    [[ $hosts =~ ^$hvfreeze_host(,$hvfreeze_host)*$ ]] || { echo "$script: hosts $hosts: HOST:SLOTS,... is wanted; $usage" >&2; exit 2; }
+    local part name slots total=0 most=0 names=()
+    local -A slots_of=()
+    for part in ${hosts//,/ }; do
+        name=${part%%:*} slots=1
+        [[ $part != *:* ]] || slots=${part##*:}
+        [[ -n ${slots_of[$name]:-} ]] || names+=("$name")
+        # A file such as PBS's names a host once for each of its ranks.
+        slots_of[$name]=$((${slots_of[$name]:-0} + slots))
+        ((total += slots, most = ${slots_of[$name]} > most ? ${slots_of[$name]} : most))
     done
+    hosts=''
+    for name in "${names[@]}"; do hosts+=${hosts:+,}$name:${slots_of[$name]}; done
     np=${np:-$total}
-    [[ $np =~ ^[1-9][0-9]*$ && ${#command[@]} -gt 0 ]] || { echo "$usage" >&2; exit 2; }
     ((np <= total)) || { echo "$script: -np $np, but the hosts have $total slots: $hosts" >&2; exit 2; }
     # shellcheck disable=SC2034
     ranks_per_node=$((most < np ? most : np))
@@ -64,9 +71,10 @@ print("has no Python package " + ", ".join(lacking) + " for " + sys.executable +
 }
 
 # hvfreeze_check_hosts SCRIPT SSH_OPTION...: every host answers and can run `command`, or one line a host says what to mend.
-# Exit code 2: to be mended by hand; 1: a host does not answer, which may pass.
+# Exit code 2: to be mended by hand; 1: a host does not answer, which may pass. Sets hvfreeze_cores to those of the host that
+# has fewest.
 hvfreeze_check_hosts() {
-    local script=$1 directory name host message code=0 remote=''
+    local script=$1 directory name host message cores code=0 remote=''
     shift
     directory=$(mktemp -d)
     # shellcheck disable=SC2064
@@ -77,7 +85,7 @@ hvfreeze_check_hosts() {
         [[ ${command[i - 1]} != --cache-dir ]] || remote+="HVFREEZE_CACHE_DIR=${command[i]@Q}; "
     done
     # The mark tells the answer from what a login script prints.
-    remote+="start=${PWD@Q}; $(declare -f hvfreeze_probe); echo \"hvfreeze: \$(hvfreeze_probe ${command[*]@Q})\""
+    remote+="start=${PWD@Q}; $(declare -f hvfreeze_nproc hvfreeze_probe); echo \"hvfreeze cores: \$(hvfreeze_nproc)\"; echo \"hvfreeze: \$(hvfreeze_probe ${command[*]@Q})\""
     for host in ${hosts//,/ }; do
         host=${host%%:*}
         case $host in
@@ -89,6 +97,10 @@ hvfreeze_check_hosts() {
     for host in ${hosts//,/ }; do
         host=${host%%:*}
         message=$(<"$directory/$host")
+        if [[ $message =~ "hvfreeze cores: "([0-9]+) ]]; then
+            cores=${BASH_REMATCH[1]}
+            hvfreeze_cores=$((cores < ${hvfreeze_cores:-cores} ? cores : ${hvfreeze_cores:-cores}))
+        fi
         case $message in
             *"hvfreeze: "*) message=${message##*hvfreeze: } ;;
             *"not resolve"*) message='this name has no address: correct -H or the hostfile' ;;

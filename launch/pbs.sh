@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # qsub launch/pbs.sh   with the training command in TRAIN:   qsub -v TRAIN="python -m hvfreeze train --run-dir runs/a ..." launch/pbs.sh
+# Submit with .venv active, from the clone. qsub ends TRAIN at a comma, and quotes within TRAIN do not hold words together.
 # PBS Professional and OpenPBS. Not tried: there is no PBS to be had here; what it starts is tried under Slurm and over ssh.
 #PBS -N hvfreeze
 #PBS -l select=4:ncpus=8:mpiprocs=1
@@ -8,6 +9,8 @@
 #PBS -j oe
 set -uo pipefail
 cd "$PBS_O_WORKDIR"
+# PBS gives the job a PATH of its own, without the .venv that was active at qsub.
+export PATH=${PBS_O_PATH:-$PATH}
 
 # One line a rank in PBS's file; mpirun of an Open MPI built without PBS support does not know it.
 hosts=$(sort "$PBS_NODEFILE" | uniq -c | awk '{print $2 ":" $1}' | paste -sd,)

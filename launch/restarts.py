@@ -71,7 +71,8 @@ def value_of(command: Sequence[str], flags: Sequence[str]) -> tuple[int, str] | 
 def hosts_of(command: Sequence[str]) -> dict[str, int]:
     """Slots by host, from -H or the hostfile in `command`; empty when it names none.
 
-    Ends with code 2 when one is no host's name, or the hostfile cannot be read.
+    A host that is named several times, as in PBS's file, has the sum. Ends with code 2 when one is no host's name, when
+    the hostfile cannot be read, and when it names none.
     """
     if found := value_of(command, HOST_FLAGS):
         parts = found[1].split(",")
@@ -86,14 +87,22 @@ def hosts_of(command: Sequence[str]) -> dict[str, int]:
             raise SystemExit(2) from error
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
+        if not parts:
+            print(
+                f"launch/restart: the hostfile ({found[1]}) names no host; write a line a host, or leave it out",
+                file=sys.stderr,
+            )
+            raise SystemExit(2)
     else:
         return {}
-    found = {part: HOST.fullmatch(part) for part in parts}
-    wrong = [part for part, match in found.items() if match is None]
-    if wrong:
-        print(f"launch/restart: {wrong[0]!r} is not NAME or NAME:SLOTS; correct -H or the hostfile", file=sys.stderr)
-        raise SystemExit(2)
-    return {match[1]: int(match[2] or 1) for match in found.values() if match is not None}
+    hosts: dict[str, int] = {}
+    for part in parts:
+        match = HOST.fullmatch(part)
+        if match is None:
+            print(f"launch/restart: {part!r} is not NAME or NAME:SLOTS; correct -H or the hostfile", file=sys.stderr)
+            raise SystemExit(2)
+        hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or 1)
+    return hosts
 
 
 def with_hosts(command: Sequence[str], hosts: dict[str, int]) -> list[str]:
@@ -136,17 +145,26 @@ def without_dead_hosts(command: Sequence[str]) -> tuple[list[str], list[str]]:
     return with_hosts(command, spread({host: hosts[host] for host in hosts if host in alive}, ranks)), dead
 
 
-def write_line(run_dir: Path, entry: dict[str, Any]) -> None:
-    """Append the entry, as the last line, to the run directory's restarts.jsonl."""
-    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(run_dir / "restarts.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(json.dumps(entry) + "\n")
+def write_line(run_dir: Path, entry: dict[str, Any], *, make: bool = True) -> None:
+    """Append the entry, as the last line, to the run directory's restarts.jsonl; say so where that fails.
+
+    Without `make`, nothing is written where there is no run directory.
+    """
+    path = run_dir / "restarts.jsonl"
+    try:
+        if not make and not run_dir.exists():
+            return
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(json.dumps(entry) + "\n")
+    except OSError as error:  # what becomes of the job does not hang on its record
+        print(f"launch/restart: {path} cannot be written: {error.strerror}; going on without", file=sys.stderr)
 
 
 def pause(seconds: float) -> bool:
     """Wait; return True when told to end meanwhile."""
-    waited = set(guard.PASSED_ON)
+    waited = guard.passed_on()
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     told = signal.sigtimedwait(waited, seconds) is not None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
@@ -175,8 +193,13 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit code of the last attempt."""
     options, command, run_dir = parse(argv)
     attempt, failures, dropped = 1, 0, list[str]()
-    hosts_of(command)
+    piped = value_of(command, FILE_FLAGS)
+    if piped and not value_of(command, HOST_FLAGS) and not os.path.isfile(piped[1]):
+        # What can be read only once, such as <(...), is not there any more for the launcher.
+        command = with_hosts(command, hosts_of(command))
     while True:
+        # Before the job: the file may be gone after it.
+        hosts = hosts_of(command)
         began, start = time.time(), time.monotonic()
         outcome = guard.run(command)
         told = bool(outcome.signals)
@@ -191,14 +214,13 @@ def main(argv: Sequence[str]) -> int:
             "code": outcome.code,
             "reason": reason(outcome.code),
             "signals": sorted(number.name for number in outcome.signals),
-            "hosts": hosts_of(command),
+            "hosts": hosts,
             "dropped": dropped,
             "next": f"restart after {seconds:g} s" if again else "end",
             "command": command,
         }
         # A run directory that the command never made would only be in the way of the next try.
-        if again or run_dir.exists():
-            write_line(run_dir, entry)
+        write_line(run_dir, entry, make=again)
         if not again:
             return outcome.code
         print(

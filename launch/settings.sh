@@ -1,10 +1,13 @@
 # The settings of every way to start hvfreeze, sourced by the scripts beside it. A variable that is already set wins.
 # shellcheck shell=bash
 
-# hvfreeze_settings RANKS: exports the settings for nodes that take up to RANKS ranks each.
+# hvfreeze_nproc: cores of this machine; nproc alone would take the threads that a user asks of OpenMP for them.
+hvfreeze_nproc() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
+
+# hvfreeze_settings RANKS: exports the settings for nodes that take up to RANKS ranks each, after hvfreeze_check_hosts, which
+# knows the cores of other machines.
 hvfreeze_settings() {
-    # nproc would take the threads that a user asks of OpenMP for cores.
-    local ranks=$1 cores=${HVFREEZE_CORES:-$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)}
+    local ranks=$1 cores=${HVFREEZE_CORES:-${hvfreeze_cores:-$(hvfreeze_nproc)}}
 
     # Threads beyond a rank's share of the cores only get in each other's way.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
@@ -48,7 +51,7 @@ hvfreeze_variables() {
     local name
     for name in $(compgen -e); do
         case $name in
-            PATH | LD_LIBRARY_PATH | VIRTUAL_ENV | CONDA_PREFIX | PYTHON* | LANG | LC_* | TZ) echo "$name" ;;
+            PATH | LD_LIBRARY_PATH | VIRTUAL_ENV | CONDA_PREFIX | PYTHON* | LANG | LC_* | TZ | TMPDIR) echo "$name" ;;
             OMP_* | MKL_* | OMPI_MCA_* | PRTE_MCA_* | UCX_* | HOROVOD_* | HVFREEZE_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;
             *) [[ " ${HVFREEZE_KEEP:-} " != *" $name "* ]] || echo "$name" ;;
         esac
@@ -62,7 +65,7 @@ hvfreeze_exec() {
     for name in $(hvfreeze_variables) $(compgen -e); do
         case $name in
             SLURM_JWT) ;;
-            HOME | USER | LOGNAME | SHELL | TERM | TMPDIR | SSH_AUTH_SOCK | MPIEXEC_* | SLURM_* | PBS_*) keep+=("$name=${!name}") ;;
+            HOME | USER | LOGNAME | SHELL | TERM | SSH_AUTH_SOCK | MPIEXEC_* | SLURM_* | PBS_*) keep+=("$name=${!name}") ;;
         esac
     done
     for name in $(hvfreeze_variables); do keep+=("$name=${!name}"); done

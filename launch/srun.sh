@@ -11,5 +11,6 @@ here=$(dirname "$(readlink -f "$0")")
 : "${SLURM_JOB_ID:?launch/srun.sh runs inside a Slurm job: sbatch launch/slurm.sbatch}"
 hvfreeze_arguments "$0" "$@"
 hvfreeze_settings "$ranks_per_node"
+# sbatch's --export names what the job sees, and srun would send ranks no more than that.
 # Without kill-on-bad-exit the ranks of a dead one wait for it until the time limit.
-hvfreeze_exec srun --mpi=pmix --kill-on-bad-exit=1 --cpu-bind=none --ntasks="$np" "${command[@]}"
+hvfreeze_exec srun --export=ALL --mpi=pmix --kill-on-bad-exit=1 --cpu-bind=none --ntasks="$np" "${command[@]}"

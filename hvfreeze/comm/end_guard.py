@@ -72,8 +72,9 @@ def watch(rank: int, limit_seconds: float, process: int) -> None:
 def is_stopped(process: int) -> bool:
     """Tell whether a process is stopped, by a signal or a debugger; False where that cannot be read."""
     try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "tT"
+        # Bytes: the kernel cuts a name at 15 of them, also within a letter.
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in b"tT"
     except OSError:
         return False
 

@@ -25,6 +25,8 @@ PER_RANK = ("run_dir", "json", "quiet", "data_dir", "cache_dir")
 """Leaves that may differ between ranks: rank 0's counts, or every machine has its own path."""
 PATIENCE_SECONDS = 12.0
 """How long a resumption waits for the job before it to be gone: ranks outlive a launcher that was killed by 8 s."""
+PATIENCE_ELSEWHERE_SECONDS = 150.0
+"""The same for a job on another host: when it loses power, a file server keeps its lock, NFSv4 for 90 s by default."""
 
 
 def directory_name(*words: str) -> str:
@@ -35,7 +37,8 @@ def directory_name(*words: str) -> str:
 
 def resuming(directory: Path, *, ranks: int) -> str:
     """Return the command that goes on with a directory's run, on so many ranks."""
-    launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+    # Unbound, as guides start ranks: Open MPI binds each of two to one core, and with other threads no bit is the same.
+    launcher = ["mpirun", "-np", str(ranks), "--bind-to", "none"] if ranks > 1 else []
     given = ["--config", str(directory / "config.yaml"), "--run-dir", str(directory), "--resume"]
     return shlex.join([*launcher, "hvfreeze", "train", *given])
 
@@ -55,7 +58,10 @@ def check_directory(directory: Path, settings: Settings, environment: Mapping[st
             return []
         check_owners(directory)
         check_writable(directory)
-        check_unlocked(directory, patience_seconds=PATIENCE_SECONDS if settings["run"]["resume"] else 0.0)
+        if settings["run"]["resume"]:
+            check_unlocked(directory, patience_seconds=(PATIENCE_SECONDS, PATIENCE_ELSEWHERE_SECONDS))
+        else:
+            check_unlocked(directory)
         return changed_settings(directory, settings, environment)
     except OSError as error:
         raise unusable(directory, f"cannot be written: {reason_of(error)}") from error

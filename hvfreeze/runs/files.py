@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,8 +83,12 @@ def lock_directory(directory: Path) -> FileLock:
     return lock
 
 
-def check_unlocked(directory: Path, *, patience_seconds: float = 0.0) -> None:
+def check_unlocked(directory: Path, *, patience_seconds: tuple[float, float] = (0.0, 0.0)) -> None:
     """Refuse a directory that another job is using, still after some patience; nothing is changed.
+
+    Args:
+        directory: which one.
+        patience_seconds: with a job on this host, and with one on another, of which a note is printed.
 
     Raises:
         UsageError: another process has locked it.
@@ -91,16 +96,32 @@ def check_unlocked(directory: Path, *, patience_seconds: float = 0.0) -> None:
     path = directory / NAME
     if not path.exists():
         return None
-    deadline = time.monotonic() + patience_seconds
+    start, told = time.monotonic(), False
     while True:
         try:
             return files.check_unlocked(path)
         except LockedError as locked:
-            if time.monotonic() >= deadline:
+            other = other_host(locked)
+            limit = patience_seconds[bool(other)]
+            if time.monotonic() - start >= limit:
                 raise in_use(directory, locked) from None
+            if other and not told:
+                told = True
+                note = f"--run-dir ({directory}) is locked by {locked.holder}; waiting up to {limit:.0f} s for its end"
+                print(f"hvfreeze: note: {note}", file=sys.stderr, flush=True)
             time.sleep(PAUSE_SECONDS)
+
+
+def other_host(locked: LockedError) -> str:
+    """Return the host that a lock's note names; nothing where that is this one, or there is no such note."""
+    host = locked.holder.partition(" on ")[2]
+    return "" if host == socket.gethostname() else host
 
 
 def in_use(directory: Path, locked: LockedError) -> UsageError:
     """Return the refusal of a locked directory."""
-    return UsageError(f"--run-dir ({directory}) is in use by {locked.holder}; wait for its end, or choose another")
+    other = other_host(locked)
+    gone = f"; where {other} is down for good, remove {directory / NAME}" if other else ""
+    return UsageError(
+        f"--run-dir ({directory}) is in use by {locked.holder}; wait for its end, or choose another{gone}"
+    )

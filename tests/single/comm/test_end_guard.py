@@ -151,6 +151,20 @@ def test_a_process_is_stopped_until_it_is_let_go_on() -> None:
     assert [*found, end_guard.is_stopped(process.pid)] == [False, True, False, False]
 
 
+def test_a_process_whose_name_is_cut_within_a_letter_is_seen_too(tmp_path: Path) -> None:
+    named = tmp_path / "\u043e\u0431\u0443\u0447\u0435\u043d\u0438\u0435.sh"
+    named.write_text("#!/bin/sh\necho up\nread line\n")
+    named.chmod(0o755)
+    with subprocess.Popen([named], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            assert end_guard.is_stopped(process.pid)
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_no_limit_is_no_guard(limit: int) -> None:
     words = [sys.executable, "-c", STAYS.format(limit=limit)]

@@ -79,6 +79,17 @@ def test_a_fresh_machine_goes_through_six_steps_to_the_doctor(machine: Machine) 
     assert f"{machine.checkout}/launch/cxx17\n1\n-j{len(os.sched_getaffinity(0))}\n" in calls
 
 
+@pytest.mark.parametrize(
+    ("code", "waits"), [("1", True), ("66", False), ("71", False)], ids=["locked", "no locks", "no locks left"]
+)
+def test_only_a_lock_that_another_set_up_holds_is_waited_for(machine: Machine, code: str, waits: bool) -> None:
+    (machine.folder / "bin/flock").unlink()
+    (machine.folder / "bin/flock").write_text(f'#!/bin/sh\n[ "$1" != -n ] || exit {code}\n[ {code} = 1 ]\n')
+    (machine.folder / "bin/flock").chmod(0o755)
+    done, said, _ = machine.bootstrap()
+    assert (done, "Another set-up is at work" in said, "Ready after" in said) == (0, waits, True), said
+
+
 def test_a_second_run_does_nothing(machine: Machine) -> None:
     machine.bootstrap()
     code, said, calls = machine.bootstrap()

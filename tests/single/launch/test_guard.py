@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 
 
 def guarded(script: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(LAUNCH / "guard.py"), "sh", "-c", script]
+    # No other shell: dash blocks all signals for a moment before it waits, as who means to handle them does.
+    command = [sys.executable, str(LAUNCH / "guard.py"), "bash", "-c", script]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -44,6 +46,28 @@ def test_nothing_that_a_command_started_outlives_it() -> None:
         os.kill(left, 0)
 
 
+IGNORING = """
+import signal, sys
+sys.path.insert(0, sys.argv[1])
+import guard, restarts
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+told = "trap 'exit 7' USR1; kill -HUP $PPID; kill -USR1 $PPID; while :; do sleep 0.05; done"
+print(guard.run(["sh", "-c", told]))
+for number in (signal.SIGHUP, signal.SIGTERM):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    signal.raise_signal(number)
+    print(restarts.pause(0.0))
+"""
+
+
+def test_a_signal_that_was_ignored_beforehand_stays_ignored() -> None:
+    """As after `nohup`, also while a restart waits."""
+    done = subprocess.run([sys.executable, "-c", IGNORING, str(LAUNCH)], capture_output=True, text=True, timeout=60)
+    ended, *paused = done.stdout.splitlines()
+    assert "code=7" in ended and "SIGUSR1" in ended and "SIGHUP" not in ended, done
+    assert paused == ["False", "True"]
+
+
 @pytest.mark.slow
 def test_a_command_that_ignores_its_end_is_killed_with_all_that_it_started() -> None:
     process = guarded("trap '' TERM; sh -c 'echo $$; while :; do sleep 0.1; done'")
@@ -53,6 +77,36 @@ def test_a_command_that_ignores_its_end_is_killed_with_all_that_it_started() -> 
     assert process.returncode == 128 + signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.kill(left, 0)
+
+
+def test_a_process_whose_name_is_cut_within_a_letter_disturbs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = tmp_path / "\u043e\u0431\u0443\u0447\u0435\u043d\u0438\u0435.sh"
+    named.write_text("#!/bin/sh\ntrap 'exit 75' USR1\necho $$\nwhile :; do sleep 0.05; done\n")
+    named.chmod(0o755)
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    process = guarded(f"exec {named}")
+    try:
+        assert importlib.import_module("cluster_supervisor")._lives(int(read_line(process)))
+        process.send_signal(signal.SIGUSR1)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75
+
+
+def test_a_process_that_may_not_be_read_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(path: Path) -> bytes:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    guard = importlib.import_module("guard")
+    monkeypatch.setattr(Path, "read_bytes", hidden)
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert guard._descendants() == []
+    monkeypatch.setattr(guard, "_descendants", lambda: [os.getpid()])
+    assert guard._addressee(signal.SIGUSR1, 1) == 1
 
 
 def test_a_command_that_is_not_there_is_said() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -100,7 +101,8 @@ def test_open_mpi_knows_every_setting_of_its_own() -> None:
     [
         ("-np 4 python train.py", "4 localhost:4 4 | python train.py"),
         ("-np 3 -H a:2,b:2 x --y -np 9", "3 a:2,b:2 2 | x --y -np 9"),
-        ("-H a,b x", "2 a,b 1 | x"),
+        ("-H a,b x", "2 a:1,b:1 1 | x"),
+        ("-H a:1,b:1,a:2 x", "4 a:3,b:1 3 | x"),
         ("--hostfile FILE x", "5 a:2,b:1,c:2 2 | x"),
     ],
 )
@@ -109,6 +111,13 @@ def test_hosts_and_ranks_are_read_from_the_command_line(tmp_path: Path, argument
     arguments = arguments.replace("FILE", str(tmp_path / "hosts"))
     said = bash(f'hvfreeze_arguments x {arguments}; echo "$np $hosts $ranks_per_node | ${{command[*]}}"')
     assert said.stdout.strip() == expected, said.stderr
+
+
+def test_in_a_pbs_job_the_hosts_are_those_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("a\nb\na\n")
+    for given, expected in (("", "3 a:2,b:1 2"), ("-H c:1", "1 c:1 1")):
+        script = f'hvfreeze_arguments x {given} y; echo "$np $hosts $ranks_per_node"'
+        assert bash(script, PBS_NODEFILE=str(tmp_path / "nodes")).stdout.strip() == expected
 
 
 def test_in_a_slurm_job_the_ranks_are_those_of_the_job() -> None:
@@ -125,11 +134,17 @@ def test_in_a_slurm_job_the_ranks_are_those_of_the_job() -> None:
         ("-H a:one x", "HOST:SLOTS,... is wanted"),
         ("-H a:1,-V:1 x", "HOST:SLOTS,... is wanted"),
         ("--bind-to none x", "--bind-to is not known here"),
+        ("-H a:1, x", "HOST:SLOTS,... is wanted"),
+        ("-H '' x", "-H names no host"),
+        ("--hostfile '' x", "--hostfile  names no host"),
+        ("--hostfile /dev/null x", "--hostfile /dev/null names no host"),
+        ("--hostfile <(echo '# none') x", "names no host"),
         ("--hostfile /no/such/file x", "hostfile /no/such/file cannot be read"),
     ],
 )
-def test_a_wrong_command_line_is_refused_in_one_line(arguments: str, words: str) -> None:
-    done = bash(f"hvfreeze_arguments script {arguments}")
+@pytest.mark.parametrize("job", [{}, {"SLURM_NNODES": "2", "SLURM_NTASKS": "2"}], ids=["alone", "in a Slurm job"])
+def test_a_wrong_command_line_is_refused_in_one_line(arguments: str, words: str, job: dict[str, str]) -> None:
+    done = bash(f"hvfreeze_arguments script {arguments}", **job)
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
@@ -144,6 +159,74 @@ def test_a_host_without_the_package_is_said_before_anything_starts(tmp_path: Pat
     )
     assert done.returncode == 2
     assert done.stderr == f"{LAUNCH}/mpirun.sh: localhost: has no Python package hvfreeze for me\n"
+
+
+def stub(folder: Path, name: str, script: str) -> None:
+    """Put a program of this name, a shell script, into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def run(script: str, *words: str, stubs: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What a script of launch/ said with these programs in place of the real ones."""
+    known = {"PATH": f"{stubs}:{os.environ['PATH']}", "HOME": "/nowhere", **variables}
+    return subprocess.run(["bash", LAUNCH / script, *words], env=known, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("launcher", "program"), [("mpirun.sh", "mpirun"), ("horovodrun.sh", "horovodrun")])
+@pytest.mark.parametrize(
+    ("hosts", "threads"), [("small:1,large:1", "2"), ("large:1,small:1", "2"), ("large:1", "6"), ("large:3", "2")]
+)
+def test_threads_are_those_of_the_smallest_host_and_not_of_the_machine_that_launches(
+    tmp_path: Path, launcher: str, program: str, hosts: str, threads: str
+) -> None:
+    stub(tmp_path, "nproc", "case ${NODE:-} in small) echo 2 ;; large) echo 6 ;; *) echo 64 ;; esac")
+    # The name of the host is the last word before the command; ssh's options and their values come before it.
+    stub(tmp_path, "ssh", "while [[ $2 != bash ]]; do shift; done; export NODE=$1; exec bash -s")
+    stub(tmp_path, program, 'echo "$OMP_NUM_THREADS"')
+    done = run(launcher, "-H", hosts, "true", stubs=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{threads}\n"), done
+
+
+def test_a_temporary_directory_that_was_checked_is_the_one_that_ranks_are_told(tmp_path: Path) -> None:
+    stub(tmp_path, "mpirun", 'echo "$*"')
+    done = run("mpirun.sh", "-np", "1", "true", stubs=tmp_path, TMPDIR=str(tmp_path))
+    assert "-x TMPDIR " in done.stdout, done
+
+
+def test_ranks_under_srun_get_more_than_what_sbatch_let_into_the_job(tmp_path: Path) -> None:
+    stub(tmp_path, "srun", 'echo "$*"')
+    job = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_EXPORT_ENV": "PATH"}
+    done = run("srun.sh", "train", stubs=tmp_path, **job)
+    assert "--export=ALL " in done.stdout and done.stdout.endswith(" --ntasks=2 train\n"), done
+
+
+@pytest.mark.parametrize("command", ["{}/slurm.sbatch train", "{}/slurm.sbatch", "{}/slurm.sbatch a b /slurm.sbatch"])
+def test_a_slurm_job_finds_its_clone_also_where_the_path_has_spaces(tmp_path: Path, command: str) -> None:
+    launch = tmp_path / "my clone" / "launch"
+    stub(launch, "restart", 'echo "$0 $*"')
+    stub(tmp_path, "scontrol", f"printf 'JobId=1\\n   Command=%s\\n   WorkDir=/\\n' '{command.format(launch)}'")
+    done = run("slurm.sbatch", "train", stubs=tmp_path, SLURM_JOB_ID="1")
+    assert done.stdout == f"{launch}/restart --max-restarts 2 -- {launch}/mpirun.sh train --resume\n", done
+
+
+def test_a_pbs_job_has_the_path_of_its_submitter(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("b\na\nb\n")
+    stub(tmp_path / "launch", "restart", 'echo "$PATH: $*"')
+    known = {"PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodes"), "TRAIN": "train --epochs 2"}
+    path = f"/my/.venv/bin:{os.environ['PATH']}"
+    for given, seen in (({"PBS_O_PATH": path}, path), ({}, f"{tmp_path}:{os.environ['PATH']}")):
+        done = run("pbs.sh", stubs=tmp_path, **known, **given)
+        words = "--max-restarts 2 --drop-dead-hosts -- launch/mpirun.sh -H a:1,b:2 train --epochs 2 --resume"
+        assert done.stdout == f"{seen}: {words}\n", done
+
+
+def test_every_line_of_files_for_an_image_is_one_source_and_one_destination() -> None:
+    text = (LAUNCH / "apptainer.def").read_text().partition("%files\n")[2].partition("\n\n")[0]
+    lines = [line.split() for line in text.splitlines()]
+    assert {len(words) for words in lines} == {2}, lines
+    assert all((ROOT / source).exists() for source, _ in lines)
 
 
 def test_a_directory_that_cannot_be_written_is_said_before_anything_starts() -> None:
@@ -229,14 +312,53 @@ def test_the_hosts_of_a_command_are_found_and_replaced(restarts: ModuleType, tmp
         assert restarts.hosts_of(words.split()) == {"a": 2, "b": 1}
         assert restarts.with_hosts(words.split(), {"b": 3}) == ["run", "-H", "b:3", "x"]
     assert restarts.hosts_of(["run", "x"]) == {}
+    assert restarts.hosts_of(["run", "-H", "a:1,b:1,a:2", "x"]) == {"a": 3, "b": 1}
 
 
-@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"\xff\n", "it is no text")])
-def test_a_hostfile_that_cannot_be_read_is_refused_by_its_name(
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\n", "cannot be read: it is no text"),
+        (b"", "names no host"),
+        (b"# a\n\n", "names no host"),
+    ],
+)
+def test_a_hostfile_that_names_no_hosts_is_refused_by_its_name(
     restarts: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, why: str
 ) -> None:
     if content is not None:
         (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(SystemExit) as ended:
         restarts.hosts_of(["run", "--hostfile", str(tmp_path / "hosts"), "x"])
-    assert ended.value.code == 2 and f"({tmp_path}/hosts) cannot be read: {why}" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"({tmp_path}/hosts) {why}" in capsys.readouterr().err
+
+
+def restarted(script: str, *, attempts: int = 1) -> subprocess.CompletedProcess[str]:
+    """What came of a job that bash starts through launch/restart ($0)."""
+    command = ["bash", "-c", script, f"{LAUNCH}/restart --max-restarts {attempts - 1} --backoff 0"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_hostfile_that_can_be_read_only_once_reaches_the_launcher(tmp_path: Path) -> None:
+    job = f"""$0 -- echo --hostfile <(echo 'a slots=2'; echo b) --run-dir {tmp_path}"""
+    done = restarted(job)
+    assert done.stdout == f"-H a:2,b:1 --run-dir {tmp_path}\n", done
+    assert json.loads((tmp_path / "restarts.jsonl").read_text())["hosts"] == {"a": 2, "b": 1}
+
+
+def test_a_hostfile_that_is_gone_when_the_job_has_ended_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\n")
+    done = restarted(f"$0 -- bash -c 'rm $1' job {tmp_path}/hosts --hostfile {tmp_path}/hosts --run-dir {tmp_path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((tmp_path / "restarts.jsonl").read_text())["hosts"] == {"a": 1}
+
+
+def test_a_record_that_cannot_be_written_leaves_the_jobs_code_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "restarts.jsonl").symlink_to("/dev/full")
+    for name, why in (("file", "File exists"), ("full", "No space left on device")):
+        done = restarted(f"$0 -- bash -c 'exit 7' job --run-dir {tmp_path}/{name}", attempts=2)
+        said = f"launch/restart: {tmp_path}/{name}/restarts.jsonl cannot be written: {why}; going on without\n"
+        assert (done.returncode, done.stderr.count(said), "Traceback" in done.stderr) == (7, 2, False), done

@@ -13,6 +13,7 @@ import pytest
 from hvfreeze import files as locking
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs import directory as module
+from hvfreeze.runs import files
 from hvfreeze.runs.directory import check_directory, directory_name, open_record
 from hvfreeze.runs.identity import absolute
 from tests.program import NOBODY, contents, without_privileges
@@ -112,6 +113,37 @@ def test_a_resumption_waits_until_the_job_before_it_is_gone(tmp_path: Path) -> N
     threading.Timer(0.5, job.kill).start()
     assert check_directory(tmp_path, settings(resume=True), ENVIRONMENT) == []
     job.communicate()
+
+
+@pytest.mark.parametrize(
+    ("host", "resume", "waited"), [("here", True, 12.0), ("elsewhere", True, 150.0), ("elsewhere", False, 0.0)]
+)
+def test_a_lock_from_another_host_is_waited_for_as_long_as_a_file_server_keeps_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    host: str,
+    resume: bool,
+    waited: float,
+) -> None:
+    clock = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    monkeypatch.setattr(files.socket, "gethostname", lambda: host)
+    lock = files.lock_directory(tmp_path)
+    monkeypatch.setattr(files.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(files.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(files.time, "sleep", sleep)
+    with pytest.raises(UsageError, match=rf"is in use by process \d+ on {host}; wait") as refused:
+        check_directory(tmp_path, settings(resume=resume), ENVIRONMENT)
+    lock.release()
+    assert clock == pytest.approx(waited, abs=files.PAUSE_SECONDS)
+    gone = f"; where elsewhere is down for good, remove {tmp_path}/.lock"
+    assert str(refused.value).endswith(gone) == (host == "elsewhere")
+    assert capsys.readouterr().err.count("waiting up to 150 s") == (waited == 150.0)
 
 
 def test_a_file_system_without_locks_is_not_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,29 +38,19 @@ def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> R
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "code", "told"),
+    ("ranks", "words", "told"),
     [
-        (3, f"train {' '.join(SMALL)} --epoch 2", 2, ["unknown argument '--epoch'; did you mean '--epochs'?"]),
-        (3, "trian", 2, ["error: unknown command 'trian'; did you mean 'train'?"]),
-        (2, f"{TINY} --batch-size 1", 2, ["--batch-size (1)", "BatchNorm"]),
-        (2, f"{TINY} --cache on --augment none --shuffle global", 2, ["--shuffle (global)", "--cache-shared"]),
-        (
-            3,
-            f"{TINY} --batch-size 1 --strategy shared-trunk --head-blocks 2 --augment none",
-            2,
-            ["--batch-size (1)", "BatchNorm"],
-        ),
+        (3, f"train {' '.join(SMALL)} --epoch 2", ["unknown argument '--epoch'; did you mean '--epochs'?"]),
+        (2, f"{TINY} --batch-size 1", ["--batch-size (1)", "BatchNorm"]),
         (
             4,
             f"{TINY} --batch-size 8 --strategy grid --parts 2 --micro-batches 8",
-            2,
             ["--micro-batches (8) of --batch-size (8)", "BatchNorm"],
         ),
     ],
 )
-def test_what_all_ranks_refuse_is_said_once(run_dir: Path, ranks: int, words: str, code: int, told: list[str]) -> None:
-    where = ["--run-dir", str(run_dir)] if words.startswith("train") else []
-    refused(hvfreeze(ranks, *words.split(), *where), code, *told)
+def test_what_all_ranks_refuse_is_said_once(run_dir: Path, ranks: int, words: str, told: list[str]) -> None:
+    refused(hvfreeze(ranks, *words.split(), "--run-dir", str(run_dir)), 2, *told)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +128,9 @@ def test_a_run_directory_that_cannot_be_written_is_said_once(tmp_path: Path) -> 
 
 def test_more_ranks_than_cores_run_and_say_so(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    arguments = ["train", *SMALL[:-2], "--run-dir", str(folder)]
-    result = mpirun(2, CONFINED, timeout=120, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
+    # One step: each exchange takes as long as the kernel needs to give the core to the other rank.
+    arguments = ["train", *SMALL[:-2], "--train-samples", "16", "--batch-size", "8", "--run-dir", str(folder)]
+    result = mpirun(2, CONFINED, timeout=280, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
     assert result.returncode == 0, str(result)
     notes = [line for line in result.stdout.splitlines() if "2 ranks for 1 core:" in line]
     assert len(notes) == 1, str(result)

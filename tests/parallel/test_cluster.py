@@ -201,15 +201,23 @@ def test_the_ranks_of_a_host_that_lost_power_move_to_the_others(folder: Path) ->
     assert (last["code"], last["hosts"], last["dropped"]) == (0, {"node0": 2, "node2": 2}, ["node1"])
 
 
-def test_clusters_do_not_see_each_other_or_change_the_machine(nodes: Nodes) -> None:
+def test_clusters_do_not_see_each_other_or_change_the_machine_and_end_with_their_owner(nodes: Nodes) -> None:
     before = interfaces()
-    with up("cluster", "--nodes", "2") as other:
+    owner = subprocess.Popen(["sleep", "3600"])
+    other = Nodes(f"owned{owner.pid}", ("node0", "node1"))
+    try:
+        assert launch([CLUSTER, "up", "--nodes", "2", "--name", other.name, "--owner", str(owner.pid)]).returncode == 0
+        assert f"hvfreeze-cluster.{other.name}" in directories()
         assert interfaces() == before
         assert other.run("ssh", "node1", "touch $TMPDIR/mark").returncode == 0
         assert other.run("ssh", "node1", "test -e $TMPDIR/mark").returncode == 0
         assert nodes.run("ssh", "node1", "test -e $TMPDIR/mark").returncode == 1
         assert nodes.run("ssh", "node3", "hostname").stdout == "node3\n"
         assert other.run("ssh", "node3", "hostname").returncode != 0
+    finally:
+        owner.kill()
+        owner.wait()
+    wait_until(lambda: f"hvfreeze-cluster.{other.name}" not in directories(), what="the end of the cluster")
     assert interfaces() == before
 
 
@@ -224,18 +232,6 @@ def test_nothing_is_left_of_a_cluster_whose_supervisor_was_killed() -> None:
             wait_until(lambda pid=node["pid"]: not command_of(pid), what="the node's end")
         launch([CLUSTER, "status"])
         assert f"hvfreeze-cluster.{nodes.name}" not in directories()
-
-
-def test_a_cluster_ends_with_its_owner(nodes: Nodes) -> None:
-    owner = subprocess.Popen(["sleep", "3600"])
-    name = f"owned{owner.pid}"
-    try:
-        assert launch([CLUSTER, "up", "--nodes", "2", "--name", name, "--owner", str(owner.pid)]).returncode == 0
-        assert f"hvfreeze-cluster.{name}" in directories()
-    finally:
-        owner.kill()
-        owner.wait()
-    wait_until(lambda: f"hvfreeze-cluster.{name}" not in directories(), what="the end of the cluster")
 
 
 def test_an_interrupted_up_leaves_nothing(nodes: Nodes) -> None:
@@ -262,7 +258,9 @@ def test_what_a_machine_lacks_is_said_with_its_remedy(nodes: Nodes, tmp_path: Pa
     assert "ip is missing: apt-get install iproute2" in done.stderr
 
 
-def test_a_message_takes_the_latency_that_was_asked_for_and_every_byte_arrives(folder: Path) -> None:
+def test_a_wire_has_the_latency_that_was_asked_for_and_loses_no_byte_and_where_it_ends_one_node_is_dead(
+    folder: Path,
+) -> None:
     latency, count = 0.02, 5_000_000
     with up("cluster", "--nodes", "2", "--latency", "20ms", "--bandwidth", "1gbit") as nodes:
         ask = (
@@ -277,13 +275,10 @@ def test_a_message_takes_the_latency_that_was_asked_for_and_every_byte_arrives(f
         source.write_bytes(os.urandom(count))
         assert nodes.run("sh", "-c", f"ssh node1 'cat > $TMPDIR/sent' < {source}").returncode == 0
         received = nodes.run("ssh", "node1", "sha256sum $TMPDIR/sent").stdout.split()[0]
-    assert received == hashlib.sha256(source.read_bytes()).hexdigest()
+        assert received == hashlib.sha256(source.read_bytes()).hexdigest()
 
-
-def test_a_node_whose_wire_ends_is_dead_and_the_others_are_not() -> None:
-    with up("cluster", "--nodes", "2", "--latency", "1ms") as nodes:
         found = state(nodes.name)
-        assert found["latency"] == 1e-3
+        assert found["latency"] == latency
         wires = [child for child in children(found["supervisor"]) if carries_frames(child)]
         assert len(wires) == 2
         os.kill(max(wires), signal.SIGKILL)

@@ -14,6 +14,7 @@ import pytest
 from tests.parallel import pool
 from tests.parallel.mpirun import ROOT, TIMED_OUT, Launcher, command_of, environment, mpirun
 from tests.parallel.nodes import wait_until
+from tests.parallel.sizes import seldom
 
 VISIBLE = Path(__file__).with_name("workers") / "visible.py"
 COPIES = pytest.mark.skipif(pool.FRESH in os.environ, reason="--fresh: there are no copies")
@@ -35,6 +36,7 @@ def apart(ranks: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 
 
 @COPIES
+@pytest.mark.torture
 def test_copies_see_what_processes_see_and_nothing_of_the_job_before(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = seen()
     # As if a test had loaded torch's compiler.
@@ -52,6 +54,7 @@ def test_copies_see_what_processes_see_and_nothing_of_the_job_before(monkeypatch
 
 
 @COPIES
+@pytest.mark.torture
 def test_copies_take_command_folder_variables_and_warnings_from_who_asks(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "timeout": 60,
@@ -71,8 +74,8 @@ def test_copies_take_command_folder_variables_and_warnings_from_who_asks(tmp_pat
     [
         ("raise", 1, "LookupError: on the last rank"),
         ("kill", 128 + signal.SIGKILL, "signal 9"),
-        ("exit", 3, "Exit code:    3"),
-        ("say", 1, "some words"),
+        seldom("exit", 3, "Exit code:    3"),
+        seldom("say", 1, "some words"),
     ],
 )
 def test_the_end_of_one_rank_is_the_jobs(mode: str, code: int, words: str) -> None:
@@ -82,7 +85,7 @@ def test_the_end_of_one_rank_is_the_jobs(mode: str, code: int, words: str) -> No
     assert "standing.py" not in result.stderr and "becoming.py" not in result.stderr, str(result)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", seldom("horovodrun")])
 def test_a_job_that_hangs_is_ended_at_its_deadline_and_shows_its_stacks(launcher: Launcher) -> None:
     result = mpirun(2, VISIBLE, timeout=6, args=["hang"], every_rank_reports=False, launcher=launcher)
     assert result.returncode == TIMED_OUT and 'visible.py", line' in result.stderr, str(result)

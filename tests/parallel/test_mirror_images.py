@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.parallel.mpirun import hvfreeze
 from tests.parallel.sizes import sizes
+from tests.program import call
 
 pytestmark = pytest.mark.mpi
 
@@ -34,17 +35,23 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(size: int, sides: Path, run: Path, *flags: str) -> dict[str, Any]:
-    data = ("--data", "imagefolder", "--data-dir", str(sides), "--run-dir", str(run))
-    result = hvfreeze(size, "train", *SMALL, *data, *flags)
+    command = ("train", *SMALL, "--data", "imagefolder", "--data-dir", str(sides), "--run-dir", str(run), *flags)
+    result = call(*command) if size == 1 else hvfreeze(size, *command)
     assert result.returncode == 0, str(result)
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())["mirror"]
     return summary
 
 
+@pytest.fixture(scope="module")
+def alone(sides: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return found(1, sides, tmp_path_factory.mktemp("alone") / "run")
+
+
 @pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
 @pytest.mark.parametrize("shuffle", ["shard", "global"])
-def test_all_ranks_together_find_out_what_one_does(size: int, shuffle: str, sides: Path, tmp_path: Path) -> None:
-    alone = found(1, sides, tmp_path / "alone")
+def test_all_ranks_together_find_out_what_one_does(
+    size: int, shuffle: str, sides: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
     together = found(size, sides, tmp_path / "together", "--shuffle", shuffle)
     assert together["taken"] is alone["taken"] is False
     assert together["samples"] == alone["samples"] == 48

@@ -36,13 +36,6 @@ def test_a_mistake_ends_the_job_with_its_message(mistake: str, start: str, code:
         assert result.stderr.count("hvfreeze: error:") == 1, result
 
 
-@pytest.mark.parametrize("start", ["running", "not yet"])
-def test_a_script_that_simply_ends_ends_well(start: str) -> None:
-    result = mpirun(2, WORKER, args=["none", start], timeout=60, every_rank_reports=False)
-    assert result.returncode == 0, result
-    assert sorted(result.stdout.split("\n"))[1:] == ["rank 0 is done", "rank 1 is done"], result
-
-
 def test_one_process_is_told_without_a_traceback() -> None:
     result = mpirun(1, WORKER, args=["a cut of unknown blocks", "not yet"], timeout=60, every_rank_reports=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr and "give example=" in result.stderr, result

@@ -24,7 +24,7 @@ from tests.parallel.faulted import (
     train,
 )
 from tests.parallel.mpirun import environment
-from tests.program import Outcome
+from tests.program import Outcome, call
 
 pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
@@ -46,16 +46,10 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
     assert checkpoints(folder, size=2) == [1, 4]
     assert not (folder / "summary.json").exists()
 
-    # Fresh, where a rank signals its launcher: that is the parent of a process of its own, not of a copy.
-    asked = train(2, "0:6:ask-launcher", folder, "--resume", fresh=True)
-    assert asked.returncode == 75, str(asked)
-    assert "stopped after step 7 of 12; go on with --resume" in only_message(asked)
-    assert checkpoints(folder, size=2) == [4, 7]
-
-    terminated = train(2, "1:9:terminate-launcher", folder, "--resume", fresh=True)
+    terminated = train(2, "1:9:terminate-launcher", folder, "--resume")
     assert terminated.returncode not in (0, 75), str(terminated)
     assert seconds_since(tmp_path) < 5
-    assert checkpoints(folder, size=2) == [7, 8]
+    assert checkpoints(folder, size=2) == [4, 8]
 
     resumed = train(2, "-", folder, "--resume")
     assert resumed.returncode == 0, str(resumed)
@@ -65,7 +59,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
     assert (folder / "decisions.jsonl").read_bytes() == (straight / "decisions.jsonl").read_bytes()
     assert epochs(folder) == epochs(straight)
 
-    other_size = train(1, "-", folder, "--resume")
+    other_size = call("train", *TRAINING, "--run-dir", str(folder), "--resume")
     assert other_size.returncode == 3, str(other_size)
     assert "was written by 2 ranks and cannot resume on 1" in only_message(other_size)
 

@@ -61,9 +61,12 @@ def test_each_kind_of_refusal_is_the_exit_code_of_the_process(finished: Path, ru
     assert contents(finished) == before
 
 
-def test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them(tmp_path: Path) -> None:
+def test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, secret = tmp_path / "run", "hunter2-5f1d"
-    outcome = spawn("train", *SMALL, "--run-dir", str(folder), env={"FAKE_API_KEY": secret})
+    monkeypatch.setenv("FAKE_API_KEY", secret)
+    outcome = call("train", *SMALL, "--run-dir", str(folder))
     assert outcome.returncode == 0, str(outcome)
     modes = {str(path.relative_to(tmp_path)): oct(path.stat().st_mode & 0o777) for path in [folder, *folder.rglob("*")]}
     wanted = {name: oct(0o700 if (tmp_path / name).is_dir() else 0o600) for name in modes}

@@ -12,7 +12,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.prefix.features import Features
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.run import run
-from tests.parallel.workers.checking import let_runs_build, messages, run_checks, small_resnet
+from tests.parallel.workers.checking import let_runs_build, messages, small_resnet
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 
 models: Any = torchvision.models
@@ -79,7 +79,3 @@ def check_following_the_cut_takes_a_message_for_each_thing_to_agree_on(world: Wo
     steps = ("cache.failed.{}", "verdict.cache.look.{}", "verdict.cache.measure.{}", "cache.plan.head")
     expected = {tuple(step.format(split) for step in (*steps, "verdict.cache.begin.{}")) for split in ("train", "test")}
     assert set(map(tuple, sent)) - {()} == (expected if world.size > 1 else set()), sent
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world)

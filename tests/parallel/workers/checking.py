@@ -1,49 +1,29 @@
-"""A worker that is a list of checks: run on every rank, one after another, on networks of its own."""
+"""What workers share: small networks for runs to train, and what is compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.horovod_world import open_world
-from hvfreeze.comm.world import World, end_job_on_exception
+from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.config.sections import TINY_LM
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.data.batches import open_feeds
 from hvfreeze.model import model_sources
 from hvfreeze.model.model_sources import BuiltModel, set_memory_formats
 from hvfreeze.model.narrow_resnets import NarrowResNet
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training import stage_build
-from tests.parallel.mpirun import report
+from hvfreeze.training.build import open_corpus
 
-T = TypeVar("T")
 Network = Callable[[int], nn.Module]
 """The number of classes -> a network."""
-
-
-def run_checks(
-    inside: Mapping[str, Any], *, on: Callable[[World], T], only: str = "", world: World | None = None
-) -> None:
-    """Call every `check_*` of a module's globals with `on(world)`, or `only` that one, in order, and report them."""
-    torch.set_num_threads(1)
-    opened = world or open_world()
-    end_job_on_exception(opened)
-    trial = on(opened)
-    checks = [
-        check
-        for name, check in inside.items()
-        if name.startswith("check_") and only in ("", name) and check.__module__ == inside["__name__"]
-    ]
-    for check in checks:
-        check(trial)
-    report(opened.rank, checks=[check.__name__ for check in checks])
-    if world is None:
-        opened.close()
 
 
 @contextmanager
@@ -71,9 +51,25 @@ class Trial:
         self.world, self.root = world, root
         let_runs_build(network)
 
+    def config(self, name: str, **settings: Any) -> Config:
+        """Return a run's settings; it is evaluated on samples that are held out, fewer than the test split's."""
+        base = {"validation_fraction": 0.2, "threads": 1, "run_dir": str(self.root / name)}
+        return from_dict({**base, **settings})
+
     def model(self, name: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
         return found
+
+
+def batches_of(config: Config, *, replicas: int = 1) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
+    """Yield for each epoch of a run its steps: in each the inputs and labels of all replicas."""
+    shared = {"seed": config.data_seed, "batch_size": config.optimizer.batch_size, "replicas": replicas}
+    corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
+    given = {"seed": config.data_seed, "budget_bytes": 2**30}
+    feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
+    for epoch in range(config.optimizer.epochs):
+        steps = zip(*[feed.epoch(epoch) for feed in feeds], strict=True)
+        yield [[(feed.images.load(b.ids, b.views), b.labels) for feed, b in zip(feeds, step)] for step in steps]
 
 
 def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvfreeze.comm.world import World
-from hvfreeze.config.tree import from_dict
-from hvfreeze.errors import HvfreezeError
+from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.errors import HvfreezeError, NumericsError
 from hvfreeze.model.early_exits import CRITICS
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.strategies.base import State
@@ -18,7 +17,8 @@ from hvfreeze.training.build import prepare
 from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import evaluate
 from hvfreeze.training.job import Job
-from tests.parallel.workers.checking import let_models_be_small, run_checks
+from hvfreeze.training.run import run
+from tests.parallel.workers.checking import let_models_be_small
 
 BATCH, STEPS, RATE = 6, 4, 0.05
 CACHED = {"augment": "views:2", "cache": "on"}
@@ -126,7 +126,7 @@ class Trial:
         self.model = MODELS.get(name, "shufflenet_v2_x0_5")
         let_models_be_small()
 
-    def job(self, **changes: Any) -> Job:
+    def config(self, **changes: Any) -> Config:
         self.count += 1
         base = {
             "model": self.model,
@@ -146,7 +146,10 @@ class Trial:
         if self.name == "grid":
             # Samples of a batch that every number of partitions divides.
             base |= {"parts": 2 if self.world.size == 4 else None, "micro_batches": 3 if self.world.size == 3 else 2}
-        return prepare(from_dict({**base, **SETTINGS[self.name], **changes}), self.world)
+        return from_dict({**base, **SETTINGS[self.name], **changes})
+
+    def job(self, **changes: Any) -> Job:
+        return prepare(self.config(**changes), self.world)
 
     def train(self, job: Job, *, first: int, last: int, disturbed: bool = False) -> str:
         """Make the steps first..last-1; return the digest of the whole model then."""
@@ -256,6 +259,17 @@ def check_closing_twice_does_no_harm(trial: Trial) -> None:
     job.strategy.close()
 
 
+def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
+    config = trial.config(lr=1e30, weight_decay=0.0)
+    try:
+        run(config, trial.world)
+    except NumericsError as error:
+        assert "not finite" in str(error) and error.everywhere
+        assert not list(Path(config.run.run_dir).glob("checkpoints/step-*.pt")), "numbers that are not finite are kept"
+    else:
+        raise AssertionError("nobody noticed")
+
+
 def check_what_does_not_fit_is_refused_by_all(trial: Trial) -> None:
     for changes in UNFIT[trial.name]:
         try:
@@ -266,5 +280,4 @@ def check_what_does_not_fit_is_refused_by_all(trial: Trial) -> None:
             raise AssertionError(f"{trial.name} accepts {changes}")
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1]), sys.argv[2]))
+setting = Trial

@@ -20,7 +20,6 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.reading import Move
-from tests.parallel.workers.checking import run_checks
 
 SHAPES = [(40, 30), (30,), (16, 3, 5, 5), (7,), (20, 20)]
 
@@ -471,7 +470,3 @@ def check_ranks_that_take_turns_in_one_process_observe_what_ranks_at_once_do(wor
             assert len(mine) == len(seen) > 2
             assert all(abs(a - b) < 1e-3 * largest for x, y in zip(mine, seen) for a, b in zip(x, y)), (mine, seen)
         turns.begin_interval()
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world)

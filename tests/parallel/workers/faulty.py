@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
+from tests.parallel.mpirun import OUT_VARIABLE, command_of, processes_of
 from tests.parallel.workers.checking import let_models_be_small
 
 make_step = loop.train_step
@@ -69,15 +71,11 @@ def spin(job: Job) -> None:
         pass
 
 
-def ask_launcher_to_leave(job: Job) -> None:
-    os.kill(os.getppid(), signal.SIGUSR1)
-    while not job.asked_to_leave:
-        time.sleep(0.001)
-
-
 def terminate_launcher(job: Job) -> None:
     note_the_time(job)
-    os.kill(os.getppid(), signal.SIGTERM)
+    # Not the parent, which is a standing process; see pool.py.
+    (launcher,) = (pid for pid in processes_of(Path(os.environ[OUT_VARIABLE])) if command_of(pid).startswith("mpirun "))
+    os.kill(launcher, signal.SIGTERM)
     while True:
         time.sleep(1)
 
@@ -111,10 +109,6 @@ def fill_the_disk_of_the_log(job: Job) -> None:
     hvfreeze.runs.record.open_own = lambda path, flags: os.open("/dev/full", os.O_WRONLY)  # type: ignore[attr-defined]
 
 
-def have_other_versions(job: None) -> None:
-    hvfreeze.training.build.version_of = lambda package: "0.1"  # type: ignore[attr-defined]
-
-
 def have_other_sources(job: None) -> None:
     hvfreeze.training.build.source_digest = lambda: "other"  # type: ignore[attr-defined]
 
@@ -129,10 +123,8 @@ FAULTS: dict[str, Callable[[Any], object]] = {
     "exit": lambda job: os._exit(3),
     "raise": fail,
     "refuse": refuse,
-    "versions": have_other_versions,
     "sources": have_other_sources,
     "spin": spin,
-    "ask-launcher": ask_launcher_to_leave,
     "terminate-launcher": terminate_launcher,
     "perturb": perturb_a_weight,
     "freeze-alone": freeze_alone,

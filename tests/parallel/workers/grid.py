@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import hvfreeze.strategies.grid.build as opening
-from hvfreeze.comm.world import SoloWorld, World
-from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.data.batches import open_feeds
-from hvfreeze.errors import DivergedError, NumericsError
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
+from hvfreeze.errors import DivergedError
 from hvfreeze.freezing import freezer
 from hvfreeze.strategies.grid.build import BlockTrial
-from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.grid import Grid
 from tests.parallel.workers import checking
-from tests.parallel.workers.checking import as_runs_lay_out, differing, run_checks, small_resnet
+from tests.parallel.workers.checking import as_runs_lay_out, batches_of, differing, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR = 16, 3, 2, 0.03
@@ -43,18 +40,10 @@ class Trial(checking.Trial):
     def __init__(self, world: World, root: Path) -> None:
         super().__init__(world, root, small_resnet)
 
-    def config(self, name: str, *, shares: int, **changes: Any) -> Config:
-        base = {
-            "train_samples": STEPS * BATCH * shares * 5 // 4 + 2,
-            "validation_fraction": 0.2,
-            "batch_size": BATCH,
-            "epochs": EPOCHS,
-            "lr": LR,
-            "weight_decay": 1e-2,
-            "threads": 1,
-            "run_dir": str(self.root / name),
-        }
-        return from_dict({**base, **changes})
+    def config(self, name: str, *, shares: int, **changes: Any) -> Config:  # type: ignore[override]
+        samples = STEPS * BATCH * shares * 5 // 4 + 2
+        base = {"train_samples": samples, "batch_size": BATCH, "epochs": EPOCHS, "lr": LR, "weight_decay": 1e-2}
+        return super().config(name, **{**base, **changes})
 
     def grid(self, name: str, shape: tuple[int, int, int], **changes: Any) -> Config:
         parts, replicas, number = shape
@@ -65,18 +54,12 @@ class Trial(checking.Trial):
     def twin(self, shape: tuple[int, int, int], segments: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """The same training in this process."""
         _, replicas, number = shape
-        config = self.config("data", shares=replicas)
-        shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": replicas}
-        corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        given = {"seed": config.data_seed, "budget_bytes": 2**30}
-        feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
         torch.manual_seed(0)
         options = {"lr": rate_of(shape), "momentum": 0.9, "weight_decay": 1e-2}
         twin = Grid(laid_out(10), replicas=replicas, ranges=ranges(segments), micro_batches=number, **options)
-        for epoch in range(EPOCHS):
-            steps = zip(*[feed.epoch(epoch) for feed in feeds], strict=True)
-            for step in steps:
-                twin.step([(feed.images.load(b.ids, b.views), b.labels) for feed, b in zip(feeds, step)])
+        for epoch in batches_of(self.config("data", shares=replicas), replicas=replicas):
+            for step in epoch:
+                twin.step(step)
             twin.pool()
         return twin.models[0].state_dict()
 
@@ -238,16 +221,6 @@ def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
                 assert mine == theirs, f"{kind} differ after {stop}"
 
 
-def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
-    shape = SHAPES[trial.world.size][0]
-    try:
-        run(trial.grid("broken", shape, lr=1e30, weight_decay=0.0), trial.world)
-    except NumericsError as error:
-        assert "not finite" in str(error) and error.everywhere
-    else:
-        raise AssertionError("nobody noticed")
-
-
 def check_ranks_whose_blocks_are_all_frozen_take_part_in_what_gains_are_summed(trial: Trial) -> None:
     size = trial.world.size
     if size == 1:
@@ -281,5 +254,4 @@ def check_a_line_whose_ranks_count_a_vote_otherwise_is_stopped(trial: Trial) -> 
         freezer.hold_vote = count
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))
+setting = Trial

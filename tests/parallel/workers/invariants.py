@@ -28,7 +28,7 @@ from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.training import build
-from tests.parallel.workers.checking import messages, run_checks
+from tests.parallel.workers.checking import messages
 from tests.program import save_photos
 
 
@@ -446,7 +446,3 @@ def check_a_poisoned_loss_is_known_to_all(world: World) -> None:
     parts.step(poison=world.rank == world.size - 1)
     assert parts.signals.nonfinite == 1
     assert not parts.reducer.gradients_are_finite()
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world)

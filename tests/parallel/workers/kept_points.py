@@ -14,7 +14,7 @@ from hvfreeze.heads import centres, kernel
 from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.points import OwnPoints
 from hvfreeze.prefix.features import Features
-from tests.parallel.workers.checking import let_models_be_small, run_checks
+from tests.parallel.workers.checking import let_models_be_small
 from tests.parallel.workers.runs import Runs, stopped_solving
 
 BATCH = 16
@@ -141,7 +141,3 @@ def check_a_solver_that_is_stopped_goes_on_where_it_was(world: World) -> None:
         mine.write_bytes(mine.read_bytes()[:-100])
     world.barrier(name="cut")
     assert runs("damaged", resume=True, **kept)["parameter_digest"] == straight["parameter_digest"]
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world)

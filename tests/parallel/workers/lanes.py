@@ -14,7 +14,6 @@ from hvfreeze.comm.point_to_point import LaneCounts, Wire, open_wire
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError, UsageError
-from tests.parallel.workers.checking import run_checks
 
 LANES = ("activations", "errors")
 
@@ -199,7 +198,3 @@ def check_a_longer_cycle(world: World) -> None:
     else:
         raise AssertionError("Horovod was started anew beside a cycle time")
     try_collectives(world, list(range(world.size)), "still")
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.world import SoloWorld, World
-from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.data.batches import open_feeds
-from hvfreeze.errors import NumericsError
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.early_exits import add_exits
 from hvfreeze.strategies.local_critics import strategy
-from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.local_critics import LocalCritics
-from tests.parallel.workers.checking import as_runs_lay_out, differing, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers import checking
+from tests.parallel.workers.checking import as_runs_lay_out, batches_of, differing, let_runs_build, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR, CRITIC_LR, DECAY = 8, 6, 2, 0.03, 1e-3, 1e-2
@@ -44,13 +41,12 @@ def with_dropout(classes: int) -> nn.Module:
     return model
 
 
-class Trial:
-    """Runs with equal settings but for what is said, each in a directory of its own."""
+class Trial(checking.Trial):
+    """Runs of a small network; see `checking.Trial`."""
 
     def __init__(self, world: World, root: Path) -> None:
-        self.world, self.root = world, root
+        super().__init__(world, root, small_resnet)
         self.alone = world.among([0])
-        let_runs_build(small_resnet)
 
     def config(self, name: str, **changes: Any) -> Config:
         base = {
@@ -58,29 +54,17 @@ class Trial:
             "cut_by": "count",
             "critic_lr": CRITIC_LR,
             "train_samples": STEPS * BATCH * 5 // 4 + 2,
-            "validation_fraction": 0.2,
             "batch_size": BATCH,
             "image_size": PIXELS,
             "epochs": EPOCHS,
             "lr": LR,
             "weight_decay": DECAY,
             "label_smoothing": SMOOTHING,
-            "threads": 1,
-            "run_dir": str(self.root / name),
         }
-        return from_dict({**base, **changes})
-
-    def model(self, name: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
-        return found
+        return super().config(name, **{**base, **changes})
 
     def twin(self, groups: Sequence[Sequence[int]], *, critic_every: int) -> dict[str, Tensor]:
         """The same training in this process."""
-        config = self.config("data")
-        corpus = open_corpus(
-            config.data, SoloWorld(), whole_batches=True, seed=config.data_seed, batch_size=BATCH, replicas=1
-        )
-        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, budget_bytes=2**30)
         torch.manual_seed(0)
         model: Any = laid_out(10)
         torch.manual_seed(1)
@@ -101,9 +85,9 @@ class Trial:
             momentum=0.9,
             weight_decay=DECAY,
         )
-        for epoch in range(EPOCHS):
-            for batch in feed.epoch(epoch):
-                twin.step(feed.images.load(batch.ids, batch.views), batch.labels)
+        for epoch in batches_of(self.config("data")):
+            for (batch,) in epoch:
+                twin.step(*batch)
         state: dict[str, Tensor] = model.state_dict()
         return state
 
@@ -211,18 +195,4 @@ def check_a_frozen_front_is_read_from_the_cache(trial: Trial) -> None:
         assert not torch.equal(found["layer1.0.conv1.weight"], start["layer1.0.conv1.weight"])
 
 
-def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
-    try:
-        run(trial.config("broken", lr=1e30, weight_decay=0.0, label_smoothing=0.0), trial.world)
-    except NumericsError as error:
-        assert "not finite" in str(error) and error.everywhere
-        if trial.world.rank == 0:
-            assert not list((trial.root / "broken").glob("checkpoints/step-*.pt")), (
-                "numbers that are not finite are kept"
-            )
-    else:
-        raise AssertionError("nobody noticed")
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))
+setting = Trial

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.world import SoloWorld, World
-from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.data.batches import Batch, open_feeds
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import loop
-from hvfreeze.training.build import open_corpus
 from hvfreeze.training.job import Job
 from hvfreeze.training.run import run
 from tests.parallel.twins.local_sgd import Copies
 from tests.parallel.workers import checking
-from tests.parallel.workers.checking import as_runs_lay_out, differing, run_checks, small_resnet
+from tests.parallel.workers.checking import as_runs_lay_out, batches_of, differing, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, STEPS, EPOCHS, LR = 8, 4, 3, 0.03
@@ -44,30 +42,17 @@ class Trial(checking.Trial):
         base = {
             "strategy": "local-sgd",
             "train_samples": STEPS * BATCH * self.world.size * 5 // 4 + 2,
-            "validation_fraction": 0.2,
             "batch_size": BATCH,
             "epochs": EPOCHS,
             "lr": LR,
             "weight_decay": 1e-2,
-            "threads": 1,
             "checkpoint_every": "0",
-            "run_dir": str(self.root / name),
         }
-        return from_dict({**base, **changes})
+        return super().config(name, **{**base, **changes})
 
     def steps(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Return for each step of a run the batches of all ranks."""
-        config = self.config("data")
-        shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": self.world.size}
-        corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        given = {"seed": config.data_seed, "budget_bytes": 2**30}
-        feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(self.world.size)]
-        epochs = [zip(*[feed.epoch(epoch) for feed in feeds], strict=True) for epoch in range(EPOCHS)]
-        return [
-            [(feed.images.load(b.ids, b.views), b.labels) for feed, b in zip(feeds, step)]
-            for epoch in epochs
-            for step in epoch
-        ]
+        return [step for epoch in batches_of(self.config("data"), replicas=self.world.size) for step in epoch]
 
 
 def killed(config: Config, world: World, *, after: int) -> None:
@@ -169,5 +154,4 @@ def check_all_ranks_learn_of_numbers_that_are_not_finite(trial: Trial) -> None:
             raise AssertionError("nobody noticed")
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))
+setting = Trial

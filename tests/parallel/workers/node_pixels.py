@@ -27,7 +27,6 @@ from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
 from hvfreeze.errors import RefusedError
 from hvfreeze.training import build, node_pixels
 from hvfreeze.training.stage_build import replicas_of
-from tests.parallel.workers.checking import run_checks
 from tests.program import save_photos
 from tests.single.data.test_cifar import write_cifar10
 
@@ -246,6 +245,5 @@ def refusal(work: Any) -> str:
     raise AssertionError("nobody refused")
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world)
+def check_nothing_is_held_in_the_end(world: World) -> None:
     let_go()

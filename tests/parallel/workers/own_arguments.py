@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -24,9 +24,8 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.integration.cached_loader import CachedLoader
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.script_world import script_world
-from tests.parallel.workers.checking import run_checks
-from tests.parallel.workers.own_optimizer import raises
+from tests.parallel.workers.own_optimizer import note_what_is_told, raises
+from tests.parallel.workers.own_optimizer import start as start
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 LINES: list[str] = []
@@ -353,12 +352,7 @@ def check_a_process_set_trains_and_votes_and_others_train_alone(world: World) ->
         hvd.remove_process_set(process_set)
 
 
-if __name__ == "__main__":
+def setting(world: World, root: Path) -> World:
     warnings.filterwarnings("ignore", message="Parameter `num_groups`")
-    handler = logging.Handler()
-    handler.emit = lambda record: LINES.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hvfreeze").addHandler(handler)
-    logging.getLogger("hvfreeze").setLevel(logging.INFO)
-    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-    hvd.init()
-    run_checks(globals(), on=lambda world: world, world=script_world())
+    note_what_is_told(LINES)
+    return world

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.model.tiny_lm import TinyLM
-from tests.parallel.workers.checking import run_checks
-from tests.parallel.workers.own_optimizer import Text, average_by_hand, open_as_scripts_do, parameters, raises
+from tests.parallel.workers.own_optimizer import Text, average_by_hand, note_what_is_told, parameters, raises
+from tests.parallel.workers.own_optimizer import start as start
 
 LINES: list[str] = []
 
@@ -564,9 +563,6 @@ def check_what_cannot_be_found_out_is_asked_for_by_name(world: World) -> None:
     raises(UsageError, "must be a string, or a list of names", lambda: wrap(model, world, blocks=[1, 2]))
 
 
-if __name__ == "__main__":
-    handler = logging.Handler()
-    handler.emit = lambda record: LINES.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hvfreeze").addHandler(handler)
-    logging.getLogger("hvfreeze").setLevel(logging.INFO)
-    run_checks(globals(), on=lambda world: world, world=open_as_scripts_do(sys.argv[2]))
+def setting(world: World, root: Path) -> World:
+    note_what_is_told(LINES)
+    return world

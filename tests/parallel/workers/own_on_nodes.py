@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from hvfreeze.comm.replica_sync import check_replicas
-from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.parallel.workers.own_scripts import run_image
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    DistributedOptimizer.__init__.__kwdefaults__["settings"] = FreezeConfig(freeze="geometric")
     shared, found = Path(sys.argv[1]), {}
     places = {"shared": shared / "activations", "own": Path(os.environ["TMPDIR"]) / "activations"}
     for name, directory in (("none", None), *places.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import sys
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,9 +20,31 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import RunningWorld, script_world
-from tests.parallel.workers.checking import run_checks
 
 STEPS = 4
+
+
+def start(how: str = "running") -> World:
+    """Open the world of a script that has started Horovod itself, `running`, or leaves it to hvfreeze, `not-yet`."""
+    import horovod.torch as hvd
+
+    if how == "running":
+        # For the sets that own_arguments adds.
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        hvd.init()
+    world = script_world()
+    assert hvd.is_initialized() and hvd.size() == world.size and hvd.rank() == world.rank
+    kind = RunningWorld if how == "running" else HorovodWorld
+    assert type(world) is kind or world.size == 1
+    return world
+
+
+def note_what_is_told(lines: list[str]) -> None:
+    """Add to `lines` what hvfreeze logs from now on."""
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hvfreeze").addHandler(handler)
+    logging.getLogger("hvfreeze").setLevel(logging.INFO)
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, **options: Any) -> DistributedOptimizer:
@@ -168,18 +190,15 @@ def text_training(world: World, **settings: Any) -> tuple[Text, DistributedOptim
 
 
 def check_a_model_with_several_inputs_freezes_by_vote(world: World) -> None:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("hvfreeze").addHandler(handler)
-    logging.getLogger("hvfreeze").setLevel(logging.INFO)
+    lines: list[str] = []
+    note_what_is_told(lines)
     model, optimizer, train = text_training(world, vote_weight="loss")
     names = [block.name for block in optimizer.freezer.chain.blocks]
     assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
     assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
     train(40)
     assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
-    assert any("frozen: embedding" in record.getMessage() for record in records) == (world.rank == 0)
+    assert any("frozen: embedding" in line for line in lines) == (world.rank == 0)
     check_replicas(model, world, step=40)
 
 
@@ -366,19 +385,3 @@ def check_parameters_beside_the_model_are_averaged_too(world: World) -> None:
         optimizer.step()
     assert len(set(world.allgather_object(scale.item(), name="test.scale"))) == 1
     assert scale.item() != 1
-
-
-def open_as_scripts_do(how: str) -> World:
-    import horovod.torch as hvd
-
-    if how == "running":
-        hvd.init()
-    world = script_world()
-    assert hvd.is_initialized() and hvd.size() == world.size and hvd.rank() == world.rank
-    kind = RunningWorld if how == "running" else HorovodWorld
-    assert type(world) is kind or world.size == 1
-    return world
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world, world=open_as_scripts_do(sys.argv[2]))

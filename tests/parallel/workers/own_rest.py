@@ -6,7 +6,6 @@ without the optimizer too.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -21,17 +20,27 @@ from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import RunningWorld, script_world
-from tests.parallel.workers.checking import run_checks
+from tests.parallel.workers.own_optimizer import note_what_is_told
 
-RUNNING = sys.argv[2] == "started"
+RUNNING = sys.argv[2] == "own_rest:started"
 told: list[str] = []
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
 
 
-class Noting(logging.Handler):
-    """Notes what is told."""
+def start(how: str) -> World:
+    import horovod.torch as hvd
 
-    def emit(self, record: logging.LogRecord) -> None:
-        told.append(record.getMessage())
+    hostname = f"node{os.environ['OMPI_COMM_WORLD_RANK']}"
+    socket.gethostname = lambda: hostname
+    os.environ.pop(CYCLE_TIME, None)
+    note_what_is_told(told)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if how == "started":
+        hvd.init()
+    if how == "loop":
+        return script_world()
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model).world
 
 
 def check_how_long_horovod_rests(world: World) -> None:
@@ -59,23 +68,3 @@ def check_that_ranks_train_alike(world: World) -> None:
         model(torch.randn(8, 4)).square().mean().backward()
         again.step()
     check_replicas(model, world, step=3)
-
-
-if __name__ == "__main__":
-    import horovod.torch as hvd
-
-    hostname = f"node{os.environ['OMPI_COMM_WORLD_RANK']}"
-    socket.gethostname = lambda: hostname
-    os.environ.pop(CYCLE_TIME, None)
-    logging.getLogger("hvfreeze").addHandler(Noting())
-    logging.getLogger("hvfreeze").setLevel(logging.INFO)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    if RUNNING:
-        hvd.init()
-    if sys.argv[2] == "loop":
-        opened = script_world()
-    else:
-        opened = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model).world
-    run_checks(globals(), on=lambda world: world, world=opened)

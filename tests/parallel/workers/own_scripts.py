@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
@@ -20,12 +21,15 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.examples import image, text
 from hvfreeze.examples.data import TextClassifier, digits, reviews
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.script_world import script_world
 from hvfreeze.torchvision_shim import torchvision
-from tests.parallel.workers.checking import run_checks
+from tests.parallel.workers.own_optimizer import start as start
 
 MODEL = "shufflenet_v2_x0_5"
 Result = tuple[Any, Any, list[float]]
+
+
+voted = patch.dict(DistributedOptimizer.__init__.__kwdefaults__, settings=FreezeConfig(freeze="geometric"))
+"""Votes that freeze for certain, also on processors that round in another way."""
 
 
 def without_cache(module: ModuleType) -> dict[str, Any]:
@@ -36,6 +40,7 @@ def without_cache(module: ModuleType) -> dict[str, Any]:
     return found
 
 
+@voted
 def run_image(epochs: int, directory: Path | None) -> Result:
     words = ["--model", MODEL, "--samples", "72", "--batch-size", "6", "--epochs", str(epochs)]
     module = without_cache(image) if directory is None else vars(image)
@@ -43,6 +48,7 @@ def run_image(epochs: int, directory: Path | None) -> Result:
     return result
 
 
+@voted
 def run_text(epochs: int, directory: Path | None) -> Result:
     module = without_cache(text) if directory is None else vars(text)
     result: Result = module["main"](epochs, samples=96, batch_size=8, cache_dir=str(directory))
@@ -122,10 +128,3 @@ def check_a_cache_changes_no_bit_of_a_script(world: World) -> None:
         assert list(directory.glob("*.h5")), f"{kind}: nothing was cached"
         cuts = world.allgather_object(str(optimizer.freezer.cut_history), name="test.cuts")
         assert len(set(cuts)) == 1, cuts
-
-
-if __name__ == "__main__":
-    # Votes that freeze for certain, also on processors that round in another way.
-    DistributedOptimizer.__init__.__kwdefaults__["settings"] = FreezeConfig(freeze="geometric")
-    hvd.init()
-    run_checks(globals(), on=lambda world: world, world=script_world())

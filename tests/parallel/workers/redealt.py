@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import open_feeds
-from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.grid import Grid
-from tests.parallel.workers.checking import run_checks
+from tests.parallel.workers.checking import batches_of
 from tests.parallel.workers.grid import BOUNDARIES, Trial, laid_out, ranges, without_places
 from tests.parallel.workers.runs import interrupted, lines
 
@@ -53,22 +48,17 @@ class Redealt(Trial):
     def followed(self, config: Config, summary: dict[str, Any]) -> dict[str, Tensor]:
         """The same training in this process, with the cuts and the deals that a run says it had."""
         grid, replicas = summary["grid"], summary["grid"]["replicas"]
-        shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": replicas}
-        corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        given = {"seed": config.data_seed, "budget_bytes": 2**30}
-        feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
         torch.manual_seed(0)
         first, *later = grid["deals"]
         options = {"lr": LR, "momentum": 0.9, "weight_decay": 1e-2}
         cut = ranges(first["segments"])
         twin = Grid(laid_out(10), replicas=replicas, ranges=cut, micro_batches=grid["micro_batches"], **options)
-        for epoch in range(EPOCHS):
+        for epoch, steps in enumerate(batches_of(config, replicas=replicas)):
             for deal in later:
                 if deal["step"] == epoch * STEPS:
                     twin.become(deal["replicas"] // len(twin.models), ranges=ranges(deal["segments"]))
             twin.freeze(CHILDREN[CUTS[epoch]])
-            for step in zip(*[feed.epoch(epoch) for feed in feeds], strict=True):
-                batches = [(feed.images.load(b.ids, b.views), b.labels) for feed, b in zip(feeds, step)]
+            for batches in steps:
                 lines = len(twin.models) // replicas
                 twin.step([some for x, y in batches for some in zip(x.tensor_split(lines), y.tensor_split(lines))])
             twin.pool()
@@ -149,5 +139,4 @@ def check_a_resumed_run_is_the_uninterrupted_one(trial: Redealt) -> None:
             assert mine == theirs
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Redealt(world, Path(sys.argv[1])))
+setting = Redealt

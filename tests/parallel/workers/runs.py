@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -27,7 +26,7 @@ from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
 from hvfreeze.training.run import run
-from tests.parallel.workers.checking import as_runs_lay_out, let_models_be_small, run_checks, small_shufflenet
+from tests.parallel.workers.checking import as_runs_lay_out, let_models_be_small, small_shufflenet
 
 MODEL = "shufflenet_v2_x0_5"
 STEPS, EPOCHS, BATCH = 4, 3, 8
@@ -218,12 +217,21 @@ def see_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
     assert abs(images - EPOCHS * STEPS * BATCH) < 0.01, "images of some batches were not counted"
 
 
-def check_voted_runs(world: World) -> None:
+class Given(NamedTuple):
+    """What checks are called with: the ranks, where runs are, and whether one is stopped after every step."""
+
+    world: World
+    root: Path
+    everywhere: bool
+
+
+def check_voted_runs(given: Given) -> None:
     settings = {**VOTED, "signal": "local", "checkpoint_every": "0", "augment": "views:2"}
-    see_that_resumed_runs_are_equal(world, ROOT, "voted", everywhere=sys.argv[2] == "all", **settings)
+    see_that_resumed_runs_are_equal(given.world, given.root, "voted", everywhere=given.everywhere, **settings)
 
 
-def check_scheduled_runs_whose_exchange_is_chosen(world: World) -> None:
+def check_scheduled_runs_whose_exchange_is_chosen(given: Given) -> None:
+    world, root, _ = given
     reducer.UNCOMPRESSED_STEPS = 3
     thin = {"precision": "bfloat16", "compression": "powersgd:16", "accumulate": 3}
     # Clocks decide what auto chooses; here it is always the same.
@@ -231,13 +239,13 @@ def check_scheduled_runs_whose_exchange_is_chosen(world: World) -> None:
     if world.size == 3:
         thin["compression"] = "auto"
     settings = {**SCHEDULED, "checkpoint_every": "3s", **thin}
-    history = see_that_resumed_runs_are_equal(world, ROOT, "scheduled", everywhere=False, **settings)
+    history = see_that_resumed_runs_are_equal(world, root, "scheduled", everywhere=False, **settings)
     assert history[-1][2] > history[0][2], f"the cut never moved, so nothing was shown: {history}"
     if world.size > 1:
         other = {"compression": "powersgd:16" if world.size == 3 else "auto"}
-        see_that_auto_is_what_it_chose(world, ROOT, **{**settings, **other})
+        see_that_auto_is_what_it_chose(world, root, **{**settings, **other})
     if world.size == 2:
-        see_what_is_tried(world, ROOT)
+        see_what_is_tried(world, root)
 
 
 def freeze_and_thaw(seen: Evidence) -> int:
@@ -245,30 +253,26 @@ def freeze_and_thaw(seen: Evidence) -> int:
     return 0 if len(seen.looks) == 2 else max(seen.cut, 2 if seen.gains is not None else 0)
 
 
-def check_runs_that_freeze_and_thaw(world: World) -> None:
+def check_runs_that_freeze_and_thaw(given: Given) -> None:
+    world, root, _ = given
     settings: dict[str, Any] = {"freeze": "coherence", "interval": 2, "freeze_warmup": 2, "augment": "views:2"}
     settings |= {"epochs": 6, "quorum": 0.25, "checkpoint_every": "0"}
     with patch.dict(CRITERIA, {"coherence": Criterion(freeze_and_thaw, watches="gains")}):
-        history = see_that_resumed_runs_are_equal(world, ROOT, "thawed", everywhere=False, **settings)
-        cached = run(configuration(ROOT / "thawed-cached", world.size, **settings, cache="on"), world)
+        history = see_that_resumed_runs_are_equal(world, root, "thawed", everywhere=False, **settings)
+        cached = run(configuration(root / "thawed-cached", world.size, **settings, cache="on"), world)
     cuts = [cut for _, _, cut in history]
     assert cuts[:3] == [0, 2, 0], f"nothing was frozen and thawed: {history}"
-    straight = json.loads((ROOT / "thawed-straight/summary.json").read_text())
+    straight = json.loads((root / "thawed-straight/summary.json").read_text())
     assert cached["parameter_digest"] == straight["parameter_digest"], "rows of a cut that was left have changed bits"
     assert [list(move) for move in cached["cut_history"]] == straight["cut_history"]
     assert cached["cache"]["rows_written"] > 0
 
 
-def check_one_rank_is_plain_pytorch(world: World) -> None:
-    for accumulate in (1, 3) if world.size == 1 else ():
-        see_plain_pytorch(world, ROOT, accumulate=accumulate)
+def check_one_rank_is_plain_pytorch(given: Given) -> None:
+    for accumulate in (1, 3) if given.world.size == 1 else ():
+        see_plain_pytorch(given.world, given.root, accumulate=accumulate)
 
 
-def small(world: World) -> World:
+def setting(world: World, root: Path, stops: str) -> Given:
     let_models_be_small()
-    return world
-
-
-if __name__ == "__main__":
-    ROOT = Path(sys.argv[1])
-    run_checks(globals(), on=small)
+    return Given(world, root, everywhere=stops == "all")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import SoloWorld, World
-from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.config.tree import Config
 from hvfreeze.errors import NumericsError
 from hvfreeze.inference.card import read_card
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.build import prepare
 from hvfreeze.training.run import run
 from tests.parallel.twins.shared_trunk import Alone, seeded
-from tests.parallel.workers.checking import as_runs_lay_out, differing, let_runs_build, run_checks
+from tests.parallel.workers import checking
+from tests.parallel.workers.checking import as_runs_lay_out, differing
 from tests.parallel.workers.runs import interrupted
 
 models: Any = torchvision.models
@@ -36,28 +36,24 @@ def resnet(classes: int) -> nn.Module:
 laid_out = as_runs_lay_out(resnet)
 
 
-class Trial:
-    """Runs with equal settings but for what is said, each in a directory of its own."""
+class Trial(checking.Trial):
+    """Runs of a small network; see `checking.Trial`."""
 
     def __init__(self, world: World, root: Path) -> None:
-        self.world, self.root = world, root
+        super().__init__(world, root, resnet)
         self.shown: dict[str, Any] = {}
-        let_runs_build(resnet)
 
     def config(self, name: str, **changes: Any) -> Config:
         base = {
             "strategy": "shared-trunk",
             "train_samples": (STEPS * BATCH + SPARE) * 5 // 4 + 1,
-            "validation_fraction": 0.2,
             "batch_size": BATCH,
             "epochs": EPOCHS,
             "lr": LR,
             "weight_decay": 1e-2,
-            "threads": 1,
             "cut_by": "count",
-            "run_dir": str(self.root / name),
         }
-        return from_dict({**base, **changes})
+        return super().config(name, **{**base, **changes})
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.root / name / "metrics.jsonl").read_text().splitlines()]
@@ -211,5 +207,4 @@ def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
         raise AssertionError("nobody noticed")
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))
+setting = Trial

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ from hvfreeze.comm.world import World
 from hvfreeze.data import batches
 from hvfreeze.heads import rows
 from hvfreeze.strategies import data_parallel as strategy
-from tests.parallel.workers.checking import let_models_be_small, run_checks, small_shufflenet
+from tests.parallel.workers.checking import let_models_be_small, small_shufflenet
 from tests.parallel.workers.runs import Runs, stopped_solving
 
 MODEL = "shufflenet_v2_x0_5"
 SAMPLES, BATCH = 130, 16
-# So that features come in several batches.
-batches.PIXELS_AT_ONCE = 0
 SETTINGS: dict[str, Any] = {
     "model": MODEL,
     "train_samples": SAMPLES * 5 // 4,
@@ -31,12 +28,15 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(world: World) -> None:
+def setting(world: World, root: Path) -> Runs:
     let_models_be_small()
-    root = Path(sys.argv[1])
-    # Two batches to a chunk, so that a rank has several.
-    rows.CHUNK_ROWS = 2 * BATCH
-    runs = Runs(world, root, SETTINGS)
+    # So that features come in several batches, and two of them make a chunk, of which a rank has several.
+    batches.PIXELS_AT_ONCE, rows.CHUNK_ROWS = 0, 2 * BATCH
+    return Runs(world, root, SETTINGS)
+
+
+def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(runs: Runs) -> None:
+    world, root = runs.world, runs.root
     straight = runs("straight")
     same = {"again": runs("again")}
     kept = {"cache": "on", "cache_dir": str(root / "rows")}
@@ -72,7 +72,3 @@ def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(worl
         model: Any = small_shufflenet(10)
         model.load_state_dict(torch.load(root / "last" / "model.pt", weights_only=True), strict=True)
         assert model.fc.weight.abs().sum() > 0
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: world)

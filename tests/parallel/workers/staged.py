@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from hvfreeze.training.evaluation import Score
 from hvfreeze.training.job import Job
 from hvfreeze.training.stages import StageRunner
 from hvfreeze.training.time_budget import Timing
-from tests.parallel.workers.checking import let_models_be_small, run_checks
+from tests.parallel.workers.checking import let_models_be_small
 from tests.parallel.workers.runs import Runs, lines
 
 MODEL = "shufflenet_v2_x0_5"
@@ -462,15 +461,11 @@ def check_budgets(runs: Runs) -> None:
     assert trained["cut_history"][-1][2] > 0
 
 
-def setting(world: World) -> Runs:
+def setting(world: World, root: Path) -> Runs:
     let_models_be_small()
     # A criterion that wants one block more as soon as it has seen gradients twice: short runs show no other.
     CRITERIA["coherence"] = Criterion(lambda seen: min(seen.cut + (seen.gains is not None), 4), watches="gains")
     # Two batches to a chunk, so that a rank has several.
     rows.CHUNK_ROWS = 2 * BATCH
     settings = {**SETTINGS, "train_samples": 40 * world.size * 5 // 4}
-    return Runs(world, Path(sys.argv[1]), settings, started=0.0)
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=setting, only=f"check_{sys.argv[2]}")
+    return Runs(world, root, settings, started=0.0)

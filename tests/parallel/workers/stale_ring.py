@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.world import SoloWorld, World
-from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.data.batches import open_feeds
-from hvfreeze.errors import NumericsError
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import BuiltModel
 from hvfreeze.model.tiny_lm import EMBEDDING, WIDTH, TinyLM
 from hvfreeze.strategies.stale_ring.module import RingModule
 from hvfreeze.training import stage_build
-from hvfreeze.training.build import open_corpus
 from hvfreeze.training.run import run
 from tests.parallel.twins.stale_ring import StaleRing
-from tests.parallel.workers.checking import as_runs_lay_out, differing, let_runs_build, run_checks, small_resnet
+from tests.parallel.workers import checking
+from tests.parallel.workers.checking import as_runs_lay_out, batches_of, differing, let_runs_build, small_resnet
 from tests.parallel.workers.runs import interrupted, lines
 
 BATCH, CONTEXT, STEPS, EPOCHS, LAYERS = 4, 8, 7, 2, 4
@@ -67,8 +64,8 @@ def small_lm(characters: int, *, context: int) -> TinyLM:
     return TinyLM(characters, context=context, layers=LAYERS)
 
 
-class Trial:
-    """Runs with equal settings but for what is said, each in a directory of its own."""
+class Trial(checking.Trial):
+    """Runs of a small language model; see `checking.Trial`."""
 
     def __init__(self, world: World, root: Path) -> None:
         self.world, self.root = world, root
@@ -86,28 +83,18 @@ class Trial:
             "context": CONTEXT,
             "augment": "none",
             "train_samples": STEPS * BATCH * 5 // 4 + 2,
-            "validation_fraction": 0.2,
             "batch_size": BATCH,
             "epochs": EPOCHS,
             "weight_decay": WEIGHT_DECAY,
             "stale_after": STALE_AFTER,
-            "threads": 1,
-            "run_dir": str(self.root / name),
         }
-        return from_dict({**base, **changes})
-
-    def model(self, name: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)
-        return found
+        return super().config(name, **{**base, **changes})
 
     def follow(self, twin: StaleRing, config: Config) -> dict[str, Tensor]:
         """Train a twin on a run's batches."""
-        shared = {"seed": config.data_seed, "batch_size": BATCH, "replicas": 1}
-        corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
-        feed, _ = open_feeds(corpus, config.data, seed=config.data_seed, replica=0, budget_bytes=2**30)
-        for epoch in range(EPOCHS):
-            for batch in feed.epoch(epoch):
-                twin.step(feed.images.load(batch.ids, batch.views), batch.labels)
+        for epoch in batches_of(config):
+            for (batch,) in epoch:
+                twin.step(*batch)
         return twin.model.state_dict()
 
 
@@ -293,14 +280,4 @@ def check_running_statistics_are_seen_once(trial: Trial) -> None:
     let_runs_build_lm(small_lm)
 
 
-def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
-    try:
-        run(trial.config("broken", optimizer="sgd", lr=1e30, weight_decay=0.0), trial.world)
-    except NumericsError as error:
-        assert "not finite" in str(error) and error.everywhere
-    else:
-        raise AssertionError("nobody noticed")
-
-
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))
+setting = Trial

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hvfreeze.training.build import prepare
 from hvfreeze.training.run import run
 from tests.parallel.twins.subnets import Workers
 from tests.parallel.workers import local_sgd
-from tests.parallel.workers.checking import differing, let_models_be_small, run_checks
+from tests.parallel.workers.checking import differing, let_models_be_small
 from tests.parallel.workers.local_sgd import BATCH, EPOCHS, LR, STEPS, killed
 from tests.parallel.workers.runs import interrupted, lines
 
@@ -202,5 +201,4 @@ def check_a_rank_holds_its_part_alone(trial: Trial) -> None:
     assert sum(parameter.numel() for parameter in strategy.whole.parameters()) == 0
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=lambda world: Trial(world, Path(sys.argv[1])))
+setting = Trial

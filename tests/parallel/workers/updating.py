@@ -17,8 +17,8 @@ from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
 from hvfreeze.training.run import run
-from tests.parallel.workers.checking import run_checks
-from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines, small
+from tests.parallel.workers.checking import let_models_be_small
+from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines
 
 KEPT = {"keep": "best", "early_stop": 2}
 CACHED = {"augment": "views:2", "cache": "on"}
@@ -98,5 +98,6 @@ def check_a_stopped_run_goes_on_and_mixing_is_the_same_from_a_cache(world: World
     assert run(configuration(root / "uncached", world.size, **settings), world)["parameter_digest"] == digests["sgd"]
 
 
-if __name__ == "__main__":
-    run_checks(globals(), on=small)
+def setting(world: World, root: Path) -> World:
+    let_models_be_small()
+    return world

@@ -14,9 +14,9 @@ import torch
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.reader import ActivationFile
+from tests.parallel.mpirun import ROOT, environment
 from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, read, write_file
 
-ROOT = Path(__file__).parents[3]
 LOCKER = """
 import sys
 from pathlib import Path
@@ -26,28 +26,20 @@ store = open_store(Path(sys.argv[1]), keys, owner="the first job")
 fill(store, keys[:16], make_rows(40)[:16])
 print("building", flush=True)
 sys.stdin.readline()
-fill(store, keys, make_rows(40))
-store.close()
 """
 
 
-def test_two_jobs_do_not_build_the_same_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    command = [sys.executable, "-c", LOCKER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdin is not None and first.stdout is not None
-        assert first.stdout.readline() == "building\n"
-        keys, rows = make_keys(40), make_rows(40)
-        store = open_store(tmp_path, keys)
-        assert fill(store, keys, rows) == 0
-        assert store.waiting and store.missing(keys).all()
-        (warning,) = caplog.messages
-        assert re.search(rf'{store.path} is being built by .*"pid": {first.pid}.*the first job', warning)
-        other = open_store(tmp_path, keys, shard="1of2")
-        fill(other, keys, rows)
-        other.close()
-        first.stdin.write("\n")
-        first.stdin.flush()
-        assert first.wait(timeout=60) == 0
+def test_two_jobs_do_not_build_the_same_file(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    first, store = open_store(tmp_path, keys), open_store(tmp_path, keys)
+    fill(first, keys[:16], rows[:16])
+    assert fill(store, keys, rows) == 0
+    assert store.waiting and store.missing(keys).all()
+    other = open_store(tmp_path, keys, shard="1of2")
+    fill(other, keys, rows)
+    other.close()
+    fill(first, keys, rows)
+    first.close()
     store.refresh()
     found = read(store, keys[:BATCH_ROWS])
     assert store.complete and not store.waiting and found is not None and torch.equal(found, rows[:BATCH_ROWS])
@@ -97,11 +89,16 @@ def test_rows_of_another_shape_published_meanwhile_are_refused_and_the_lock_let_
     assert list(tmp_path.iterdir()) == [early.path]
 
 
-def test_the_lock_of_a_killed_process_and_its_temporary_file_are_taken_over(tmp_path: Path) -> None:
+def test_the_lock_of_a_process_keeps_others_out_until_it_is_killed_and_its_temporary_file_is_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     command = [sys.executable, "-c", LOCKER, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        first.stdout.readline()
+        assert first.stdout is not None and first.stdout.readline() == "building\n"
+        store = open_store(tmp_path, make_keys(40))
+        assert fill(store, make_keys(40), make_rows(40)) == 0
+        (warning,) = caplog.messages
+        assert re.search(rf'{store.path} is being built by .*"pid": {first.pid}.*the first job', warning)
         first.kill()
         first.wait(timeout=60)
     assert {path.suffix for path in tmp_path.iterdir()} == {".tmp", ".lock"}
@@ -159,18 +156,31 @@ print(len(list(directory.iterdir())))
 """
 
 
+def killed_at_every_write(place: Path, *more: str) -> set[str]:
+    """Return what the kills left in `place` where the file should be."""
+    script = place.with_name("killer.py")
+    script.write_text(KILLER)
+    ended = subprocess.run(
+        [sys.executable, str(script), str(place), *more],
+        cwd=ROOT,
+        env=environment({}, out=place.parent, timeout=240, ranks=1),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    *lines, left = ended.stdout.splitlines()
+    assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
+    return {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]}
+
+
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_process_killed_at_any_write_leaves_no_file_or_a_complete_one(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     place.mkdir()
-    command = [sys.executable, "-c", KILLER, str(place)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    *lines, left = done.stdout.splitlines()
-    assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
-    killed = {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]}
-    assert killed == {"absent", "40 rows"}
+    assert killed_at_every_write(place) == {"absent", "40 rows"}
 
 
 @pytest.mark.slow
@@ -182,10 +192,4 @@ def test_a_process_killed_while_it_completes_a_partial_file_leaves_the_old_or_th
     store.close()
     partial = tmp_path / "partial.h5"
     partial.write_bytes(store.path.read_bytes())
-    command = [sys.executable, "-c", KILLER, str(place), str(partial), "partial"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    *lines, left = done.stdout.splitlines()
-    assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
-    killed = {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]}
-    assert killed == {"16 rows", "40 rows"}
+    assert killed_at_every_write(place, str(partial), "partial") == {"16 rows", "40 rows"}

@@ -28,14 +28,6 @@ UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.2
 KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
 
 
-EXCHANGED = (
-    "Full fine-tuning of 50 000 images at 0.05 was made before ranks read from each other directly; of batches of 128 "
-    "that changed the time by less than it varies. That at 0.1 ran beside short tests: alone it takes as long as at "
-    "0.05, and auto's times over its are 1.14 times those given. `--freeze auto --epochs 3` ran hours later, when full "
-    "fine-tuning of 5 000 images took 0.90 of its time before: there, divide by that too."
-)
-
-
 def kept(path: Path) -> list[Line]:
     """Return the lines of runs that were made; none where there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
@@ -96,8 +88,7 @@ def readme(lines: Sequence[Line], *, preset: str) -> str:
     parts += [
         "## Limits\n",
         "- Made rows are Gaussian around the means of their classes; features of images are less regular.",
-        "- One run each; other work on the machine would show.",
-        f"- {EXCHANGED}\n",
+        "- One run each; other work on the machine would show.\n",
         "## How it was made\n",
         *(f"- `{command(some, preset=preset)}`" for some in (made, images) if some),
         f"- {machines_of(lines, unstamped=UNSTAMPED)}; source: {sources}",
@@ -147,6 +138,20 @@ def image_verdicts(lines: Sequence[Line]) -> list[str]:
             sentence += f"; against the best full fine-tuning {points:+.1f} points in {against(line, best)} the time"
         found.append(sentence + ".")
     return found
+
+
+def whole_commands(lines: Sequence[Line]) -> str:
+    """Return, in Markdown, whole commands of `--freeze auto` beside the best full fine-tuning on as many images."""
+    rows = []
+    for line in sorted(lines, key=lambda line: (line["rows"], line["command_seconds"])):
+        best = best_full(lines, line["rows"]) if line["way"].startswith(AUTO) else None
+        if best is not None:
+            both = (f"{percent(one['accuracy'])} in {seconds(one['command_seconds'])}" for one in (best, line))
+            points = f"{100 * (line['accuracy'] - best['accuracy']):+.1f} points"
+            cells = (str(line["rows"]), f"`{line['way']}`", *both, points, against(line, best))
+            rows.append(f"| {' | '.join(cells)} |")
+    heads = "| images | way | full fine-tuning | this way | difference | of its time |"
+    return "\n".join([heads, "|---:|:---|---:|---:|---:|---:|", *rows]) if rows else ""
 
 
 def best_full(lines: Sequence[Line], rows: int) -> Line | None:

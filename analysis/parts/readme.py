@@ -14,6 +14,7 @@ from analysis.parts.clock_tables import verdicts as whole_commands
 from analysis.parts.growth_pages import MEASURED, largest
 from analysis.parts.growth_pages import kept as kept_growth
 from analysis.parts.growth_pages import verdict as growth_verdict
+from analysis.parts.growth_pages import whole_commands as grown_commands
 from analysis.parts.networks.tables import kept, table, verdicts
 from analysis.parts.peers import TIMED, Cell, best_full, by_samples, cell_of
 from analysis.parts.strategies import critic_runs, ring_runs, subnet_runs
@@ -212,6 +213,12 @@ def growth(root: Path) -> str:
     return f"![growth]({folder}/figures/growth.svg)\n\n{told} [All runs]({folder}/README.md)."
 
 
+def whole_runs(root: Path) -> str:
+    """Return whole commands of `--freeze auto` beside full fine-tuning, from thousands of images on."""
+    lines = [line for line in kept_growth(root / "growth" / MEASURED) if line["kind"] == "images"]
+    return grown_commands(lines) or NOTHING_YET
+
+
 def network(root: Path) -> str:
     """Return images a second on 1, 2 and 4 nodes, by network and by way of exchanging gradients."""
     rows = kept(root / "network" / "rows.csv")
@@ -342,6 +349,7 @@ PARTS = {
     "cache-pays": cache_pays,
     "bench": bench,
     "growth": growth,
+    "whole-runs": whole_runs,
     "network": network,
     "cores": cores,
     "critics": strategy(critic_runs.answers),

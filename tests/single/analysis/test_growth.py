@@ -11,7 +11,7 @@ import torch
 from analysis import growth
 from analysis.growth import PRESETS, Planned, missing
 from analysis.parts import growth_rows
-from analysis.parts.growth_pages import AUTO, UNSTAMPED, growth_figure, readme
+from analysis.parts.growth_pages import AUTO, UNSTAMPED, growth_figure, readme, whole_commands
 from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, peak_bytes, solve
 from hvfreeze.heads.rows import Chunk
 
@@ -57,6 +57,9 @@ def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
     assert f"- a machine; {UNSTAMPED}; source: abc" in page
     assert "1,500 rows of 512 numbers, 1 rank" in page
     assert "against the best full fine-tuning -2.0 points in 0.25x the time" in page
+    assert whole_commands([image]) == "", "there is nothing beside it"
+    told = "| 1500 | `--freeze auto` | 82.0 % in 4.00 s | 80.0 % in 1.00 s | -2.0 points | 0.25x |"
+    assert whole_commands([image, full, worse]).splitlines()[2:] == [told]
     [axes, _] = growth_figure([line, image, full, worse]).axes
     assert len(axes.lines) == 2
     planned = [plan, Planned("made", 1_500, 2, 50)]

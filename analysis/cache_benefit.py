@@ -177,8 +177,8 @@ def drawings(results: Results) -> list[Drawing]:
             )
         ]
         caption = (
-            "Seconds of whole commands as learning rates are tried one after another; one run each; "
-            f"{'; '.join(sweep.setting.words for sweep in known)}."
+            "Seconds of whole commands as learning rates are tried one after another; one run each, sizes on different "
+            f"days; {'; '.join(sweep.setting.words for sweep in known)}."
         )
         figure = line_chart(lines, x="learning rates tried", y="seconds of all commands so far")
         found.append(Drawing("learning-rates", caption, figure))

@@ -52,5 +52,5 @@ docs: setup .venv/docs.stamp ## the guides and the reference as a site with sear
 	@touch $@
 
 torture: setup ## random kills, flips and full disks, hours on a slow machine; what is found goes to build/torture/
-	OMP_NUM_THREADS=1 $(RUN) pytest -q -n $(JOBS) -m torture tests/parallel tests/single/test_properties.py
+	OMP_NUM_THREADS=1 $(RUN) pytest -q -n $(JOBS) -m torture tests/parallel tests/single
 	OMP_NUM_THREADS=1 $(RUN) tests.torture --out build/torture $(ARGS)

@@ -87,15 +87,18 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
     return common
 
 
-def check_buffers(named: Sequence[tuple[str, Tensor]], world: World, *, step: int) -> None:
-    """Refuse buffers, the same names on all ranks, that differ between those ranks that hold them. Collective.
+def check_buffers(
+    named: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Module], world: World, *, step: int
+) -> None:
+    """Refuse buffers that differ between those ranks that hold them, but for running statistics. Collective.
 
-    Nothing travels where there are none.
+    Their names are the same on all ranks, and `modules` are those that have them. Nothing travels where there are none.
 
     Raises:
         DivergedError: the message names the buffer; on all ranks.
     """
-    found = unlike(named, world) if named and world.size > 1 else []
+    others = other_buffers(named, modules)
+    found = unlike(others, world) if others and world.size > 1 else []
     if found:
         raise DivergedError(f"replicas are not equal after step {step}: {buffers_differ(found)}")
 

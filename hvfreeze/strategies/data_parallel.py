@@ -25,7 +25,6 @@ from hvfreeze.comm.reducer import Signals
 from hvfreeze.comm.replica_sync import (
     check_buffers,
     check_replicas,
-    other_buffers,
     pooled_statistics,
     running_statistics,
 )
@@ -230,8 +229,7 @@ class DataParallel:
         clock.enter("data")
         if self.freezer.step == 1:
             # Now, before there is work to lose.
-            buffers = other_buffers(self.chain.named_buffers(), self.chain.modules())
-            check_buffers(buffers, self.freezer.world, step=1)
+            check_buffers(self.chain.named_buffers(), self.chain.modules(), self.freezer.world, step=1)
         if self.compression is not None:
             self.compression.after_step()
         answers = {MODEL: Answers(joined(logits_of), joined([batch.labels for batch in batches]))}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hvfreeze.comm.replica_sync import check_buffers, other_buffers
+from hvfreeze.comm.replica_sync import check_buffers
 from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, announce
@@ -128,8 +128,7 @@ class Grid:
         clock.enter("data")
         if self.freezer.step == 1:
             # Now, before there is work to lose.
-            buffers = other_buffers(self.chain.named_buffers(), self.chain.modules())
-            check_buffers(buffers, self.world, step=1)
+            check_buffers(self.chain.named_buffers(), self.chain.modules(), self.world, step=1)
         losses = {MODEL: mean_loss if result is None else result.loss}
         answers = {} if result is None else {MODEL: result.answers}
         return StepResult(losses=losses, answers=answers, leave=any_leaves, decision=decision)

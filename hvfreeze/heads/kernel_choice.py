@@ -8,7 +8,9 @@ gradients.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -236,9 +238,14 @@ def best_scale(answers: Tensor, labels: Tensor, share: float = 0.0) -> tuple[flo
     The part `share` of each label is spread evenly over the other classes; see `doubt`.
     """
     spread = smoothing(share, answers)
-    losses = [float(functional.cross_entropy(scale * answers, labels, label_smoothing=spread)) for scale in SCALES]
-    best = min(range(len(SCALES)), key=losses.__getitem__)
-    return SCALES[best], losses[best]
+
+    @cache
+    def loss(place: int) -> float:
+        return float(functional.cross_entropy(SCALES[place] * answers, labels, label_smoothing=spread))
+
+    # The cross-entropy is convex in the factor: it falls up to the best one, and rises from there on.
+    best = bisect_left(range(len(SCALES) - 1), True, key=lambda place: loss(place) <= loss(place + 1))
+    return SCALES[best], loss(best)
 
 
 def smoothing(share: float, answers: Tensor) -> float:

@@ -14,7 +14,7 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import NumericsError
 from hvfreeze.heads import kernel, linear
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
-from hvfreeze.heads.kernel_choice import best_scale
+from hvfreeze.heads.kernel_choice import SCALES, best_scale
 from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.moments import prepare
 from hvfreeze.heads.multilevel import take
@@ -280,3 +280,11 @@ def test_a_part_of_the_rows_has_held_out_ones_where_there_are_any() -> None:
     assert chosen([3, 5], 10) == [0, 3, 4, 5, 8, 12, 16]
     assert chosen([], 10) == [0, 4, 8, 12, 16]
     assert chosen([3], 40) == list(range(20))
+
+
+@pytest.mark.parametrize("signal", [0.0, 0.01, 1.0, 100.0])
+def test_the_factor_is_the_best_of_all(signal: float) -> None:
+    _, truth = clusters(60, seed=5)
+    said = signal * (functional.one_hot(truth, CLASSES) + torch.randn(60, CLASSES, generator=torch.manual_seed(0)))
+    losses = {scale: float(functional.cross_entropy(scale * said, truth)) for scale in SCALES}
+    assert best_scale(said, truth) == min(losses.items(), key=lambda item: item[1])

@@ -202,6 +202,22 @@ def test_ranks_under_srun_get_more_than_what_sbatch_let_into_the_job(tmp_path: P
     assert "--export=ALL " in done.stdout and done.stdout.endswith(" --ntasks=2 train\n"), done
 
 
+@pytest.mark.parametrize(
+    ("scontrol", "code", "said"),
+    [
+        ('[[ $* == "show hostnames a[1-2]" ]] && printf "a1\\na2\\n"', 0, "-np 3 -H a1:2,a2:2 true"),
+        ("exit 1", 2, "name hosts with -H"),
+    ],
+)
+def test_horovodrun_is_told_the_nodes_of_a_slurm_job(tmp_path: Path, scontrol: str, code: int, said: str) -> None:
+    stub(tmp_path, "scontrol", scontrol)
+    stub(tmp_path, "ssh", "exec bash -s")
+    stub(tmp_path, "horovodrun", 'echo "$*"')
+    job = {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS": "3"}
+    done = run("horovodrun.sh", "true", stubs=tmp_path, **job)
+    assert done.returncode == code and said in done.stdout + done.stderr, done
+
+
 @pytest.mark.parametrize("command", ["{}/slurm.sbatch train", "{}/slurm.sbatch", "{}/slurm.sbatch a b /slurm.sbatch"])
 def test_a_slurm_job_finds_its_clone_also_where_the_path_has_spaces(tmp_path: Path, command: str) -> None:
     launch = tmp_path / "my clone" / "launch"

@@ -4,7 +4,7 @@
     h = chain.prefix(3)(images)                                   # one tensor at every cut
     logits = chain.suffix(3)(h)                                   # bit for bit what the model gives; h is unchanged
 
-Your own model, when its children run one after another in the order in which they were defined:
+Your own model, when torch.fx can read its forward pass off:
 
     chain = cut_into_blocks(net, scheme="encoder,classifier", example=images)
 
@@ -275,12 +275,13 @@ class Chain:
             UsageError: a block fails, changes its input or gives no tensor, or the results are not equal bit for bit.
         """
         with torch.no_grad(), state_kept(self.model):
-            same = self._gives_the_same(example, training=False) and self._gives_the_same(example, training=True)
-        if not same:
+            same = [self._gives_the_same(example, training=training) for training in (False, True)]
+        if not all(same):
+            how = " while it trains" if same[0] else ""
             raise UsageError(
                 f"blocks ({', '.join(block.name for block in self.blocks)}): run one after another they do not give "
-                f"what the forward pass of {type(self.model).__name__} gives. Children must run once each, in the "
-                "order in which they were defined; write any other model out with Chain.from_modules"
+                f"what the forward pass of {type(self.model).__name__} gives{how}. Call each module once, and as the "
+                "images pass through; write any other model out with Chain.from_modules"
             )
 
     def _gives_the_same(self, example: Tensor, *, training: bool) -> bool:
@@ -313,7 +314,7 @@ def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor 
     """Return `model` as a chain of blocks.
 
     Args:
-        model: a torchvision classifier, or a module whose children run one after another as they were defined.
+        model: a torchvision classifier, or any module whose forward pass torch.fx can read off.
         scheme: `stage`, `residual` (the finest blocks; for ResNets the residual blocks), `paper` (ResNets: conv1,
             bn1+relu+maxpool, layer1-4, head), or NAME,NAME,...: each names a module that starts a block, in forward
             order; what runs before the first is a block too. For a module of your own, `stage` makes each child with
@@ -325,6 +326,22 @@ def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor 
         UsageError: the scheme names what cannot start a block, or the blocks do not repeat the model's forward pass.
     """
     layout = layout_of(model)
+    if example is None or layout.verified:
+        return cut_by(layout, model, scheme=scheme, example=example)
+    try:
+        return cut_by(layout, model, scheme=scheme, example=example)
+    except UsageError as error:
+        # Its forward pass may do more than to run its children. torch.fx takes a tenth of a second to import.
+        from hvfreeze.model.forward_steps import forward_layout
+
+        try:
+            return cut_by(forward_layout(model), model, scheme=scheme, example=example)
+        except UsageError as other:
+            raise other from error
+
+
+def cut_by(layout: Layout, model: nn.Module, *, scheme: str, example: Tensor | None) -> Chain:
+    """Return `model` as a chain of blocks of its layout's steps; see `cut_into_blocks`."""
     chain = _assemble(model, group_steps(layout, scheme=scheme), tied=layout.tied)
     if example is None and not layout.verified:
         raise UsageError(

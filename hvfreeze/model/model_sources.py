@@ -139,6 +139,11 @@ def set_memory_formats(model: nn.Module, image_shape: Sequence[int]) -> None:
     except Exception as error:  # the user's module may fail in any way
         says_all = isinstance(error, (RuntimeError, ValueError, AssertionError))
         why = str(error).partition("\n")[0] if says_all else told(error)
+        if "view size is not compatible" in why:
+            raise UsageError(
+                f"model ({type(model).__name__}) calls view() on a tensor in channels_last, the memory format here: "
+                "call flatten(1) or reshape() in its place"
+            ) from error
         raise UsageError(
             f"model ({type(model).__name__}) takes no images of {image_shape[1]}x{image_shape[2]} pixels: {why}; pass "
             "--image-size for square images of a size that it takes, or another --model"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.errors import UsageError
-from hvfreeze.model.blocks import Block, Chain, cut_into_blocks
+from hvfreeze.model.blocks import Block, Chain, cut_by, cut_into_blocks
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.modes import in_evaluation
 
@@ -447,7 +447,7 @@ def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, ex
         return cut_into_blocks(model, scheme=blocks or "stage")
     if layout is not None and isinstance(example, Tensor):
         try:
-            chain = cut_into_blocks(model, scheme=blocks or "stage", example=example)
+            chain = cut_by(layout, model, scheme=blocks or "stage", example=example)
         except UsageError:
             pass  # its forward pass does more than to run its children; it is traced
         else:

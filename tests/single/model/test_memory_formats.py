@@ -74,3 +74,16 @@ def test_a_model_that_takes_other_images_is_refused_by_their_shape(model: nn.Mod
         set_memory_formats(model, (3, 16, 32))
     assert "another --model" in str(refusal.value) and "\n" not in str(refusal.value)
     assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_a_view_of_channels_last_is_refused_with_what_to_call() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8 * 6 * 6, 2)
+
+        def forward(self, x: Tensor) -> object:
+            return self.fc(self.conv(x).view(x.size(0), -1))
+
+    with pytest.raises(UsageError, match=r"model \(Views\) calls view\(\) on a tensor in channels_last.*flatten\(1\)"):
+        set_memory_formats(Views(), (3, 8, 8))

@@ -1,0 +1,329 @@
+"""The steps of a module of one's own whose forward pass does more than to run its children, read off by torch.fx.
+
+Such as `self.fc(F.relu(self.conv(x)).flatten(1))`. The forward pass is recorded once, with a value that stands for any
+images. Where one tensor is all that the rest depends on, a step ends: a residual connection lies within a step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.fx import Graph, Node, Tracer
+from torch.fx.proxy import TraceError
+from torch.nn import functional
+
+from hvfreeze.errors import UsageError
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.steps import Call, Layout, Step, block_starts
+
+JOINED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules that begin no step, as in `steps.sequence`."""
+OUTSIDE = (operator.getitem, getattr)
+"""Functions that take a tensor out of what is none, which must not lie between two steps."""
+DROPOUTS: dict[type[Any], Call] = {
+    nn.Dropout: functional.dropout,
+    nn.Dropout1d: functional.dropout1d,
+    nn.Dropout2d: functional.dropout2d,
+    nn.Dropout3d: functional.dropout3d,
+    nn.AlphaDropout: functional.alpha_dropout,
+}
+LEAVING: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+"""Operators that change their first operand -> those that leave it as it is, for whoever keeps a step's input."""
+
+
+def forward_layout(model: nn.Module) -> Layout:
+    """Return the steps of any module's forward pass: `stage` has a block a child, `residual` a block a finest step.
+
+    Raises:
+        UsageError: the forward pass cannot be read off, or holds no module with parameters.
+    """
+    coarse = _steps_of(model, Whole())
+    steps = coarse if len(block_starts(model, coarse)) > 1 else _steps_of(model, Tracer())
+    finest = block_starts(model, steps)
+    return Layout(tuple(steps), {"stage": _by_child(finest), "residual": finest}, verified=False)
+
+
+class Whole(Tracer):
+    """Follows the module's own forward pass, and takes the modules that it calls as they are, but for sequences."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Tell whether a module is one operation."""
+        return type(m) is not nn.Sequential
+
+
+def _steps_of(model: nn.Module, tracer: Tracer) -> list[Step]:
+    try:
+        with in_evaluation(model):
+            graph = tracer.trace(model)
+    except (TraceError, RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"model ({type(model).__name__}): what its forward pass does cannot be read off ({reason}), and it is more "
+            "than to run its children in the order in which they were defined; write its blocks out with "
+            "Chain.from_modules"
+        ) from error
+    try:
+        return _joined(list(_parts(model, list(_segments(graph)))))
+    except UsageError as error:
+        raise UsageError(f"model ({type(model).__name__}): its forward pass {error}") from error
+
+
+def _segments(graph: Graph) -> Iterator[list[Node]]:
+    """Yield the operations of each step: between two of them goes one value, which the last one before gave."""
+    _name_changed(graph)
+    images, *others = [node for node in graph.nodes if node.op == "placeholder"]
+    if any(not node.args for node in others if node.users):
+        raise UsageError(f"takes {others[0].name} beside the images; give it a default, or leave it out")
+    nodes = [node for node in graph.nodes if node.op not in {"placeholder", "get_attr"}]
+    [result] = nodes.pop().args
+    if not isinstance(result, Node):
+        raise UsageError(
+            "gives more than a tensor of logits; let it give these alone, and what losses need in a script"
+        )
+    nodes = _needed(nodes, result)
+    last_use = {used: place for place, node in enumerate(nodes) for used in node.all_input_nodes}
+    last_use[result] = len(nodes)
+    # Every value has as many samples as the images: how many it is can be asked of any of them.
+    last_use = {node: place for node, place in last_use.items() if not _is_batch_size(node)}
+    segment: list[Node] = []
+    alive = {images}
+    for place, node in enumerate(nodes):
+        segment.append(node)
+        alive = {each for each in alive | {node} if last_use.get(each, -1) > place}
+        if alive == {node} and not any(user.target in OUTSIDE for user in node.users):
+            yield segment
+            segment = []
+    if segment:
+        raise UsageError("calls modules after the logits are there, whose answers nobody uses; leave these out")
+
+
+def _name_changed(graph: Graph) -> None:
+    """Let what is done after a value was changed in place be done with what changed it, so that this counts."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node, place in places.items():
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        changes = node.op in {"call_method", "call_function"} and name.endswith("_") and not name.endswith("__")
+        if (changes or node.kwargs.get("inplace") is True) and node.args and isinstance(node.args[0], Node):
+            later = {user for user in node.args[0].users if places[user] > place}
+            node.args[0].replace_all_uses_with(node, delete_user_cb=later.__contains__)
+
+
+def _needed(nodes: Sequence[Node], result: Node) -> list[Node]:
+    """Return the operations that the result depends on, and all modules that are called, in order."""
+    found: list[Node] = []
+    needed = {result}
+    for node in reversed(nodes):
+        if node in needed or node.op == "call_module":
+            needed.update(node.all_input_nodes)
+            found.append(node)
+    return found[::-1]
+
+
+def _is_batch_size(node: Node) -> bool:
+    """Tell whether a value is `x.size(0)` or `x.shape[0]`, or what the number is then taken out of."""
+    if node.op == "call_method" and node.target == "size":
+        return node.args[1:] == (0,) or (len(node.args) == 1 and all(map(_is_batch_size, node.users)))
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1:] == ("shape",) and all(map(_is_batch_size, node.users))
+    if node.op == "call_function" and node.target is operator.getitem:
+        sizes = node.args[0]
+        of_sizes = isinstance(sizes, Node) and (sizes.target == "size" or sizes.args[1:] == ("shape",))
+        return of_sizes and node.args[1:] == (0,)
+    return False
+
+
+class Part(NamedTuple):
+    """What a segment computes, and what it has of the model."""
+
+    call: Call
+    owns: tuple[str, ...]
+    """Names of modules and parameters."""
+    begins: bool
+    """Whether it can begin a step."""
+    waits: bool = False
+    """Whether it belongs to the step behind it, as `steps.block_starts` has it."""
+
+
+def _parts(model: nn.Module, segments: Sequence[Sequence[Node]]) -> Iterator[Part]:
+    called = [[str(node.target) for node in nodes if node.op == "call_module"] for nodes in segments]
+    times = Counter(name for names in called for name in names)
+    if not times:
+        raise UsageError("calls no module, so that there is nothing to freeze")
+    begun = set[str]()
+    for number, nodes in enumerate(segments):
+        # A dropout belongs to what it feeds, or else to what is before it.
+        around = [name for names in (*called[number:], *called[:number][::-1]) for name in names]
+        near = min(around, key=lambda name: times[name] > 1)
+        part = _part(model, nodes, near, repeated={name for name in called[number] if times[name] > 1})
+        # Steps have different names.
+        yield part._replace(begins=part.begins and part.owns[0] not in begun)
+        begun.update(called[number])
+
+
+def _part(model: nn.Module, nodes: Sequence[Node], near: str, repeated: set[str]) -> Part:
+    """Return what a segment computes; functions like `F.dropout` in it are in the mode of the module `near`.
+
+    So are dropouts that are `repeated`, called in several places.
+    """
+    modules = tuple(str(node.target) for node in nodes if node.op == "call_module")
+    used = [node for each in nodes for node in each.all_input_nodes if node.op == "get_attr"]
+    owns = (*modules, *dict.fromkeys(str(node.target) for node in used))
+    called = [model.get_submodule(name) for name in modules]
+    trains = any(True for module in called if not isinstance(module, JOINED) for _ in module.parameters())
+    drops = any(map(_drops, nodes)) or any(type(module) in DROPOUTS for module in called)
+    dropped = [name for name in modules if name in repeated and type(model.get_submodule(name)) in DROPOUTS]
+    alone = len(nodes) == 1 and bool(called) and len(nodes[0].args) == 1 and not nodes[0].kwargs and not dropped
+    call = called[0] if alone else partial(compute, tuple(_operations(model, nodes, near, dropped)))
+    return Part(call, owns, begins=trains, waits=drops and not trains)
+
+
+def _drops(node: Node) -> bool:
+    """Tell whether an operation is a function like `F.dropout`, which is told whether the model trains."""
+    return (
+        node.op == "call_function" and "dropout" in getattr(node.target, "__name__", "") and "training" in node.kwargs
+    )
+
+
+def _joined(parts: Sequence[Part]) -> list[Step]:
+    """Return steps of which each begins with a module; functions belong to the step before."""
+    steps: list[Step] = []
+    waiting: list[Part] = []
+    for part in parts:
+        if part.begins:
+            all_parts = [*waiting, part]
+            owns = tuple(own for each in all_parts for own in each.owns)
+            steps.append(Step(part.owns[0], tuple(each.call for each in all_parts), owns))
+            waiting = []
+        elif waiting or part.waits or not steps:
+            waiting.append(part)
+        else:
+            _append(steps, part)
+    for part in waiting:
+        _append(steps, part)
+    return steps
+
+
+def _append(steps: list[Step], part: Part) -> None:
+    before = steps.pop()
+    steps.append(Step(before.name, (*before.calls, part.call), (*before.owns, *part.owns)))
+
+
+def _by_child(finest: dict[str, str]) -> dict[str, str]:
+    """Return one block for each child of the innermost module that holds all blocks, block -> its first step."""
+    names = [name.split(".") for name in finest]
+    depth = 0
+    while min(len(name) for name in names) > depth + 1 and len({name[depth] for name in names}) == 1:
+        depth += 1
+    blocks: dict[str, str] = {}
+    before = ""
+    for name, start in finest.items():
+        child = ".".join(name.split(".")[: depth + 1])
+        if child != before:
+            # A child that runs in two places has two blocks.
+            blocks[name if child in blocks else child] = start
+        before = child
+    return blocks
+
+
+class Value(NamedTuple):
+    """In an argument: the value that an earlier operation of the segment gave; 0 is what the segment was given."""
+
+    number: int
+
+
+class BatchSize(NamedTuple):
+    """In an argument: of what the segment was given."""
+
+
+class Attribute(NamedTuple):
+    """In an argument: a parameter, a buffer or the mode of a module, as it is when it is used."""
+
+    module: nn.Module
+    name: str
+
+
+class Range(NamedTuple):
+    """In an argument: a slice, whose ends may be values."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+class Operation(NamedTuple):
+    """A call of a function, or of a value's method of that name."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+def _operations(model: nn.Module, nodes: Sequence[Node], near: str, dropped: Sequence[str]) -> Iterator[Operation]:
+    numbers: dict[Node, int] = {}
+
+    def written(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            if argument.op == "get_attr":
+                owner, _, name = str(argument.target).rpartition(".")
+                return Attribute(model.get_submodule(owner), name)
+            if argument.op == "placeholder" and argument.args:
+                return argument.args[0]
+            if argument not in numbers and _is_batch_size(argument):
+                return BatchSize()
+            return Value(numbers.get(argument, 0))
+        if isinstance(argument, slice):
+            return Range(*map(written, (argument.start, argument.stop, argument.step)))
+        if isinstance(argument, tuple | list):
+            return (tuple if isinstance(argument, tuple) else list)(map(written, argument))
+        if isinstance(argument, dict):
+            return {key: written(each) for key, each in argument.items()}
+        return argument
+
+    for number, node in enumerate(nodes, 1):
+        target: Any = node.target
+        args, kwargs = written(tuple(node.args)), written(dict(node.kwargs))
+        mode = {"training": Attribute(model.get_submodule(near), "training")}
+        if node.op == "call_module":
+            target = model.get_submodule(str(node.target))
+            if node.target in dropped:
+                target, kwargs = DROPOUTS[type(target)], {"p": target.p, **mode, "inplace": target.inplace}
+        elif _drops(node):
+            kwargs |= mode
+        yield Operation(LEAVING.get(target, target), args, kwargs)
+        numbers[node] = number
+
+
+def compute(operations: Sequence[Operation], x: Tensor) -> Any:
+    """Return what the last of some operations gives for `x`."""
+    values = [x]
+
+    def read(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return values[argument.number]
+        if isinstance(argument, Attribute):
+            return getattr(argument.module, argument.name)
+        if isinstance(argument, Range):
+            return slice(*map(read, (argument.start, argument.stop, argument.step)))
+        if isinstance(argument, BatchSize):
+            return len(x)
+        if isinstance(argument, tuple | list):
+            return (tuple if isinstance(argument, tuple) else list)(map(read, argument))
+        if isinstance(argument, dict):
+            return {key: read(each) for key, each in argument.items()}
+        return argument
+
+    for target, args, kwargs in operations:
+        given = read(args)
+        call = getattr(given[0], target) if isinstance(target, str) else target
+        values.append(call(*(given[1:] if isinstance(target, str) else given), **read(kwargs)))
+    return values[-1]

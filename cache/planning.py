@@ -24,6 +24,7 @@ from hvfreeze.cache.file.reader import MappedRows
 
 PROBE_BYTES = 24 << 20
 PROBE_SECONDS = 0.15
+"""Of writing, at most, and twice of reading."""
 SYNC_BYTES = 4 << 20
 PROBE_BATCHES = 24
 SLOW_DISK = 1e-8
@@ -51,11 +52,17 @@ class Rates:
 
 
 def measure_directory(
-    directory: Path, *, row_bytes: int, batch_rows: int, most_bytes: int = PROBE_BYTES, disk: Disk | None = None
+    directory: Path,
+    *,
+    row_bytes: int,
+    batch_rows: int,
+    most_bytes: int = PROBE_BYTES,
+    most_seconds: float = PROBE_SECONDS,
+    disk: Disk | None = None,
 ) -> Rates:
-    """Return the rates of `directory`, from a temporary file of at most `most_bytes` or about 0.15 s of writing.
+    """Return the rates of `directory`, from a temporary file of at most `most_bytes` or about so many seconds' writing.
 
-    One batch is written at least.
+    It is read twice, each time for at most as long. One batch is written at least.
 
     Raises:
         CacheFault: the directory cannot be written.
@@ -66,15 +73,15 @@ def measure_directory(
     try:
         try:
             with tempfile.TemporaryFile(dir=directory) as file:
-                written, write, write_cpu = _time_writes(file.fileno(), batch, disk, most_bytes)
-                cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk)
+                written, write, write_cpu = _time_writes(file.fileno(), batch, disk, most_bytes, most_seconds)
+                cold, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk, most_seconds)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             # What lies there can still be read: measured in memory, and taken for a slow disk where it is not.
             with os.fdopen(os.memfd_create("hvfreeze"), "w+b") as file:
-                written, write, write_cpu = _time_writes(file.fileno(), batch, disk, most_bytes)
-                _, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk)
+                written, write, write_cpu = _time_writes(file.fileno(), batch, disk, most_bytes, most_seconds)
+                _, warm, read_cpu = _time_reads(file.fileno(), written, batch, disk, most_seconds)
             cold = max(warm, SLOW_DISK)
         status, free = os.statvfs(directory), free_bytes(directory)
     except OSError as error:
@@ -94,12 +101,14 @@ def measure_directory(
     )
 
 
-def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk, most_bytes: int) -> tuple[int, float, float]:
+def _time_writes(
+    descriptor: int, batch: np.ndarray, disk: Disk, most_bytes: int, most_seconds: float
+) -> tuple[int, float, float]:
     """Return bytes written, and seconds and processor seconds per byte."""
     written = unsynced = 0
     start, start_cpu = time.perf_counter(), time.thread_time()
     # At least one batch, however long a crowded core made this process wait.
-    while written == 0 or (written + batch.nbytes <= most_bytes and time.perf_counter() - start < PROBE_SECONDS):
+    while written == 0 or (written + batch.nbytes <= most_bytes and time.perf_counter() - start < most_seconds):
         disk.write(batch.nbytes)
         hashlib.sha256(batch.data).digest()
         os.pwrite(descriptor, batch.data, written)
@@ -112,7 +121,9 @@ def _time_writes(descriptor: int, batch: np.ndarray, disk: Disk, most_bytes: int
     return written, (time.perf_counter() - start) / written, (time.thread_time() - start_cpu) / written
 
 
-def _time_reads(descriptor: int, written: int, batch: np.ndarray, disk: Disk) -> tuple[float, float, float]:
+def _time_reads(
+    descriptor: int, written: int, batch: np.ndarray, disk: Disk, most_seconds: float
+) -> tuple[float, float, float]:
     """Return seconds per byte of shuffled batches from the disk, from the page cache, and on a core."""
     num_rows, row_bytes = written // batch.shape[1], batch.shape[1]
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -125,7 +136,7 @@ def _time_reads(descriptor: int, written: int, batch: np.ndarray, disk: Disk) ->
             disk.read(len(rows) * row_bytes)
             mapped.read(rows)
             num_bytes += len(rows) * row_bytes
-            if time.perf_counter() - start > PROBE_SECONDS:
+            if time.perf_counter() - start > most_seconds:
                 break
         seconds.append((time.perf_counter() - start) / num_bytes)
         processor_seconds.append((time.thread_time() - start_cpu) / num_bytes)

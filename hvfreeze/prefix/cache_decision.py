@@ -20,6 +20,7 @@ from hvfreeze.cache.file.disk import Budget, free_bytes
 from hvfreeze.cache.file.reader import directory_bytes
 from hvfreeze.cache.planning import (
     PROBE_BYTES,
+    PROBE_SECONDS,
     CostMeasurement,
     Plan,
     Rates,
@@ -249,24 +250,43 @@ def suffix_seconds(clock: PhaseClock, *, batches: float, before: float = 0.0) ->
     return max(0.0, behind_prefix(clock) - before) / batches if batches > 0 else 0.0
 
 
-_MEASURED: dict[tuple[Path, int, int], tuple[int, Rates]] = {}
-"""By directory, size of row and rows of a batch: the bytes of the probe, and how fast it has found the disk."""
+PROBED, MORE = 0.005, 2.0
+"""Part of what reading could save at best that each part of measuring a directory may take; and how many times longer
+it may then take for it to be measured again."""
 
 
-def rates_of(directory: Path, row_bytes: int, batch_rows: int, rows: int) -> Rates:
-    """Measure a directory once per size of row, with no more bytes than so many rows have; its free space each time.
+class Measured(NamedTuple):
+    """What a directory was measured by, and how fast it was found."""
 
-    For few rows a full probe would take longer than all that the cache can save.
+    most_bytes: int
+    most_seconds: float
+    rates: Rates
+
+
+_MEASURED: dict[tuple[Path, int, int], Measured] = {}
+"""By directory, size of row and rows of a batch."""
+
+
+def rates_of(directory: Path, row_bytes: int, batch_rows: int, *, rows: int, at_stake: float) -> Rates:
+    """Measure a directory once per size of row; its free space each time.
+
+    With no more bytes than so many rows have, and for a small part of the seconds `at_stake`: for few rows a full probe
+    would take longer than all that the cache can save.
 
     Raises:
         CacheFault: the directory cannot be used.
     """
-    key, most = (directory, row_bytes, batch_rows), min(PROBE_BYTES, row_bytes * rows)
-    if key not in _MEASURED or _MEASURED[key][0] < most:
-        _MEASURED[key] = most, measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows, most_bytes=most)
-        return _MEASURED[key][1]
+    key = directory, row_bytes, batch_rows
+    most_bytes, most_seconds = min(PROBE_BYTES, row_bytes * rows), min(PROBE_SECONDS, PROBED * at_stake)
+    known = _MEASURED.get(key)
+    if known is None or known.most_bytes < most_bytes or MORE * known.most_seconds < most_seconds:
+        rates = measure_directory(
+            directory, row_bytes=row_bytes, batch_rows=batch_rows, most_bytes=most_bytes, most_seconds=most_seconds
+        )
+        _MEASURED[key] = Measured(most_bytes, most_seconds, rates)
+        return rates
     try:
-        return replace(_MEASURED[key][1], free_bytes=free_bytes(directory))
+        return replace(known.rates, free_bytes=free_bytes(directory))
     except OSError as error:
         raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
 
@@ -384,15 +404,23 @@ class Planner:
         trial, recipe = self._trial, self.source.recipe
         stored = recipe.stored or (trial.dtype if trial else None)
         row_bytes = trial.row_elements * stored.itemsize if trial and stored else 0
-        outline = self._outline(shares)
-        probed = (self.costs.directory, row_bytes or PROBED_ROW_BYTES, recipe.batch_rows, outline.rows * outline.views)
-        found = replace(
-            outline,
+        computed = replace(
+            self._outline(shares),
             image_seconds=self._image_seconds,
             prefix_seconds=max(0.0, self.timer.seconds_per_batch() - self._image_seconds),
             suffix_seconds=self.costs.suffix_seconds() if self.source.split.name == "train" else 0.0,
             row_bytes=row_bytes,
-            rates=rates_of(*probed) if rated else FREE_OF_CHARGE,
         )
+        found = replace(computed, rates=self._rates(computed)) if rated else computed
         spares = self._seconds_at.get(shares.source_cut, 0.0) - found.read_seconds
         return replace(found, source_spares=max(0.0, min(spares, found.compute_seconds)))
+
+    def _rates(self, computed: CostMeasurement) -> Rates:
+        """Return how fast the directory is, measured for a small part of what computing all rows takes."""
+        return rates_of(
+            self.costs.directory,
+            computed.row_bytes or PROBED_ROW_BYTES,
+            computed.batch_rows,
+            rows=computed.rows * computed.views,
+            at_stake=computed.compute_seconds * computed.steps * computed.epochs_left,
+        )

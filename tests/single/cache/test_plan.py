@@ -9,7 +9,15 @@ import pytest
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Disk
-from hvfreeze.cache.planning import PROBE_BYTES, CostMeasurement, Plan, Rates, make_plan, measure_directory
+from hvfreeze.cache.planning import (
+    PROBE_BYTES,
+    PROBE_SECONDS,
+    CostMeasurement,
+    Plan,
+    Rates,
+    make_plan,
+    measure_directory,
+)
 from hvfreeze.prefix import cache_decision
 
 GIB = 1 << 30
@@ -182,11 +190,8 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert rates.free_bytes > 0 and list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_lost_its_core_for_the_whole_time_still_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hvfreeze.cache.planning.PROBE_SECONDS", 0.0)
-    rates = measure_directory(tmp_path, row_bytes=4096, batch_rows=16)
+def test_a_process_that_lost_its_core_for_the_whole_time_still_measures(tmp_path: Path) -> None:
+    rates = measure_directory(tmp_path, row_bytes=4096, batch_rows=16, most_seconds=0.0)
     assert min(rates.write, rates.read_cold, rates.read_warm) > 0
 
 
@@ -210,26 +215,33 @@ def test_a_probe_writes_no_more_than_it_is_told(tmp_path: Path) -> None:
         assert Counting.written == expected, "whole batches, one at least"
 
 
-def test_a_directory_is_measured_again_only_for_more_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probes: list[int] = []
+def test_a_directory_is_measured_again_only_for_more_rows_or_where_more_is_at_stake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[tuple[int, float]] = []
 
-    def measured(directory: Path, *, most_bytes: int, **sizes: int) -> Rates:
-        probes.append(most_bytes)
+    def measured(directory: Path, *, most_bytes: int, most_seconds: float, **sizes: int) -> Rates:
+        probes.append((most_bytes, most_seconds))
         return cache_decision.FREE_OF_CHARGE
 
     monkeypatch.setattr(cache_decision, "measure_directory", measured)
     monkeypatch.setattr(cache_decision, "free_bytes", lambda directory: 5)
     known = False
-    for rows in (100, 30, 100, 200, 150, 10**9, 10**10):
+    for rows, at_stake in (
+        *((100, 2.0), (30, 2.0), (100, 3.9), (100, 4.1), (200, 1.0), (150, 1.9)),
+        *((10**9, 1e9), (10**10, 1e10)),
+    ):
         before = len(probes)
-        free = cache_decision.rates_of(tmp_path, 1000, 8, rows).free_bytes
+        free = cache_decision.rates_of(tmp_path, 1000, 8, rows=rows, at_stake=at_stake).free_bytes
         known = len(probes) == before
         assert free == (5 if known else cache_decision.FREE_OF_CHARGE.free_bytes), "what is free is asked each time"
-    assert known and probes == [100_000, 200_000, PROBE_BYTES]
+    seconds = [each for _, each in probes]
+    assert known and [each for each, _ in probes] == [100_000, 100_000, 200_000, PROBE_BYTES]
+    assert seconds == [*(pytest.approx(cache_decision.PROBED * each) for each in (2.0, 4.1, 1.0)), PROBE_SECONDS]
     monkeypatch.undo()
     with pytest.raises(CacheFault, match="gone cannot be measured"):
-        cache_decision._MEASURED[tmp_path / "gone", 1, 1] = (1, RATES)
-        cache_decision.rates_of(tmp_path / "gone", 1, 1, 1)
+        cache_decision._MEASURED[tmp_path / "gone", 1, 1] = cache_decision.Measured(1, 1.0, RATES)
+        cache_decision.rates_of(tmp_path / "gone", 1, 1, rows=1, at_stake=1.0)
 
 
 def test_rows_of_many_megabytes_can_be_measured(tmp_path: Path) -> None:

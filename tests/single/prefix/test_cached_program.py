@@ -102,7 +102,7 @@ def test_what_is_cached_already_is_read_in_the_last_epoch_and_without_any_budget
 def test_a_run_that_could_read_no_row_measures_no_disk_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(*args: object) -> None:
+    def measured(*args: object, **others: object) -> None:
         raise AssertionError("the directory was measured")
 
     monkeypatch.setattr(cache_decision, "rates_of", measured)

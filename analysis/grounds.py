@@ -68,7 +68,7 @@ class Ground:
     full: Mapping[str, Value] = field(default_factory=dict)
     """Flags that full fine-tuning needs, and auto finds out by itself."""
     part_of: str | None = None
-    """The ground of which this is a few images, with auto's own epochs alone; such are in no figure."""
+    """The ground whose images these are, fewer or larger, with auto's own epochs alone; such are in no figure."""
 
     def ways(self) -> dict[str, dict[str, Value]]:
         """Return the flags of all ways, but for those that name data and model."""
@@ -93,7 +93,25 @@ GROUNDS = {
 }
 FEW = 600
 GROUNDS |= {f"few-{name}": few_of(name, GROUNDS[name]) for name in ("counting", "rotation", "cifar")}
-"""Folder of the data, or that of which a few images are taken -> what is in it."""
+GROUNDS |= {
+    "photographs-224": Ground(
+        words="photographs of signed digits, 224 pixels",
+        flags={**LITE, "image_size": 224},
+        batch=16,
+        part_of="photographs",
+    ),
+    "cifar-64": Ground(
+        words="5 000 images of CIFAR-10, 64 pixels",
+        flags={
+            "model": "resnet18",
+            "weights": "resnet18-cifar100-64px-fp16.pt",
+            "image_size": 64,
+            "train_samples": 5_000,
+        },
+        part_of="cifar",
+    ),
+}
+"""Name of a ground, a folder of data where it has all its images as they are -> what is in it."""
 SMOKE_GROUND = "digits"
 MOST_BEHIND = 0.5
 """Points that a way may be behind and is still level."""

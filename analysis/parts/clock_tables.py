@@ -82,6 +82,20 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def other_machines(rows: Sequence[dict[str, str]]) -> str:
+    """Return which ranks' times no others can be held against, where they are of several machines; else nothing."""
+    by_machine: dict[str, set[str]] = {}
+    for row in rows:
+        by_machine.setdefault(row.get("machine") or UNSTAMPED, set()).add(row["ranks"])
+    if len(by_machine) < 2:
+        return ""
+    parts = [
+        f"{', '.join(sorted(ranks, key=int))} on {', '.join(name.split(', ')[:2])}"
+        for name, ranks in by_machine.items()
+    ]
+    return f"- Times of different machines do not compare. Ranks: {'; '.join(parts)}.\n"
+
+
 def readme(rows: Sequence[dict[str, str]]) -> str:
     """Return README.md."""
     sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
@@ -95,7 +109,7 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
         f"Whole command, and in brackets the training in it:\n\n{table(rows)}\n\n"
         "## Limits\n\n"
         "- The batch is a rank's: twice the ranks make half the steps of an epoch. Accuracies are those of 2 ranks.\n"
-        f"{scaled}- Ranks share one machine's memory; files had been read before.\n\n"
+        f"{scaled}{other_machines(rows)}- Ranks share one machine's memory; files had been read before.\n\n"
         "## How it was made\n\n"
         "- `python -m analysis.clock`: seed 0, the shortest full fine-tuning within half a point of the best\n"
         f"- {machines_of(rows, unstamped=UNSTAMPED)}; source {sources}\n"

@@ -32,13 +32,6 @@ DROPOUTS: dict[type[Any], Call] = {
     nn.Dropout3d: functional.dropout3d,
     nn.AlphaDropout: functional.alpha_dropout,
 }
-LEAVING: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-"""Operators that change their first operand -> those that leave it as it is, for whoever keeps a step's input."""
 
 
 def forward_layout(model: nn.Module) -> Layout:
@@ -299,7 +292,7 @@ def _operations(model: nn.Module, nodes: Sequence[Node], near: str, dropped: Seq
                 target, kwargs = DROPOUTS[type(target)], {"p": target.p, **mode, "inplace": target.inplace}
         elif _drops(node):
             kwargs |= mode
-        yield Operation(LEAVING.get(target, target), args, kwargs)
+        yield Operation(target, args, kwargs)
         numbers[node] = number
 
 

@@ -47,8 +47,9 @@ def tutorial(net: Net, x: Tensor) -> Tensor:
 def residual(net: Net, x: Tensor) -> Tensor:
     """Shortcuts, operators that work in place, parts of tensors, and a list that is joined."""
     x = functional.relu(net.norm1(net.conv1(x[:, :3] / 2)), inplace=True)
-    y = net.conv2(x)
-    y += x
+    halves = x.chunk(2, dim=1)
+    y = net.conv2(torch.cat([halves[0], halves[0]], dim=1))
+    y += torch.cat([halves[1], halves[0]], dim=1)
     y.mul_(2)
     x = torch.cat([y[:, :4], y[:, 4:]], dim=1) * net.scale
     x = functional.adaptive_avg_pool2d(x, (2, 2)).flatten(1)
@@ -83,6 +84,17 @@ def test_every_cut_leaves_its_tensor_as_it_is() -> None:
         before = kept.clone()
         chain.suffix(cut)(kept)
         assert torch.equal(kept, before), cut
+
+
+def test_images_are_left_as_they_are_where_the_model_changes_them() -> None:
+    def changing(net: Net, x: Tensor) -> Tensor:
+        x -= 0.5
+        x /= 2
+        return tutorial(net, x)
+
+    chain, images = chain_of(changing), IMAGES.clone()
+    logits = chain.model.eval() and chain(images)
+    assert torch.equal(images, IMAGES) and torch.equal(logits, chain.model(images.clone()))
 
 
 def test_dropouts_rest_with_the_block_that_they_feed() -> None:

@@ -6,10 +6,10 @@ import math
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvfreeze.errors import UsageError
 
@@ -18,6 +18,28 @@ RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 """The parts of a --recipe, in the order in which they are applied."""
 MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""
+
+
+class Must(NamedTuple):
+    """A bound in the type of a setting, such as `Annotated[int, at_least(1)]`: a test of its value, and what to say."""
+
+    holds: Callable[[Any], bool]
+    wanted: str
+
+
+def choice(*names: str) -> Must:
+    """Return the bound that a value is one of `names`."""
+    return Must(lambda value: value in names, "one of " + ", ".join(names))
+
+
+def at_least(least: int, unit: str = "") -> Must:
+    """Return the bound that a value is `least` or more of a unit."""
+    return Must(lambda value: value >= least, f"{f'at least {least}' if least else '0 or more'} {unit}".rstrip())
+
+
+def between(least: int, most: int) -> Must:
+    """Return the bound that a value is from `least` to `most`."""
+    return Must(lambda value: least <= value <= most, f"in {least}..{most}")
 
 
 def setting(
@@ -87,6 +109,13 @@ def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> N
     """Raise UsageError naming the flag, its value, the rule and the way out unless `ok`."""
     if not ok:
         raise UsageError(f"--{flag} ({value}) must be {wanted}" + (f"; {remedy}" if remedy else ""))
+
+
+def check_bounds(leaf: str, value: object, kind: Any) -> None:
+    """Raise UsageError unless `value` is None or within the bounds of the leaf's type `kind`, which may be optional."""
+    bounds = [must for option in (kind, *typing.get_args(kind)) for must in getattr(option, "__metadata__", ())]
+    for must in bounds:
+        rule(value is None or must.holds(value), leaf.replace("_", "-"), value, must.wanted)
 
 
 def one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:

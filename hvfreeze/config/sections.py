@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 import typing
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from hvfreeze.config.rules import (
+    Must,
+    at_least,
+    between,
+    check_bounds,
+    choice,
     number_list,
     one_of,
     parse_bytes,
@@ -44,20 +49,38 @@ AUTO = "auto"
 """A value of --freeze that is no criterion: stages that solve the head and tune blocks, see `training/stages`."""
 AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
+MOST_CELLS = 64
+MOST_PARTS = 4096
+MOST_THREADS = 4096
+
+# Not in the classes: annotations are read late, and a lambda in one would not find what this module imports.
+Count = Annotated[int, at_least(1)]
+Steps = Annotated[int, at_least(0, "steps")]
+Parts = Annotated[int, between(1, MOST_PARTS)]
+Window = Annotated[int, Must(lambda size: 2 <= size <= 4096, "in 2..4096 characters")]
+Seed = Annotated[int, Must(lambda seed: 0 <= seed < 2**63, "in 0..2^63-1")]
+Threads = Annotated[int, Must(lambda count: 1 <= count <= MOST_THREADS, f"at least 1 and at most {MOST_THREADS}")]
+Positive = Annotated[float, Must(lambda number: 0 < number < math.inf, "a positive number")]
+Bound = Annotated[float, Must(lambda number: number > 0, "a positive number (inf for no bound)")]
+Decay = Annotated[float, Must(lambda number: 0 <= number < math.inf, "0 or a positive number")]
+Part = Annotated[float, Must(lambda part: 0 <= part < 1, "in [0, 1)")]
+Quorum = Annotated[float, Must(lambda part: 0 < part <= 1, "in (0, 1]")]
+Mixup = Annotated[float, Must(lambda alpha: 0 <= alpha <= 100, "in 0..100; 0.2 is usual, 0 is none")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Settings that belong together. Raises UsageError, whoever makes one, where a value has another type."""
+    """Settings that belong together. Raises UsageError, whoever makes one, where a value is not as its type says."""
 
     def __post_init__(self) -> None:
-        kinds = typing.get_type_hints(type(self))
+        kinds, bounds = (typing.get_type_hints(type(self), include_extras=extras) for extras in (False, True))
         for leaf in fields(self):
             value = getattr(self, leaf.name)
             # None may stand for a default that depends on other settings.
             if value is not None or leaf.default is not None:
                 known = typed(leaf.name, value, kinds[leaf.name], source=type(self).__name__)
                 object.__setattr__(self, leaf.name, known)
+                check_bounds(leaf.name, known, bounds[leaf.name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +100,12 @@ class DataConfig(Section):
         "file, default: the sources of Python's standard library",
         read_by="files",
     )
-    context: int | None = setting(None, "N", f"with --data text: characters of a window; [{CONTEXT}]")
-    train_samples: int | None = setting(None, "N", "train on a stratified subset of N samples")
-    validation_fraction: float = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
-    image_size: int | None = setting(None, "PIXELS", "resize images; default: the data's own size")
+    context: Window | None = setting(None, "N", f"with --data text: characters of a window; [{CONTEXT}]")
+    train_samples: Count | None = setting(None, "N", "train on a stratified subset of N samples")
+    validation_fraction: Part = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
+    image_size: Annotated[int, between(1, MOST_PIXELS)] | None = setting(
+        None, "PIXELS", "resize images; default: the data's own size"
+    )
     resize: int | None = setting(
         None,
         "PIXELS",
@@ -92,7 +117,7 @@ class DataConfig(Section):
     )
     std: str | None = setting(None, "S", "normalise with this standard deviation, given together with --mean")
     data_seed: int | None = setting(None, "SEED", "seed of subset, shards, order and views; default: --seed")
-    shuffle: str = setting(
+    shuffle: Annotated[str, choice("shard", "global")] = setting(
         "shard", "HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)", read_by="order"
     )
     partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks", read_by="shards")
@@ -106,7 +131,7 @@ class DataConfig(Section):
         "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)",
         read_by="views",
     )
-    mirror: str = setting(
+    mirror: Annotated[str, choice("auto", "on", "off")] = setting(
         "auto",
         "WHETHER",
         "mirror images among the views, and for a solved head beside every sample: on (unless the data set rules them "
@@ -128,18 +153,12 @@ class DataConfig(Section):
         else:
             one_of("data", self.data, DATA_SETS)
         rule(self.data != "imagefolder" or bool(self.data_dir), "data", self.data, "given together with --data-dir DIR")
-        rule(self.train_samples is None or self.train_samples > 0, "train-samples", self.train_samples, "at least 1")
-        rule(0 <= self.validation_fraction < 1, "validation-fraction", self.validation_fraction, "in [0, 1)")
-        fits = self.image_size is None or 1 <= self.image_size <= MOST_PIXELS
-        rule(fits, "image-size", self.image_size, f"in 1..{MOST_PIXELS}")
         larger = self.resize is None or (self.image_size is not None and self.image_size <= self.resize <= MOST_PIXELS)
         rule(
             larger, "resize", self.resize, f"given together with --image-size, at least that and at most {MOST_PIXELS}"
         )
         self.statistics()
         self._check_text()
-        one_of("shuffle", self.shuffle, ("shard", "global"))
-        one_of("mirror", self.mirror, ("auto", "on", "off"))
         parse_views(self.augment)
         used = parse_recipe(self.recipe) == ("crop",) or self.augment != "none"
         rule(used, "recipe", self.recipe, "left out with --augment none, which shows every sample as it is")
@@ -153,7 +172,6 @@ class DataConfig(Section):
         """Refuse what is for images with a text, and what is for a text with images."""
         text, context = self.data == TEXT, self.context
         rule(text or context is None, "context", context, f"left out unless --data is {TEXT}")
-        rule(context is None or 2 <= context <= 4096, "context", context, "in 2..4096 characters")
         for flag, value, usual in (
             ("image-size", self.image_size, None),
             ("resize", self.resize, None),
@@ -199,46 +217,48 @@ class DataConfig(Section):
 class FreezeConfig(Section):
     """Who proposes a cut, when, and how the ranks vote on it."""
 
-    freeze: str = setting(
+    freeze: Annotated[str, choice("none", "static", *CRITERIA, AUTO)] = setting(
         "none",
         "CRITERION",
         "none, static, coherence (what gains nothing any more), gradient-norm, percentile, linear, geometric, or auto "
         "(try whether tuning pays, tune blocks while it does, solve a head)",
         read_by="freezing",
     )
-    cut: int | None = setting(
+    cut: Annotated[int, at_least(0, "blocks")] | None = setting(
         None,
         "K",
         "with --freeze static: the first K blocks are frozen; with auto: they are while the others are tuned",
         read_by="cut",
     )
-    interval: int | None = setting(None, "STEPS", "steps between votes; default: half an epoch", read_by="cadence")
-    freeze_warmup: int | None = setting(
+    interval: Annotated[int, at_least(1, "step")] | None = setting(
+        None, "STEPS", "steps between votes; default: half an epoch", read_by="cadence"
+    )
+    freeze_warmup: Steps | None = setting(
         None, "STEPS", "steps before the first vote; default: one epoch", read_by="cadence"
     )
-    patience: int = setting(
+    patience: Count = setting(
         1,
         "N",
         "a rank proposes what its criterion wanted in N intervals in a row; coherence: in 2 at least",
         read_by="criteria",
     )
-    eta_max: float = setting(
+    eta_max: Bound = setting(
         0.2, "ETA", "a block whose gradient norm changes faster is not frozen", read_by="gradients"
     )
-    min_gain: float = setting(
+    min_gain: Positive = setting(
         0.02,
         "X",
         "with coherence: freeze blocks that gain less than X of what their part of a step's time would",
         read_by="gains",
     )
-    statistics: str = setting(
+    statistics: Annotated[str, choice("auto", "batch", "kept")] = setting(
         "auto",
         "WHICH",
         "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (kept with "
         "--freeze auto, --weights and an --optimizer or --lr of your own, else batch)",
         read_by="steps norms",
     )
-    signal: str = setting(
+    signal: Annotated[str, choice("local", "averaged")] = setting(
         "local",
         "WHICH",
         "gradients that the criterion sees: local (each rank's own) or averaged (no real vote)",
@@ -247,7 +267,7 @@ class FreezeConfig(Section):
     vote_weight: str = setting(
         "uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank", read_by="criteria voters"
     )
-    quorum: float = setting(
+    quorum: Quorum = setting(
         0.5, "Q", "part of the weight that must support a cut, in (0, 1]", read_by="criteria voters"
     )
     shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect", read_by="shadows")
@@ -260,23 +280,13 @@ class FreezeConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("freeze", self.freeze, ("none", "static", *CRITERIA, AUTO))
         static = self.freeze == "static"
         # A criterion's own settings may start at a cut, where blocks are tuned; users give it with static and auto.
         starts = self.freeze != "none" or self.cut is None
         rule(starts, "cut", self.cut, "left out unless --freeze is static or auto")
         rule(not static or self.cut is not None, "freeze", self.freeze, "given together with --cut K")
-        rule(self.cut is None or self.cut >= 0, "cut", self.cut, "0 or more blocks")
-        rule(self.interval is None or self.interval >= 1, "interval", self.interval, "at least 1 step")
-        rule(self.freeze_warmup is None or self.freeze_warmup >= 0, "freeze-warmup", self.freeze_warmup, "0 or more")
-        rule(self.patience >= 1, "patience", self.patience, "at least 1")
-        rule(self.eta_max > 0, "eta-max", self.eta_max, "a positive number (inf for no bound)")
-        rule(0 < self.min_gain < math.inf, "min-gain", self.min_gain, "a positive number")
-        one_of("statistics", self.statistics, ("auto", "batch", "kept"))
-        one_of("signal", self.signal, ("local", "averaged"))
         own = self.signal == "local" or self.freeze != "coherence"
         rule(own, "signal", self.signal, "local with --freeze coherence, which compares the ranks' gradients")
-        rule(0 < self.quorum <= 1, "quorum", self.quorum, "in (0, 1]")
         if self.vote_weight not in VOTE_WEIGHTS:
             weights = number_list("vote-weight", self.vote_weight, also=", ".join(VOTE_WEIGHTS))
             ok = all(math.isfinite(w) and w >= 0 for w in weights) and sum(weights) > 0
@@ -314,13 +324,15 @@ class FreezeConfig(Section):
 class CacheConfig(Section):
     """Whether and where the frozen prefix's activations are kept."""
 
-    cache: str = setting(
+    cache: Annotated[str, choice("off", "auto", "on")] = setting(
         "off", "MODE", "off, auto (when it pays) or on; needs --augment none or views:K", read_by="cached-rows"
     )
     cache_dir: str | None = setting(
         None, "DIR", "where its files stay after the run; default: the run directory", read_by="cache cached-rows"
     )
-    cache_dtype: str = setting("native", "TYPE", "native (exact), float16 or bfloat16", read_by="cache cached-rows")
+    cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
+        "native", "TYPE", "native (exact), float16 or bfloat16", read_by="cache cached-rows"
+    )
     cache_limit: str = setting(
         "none", "SIZE", "disk space over all ranks, as in 20G; default: none", read_by="cache cached-rows"
     )
@@ -330,7 +342,7 @@ class CacheConfig(Section):
         "ranks may read each other's files on a shared file system; files of other users and groups are trusted",
         read_by="cache cached-rows sharing",
     )
-    cache_failure: str = setting(
+    cache_failure: Annotated[str, choice("recompute", "stop")] = setting(
         "recompute",
         "HOW",
         "on a full disk or a damaged file: recompute (go on without it) or stop",
@@ -339,17 +351,11 @@ class CacheConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("cache", self.cache, ("off", "auto", "on"))
-        one_of("cache-dtype", self.cache_dtype, ("native", "float16", "bfloat16"))
-        one_of("cache-failure", self.cache_failure, ("recompute", "stop"))
         self.limit_bytes()
 
     def limit_bytes(self) -> int | None:
         """Return the budget in bytes over all ranks, None where there is none."""
         return parse_bytes(self.cache_limit)
-
-
-MOST_CELLS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,17 +405,17 @@ class HeadConfig(Section):
         "every block)",
         auto="multi-level",
     )
-    head_fit: str = setting(
+    head_fit: Annotated[str, choice("sgd", "exact", "kernel")] = setting(
         "sgd",
         "HOW",
         "sgd (trained with the rest), or, all blocks frozen, solved by all ranks: exact (logistic regression), kernel "
         "(likeness to every training sample)",
         auto="kernel",
     )
-    pool: int = setting(
+    pool: Annotated[int, between(1, MOST_CELLS)] = setting(
         4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells", read_by="multi-level"
     )
-    centres: int | None = setting(
+    centres: Count | None = setting(
         None,
         "N",
         "with --head-fit kernel: training rows, evenly spread, that all are compared with; default: all of at most "
@@ -421,13 +427,10 @@ class HeadConfig(Section):
         super().__post_init__()
         mlp = parse_mlp("head", self.head) is not None
         rule(mlp or self.head in ("last", "multi-level"), "head", self.head, "last, mlp, mlp-WxW... or multi-level")
-        one_of("head-fit", self.head_fit, ("sgd", "exact", "kernel"))
-        rule(1 <= self.pool <= MOST_CELLS, "pool", self.pool, f"in 1..{MOST_CELLS}")
         # Features of several blocks differ a hundredfold in size: no learning rate fits them all.
         fits = self.head != "multi-level" or self.solved
         rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact or kernel too")
         rule(not (mlp and self.solved), "head", self.head, "last or multi-level with --head-fit exact or kernel")
-        rule(self.centres is None or self.centres >= 1, "centres", self.centres, "at least 1")
 
     @property
     def solved(self) -> bool:
@@ -445,7 +448,7 @@ WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4, AUTO: 1e-2}
 class OptimizerConfig(Section):
     """The optimizer, its schedule, and what the loss is; --lr and --weight-decay have a default for each optimizer."""
 
-    epochs: int = setting(
+    epochs: Count = setting(
         10,
         "N",
         "passes over the training samples; with --freeze auto: at most work worth so many epochs of full fine-tuning",
@@ -453,17 +456,17 @@ class OptimizerConfig(Section):
         by_strategy={"stale-ring": 1},
         read_by="epochs",
     )
-    batch_size: int = setting(
+    batch_size: Count = setting(
         128,
         "N",
         "samples per rank and backward pass; with --freeze auto 32 lets it choose",
         auto=32,
         by_strategy={"stale-ring": 32},
     )
-    accumulate: int = setting(
+    accumulate: Count = setting(
         1, "N", "batches per rank and step: N backward passes, one exchange of their mean", read_by="steps"
     )
-    optimizer: str = setting(
+    optimizer: Annotated[str, choice(*LEARNING_RATES)] = setting(
         "sgd",
         "NAME",
         "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); with --freeze auto also auto: sgd at "
@@ -472,7 +475,7 @@ class OptimizerConfig(Section):
         by_strategy={"stale-ring": "adamw"},
         read_by="steps",
     )
-    lr: float = setting(
+    lr: Positive = setting(
         None,
         "LR",
         "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3; with "
@@ -486,33 +489,33 @@ class OptimizerConfig(Section):
         "the head's own learning rate; with shared-trunk's several heads one for all or one each, as in 1,2",
         read_by="steps",
     )
-    momentum: float = setting(
+    momentum: Part = setting(
         0.9, "M", "of SGD and LARS; AdamW's first beta", by_strategy={"subnets": 0.0}, read_by="steps"
     )
     nesterov: bool = setting(False, "", "with sgd: Nesterov's momentum", read_by="steps")
-    weight_decay: float = setting(None, "WD", "weight decay; default: 0.0001, with adamw 0.01", read_by="steps")
+    weight_decay: Decay = setting(None, "WD", "weight decay; default: 0.0001, with adamw 0.01", read_by="steps")
     no_decay_norms: bool = setting(
         False, "", "no weight decay on biases and on what norms scale and shift by", read_by="steps decay"
     )
-    clip_grad: float | None = setting(
+    clip_grad: Positive | None = setting(
         None,
         "NORM",
         "scale averaged gradients down to at most this norm; votes see them before, --signal averaged after",
         read_by="steps",
     )
-    label_smoothing: float = setting(
+    label_smoothing: Part = setting(
         0.0, "E", "this part of each label is spread evenly over all classes", read_by="steps"
     )
-    mixup: float = setting(
+    mixup: Mixup = setting(
         0.0,
         "ALPHA",
         "mix pairs of images and labels by a draw from Beta(ALPHA, ALPHA); behind a cut, the frozen blocks' output",
         read_by="steps",
     )
-    schedule: str = setting(
+    schedule: Annotated[str, choice("constant", "step", "cosine")] = setting(
         "constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine", auto="cosine", read_by="steps"
     )
-    lr_warmup: int = setting(
+    lr_warmup: Steps = setting(
         0, "STEPS", "steps over which the learning rate rises linearly to --lr", read_by="steps warmup"
     )
     compression: str = setting(
@@ -521,31 +524,18 @@ class OptimizerConfig(Section):
         "of gradients: none, fp16, powersgd:R, or auto (what the network asks for)",
         read_by="steps exchange",
     )
-    precision: str = setting("float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)")
+    precision: Annotated[str, choice("float32", "bfloat16")] = setting(
+        "float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rule(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        rule(self.batch_size >= 1, "batch-size", self.batch_size, "at least 1")
-        rule(self.accumulate >= 1, "accumulate", self.accumulate, "at least 1")
-        one_of("optimizer", self.optimizer, tuple(LEARNING_RATES))
         self._fill_in("lr", LEARNING_RATES)
         self._fill_in("weight_decay", WEIGHT_DECAYS)
-        rule(math.isfinite(self.lr) and self.lr > 0, "lr", self.lr, "a positive number")
         self.head_rates()
-        rule(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
         nesterov_ok = not self.nesterov or (self.optimizer == "sgd" and self.momentum > 0)
         rule(nesterov_ok, "nesterov", True, "used with --optimizer sgd and a --momentum above 0")
-        decay_ok = math.isfinite(self.weight_decay) and self.weight_decay >= 0
-        rule(decay_ok, "weight-decay", self.weight_decay, "0 or a positive number")
-        clip_ok = self.clip_grad is None or (math.isfinite(self.clip_grad) and self.clip_grad > 0)
-        rule(clip_ok, "clip-grad", self.clip_grad, "a positive number")
-        rule(0 <= self.label_smoothing < 1, "label-smoothing", self.label_smoothing, "in [0, 1)")
-        rule(0 <= self.mixup <= 100, "mixup", self.mixup, "in 0..100; 0.2 is usual, 0 is none")
-        one_of("schedule", self.schedule, ("constant", "step", "cosine"))
-        rule(self.lr_warmup >= 0, "lr-warmup", self.lr_warmup, "0 or more steps")
         parse_compression(self.compression)
-        one_of("precision", self.precision, ("float32", "bfloat16"))
 
     def steps_per_epoch(self, batches: int) -> int:
         """Return the optimizer steps of an epoch of so many batches; the last may be of fewer than the others."""
@@ -578,7 +568,6 @@ OWN_FLAGS = {
 """The flags that only some strategies know. Their defaults are None, so that one is seen to be given."""
 
 
-MOST_PARTS = 4096
 LOCAL_STEPS = 10
 """Where --local-steps is not given."""
 
@@ -587,7 +576,7 @@ LOCAL_STEPS = 10
 class StrategyConfig(Section):
     """Which rank runs which blocks, and what ranks exchange."""
 
-    strategy: str = setting(
+    strategy: Annotated[str, choice(*STRATEGIES)] = setting(
         "replicas",
         "NAME",
         "replicas (every rank has the whole model and a shard of the data), shared-trunk (several models on one "
@@ -597,28 +586,28 @@ class StrategyConfig(Section):
         "whose gradients are some steps old) or subnets (the neurons of an MLP are dealt to the ranks, which train "
         "theirs alone for some steps)",
     )
-    heads: int | None = setting(
+    heads: Annotated[int, between(1, 4096)] | None = setting(
         None, "N", "shared-trunk: models, each with a head on the data's own labels; default: one per rank"
     )
     tasks: str | None = setting(
         None, "FILE", "shared-trunk: one model a task instead; a CSV of labels, or YAML that says more"
     )
-    head_blocks: int | None = setting(
+    head_blocks: Count | None = setting(
         None, "K", "shared-trunk: the last K blocks are each model's own; default: 1, a linear head"
     )
-    labels: str | None = setting(
+    labels: Annotated[str, choice("ride", "direct", "replay")] | None = setting(
         None,
         "HOW",
         "shared-trunk: ride (with the activations), direct (from rank 0) or replay (each rank's own); [replay]",
         read_by="line",
     )
-    trunk: str | None = setting(
+    trunk: Annotated[str, choice("split", "whole")] | None = setting(
         None,
         "HOW",
         "shared-trunk: split (over the ranks), or whole (each rank runs all of it: the baseline); [split]",
         read_by="ranks",
     )
-    cut_by: str | None = setting(
+    cut_by: Annotated[str, choice("compute", "params", "count", "given")] | None = setting(
         None,
         "HOW",
         "shared-trunk, grid, local-critics, stale-ring: what segments share evenly: compute, params, count, or given "
@@ -629,74 +618,53 @@ class StrategyConfig(Section):
         None, "LIST", "with --cut-by given: the blocks at which segments begin, as in 2,4", read_by="line"
     )
 
-    parts: int | None = setting(
+    parts: Parts | None = setting(
         None,
         "P",
         "grid: ranks over which the model is cut; default: all ranks, or those that --replicas leaves to each; "
         "local-critics: layer groups, on as many ranks or fewer; default: 4; stale-ring: modules, one more than ranks",
         read_by="parts",
     )
-    replicas: int | None = setting(
+    replicas: Parts | None = setting(
         None, "R", "grid: copies of the model, each on --parts ranks; default: 1", read_by="parts"
     )
-    micro_batches: int | None = setting(
+    micro_batches: Parts | None = setting(
         None, "M", "grid: parts of a batch that follow each other through the model; default: 2 a part, 1 with one part"
     )
-    pipeline: str | None = setting(
+    pipeline: Annotated[str, choice("fill-drain", "1f1b")] | None = setting(
         None,
         "HOW",
         "grid: fill-drain (all forwards first) or 1f1b (fewest activations kept), the same bits; [1f1b]",
         read_by="line",
     )
-    redeal: str | None = setting(
+    redeal: Annotated[str, choice("on", "off")] | None = setting(
         None,
         "HOW",
         "grid: on (ranks whose blocks are all frozen, or cached, become further lines of the rest) or off (they wait); "
         "[off]",
         read_by="line redealing",
     )
-    stale_after: int | None = setting(
+    stale_after: Steps | None = setting(
         None, "STEPS", "stale-ring: steps at the start whose gradients are all new; default: a tenth of an epoch"
     )
-    tied_gradient: str | None = setting(
+    tied_gradient: Annotated[str, choice("sum", "half")] | None = setting(
         None, "HOW", "stale-ring: of parameters that both ends use, the gradients' sum or half of it; [sum]"
     )
-    critic_every: int | None = setting(None, "K", "local-critics: critics learn from every K-th batch; default: 1")
-    critic_lr: float | None = setting(None, "LR", "local-critics: learning rate of the critics' Adam; default: 0.0003")
+    critic_every: Count | None = setting(None, "K", "local-critics: critics learn from every K-th batch; default: 1")
+    critic_lr: Positive | None = setting(
+        None, "LR", "local-critics: learning rate of the critics' Adam; default: 0.0003"
+    )
 
-    local_steps: int | None = setting(
+    local_steps: Annotated[int, between(1, 2**31 - 1)] | None = setting(
         None, "J", "local-sgd, subnets: optimizer steps that a rank makes alone in a round; [10]", read_by="rounds"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("strategy", self.strategy, STRATEGIES)
         for flag in {flag for flags in OWN_FLAGS.values() for flag in flags}:
             self._belongs(flag, getattr(self, flag))
-        rule(self.heads is None or 1 <= self.heads <= 4096, "heads", self.heads, "in 1..4096")
         alone = self.heads is None or self.tasks is None
         rule(alone, "heads", self.heads, "left out with --tasks, which names the models")
-        blocks = self.head_blocks
-        rule(blocks is None or blocks >= 1, "head-blocks", blocks, "at least 1")
-        for flag, choices in (
-            ("labels", ("ride", "direct", "replay")),
-            ("trunk", ("split", "whole")),
-            ("cut_by", ("compute", "params", "count", "given")),
-            ("pipeline", ("fill-drain", "1f1b")),
-            ("redeal", ("on", "off")),
-            ("tied_gradient", ("sum", "half")),
-        ):
-            if getattr(self, flag) is not None:
-                one_of(flag.replace("_", "-"), getattr(self, flag), choices)
-        for flag in ("parts", "replicas", "micro_batches"):
-            value = getattr(self, flag)
-            rule(value is None or 1 <= value <= MOST_PARTS, flag.replace("_", "-"), value, f"in 1..{MOST_PARTS}")
-        rule(self.stale_after is None or self.stale_after >= 0, "stale-after", self.stale_after, "0 or more steps")
-        steps = self.local_steps
-        rule(steps is None or 1 <= steps < 2**31, "local-steps", steps, "at least 1 step")
-        rule(self.critic_every is None or self.critic_every >= 1, "critic-every", self.critic_every, "at least 1")
-        lr = self.critic_lr
-        rule(lr is None or (math.isfinite(lr) and lr > 0), "critic-lr", lr, "a positive number")
         together = (self.cut_by == "given") == (self.cut_at is not None)
         rule(together, "cut-at", self.cut_at, "given together with --cut-by given, and only then")
         self.starts()
@@ -754,15 +722,12 @@ class StrategyConfig(Section):
         rule(value is None or self.strategy in owners, flag.replace("_", "-"), value, wanted)
 
 
-MOST_THREADS = 4096
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """Where the run keeps its files, how it starts and what it starts from."""
 
-    seed: int = setting(0, "SEED", "of the model's initialisation and dropout")
-    threads: int | None = setting(
+    seed: Seed = setting(0, "SEED", "of the model's initialisation and dropout")
+    threads: Threads | None = setting(
         None, "N", "torch threads per rank; default: OMP_NUM_THREADS, else this rank's share of the cores"
     )
     run_dir: str | None = setting(None, "DIR", "where the run's files go; default: runs/<time>-<name>")
@@ -772,20 +737,20 @@ class RunConfig(Section):
         "epochs between checkpoints, or steps with the suffix s (200s); 0 is none; auto: at ends of epochs, as "
         "often as takes 3 % of the time",
     )
-    evaluate_every: int = setting(
+    evaluate_every: Annotated[int, at_least(1, "epoch")] = setting(
         1,
         "N",
         "epochs between evaluations; the last epoch and a solved head are always evaluated",
         auto=1000,
         read_by="optional-evaluations",
     )
-    keep: str = setting(
+    keep: Annotated[str, choice("last", "best")] = setting(
         "last",
         "WHICH",
         "model to keep: last, or best on held-out samples (--validation-fraction)",
         read_by="evaluations",
     )
-    early_stop: int | None = setting(
+    early_stop: Annotated[int, at_least(1, "evaluation")] | None = setting(
         None,
         "N",
         "stop when N evaluations in a row find no better model on held-out samples (--validation-fraction)",
@@ -812,15 +777,9 @@ class RunConfig(Section):
         object.__setattr__(self, "run_dir", self.run_dir or None)
         rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
         rule(not self.resume_inexact or self.resume, "resume-inexact", True, "given together with --resume")
-        rule(0 <= self.seed < 2**63, "seed", self.seed, "in 0..2^63-1")
-        ok = self.threads is None or 1 <= self.threads <= MOST_THREADS
-        rule(ok, "threads", self.threads, f"at least 1 and at most {MOST_THREADS}")
         if self.checkpoint_every != "auto":
             parse_cadence(self.checkpoint_every)
-        one_of("keep", self.keep, ("last", "best"))
-        rule(self.early_stop is None or self.early_stop >= 1, "early-stop", self.early_stop, "at least 1 evaluation")
         self.budget_seconds()
-        rule(self.evaluate_every >= 1, "evaluate-every", self.evaluate_every, "at least 1 epoch")
 
     def budget_seconds(self) -> float | None:
         """Return the seconds that the run may take, None for as long as --epochs makes it."""

@@ -23,8 +23,8 @@ class Command:
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], Any]
-    perform: Callable[[argparse.Namespace], int]
-    """Returns the exit code."""
+    perform: Callable[..., int]
+    """Takes the options by name, and returns the exit code."""
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +45,19 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
         ("temperature", float, "0 takes the most probable character, more makes others likelier, default 0.8"),
         ("seed", int, "of the characters that are drawn, default 0"),
     ):
-        parser.add_argument(f"--{name}", metavar="N", type=kind, help=f"for a text's model: {text}")
+        more = f"for a text's model: {text}"
+        parser.add_argument(f"--{name}", metavar="N", type=kind, default=argparse.SUPPRESS, help=more)
     add_how(parser)
 
 
 def add_how(parser: argparse.ArgumentParser) -> None:
     """Add which model is applied, to how many images at once, and whether code of one's own may make it."""
     parser.add_argument(
-        "--model-name", metavar="NAME", default="model", help="which of a run's several models, as in model-head0"
+        "--model-name",
+        metavar="NAME",
+        dest="name",
+        default="model",
+        help="which of a run's several models, as in model-head0",
     )
     parser.add_argument("--trust-code", action="store_true", help="run the function that the run's model is made by")
     parser.add_argument(
@@ -75,33 +80,21 @@ def add_exits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exit-confidence",
         metavar="P",
+        dest="confidence",
         type=float,
         help="of the same: a sample leaves at the first exit that gives a class this probability, such as 0.9; tells "
         "the share of samples and of FLOPs of each exit",
     )
 
 
-def predict(options: argparse.Namespace) -> int:
+def predict(**options: Any) -> int:
     """Tell the classes of images, or how a text goes on."""
     with kept_for_good():
         from hvfreeze.inference import predict as predicting
         from hvfreeze.inference.text import Drawing
 
-    how = {name: getattr(options, name) for name in ("length", "temperature", "seed")}
-    drawing = {name: value for name, value in how.items() if value is not None}
-    return predicting.predict(
-        options.run_dir,
-        options.given,
-        name=options.model_name,
-        out=options.out,
-        top=options.top,
-        batch_size=options.batch_size,
-        drawing=Drawing(**drawing) if drawing else None,
-        trust_code=options.trust_code,
-        skip_bad=options.skip_bad,
-        exit_at=options.exit_at,
-        confidence=options.exit_confidence,
-    )
+    drawing = {name: options.pop(name) for name in ("length", "temperature", "seed") if name in options}
+    return predicting.predict(**options, drawing=Drawing(**drawing) if drawing else None)
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -117,22 +110,12 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     add_how(parser)
 
 
-def evaluate(options: argparse.Namespace) -> int:
+def evaluate(**options: Any) -> int:
     """Tell how right a model is."""
     with kept_for_good():
         from hvfreeze.inference import evaluate as evaluating
 
-    return evaluating.evaluate(
-        options.run_dir,
-        name=options.model_name,
-        data_dir=options.data_dir,
-        out=options.out,
-        batch_size=options.batch_size,
-        trust_code=options.trust_code,
-        skip_bad=options.skip_bad,
-        exit_at=options.exit_at,
-        confidence=options.exit_confidence,
-    )
+    return evaluating.evaluate(**options)
 
 
 def add_blocks(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +123,8 @@ def add_blocks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, package:function"
     )
-    parser.add_argument("--blocks", metavar="HOW", default="stage", help="stage, residual, paper or NAME,NAME,...")
+    schemes = "stage, residual, paper or NAME,NAME,..."
+    parser.add_argument("--blocks", metavar="HOW", dest="scheme", default="stage", help=schemes)
     for name, number, text in (
         ("image-size", 224, "side of the images in pixels"),
         ("classes", 1000, "outputs of the head"),
@@ -149,18 +133,12 @@ def add_blocks(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"{text}; default {number}")
 
 
-def blocks(options: argparse.Namespace) -> int:
+def blocks(**options: Any) -> int:
     """Show where a model may be cut."""
     with kept_for_good():
         from hvfreeze.inference.blocks_table import show_blocks
 
-    return show_blocks(
-        options.model,
-        scheme=options.blocks,
-        image_size=options.image_size,
-        classes=options.classes,
-        batch_size=options.batch_size,
-    )
+    return show_blocks(**options)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -177,13 +155,11 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def report(options: argparse.Namespace) -> int:
+def report(run_dirs: list[Path], out: Path, watch: int | None) -> int:
     """Write a report on run directories."""
     from hvfreeze.report.report import watch_report, write_report
 
-    if options.watch is not None:
-        return watch_report(options.run_dirs, out=options.out, seconds=options.watch)
-    return write_report(options.run_dirs, out=options.out)
+    return write_report(run_dirs, out=out) if watch is None else watch_report(run_dirs, out=out, seconds=watch)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -191,11 +167,11 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"), help="default: runs")
 
 
-def runs(options: argparse.Namespace) -> int:
+def runs(folder: Path) -> int:
     """List the run directories in a folder."""
     from hvfreeze.report.listing import list_runs
 
-    return list_runs(options.folder)
+    return list_runs(folder)
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -206,21 +182,21 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-dir", metavar="DIR", type=Path, help="must be writable on every host")
 
 
-def doctor(options: argparse.Namespace) -> int:
+def doctor(hosts: str | None, hostfile: Path | None, data_dir: Path | None, cache_dir: Path | None) -> int:
     """Check this machine, or the hosts that were named."""
-    if options.hosts is None and options.hostfile is None:
-        for flag, folder in (("--data-dir", options.data_dir), ("--cache-dir", options.cache_dir)):
-            if folder is not None:
-                raise UsageError(f"{flag} ({folder}) must be given with --hosts or --hostfile, whose hosts look for it")
-        from hvfreeze.doctor.this_machine import run_doctor
-
-        return run_doctor()
     from hvfreeze.doctor.hosts import parse_hosts, read_hostfile, run_hosts_doctor
+    from hvfreeze.doctor.this_machine import run_doctor
 
-    if options.hosts is not None and options.hostfile is not None:
+    if hosts is not None and hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts; give one of them")
-    hosts = parse_hosts(options.hosts) if options.hosts is not None else read_hostfile(options.hostfile)
-    return run_hosts_doctor(hosts, data_dir=options.data_dir, cache_dir=options.cache_dir)
+    if hosts is not None:
+        return run_hosts_doctor(parse_hosts(hosts), data_dir=data_dir, cache_dir=cache_dir)
+    if hostfile is not None:
+        return run_hosts_doctor(read_hostfile(hostfile), data_dir=data_dir, cache_dir=cache_dir)
+    for flag, folder in (("--data-dir", data_dir), ("--cache-dir", cache_dir)):
+        if folder is not None:
+            raise UsageError(f"{flag} ({folder}) must be given with --hosts or --hostfile, whose hosts look for it")
+    return run_doctor()
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
@@ -229,20 +205,16 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path)
 
 
-def cache(options: argparse.Namespace) -> int:
+def cache(action: str, directory: Path) -> int:
     """List, verify or remove cached activations."""
     from hvfreeze.cache import commands
 
-    return {"ls": commands.ls, "verify": commands.verify, "rm": commands.rm}[options.action](options.directory)
+    return {"ls": commands.ls, "verify": commands.verify, "rm": commands.rm}[action](directory)
 
 
 COMMANDS = {
     "predict": Command("classes of images, or how a text goes on, from a finished run", add_predict, predict),
-    "evaluate": Command(
-        "accuracy of a finished run by class, or bits per character",
-        add_evaluate,
-        evaluate,
-    ),
+    "evaluate": Command("accuracy of a finished run by class, or bits per character", add_evaluate, evaluate),
     "blocks": Command("where a model may be cut, and what that saves on this machine", add_blocks, blocks),
     "report": Command("figures and one HTML page from run directories", add_report, report),
     "runs": Command("a table of the run directories in a folder", add_runs, runs),
@@ -289,5 +261,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def perform(arguments: Sequence[str]) -> int:
     """Run a command beside train, and return its exit code."""
-    options = parse(arguments)
-    return COMMANDS[options.command].perform(options)
+    options = vars(parse(arguments))
+    return COMMANDS[options.pop("command")].perform(**options)

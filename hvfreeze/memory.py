@@ -26,7 +26,7 @@ def available_bytes(*, processes: int = 1, root: Path = Path("/")) -> int:
     if allowed is not None:
         # Slurm's limit is for the job here, and its other processes are much like this one; what they share is there
         # once.
-        own, shared = (_number(root / "proc/self/status", name) for name in ("RssAnon:", "RssShmem:"))
+        own, shared = (bytes_in(root / "proc/self/status", name) for name in ("RssAnon:", "RssShmem:"))
         found.append(max(0, allowed - processes * own - shared))
     return min(found)
 
@@ -45,13 +45,14 @@ def _count(variable: str) -> int | None:
 
 
 def _machine(root: Path) -> int:
-    return _number(root / "proc/meminfo", "MemAvailable:") or UNKNOWN_BYTES
+    return bytes_in(root / "proc/meminfo", "MemAvailable:") or UNKNOWN_BYTES
 
 
-def _number(path: Path, name: str) -> int:
+def bytes_in(path: Path, name: str) -> int:
     """Return the bytes in a line `name: N kB`, 0 without one."""
     with suppress(OSError):
-        for line in path.read_text().splitlines():
+        # The kernel cuts a process's name at 15 bytes, also within a letter.
+        for line in path.read_text(errors="replace").splitlines():
             if line.startswith(name):
                 return int(line.split()[1]) * 1024
     return 0

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from analysis.parts.growth_rows import peak_bytes
 from hvfreeze.__main__ import main as program
+from hvfreeze.comm.resources import peak_memory_bytes
 
 
 def main(out: str, words: list[str]) -> int:
@@ -16,8 +16,9 @@ def main(out: str, words: list[str]) -> int:
     code = program(words)
     if code == 0:
         summary = json.loads(Path(out, "run", "summary.json").read_text(encoding="utf-8"))
-        found = {"seconds": summary["seconds"], "peak_bytes": peak_bytes(), "digest": summary["parameter_digest"]}
-        found |= {"accuracy": summary["test_accuracy"], "exchanged_bytes": summary["allreduce_bytes"]}
+        found = {"seconds": summary["seconds"], "peak_bytes": peak_memory_bytes()}
+        found |= {"digest": summary["parameter_digest"], "accuracy": summary["test_accuracy"]}
+        found |= {"exchanged_bytes": summary["allreduce_bytes"]}
         rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
         Path(out, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     return code

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.comm.horovod_world import open_world
+from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.heads.kernel import KernelHead, fit_kernel
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import Chunk
@@ -141,7 +142,7 @@ def solve(job: dict[str, Any]) -> dict[str, Any]:
         watch=phases.watch,
     )
     assert fit is not None, "nobody stops it"
-    found = {"seconds": phases.seconds(), "peak_bytes": peak_bytes()}
+    found = {"seconds": phases.seconds(), "peak_bytes": peak_memory_bytes()}
     head = KernelHead(WIDTH, classes)
     take(head, fit)
     right = 0
@@ -156,12 +157,6 @@ def solve(job: dict[str, Any]) -> dict[str, Any]:
 def digest_of(tensor: Tensor) -> str:
     """Return the beginning of the SHA-256 over a tensor's bits."""
     return hashlib.sha256(tensor.detach().contiguous().numpy().data).hexdigest()[:16]
-
-
-def peak_bytes() -> int:
-    """Return the most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def main(out: str, job: str) -> None:

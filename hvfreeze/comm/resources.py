@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hvfreeze.comm.world import World
-from hvfreeze.memory import available_bytes
+from hvfreeze.memory import available_bytes, bytes_in
 from hvfreeze.wording import plural
 
 
@@ -29,10 +29,7 @@ def end_set_up() -> None:
 
 def peak_memory_bytes() -> int:
     """Return the most memory that this process has had resident so far, in bytes; 0 where the kernel does not say."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return bytes_in(Path("/proc/self/status"), "VmHWM:")
 
 
 def sharing_ranks(world: World) -> list[tuple[str, int, int]]:

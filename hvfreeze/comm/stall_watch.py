@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.comm.end_guard import guard_end
+from hvfreeze.comm.end_guard import guard_end, is_stopped
 from hvfreeze.comm.mpi_environment import claimed_rank
 from hvfreeze.errors import StallError, UsageError
 
@@ -176,7 +176,7 @@ def stopped_here() -> str:
     job, stopped = os.environ.get("PMIX_NAMESPACE"), set()
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if not entry.name.isdigit() or (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "tT":
+            if not entry.name.isdigit() or not is_stopped(int(entry.name)):
                 continue
             pairs = (line.partition("=") for line in (entry / "environ").read_text(errors="replace").split("\0"))
             environ = {name: value for name, _, value in pairs}

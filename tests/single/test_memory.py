@@ -112,3 +112,12 @@ def test_ranks_share_a_third_of_what_slurm_leaves(monkeypatch: pytest.MonkeyPatc
     unlimited = memory_budget(2)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "3000")
     assert 0 < 2 * memory_budget(2) < 1000 * 2**20 < 2 * unlimited
+
+
+def test_a_name_that_the_kernel_has_cut_within_a_letter_is_in_nobodys_way(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = machine / "proc/self/status"
+    status.write_bytes(b"Name:\t\xd0\xbe\xd0\n" + status.read_bytes())
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "8192")
+    assert available_bytes(root=machine) == 7 * GIB

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.sweeps.launching import end
+from hvfreeze.comm.end_guard import is_stopped
 from hvfreeze.errors import RefusedError
 
 LOOK_SECONDS = 0.02
@@ -91,7 +92,7 @@ class Turns:
         if not all(path.exists() and path.read_text(encoding="utf-8") == str(number) for path in said):
             return False
         ranks = self._ranks()
-        return len(ranks) == self.size and all(_state(process) == "T" for process in ranks)
+        return len(ranks) == self.size and all(is_stopped(process) for process in ranks)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._ranks():
@@ -107,9 +108,3 @@ class Turns:
                 if words[1:2] == ["-m"] and {self.name, str(self.folder)} <= set(words):
                     found.append(int(path.parent.name))
         return found
-
-
-def _state(process: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""

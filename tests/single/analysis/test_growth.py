@@ -12,7 +12,8 @@ from analysis import growth
 from analysis.growth import PRESETS, Planned, missing
 from analysis.parts import growth_rows
 from analysis.parts.growth_pages import AUTO, UNSTAMPED, growth_figure, readme, whole_commands
-from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, peak_bytes, solve
+from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, solve
+from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.heads.rows import Chunk
 
 COUNT = 2 * growth_rows.PART + 100
@@ -47,7 +48,7 @@ def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
     plan = Planned("made", 1_500, 1, 50)
     found = solve({"rows": 1_500, "classes": 5, "centres": 50, "memory_bytes": 10**9})
     assert found["converged"] and found["accuracy"] > 0.6 and found["centres"] == 50
-    assert found["peak_bytes"] <= peak_bytes() and sum(found["seconds"].values()) > 0
+    assert found["peak_bytes"] <= peak_memory_bytes() and sum(found["seconds"].values()) > 0
     line = {**asdict(plan), **found, "peak_bytes": [found["peak_bytes"]], "command_seconds": 1.0, "commit": "abc"}
     image = {**line, "kind": "images", "seconds": {"forward": 1.0, "evaluate": 2.0}, "centres_asked": None}
     image |= {"way": AUTO, "accuracy": 0.8}

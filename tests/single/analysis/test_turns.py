@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.parts.networks.turns import Turns, _state
+from analysis.parts.networks.turns import Turns
+from hvfreeze.comm.end_guard import is_stopped
 from hvfreeze.errors import RefusedError
 
 RANK = """
@@ -71,7 +72,7 @@ def test_a_job_works_in_its_turn_alone(tmp_path: Path, stack: ExitStack) -> None
     other.conclude()
     assert other.process.returncode == 0
     assert len(lines(tmp_path)) == 8
-    assert [_state(process) for process in one._ranks()] == ["T", "T"]
+    assert [is_stopped(process) for process in one._ranks()] == [True, True]
 
 
 def test_a_job_that_fails_in_its_turn_is_told_and_its_other_rank_is_ended(tmp_path: Path) -> None:

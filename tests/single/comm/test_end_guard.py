@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvfreeze.comm import end_guard
+from hvfreeze.comm.stall_watch import stopped_here
 from tests.parallel.mpirun import ROOT, command_of
 from tests.parallel.nodes import wait_until
 
@@ -151,16 +152,21 @@ def test_a_process_is_stopped_until_it_is_let_go_on() -> None:
     assert [*found, end_guard.is_stopped(process.pid)] == [False, True, False, False]
 
 
-def test_a_process_whose_name_is_cut_within_a_letter_is_seen_too(tmp_path: Path) -> None:
+def test_a_process_whose_name_is_cut_within_a_letter_is_seen_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named = tmp_path / "\u043e\u0431\u0443\u0447\u0435\u043d\u0438\u0435.sh"
     named.write_text("#!/bin/sh\necho up\nread line\n")
     named.chmod(0o755)
-    with subprocess.Popen([named], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    monkeypatch.setenv("PMIX_NAMESPACE", str(tmp_path))
+    rank = {**os.environ, "OMPI_COMM_WORLD_RANK": "3"}
+    with subprocess.Popen([named], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=rank) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"up\n"
             process.send_signal(signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
             assert end_guard.is_stopped(process.pid)
+            assert stopped_here() == "rank 3, which gives no sign of life"
         finally:
             process.kill()
 

@@ -329,6 +329,11 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def libraries_of(config: Config) -> tuple[str, ...]:
+    """Return the packages that what a model answers depends on, beside this one."""
+    return (*LIBRARIES, "timm") if config.model.model.startswith(TIMM) else LIBRARIES
+
+
 def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
     """Return the card of a run that has not ended, which evaluates in batches of `rows`.
 
@@ -336,7 +341,6 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
     """
     model, data = config.model, config.data
     path = weights_path(model.model, model.weights) if hashed else None
-    library = ("timm",) if model.model.startswith(TIMM) else ()
     return Card(
         model=model.model,
         code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
@@ -351,7 +355,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
         weights=model.weights,
         weights_sha256=sha256_of(path) if path else None,
         accuracy_on="held-out" if data.validation_fraction > 0 else "test",
-        versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in (*LIBRARIES, *library)}},
+        versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in libraries_of(config)}},
     )
 
 

@@ -34,7 +34,7 @@ from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, cou
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
-from hvfreeze.inference.card import card_of
+from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -401,7 +401,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
 
 def environment_of(config: Config, world: World) -> dict[str, Any]:
     """Return what is recorded of the machines and the code, once all ranks are known to run the same. Collective."""
-    versions = {name: version_of(name) for name in ("torch", "horovod", "hvfreeze")}
+    versions = {name: version_of(name) for name in (*libraries_of(config), "horovod", "hvfreeze")}
     check_equal(world, "versions", {**versions, "source": source_digest()})
     named = {"model": config.model.model, "data": config.data.data}
     code = raise_on_all_ranks(

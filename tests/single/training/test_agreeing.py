@@ -24,11 +24,16 @@ class First(SoloWorld):
         return [value, {**value, **self.others} if self.others else value]
 
 
-@pytest.mark.parametrize("what", ["torch", "horovod", "hvfreeze", "source"])
+@pytest.mark.parametrize("what", ["torch", "torchvision", "pillow", "horovod", "hvfreeze", "source"])
 def test_a_rank_that_runs_something_else_is_named(what: str) -> None:
     words = rf"different versions: {what} is '.+' on rank 0 and 'another' on rank 1; start all ranks with one command"
     with pytest.raises(UsageError, match=words):
         environment_of(from_dict({}), First(**{what: "another"}))
+
+
+def test_timm_must_be_the_same_where_the_model_is_its() -> None:
+    with pytest.raises(UsageError, match=r"different versions: timm is .* on rank 0 and 'another' on rank 1"):
+        environment_of(from_dict({"model": "timm:resnet18"}), First(timm="another"))
 
 
 def test_ranks_that_meet_each_others_samples_are_not_given_a_cache_each() -> None:

@@ -164,8 +164,14 @@ def table_at(out: Path | None) -> Iterator[Callable[[str], object]]:
     if out is None:
         yield lambda text: print(printable(text), end="", flush=True)
         return
-    with writing(out), out.open("wb", buffering=0) as file:
-        yield lambda text: file.write(text.encode("utf-8", "surrogateescape"))
+    with writing(out), out.open("wb") as file:
+
+        def write(text: str) -> None:
+            # Without a buffer, a disk that fills up takes a part of it and says nothing.
+            file.write(text.encode("utf-8", "surrogateescape"))
+            file.flush()
+
+        yield write
 
 
 def tell_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:

@@ -110,11 +110,14 @@ def write_text(path: Path, text: str) -> None:
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return CSV with a column for every key that occurs."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    return "".join(map(csv_line, [columns, *([row.get(column) for column in columns] for row in rows)]))
+
+
+def csv_line(cells: Sequence[Any]) -> str:
+    """Return a line of CSV; cells that hold either kind of line end are in quotes, as those of its own are."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:

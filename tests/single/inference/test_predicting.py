@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import torch
 from PIL import Image
 
 import hvfreeze
+from hvfreeze.errors import RefusedError
 from hvfreeze.inference.card import Preparation
-from hvfreeze.inference.predict import answers
+from hvfreeze.inference.predict import answers, table_at
 from tests.program import ROOT, Outcome, call
 from tests.single.inference.conftest import CLASSES, Finished
 
@@ -107,12 +109,16 @@ def test_files_of_a_folder_that_are_no_images_by_their_suffix_are_told(finished:
     refused(call("predict", str(finished.run), str(tmp_path / "empty")), 3, "but .heic (1)")
 
 
-def test_names_that_are_no_text_are_kept_in_files_and_shown_somehow(finished: Finished, tmp_path: Path) -> None:
-    odd = tmp_path / "b\udcff,\n.png"
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_names_that_are_no_text_are_kept_in_files_and_shown_somehow(
+    finished: Finished, tmp_path: Path, end: str
+) -> None:
+    odd = tmp_path / f"b\udcff,{end}.png"
     shutil.copy(finished.images / "test" / "red" / "00.png", odd)
     out = tmp_path / "out.csv"
     assert call("predict", str(finished.run), str(odd), "--out", str(out)).returncode == 0
-    assert rows_of(out.read_text(encoding="utf-8", errors="surrogateescape"))[0]["path"] == str(odd)
+    with out.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        assert [row["path"] for row in csv.DictReader(file)] == [str(odd)]
     outcome = call("predict", str(finished.run), str(tmp_path))
     assert outcome.returncode == 0 and "\udcff" not in outcome.stdout and "b" in rows_of(outcome.stdout)[0]["path"]
 
@@ -161,6 +167,16 @@ def test_answers_are_written_as_they_come(
     words = [str(finished.run), str(some_bad[0][0].parent), "--batch-size", "2", "--out", str(out)]
     assert call("predict", *words).returncode == 130
     assert 5 < written[0] <= len(out.read_text().splitlines()) <= 13
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_batch_is_told(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(RefusedError, match="cannot be written"), table_at(tmp_path / "out.csv") as write:
+            write("a line\n" * 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

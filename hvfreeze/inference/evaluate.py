@@ -11,7 +11,7 @@ DIR/reliability.png and .svg
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,8 @@ def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
     data = applied.card.data
     if data in ARCHIVES and is_folder(folder / ARCHIVES[data].folder):
         test = open_data(data, folder).test
-        labels, prepare = test.labels, applied.preparation.pixels
+        labels = labels_for(applied, test.labels, test.classes, lambda name: f"class {name} of {folder}")
+        prepare = applied.preparation.pixels
         return EvaluatedSamples(
             lambda row: prepare(torch.from_numpy(test.decode(row))), labels, f"test samples of {folder}", own=False
         )
@@ -171,19 +172,25 @@ def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
     if not is_folder(root):
         raise RefusedError(f"data folder {root} {absence_of(root)}; name one with --data-dir")
     listing = scan(root, fewest=1)
-    unknown = [name for name in listing.classes if name not in applied.classes]
-    if unknown:
-        raise RefusedError(
-            f"class folder {root / unknown[0]} is none of the model's {len(applied.classes)} classes; rename it or "
-            "take it out"
-        )
-    index = {name: label for label, name in enumerate(applied.classes)}
-    labels = torch.tensor([index[listing.classes[label]] for label in listing.labels()], dtype=torch.int64)
+    numbers = torch.tensor(listing.labels(), dtype=torch.int64)
+    labels = labels_for(applied, numbers, listing.classes, lambda name: f"class folder {root / name}")
     paths = [root / path for path in listing.paths]
     name = f"images of {root}"
     return EvaluatedSamples(
         lambda row: applied.preparation.pixels_of(paths[row]), labels, name, own=False, notes=listing.notes
     )
+
+
+def labels_for(applied: Applied, labels: Tensor, classes: Sequence[str], called: Callable[[str], str]) -> Tensor:
+    """Return labels, which are places in `classes`, as places in the model's own classes.
+
+    Raises RefusedError where the model does not have one, which is `called` something by its name.
+    """
+    places = {name: place for place, name in enumerate(applied.classes)}
+    for name in classes:
+        if name not in places:
+            raise RefusedError(f"{called(name)} is none of the model's {len(places)} classes; rename it or take it out")
+    return torch.tensor([places[name] for name in classes])[labels]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import hvfreeze
+from hvfreeze.errors import RefusedError
 from hvfreeze.inference.evaluate import (
     EvaluatedSamples,
     describe,
@@ -25,6 +26,8 @@ from hvfreeze.inference.evaluate import (
     write_result,
 )
 from tests.program import call
+from tests.single.data.test_cifar import CLASSES as CIFAR_CLASSES
+from tests.single.data.test_cifar import write_cifar10
 from tests.single.inference.conftest import CLASSES, Finished, train
 from tests.single.inference.test_predicting import refused
 
@@ -165,6 +168,19 @@ def test_a_figure_of_many_classes_names_none_and_of_few_tells_counts() -> None:
     assert [label.get_text() for label in few.get_yticklabels()] == ["a" * 21 + "...", "$b$"]
     many = plot_confusion(np.eye(100, dtype=np.int64), [f"class{i}" for i in range(100)]).axes[0]
     assert not many.texts and "class1" not in [label.get_text() for label in many.get_yticklabels()]
+
+
+def test_samples_of_an_archive_have_the_labels_of_classes_that_the_model_was_trained_on(
+    finished: Finished, tmp_path: Path
+) -> None:
+    """It may have been trained on folders of such images, with some of the classes or names of its own."""
+    write_cifar10(tmp_path)
+    applied = hvfreeze.load_model(finished.run)
+    of_folders = replace(applied, card=replace(applied.card, data="cifar10"), classes=tuple(reversed(CIFAR_CLASSES)))
+    names = [of_folders.classes[label] for label in samples_in(of_folders, tmp_path).labels]
+    assert names == [CIFAR_CLASSES[row % 10] for row in range(20, 24)]
+    with pytest.raises(RefusedError, match=f"class {CIFAR_CLASSES[0]} of .* is none of the model's 2 classes"):
+        samples_in(replace(of_folders, classes=tuple(CIFAR_CLASSES[3:5])), tmp_path)
 
 
 def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished, copy: Path, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.training.auto_plan import auto_stages, notes_on_stages, notes_on_views
+from hvfreeze.training.checkpoint import passes_before
 from hvfreeze.training.doubles import overlap_of
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
@@ -219,11 +220,15 @@ def assemble(
     auto = config.freeze.auto
     timing = time_run(factory)
     left = passes_left(factory, timing, evaluated=len(evaluation_batches), started=started)
+    if auto and left is not None and config.run.resume:
+        left = passes_before(directory, world) or left
     stages = raise_on_all_ranks(world, lambda: auto_stages(factory, left) if auto else factory.stages(), name="stages")
     guard = open_guard(factory, stages) if auto else None
     judged = len(guard.held_out.batches) if guard and guard.held_out else 0
     evaluated_batches = len(evaluation_batches)
-    budget = open_budget(factory, stages, timing, evaluated=evaluated_batches, judged=judged, started=started)
+    budget = open_budget(
+        factory, stages, timing, evaluated=evaluated_batches, judged=judged, passes=left, started=started
+    )
     stages = stages if budget is None else budget.plan(stages)
     finding = None
     if is_open(stages, flips=corpus.train.flips):

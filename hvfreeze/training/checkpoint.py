@@ -29,9 +29,13 @@ MAY_CHANGE = (*HARMLESS, *COMPARED_OTHERWISE)
 """Settings in which a run may differ from its checkpoint; the run directory judges those that matter."""
 
 
+CHECKPOINTS = "checkpoints"
+"""Their folder in the run directory."""
+
+
 def directory_of(job: Job) -> Path:
     """Return where the run keeps its checkpoints."""
-    return job.directory / "checkpoints"
+    return job.directory / CHECKPOINTS
 
 
 def save(job: Job, *, settled: bool, alone: bool = False) -> None:
@@ -307,6 +311,28 @@ def restore(job: Job) -> int | None:
     raise_on_all_ranks(world, lambda: put_back(job, shared, own, name=name), name="checkpoint.restore")
     raise_on_all_ranks(world, lambda: bring_back_best(job, Path(name)), name="best.back")
     return wrote
+
+
+def passes_before(directory: Path, world: World) -> float | None:
+    """Return for how many passes the stages of the newest checkpoint in a run directory were made. Collective.
+
+    Clocks tell another number when a run goes on, and other stages, in which the checkpoint's steps are other epochs.
+    None where there is no checkpoint, or it does not say.
+
+    Raises:
+        RefusedError: it is damaged.
+    """
+
+    def read() -> float | None:
+        path = newest(directory / CHECKPOINTS) if world.rank == 0 else None
+        if path is None:
+            return None
+        budget = unpacked(open_checkpoint(path, size=None).section(0), name=str(path)).get("budget")
+        passes = budget.get("passes") if isinstance(budget, dict) else None
+        return passes if isinstance(passes, float) else None
+
+    found = raise_on_all_ranks(world, read, name="checkpoint.passes")
+    return world.broadcast_object(found, name="checkpoint.passes.all")
 
 
 def read_by_all(world: World, read: Callable[[], Tensor | None]) -> Tensor:

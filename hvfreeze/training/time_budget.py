@@ -155,6 +155,7 @@ class TimeBudget:
         started: `time.monotonic()` when this process began to work on the run.
         expected: what parts take; measured anew as the run goes on.
         evaluate_every: epochs between evaluations.
+        passes: for which the stages of --freeze auto were made, see `passes_left`; None of another run.
     """
 
     seconds: float
@@ -162,6 +163,7 @@ class TimeBudget:
     started: float
     expected: Expected
     evaluate_every: int
+    passes: float | None = None
     _before: float = 0.0
     """Seconds that were spent by the job that this one goes on for."""
     _planned: list[dict[str, Any]] = field(default_factory=list)
@@ -281,7 +283,7 @@ class TimeBudget:
         """Return what a checkpoint must hold."""
         solution = None if self._guessed else {"seconds": self.expected.solve, "worth": self._worth}
         spent = {"planned": self._planned, "spent": list(self._spent), "mark": self._mark}
-        return {"elapsed": self.elapsed(), "solution": solution, **spent}
+        return {"elapsed": self.elapsed(), "solution": solution, "passes": self.passes, **spent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the plan of a checkpoint: what was spent until then counts."""
@@ -409,6 +411,7 @@ def open_budget(
     *,
     evaluated: int,
     judged: int,
+    passes: float | None,
     started: float,
 ) -> TimeBudget | None:
     """Return what chooses the steps of the stages, None without --time-budget. Collective.
@@ -419,6 +422,7 @@ def open_budget(
         timing: what `time_run` returned.
         evaluated: batches of this replica in an evaluation.
         judged: and of those by which a tuned model is judged.
+        passes: that the stages were made for.
         started: see `TimeBudget`.
     """
     config, world = factory.config, factory.context.world
@@ -437,7 +441,12 @@ def open_budget(
         source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
     )
     return TimeBudget(
-        seconds=seconds, world=world, started=started, expected=expected, evaluate_every=config.run.evaluate_every
+        seconds=seconds,
+        world=world,
+        started=started,
+        expected=expected,
+        evaluate_every=config.run.evaluate_every,
+        passes=passes,
     )
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from hvfreeze.runs.reading import load_run
 from hvfreeze.strategies.base import MODEL
-from hvfreeze.training import auto, loop
+from hvfreeze.training import auto, build, loop
 from hvfreeze.training.evaluation import Score
+from hvfreeze.training.stages import Stage
 from hvfreeze.training.time_budget import TimeBudget
 from tests.program import call
 
@@ -36,6 +37,25 @@ def test_a_stage_that_there_was_no_time_for_leaves_the_model_of_the_one_before(
     summary = train(tmp_path / "run", without, "--time-budget", "1h")
     assert {stage["stage"]: stage["steps"] for stage in summary["stages"]}["tune"] == 0
     assert "head: kernel:1" in (tmp_path / "run/model.yaml").read_text()
+
+
+def test_a_run_goes_on_in_the_stages_that_it_began_with_whatever_the_clock_says_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is busier by then, there would be another warm-up, other batches, or no tuning at all."""
+    made, auto_stages = list[tuple[Stage, ...]](), build.auto_stages
+
+    def stages(*given: Any) -> tuple[Stage, ...]:
+        made.append(auto_stages(*given))
+        return made[-1]
+
+    monkeypatch.setattr(build, "auto_stages", stages)
+    monkeypatch.setattr(TimeBudget, "_room", lambda *_, **__: 6)
+    for passes in (1000.0, 50.0):
+        monkeypatch.setattr(build, "passes_left", lambda *_, passes=passes, **__: passes)
+        train(tmp_path / "run", "votes", "--time-budget", "1h", "--resume")
+    first, second = made
+    assert first == second and any(stage.steps and not stage.solves for stage in first)
 
 
 @pytest.mark.parametrize("head_fit", ["kernel", "exact"])

@@ -110,7 +110,7 @@ def write_text(path: Path, text: str) -> None:
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return CSV with a column for every key that occurs."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return "".join(map(csv_line, [columns, *([row.get(column) for column in columns] for row in rows)]))
+    return "".join([csv_line(columns), *(csv_line([row.get(column) for column in columns]) for row in rows)])
 
 
 def csv_line(cells: Sequence[Any]) -> str:

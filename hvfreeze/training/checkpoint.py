@@ -291,7 +291,9 @@ def restore(job: Job) -> int | None:
     found = raise_on_all_ranks(world, find, name="checkpoint.read")
     described = world.broadcast_object((str(found.path), found.size) if found else None, name="checkpoint.described")
     if described is None:
-        job.record.cut_back({})
+        # A run that has ended keeps its lines where there are no checkpoints any more.
+        if not (job.directory / "summary.json").exists():
+            job.record.cut_back({})
         return None
     name, wrote = described
     data = read_by_all(world, lambda: found.section(0) if found else None)

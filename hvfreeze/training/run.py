@@ -17,13 +17,13 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import TEXT
 from hvfreeze.config.tree import Config
 from hvfreeze.data.text import per_character
-from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.directory import resuming
 from hvfreeze.runs.files import publish, publishing
-from hvfreeze.runs.reading import SUMMARY, read_object
+from hvfreeze.runs.reading import SUMMARY, read_config, read_object
 from hvfreeze.runs.record import finite
 from hvfreeze.strategies.base import WholeModel
 from hvfreeze.torch_imports import leave_compiler_out
@@ -85,8 +85,9 @@ def run(
 
 def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
     """Go on from the newest checkpoint or start, train to the end, and return the summary; see `run`. Collective."""
-    world, wrote = job.world, restore(job) if job.config.run.resume else None
-    done = finished(job) if wrote else None
+    world, resumes = job.world, job.config.run.resume
+    wrote = restore(job) if resumes else None
+    done = finished(job, has_state=wrote is not None) if resumes else None
     job.progress = Progress(job.logger, job.total_steps, done=job.step)
     try:
         if done is not None:
@@ -151,13 +152,25 @@ def introduce(job: Job, *, resumed: bool) -> None:
         say(f"resumed after step {job.step} of {job.total_steps}, cut {job.stage_runner.cut}")
 
 
-def finished(job: Job) -> dict[str, Any] | None:
-    """Return the summary of a run that has ended already, on every rank; None for one that has not. Collective."""
+def finished(job: Job, *, has_state: bool) -> dict[str, Any] | None:
+    """Return the summary of a run that has ended already, on every rank; None for one that has not. Collective.
+
+    `has_state` tells whether the job has a checkpoint's. Raises RefusedError where the run has ended, leaves none to go
+    on from, and is to be longer.
+    """
     path = job.directory / "summary.json"
 
     def read() -> dict[str, Any] | None:
-        ended = job.ended or out_of_patience(job)
-        return read_object(path, SUMMARY) if job.world.rank == 0 and ended and path.exists() else None
+        if job.world.rank > 0 or not path.exists():
+            return None
+        before, epochs = read_config(path.with_name("config.yaml"))["optimizer"]["epochs"], job.config.optimizer.epochs
+        if not has_state and before != epochs:
+            raise RefusedError(
+                f"the run in {job.directory} has ended, and there is no checkpoint from which it could go on to "
+                f"--epochs ({epochs}); put its checkpoints back, or start anew in another --run-dir"
+            )
+        ended = job.ended or out_of_patience(job) or not has_state
+        return read_object(path, SUMMARY) if ended else None
 
     return job.world.broadcast_object(raise_on_all_ranks(job.world, read, name="summary.read"), name="finished")
 

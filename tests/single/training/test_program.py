@@ -105,6 +105,16 @@ def test_a_finished_run_is_complete_unless_its_summary_is_damaged(run_dir: Path)
     assert train(run_dir, "--resume").returncode == 0 and digest(run_dir) == ended
 
 
+def test_a_finished_run_whose_checkpoints_were_removed_stays_as_it_is(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    before = contents(run_dir)
+    del before["log.txt"]
+    for flags, code, words in (([], 0, "is complete; nothing to do"), (["--epochs", "2"], 3, "no checkpoint from")):
+        outcome = train(run_dir, *flags, "--resume")
+        assert outcome.returncode == code and words in outcome.stdout + outcome.stderr, str(outcome)
+        assert {name: found for name, found in contents(run_dir).items() if name != "log.txt"} == before
+
+
 @pytest.mark.parametrize("config", ["a: &a [x, x]\nb: &b [*a, *a]\n", "[" * 50_000], ids=["aliases", "deep"])
 @pytest.mark.timeout(60)
 def test_a_bomb_in_place_of_the_configuration_is_refused(run_dir: Path, config: str) -> None:

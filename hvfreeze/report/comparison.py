@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvfreeze.config.sections import AUTO
 from hvfreeze.runs.reading import Run
 
 SEEDS = frozenset({"seed", "data_seed"})
@@ -97,11 +98,22 @@ def compare(group: Group, groups: Sequence[Group]) -> Comparison | None:
     if first.is_baseline or not first.finished:
         return None
     baselines = (other for other in groups if other.runs[0].is_baseline and work(other.runs[0]) == work(first))
-    baseline = next(baselines, None)
+    baseline = next((other for other in baselines if as_long(group, other)), None)
     if baseline is None:
         return None
     ratios = [reference_seconds(run, baseline) / max(run.train_seconds, 1e-9) for run in group.runs]
     return Comparison(baseline, spread(ratios), spread([1 - 1 / ratio for ratio in ratios]))
+
+
+def as_long(group: Group, baseline: Group) -> bool:
+    """Tell whether runs of the same work were as long: a time budget and --early-stop end each when they find it time.
+
+    --freeze auto counts other steps, of what takes as long as --epochs of the baseline.
+    """
+    settings = group.runs[0].settings
+    if settings["freeze"] == AUTO and settings["time_budget"] == "none":
+        return True
+    return len({run.metrics[-1]["step"] for run in (*group.runs, *baseline.runs)}) == 1
 
 
 def reference_seconds(run: Run, baseline: Group) -> float:

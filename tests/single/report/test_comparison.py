@@ -68,6 +68,21 @@ def test_a_run_of_other_work_is_no_baseline(tmp_path: Path, other: dict[str, obj
     assert compare(groups[1], groups) is None
 
 
+@pytest.mark.parametrize("flags", [{"time_budget": "20s"}, {"early_stop": 2, "validation_fraction": 0.1}])
+def test_runs_that_end_by_themselves_after_other_steps_are_not_compared(
+    tmp_path: Path, flags: dict[str, object]
+) -> None:
+    """Both take all of a time budget, however fast their steps are."""
+    runs = [
+        write_run(tmp_path / "full", accuracies=[0.1], epochs=9, **flags),
+        write_run(tmp_path / "more", accuracies=[0.1, 0.2], epochs=9, speed=2, freeze="linear", **flags),
+        write_run(tmp_path / "as-many", accuracies=[0.1], epochs=9, speed=2, freeze="geometric", **flags),
+    ]
+    groups = group_by_seed(load_runs(runs))
+    compared = [compare(group, groups) for group in groups]
+    assert compared[1] is None and compared[2] is not None and compared[2].speed_up.mean == pytest.approx(2)
+
+
 def test_a_run_is_compared_with_the_baseline_of_its_seed(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.1], seed=s, speed=1 + s) for s in (0, 1)]
     paths += [write_run(tmp_path / f"voted-{s}", accuracies=[0.1], seed=s, speed=4.0, freeze="linear") for s in (0, 1)]

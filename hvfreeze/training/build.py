@@ -42,7 +42,7 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.training.auto_plan import auto_stages, notes_on_stages, notes_on_views
-from hvfreeze.training.checkpoint import passes_before
+from hvfreeze.training.checkpoint import budget_before
 from hvfreeze.training.doubles import overlap_of
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
@@ -220,8 +220,11 @@ def assemble(
     auto = config.freeze.auto
     timing = time_run(factory)
     left = passes_left(factory, timing, evaluated=len(evaluation_batches), started=started)
-    if auto and left is not None and config.run.resume:
-        left = passes_before(directory, world) or left
+    before = budget_before(directory, world) if timing is not None and config.run.resume else None
+    if left is not None and before is not None:
+        # Clocks tell another number now, hence other stages, in which the checkpoint's steps would be other epochs.
+        passes = before.get("passes")
+        left = passes if isinstance(passes, float) else left
     stages = raise_on_all_ranks(world, lambda: auto_stages(factory, left) if auto else factory.stages(), name="stages")
     guard = open_guard(factory, stages) if auto else None
     judged = len(guard.held_out.batches) if guard and guard.held_out else 0
@@ -229,7 +232,7 @@ def assemble(
     budget = open_budget(
         factory, stages, timing, evaluated=evaluated_batches, judged=judged, passes=left, started=started
     )
-    stages = stages if budget is None else budget.plan(stages)
+    stages = stages if budget is None else budget.plan(stages, begins=before is None)
     finding = None
     if is_open(stages, flips=corpus.train.flips):
         trained = config.model.weights != "none"

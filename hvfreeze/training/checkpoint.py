@@ -315,26 +315,22 @@ def restore(job: Job) -> int | None:
     return wrote
 
 
-def passes_before(directory: Path, world: World) -> float | None:
-    """Return for how many passes the stages of the newest checkpoint in a run directory were made. Collective.
-
-    Clocks tell another number when a run goes on, and other stages, in which the checkpoint's steps are other epochs.
-    None where there is no checkpoint, or it does not say.
+def budget_before(directory: Path, world: World) -> dict[str, Any] | None:
+    """Return what the newest checkpoint in a run directory says of the time budget, None without one. Collective.
 
     Raises:
         RefusedError: it is damaged.
     """
 
-    def read() -> float | None:
+    def read() -> dict[str, Any] | None:
         path = newest(directory / CHECKPOINTS) if world.rank == 0 else None
         if path is None:
             return None
         budget = unpacked(open_checkpoint(path, size=None).section(0), name=str(path)).get("budget")
-        passes = budget.get("passes") if isinstance(budget, dict) else None
-        return passes if isinstance(passes, float) else None
+        return budget if isinstance(budget, dict) else {}
 
-    found = raise_on_all_ranks(world, read, name="checkpoint.passes")
-    return world.broadcast_object(found, name="checkpoint.passes.all")
+    found = raise_on_all_ranks(world, read, name="checkpoint.budget")
+    return world.broadcast_object(found, name="checkpoint.budget.all")
 
 
 def read_by_all(world: World, read: Callable[[], Tensor | None]) -> Tensor:

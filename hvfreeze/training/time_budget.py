@@ -184,8 +184,12 @@ class TimeBudget:
         """Return the seconds that the run has taken so far, on this rank's clock."""
         return self._before + time.monotonic() - self.started
 
-    def plan(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """Return the stages with the steps that there is time for."""
+    def plan(self, stages: Sequence[Stage], *, begins: bool = True) -> tuple[Stage, ...]:
+        """Return the stages with the steps that there is time for.
+
+        Raises:
+            UsageError: the run `begins`, and there is not even time for its first part.
+        """
         self._mark = self.elapsed()
         solves = next((stage for stage in stages if stage.solves), None)
         self._worth = solves.worth if solves else 0.0
@@ -193,7 +197,7 @@ class TimeBudget:
         needed += self.expected.solve if solves else self.expected.step
         steps = self._chosen(stages, 0)
         needed, steps = self.world.broadcast_object((needed, steps), name="budget.plan")
-        if needed > self.seconds:
+        if begins and needed > self.seconds:
             what = "solving the head" if solves else "a step"
             raise UsageError(
                 f"--time-budget ({self.seconds:.0f}s) must be at least about {1.1 * needed:.0f}s here, for set-up, "

@@ -10,7 +10,7 @@ import pytest
 
 from hvfreeze.runs.reading import load_run
 from hvfreeze.strategies.base import MODEL
-from hvfreeze.training import auto, build, loop
+from hvfreeze.training import auto, build, loop, time_budget
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.stages import Stage
 from hvfreeze.training.time_budget import TimeBudget
@@ -42,7 +42,7 @@ def test_a_stage_that_there_was_no_time_for_leaves_the_model_of_the_one_before(
 def test_a_run_goes_on_in_the_stages_that_it_began_with_whatever_the_clock_says_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that is busier by then, there would be another warm-up, other batches, or no tuning at all."""
+    """On a machine that is busier by then, there would be another warm-up, other batches, or no time to begin."""
     made, auto_stages = list[tuple[Stage, ...]](), build.auto_stages
 
     def stages(*given: Any) -> tuple[Stage, ...]:
@@ -51,8 +51,9 @@ def test_a_run_goes_on_in_the_stages_that_it_began_with_whatever_the_clock_says_
 
     monkeypatch.setattr(build, "auto_stages", stages)
     monkeypatch.setattr(TimeBudget, "_room", lambda *_, **__: 6)
-    for passes in (1000.0, 50.0):
+    for passes, reserve in ((1000.0, 1.0), (50.0, 1e6)):
         monkeypatch.setattr(build, "passes_left", lambda *_, passes=passes, **__: passes)
+        monkeypatch.setattr(time_budget, "reserve_of", lambda _, reserve=reserve: reserve)
         train(tmp_path / "run", "votes", "--time-budget", "1h", "--resume")
     first, second = made
     assert first == second and any(stage.steps and not stage.solves for stage in first)

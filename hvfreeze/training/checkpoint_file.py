@@ -39,9 +39,15 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}.pt"
 
 
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Return the checkpoints in a folder by their steps, which may have more digits than names make room for."""
+    found = {path.stem.removeprefix("step-"): path for path in directory.glob("step-*.pt")}
+    return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
+
+
 def newest(directory: Path) -> Path | None:
     """Return the checkpoint with the most steps, None where there is none."""
-    return max(directory.glob("step-*.pt"), default=None)
+    return next(reversed(checkpoints_in(directory)), None)
 
 
 def packed(state: dict[str, Any]) -> Tensor:
@@ -124,7 +130,7 @@ class Saving:
                 if self._broken:
                     raise RefusedError(f"{self.path} was not finished")
                 file.write(digest.hexdigest().encode())
-            others = [path for path in sorted(self.path.parent.glob("step-*.pt")) if path != self.path]
+            others = [path for path in checkpoints_in(self.path.parent) if path != self.path]
             for old in others if self._alone else others[: 1 - KEPT]:
                 old.unlink()
         except HvfreezeError as error:

@@ -61,6 +61,14 @@ def test_what_was_saved_is_loaded_and_the_newest_two_are_kept(tmp_path: Path) ->
     assert [oct(path.stat().st_mode & 0o777) for path in [tmp_path / "checkpoints", *kept]] == ["0o700"] + ["0o600"] * 2
 
 
+def test_steps_count_by_number_and_a_copy_by_another_name_does_not(tmp_path: Path) -> None:
+    save(tmp_path, 99_999_998)
+    (tmp_path / "step-old.pt").write_bytes(b"")
+    last = save(tmp_path, 99_999_999, 100_000_000)
+    assert checkpoint.newest(tmp_path) == last
+    assert [step_in(path) for path in checkpoint.checkpoints_in(tmp_path)] == [99_999_999, 100_000_000]
+
+
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     whole = path.read_bytes()

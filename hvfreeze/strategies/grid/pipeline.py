@@ -221,7 +221,9 @@ class Pipeline:
         rows, kept = len(self._micro_batches[number].batch.labels), self._kept.pop(number)
         error = None if self.is_last else self._get(stop, rows, "errors", self._sequence + number)
         with self.clock.within("backward"):
-            kept.output.backward(error)
+            # Blocks behind the cut may have no parameters, or such as the user has frozen.
+            if kept.output.requires_grad:
+                kept.output.backward(error)
         if start > cut and self.stage.mesh.before is not None:
             assert kept.input.grad is not None, "every block uses its input"
             self._put(start, rows, kept.input.grad, "errors", self._sequence + number)

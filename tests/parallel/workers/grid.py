@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing import freezer
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.model_sources import BuiltModel
 from hvfreeze.strategies.grid.build import BlockTrial
+from hvfreeze.training import stage_build
 from hvfreeze.training.run import run
 from tests.parallel.twins.grid import Grid
 from tests.parallel.workers import checking
@@ -157,6 +161,33 @@ def check_a_grid_that_splits_no_batch_is_replicas_with_their_votes(trial: Trial)
         if name == "static":
             see_that_frozen_ranges_are_silent(summary)
         trial.world.barrier(name="test.votes")
+
+
+def with_a_pool(classes: int) -> BuiltModel:
+    """Return a model whose second block has no parameters."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.LazyLinear(classes))
+    model(torch.zeros(1, 3, 32, 32))
+    parts = [("conv", model[0]), ("pool", model[1]), ("more", model[2]), ("head", [model[3], model[4]])]
+    return BuiltModel(model, [], Chain.from_modules(model, parts))
+
+
+def check_a_part_without_gradients_goes_on(trial: Trial) -> None:
+    if trial.world.size != 2:
+        return
+    alone = trial.world.among([0])
+    for name, trains, kind in (("pool", True, {"freeze": "static", "cut": 1}), ("users", False, {})):
+
+        def build(*_: Any, num_classes: int, trains: bool = trains, **__: Any) -> BuiltModel:
+            built = with_a_pool(num_classes)
+            built.model.get_submodule("0").requires_grad_(trains)
+            return built
+
+        with patch.object(stage_build, "build_model", build):
+            run(trial.grid(name, (2, 1, 1), **{**kind, "cut_by": "given", "cut_at": "2"}), trial.world)
+            if alone is not None:
+                run(trial.config(f"{name}-plain", shares=1, **kind), alone)
+                assert differing(trial.model(name), trial.model(f"{name}-plain")) == [], name
+        trial.world.barrier(name=f"test.{name}")
 
 
 def check_compressed_and_clipped_gradients_are_those_of_replicas(trial: Trial) -> None:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
+from hvfreeze.wording import plural
 
 Segment = tuple[int, int]
 """Blocks lo..hi-1."""
@@ -109,16 +110,20 @@ def cut_evenly(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def cut_at(starts: Sequence[int], *, depth: int, parts: int) -> tuple[Segment, ...]:
-    """Return the segments of `depth` blocks that begin at 0 and at each of `starts`.
+def cut_at(
+    starts: Sequence[int], *, depth: int, parts: int, first: int = 0, fewer: bool = False
+) -> tuple[Segment, ...]:
+    """Return the segments of blocks first..depth-1 that begin at `first` and at each of `starts`.
 
-    Raises UsageError where these are not ascending, or are more than `parts` - 1.
+    Raises UsageError where these are not ascending, or do not make `parts` segments, at most so many with `fewer`.
     """
-    bounds = [0, *starts, depth]
-    if any(a >= b for a, b in pairwise(bounds)) or len(starts) >= parts:
-        shown = ",".join(map(str, starts))
+    bounds = [first, *starts, depth]
+    number_fits = len(starts) < parts if fewer else len(starts) == parts - 1
+    if not number_fits or any(a >= b for a, b in pairwise(bounds)):
+        shown, most = ",".join(map(str, starts)), "at most " if fewer else ""
+        above = f", above --cut ({first})" if first else ""
         raise UsageError(
-            f"--cut-at ({shown}) must be at most {parts - 1} ascending numbers in 1..{depth - 1}: segments of "
-            f"the {depth} blocks that are shared out begin there, one for each of {parts} ranks"
+            f"--cut-at ({shown}) must be {most}{plural(parts - 1, 'number')} in {first + 1}..{depth - 1}{above}, "
+            f"ascending: the blocks at which parts begin, but for the first of {most}{parts}"
         )
     return tuple(pairwise(bounds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,17 +93,19 @@ def open_segments(
     *,
     depth: int,
     parts: int,
+    fewer: bool = False,
 ) -> tuple[Segment, ...]:
-    """Return at most `parts` segments of the first `depth` blocks, the same on all ranks. Collective.
+    """Return `parts` segments of the first `depth` blocks, the same on all ranks. Collective.
 
-    They are alike by --cut-by, or begin at --cut-at. `measure` returns each block's seconds; only rank 0's count.
+    They are alike by --cut-by, or begin at --cut-at; there may be `fewer`. `measure` returns each block's seconds; only
+    rank 0's count.
 
     Raises:
         UsageError: --cut-at does not fit.
     """
-    by, starts = settings.cut_by or "compute", settings.starts()
-    if by == "given":
-        return raise_on_all_ranks(context.world, lambda: cut_at(starts, depth=depth, parts=parts), name="cutting.given")
+    if settings.cut_by == "given":
+        given = partial(cut_at, settings.starts(), depth=depth, parts=parts, fewer=fewer)
+        return raise_on_all_ranks(context.world, given, name="cutting.given")
     return cut_evenly(block_costs(context, settings, measure)[:depth], parts=parts)
 
 
@@ -112,20 +115,46 @@ def block_costs(
     """Return each block's cost by --cut-by, seconds where cuts are given; the same on all ranks. Collective."""
     world, by = context.world, settings.cut_by
     if by in ("params", "count"):
-        return counted_costs(context.chain, by, ())
+        return counted_costs(context.chain, by)
     # Times differ between ranks and runs; where the cut is changes no bit.
     return world.broadcast_object(list(measure()) if world.rank == 0 else [], name="cutting.seconds")
 
 
-def counted_costs(chain: Chain, by: str, operations: Sequence[int]) -> list[float]:
-    """Return each block's cost by --cut-by where cuts decide what is trained: no clock does, so equal runs are equal.
-
-    `operations` are those of each block, see `work_of`.
-    """
-    if by == "compute":
-        return [float(each) for each in operations]
+def counted_costs(chain: Chain, by: str) -> list[float]:
+    """Return each block's cost by --cut-by `params` or `count`."""
     blocks = range(len(chain.blocks))
     return [float(segment_bytes(chain, (block, block + 1))) if by == "params" else 1.0 for block in blocks]
+
+
+def trained_segments(
+    config: Config,
+    chain: Chain,
+    operations: Sequence[float],
+    *,
+    parts: int,
+    first: int = 0,
+    by_compute: Callable[..., tuple[Segment, ...]] = cut_evenly,
+    what: str = "part",
+) -> tuple[Segment, ...]:
+    """Return `parts` segments of the blocks from `first` on, where cuts decide what is trained.
+
+    No clock has a say, so that equal runs are equal: `operations` are counted, see `work_of`, and `by_compute` cuts by
+    them. `what` is a segment's name for the user.
+
+    Raises:
+        UsageError: there are too few blocks, --cut-at does not fit, or a segment has no parameters to train.
+    """
+    settings, depth = config.strategy, len(chain.blocks)
+    check_parts(config, parts, blocks=depth - first)
+    if settings.cut_by == "given":
+        segments = cut_at(settings.starts(), depth=depth, parts=parts, first=first)
+    else:
+        by, costs, cut = settings.cut_by, operations, by_compute
+        if by in ("params", "count"):
+            costs, cut = counted_costs(chain, by), cut_evenly
+        segments = tuple((first + start, first + stop) for start, stop in cut(costs[first:], parts=parts))
+    check_parameters(chain, segments, what=what)
+    return segments
 
 
 def open_freezer(
@@ -170,13 +199,23 @@ def check_left_out(strategy: str, *settings: tuple[str, object, bool, str]) -> N
             raise UsageError(f"--{flag} ({value}) must be left out with --strategy {strategy}: {why}")
 
 
-def check_parameters(chain: Chain, segments: Sequence[Segment], *, parts: int, what: str = "part") -> None:
-    """Refuse segments that have nothing to train."""
+def check_parts(config: Config, parts: int, *, blocks: int) -> None:
+    """Refuse more parts than there are blocks to share out."""
+    if parts > blocks:
+        raise UsageError(
+            f"--parts ({parts}) must be at most {blocks}, the blocks of {config.model.model} that are shared out with "
+            f"--blocks {config.model.blocks}; use fewer parts or ranks, or finer --blocks"
+        )
+
+
+def check_parameters(chain: Chain, segments: Sequence[Segment], *, what: str = "part", frozen: bool = False) -> None:
+    """Refuse segments that have nothing to train; with `frozen`, what the user has frozen is enough."""
     for start, stop in segments:
-        if not any(parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
+        if not any(frozen or parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
             names = ", ".join(block.name for block in chain.blocks[start:stop])
             raise UsageError(
-                f"--parts ({parts}): one {what}, {names}, has no parameters to train; cut it elsewhere (--cut-at)"
+                f"--parts ({len(segments)}): one {what}, {names}, has no parameters to train; cut the model elsewhere "
+                "(--cut-at)"
             )
 
 

@@ -32,6 +32,8 @@ from hvfreeze.strategies.build_parts import (
     block_costs,
     check_left_out,
     check_not_tied,
+    check_parameters,
+    check_parts,
     check_rows,
     example_images,
     open_cost_inputs,
@@ -50,7 +52,6 @@ from hvfreeze.strategies.grid.partitioning import (
 )
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline
 from hvfreeze.strategies.grid.strategy import Grid
-from hvfreeze.wording import plural
 
 
 def open_grid(context: BuildContext, config: Config) -> Grid:
@@ -68,7 +69,7 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
         return trials[min(trials)].seconds
 
     segments = open_segments(context, config.strategy, seconds, depth=len(chain.blocks), parts=facts.parts)
-    raise_on_all_ranks(world, lambda: check_segments(segments, facts, config, chain), name="grid.segments")
+    raise_on_all_ranks(world, lambda: check_parameters(chain, segments, frozen=True), name="grid.segments")
     costs = block_costs(context, config.strategy, seconds)
     places = open_places(world, facts, observing=observes(config))
     boundaries = {rows: trial.boundaries for rows, trial in trials.items()}
@@ -155,16 +156,12 @@ def facts_of(config: Config, context: BuildContext) -> GridFacts:
     Raises:
         UsageError: settings do not fit each other, or the model.
     """
-    settings, rows, blocks = config.strategy, config.optimizer.batch_size, len(context.chain.blocks)
+    settings, rows = config.strategy, config.optimizer.batch_size
     parts = settings.grid_parts(context.world.size)
     check_settings(config)
     if parts > 1:
         check_not_tied(context, strategy="grid")
-    if parts > blocks:
-        raise UsageError(
-            f"--parts ({parts}) must be at most {blocks}, the blocks of {config.model.model} with --blocks "
-            f"{config.model.blocks}; use fewer parts, or finer --blocks"
-        )
+    check_parts(config, parts, blocks=len(context.chain.blocks))
     number = settings.micro_batches or default_micro_batches(parts, rows=rows, repartitions=settings.redeals)
     if number > rows:
         raise UsageError(f"--micro-batches ({number}) must be at most --batch-size ({rows})")
@@ -210,21 +207,6 @@ def check_settings(config: Config) -> None:
         ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
         ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
     )
-
-
-def check_segments(segments: Sequence[Segment], facts: GridFacts, config: Config, chain: Chain) -> None:
-    """Refuse cuts that leave a rank without parameters."""
-    if len(segments) < facts.parts:
-        raise UsageError(
-            f"--cut-at ({config.strategy.cut_at}) must be {plural(facts.parts - 1, 'number')} with --parts "
-            f"{facts.parts}"
-        )
-    for start, stop in segments:
-        if not chain.named_parameters(start, stop):
-            names = ", ".join(block.name for block in chain.blocks[start:stop])
-            raise UsageError(
-                f"--parts ({facts.parts}): one part, {names}, has no parameters; cut it elsewhere (--cut-at)"
-            )
 
 
 class BlockTrial(NamedTuple):

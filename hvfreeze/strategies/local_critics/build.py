@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.frozen_prefix import hold_still
-from hvfreeze.model.blocks import Chain
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, work_of
+from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, work_of
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -27,11 +25,10 @@ from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import (
     check_left_out,
     check_not_tied,
-    check_parameters,
     check_rows,
-    counted_costs,
     example_images,
     open_both_features,
+    trained_segments,
 )
 from hvfreeze.strategies.local_critics.group import GroupPlan, LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, LinePlan
@@ -104,7 +101,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
 
 
 def open_exits(context: BuildContext, config: Config, images: Tensor, operations: Sequence[int]) -> EarlyExits:
-    """Return the model's layer groups and critics, which are drawn alike on all ranks.
+    """Return the model's layer groups and critics, which are drawn alike on all ranks; the first has frozen blocks too.
 
     Raises:
         UsageError: settings do not fit each other, the model or the number of ranks.
@@ -113,12 +110,18 @@ def open_exits(context: BuildContext, config: Config, images: Tensor, operations
     check_settings(config)
     check_not_tied(context, strategy="local-critics")
     check_rows(context, start=cut, rows=rows, asked=f"--batch-size ({rows})")
-    starts = starts_of(config, chain, operations, ranks=context.world.size)
-    segments = tuple(pairwise((cut, *starts, len(chain.blocks))))
-    check_parameters(chain, segments, parts=len(segments))
+    depth, parts, ranks = len(chain.blocks), config.strategy.parts or PARTS, context.world.size
+    if not 0 <= cut < depth:
+        raise UsageError(f"--cut ({cut}) must be in 0..{depth - 1}: the head is never frozen")
+    if parts < ranks:
+        raise UsageError(
+            f"--parts ({parts}) must be at least the number of ranks ({ranks}): a rank has one layer group or "
+            f"more; raise --parts, or start at most {plural(parts, 'rank')}"
+        )
+    starts = [start for start, _ in trained_segments(config, chain, operations, parts=parts, first=cut)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed + 1)
-        return add_exits(chain, starts, example=images[:2], classes=len(context.corpus.train.classes))
+        return add_exits(chain, starts[1:], example=images[:2], classes=len(context.corpus.train.classes))
 
 
 def check_settings(config: Config) -> None:
@@ -133,40 +136,6 @@ def check_settings(config: Config) -> None:
         ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
         ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch updates at once"),
     )
-
-
-def starts_of(config: Config, chain: Chain, operations: Sequence[int], *, ranks: int) -> list[int]:
-    """Return the blocks at which groups begin, but for the first, which has the frozen blocks too.
-
-    No clock decides: where groups end is a part of the training, so equal runs must have equal groups.
-
-    Raises:
-        UsageError: there are fewer parts than ranks, or more than blocks, or --cut-at does not fit.
-    """
-    settings, cut, depth = config.strategy, config.freeze.cut or 0, len(chain.blocks)
-    parts, by = settings.parts or PARTS, settings.cut_by or "compute"
-    if not 0 <= cut < depth:
-        raise UsageError(f"--cut ({cut}) must be in 0..{depth - 1}: the head is never frozen")
-    if parts < ranks:
-        raise UsageError(
-            f"--parts ({parts}) must be at least the number of ranks ({ranks}): a rank has one layer group or "
-            f"more; raise --parts, or start at most {plural(parts, 'rank')}"
-        )
-    if parts > depth - cut:
-        raise UsageError(
-            f"--parts ({parts}) must be at most {depth - cut}, the trained blocks of {config.model.model} with "
-            f"--blocks {config.model.blocks}; use fewer parts, or finer --blocks"
-        )
-    if by == "given":
-        segments = cut_at(settings.starts(), depth=depth, parts=parts)
-        if len(segments) < parts or (parts > 1 and segments[1][0] <= cut):
-            raise UsageError(
-                f"--cut-at ({settings.cut_at}) must be {plural(parts - 1, 'number')} with --parts {parts}, all above "
-                f"--cut ({cut})"
-            )
-        return [start for start, _ in segments[1:]]
-    costs = counted_costs(chain, by, operations)[cut:]
-    return [cut + start for start, _ in cut_evenly(costs, parts=parts)[1:]]
 
 
 def open_line_features(

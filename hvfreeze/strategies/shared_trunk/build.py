@@ -140,9 +140,8 @@ def open_plan(
     if settings.trunk == "whole":
         rank = world.rank
         return LinePlan(((0, depth),), depths[rank : rank + 1], (tuple(shares[rank]),))
-    segments = open_segments(
-        context, settings, lambda: block_seconds(run, images, depth=depth), depth=depth, parts=world.size
-    )
+    seconds = partial(block_seconds, run, images, depth=depth)
+    segments = open_segments(context, settings, seconds, depth=depth, parts=world.size, fewer=True)
     return LinePlan(segments, depths, tuple(map(tuple, shares)), settings.labels or "replay")
 
 

@@ -12,13 +12,12 @@ from torch import Tensor
 from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.config.tree import Config
-from hvfreeze.errors import UsageError
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment, cut_at, cut_evenly, drop_tensors, work_of
+from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, work_of
 from hvfreeze.optim import Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.build_parts import check_left_out, check_parameters, check_rows, counted_costs, example_images
+from hvfreeze.strategies.build_parts import check_left_out, check_rows, example_images, trained_segments
 from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.schedules import ring_period
 from hvfreeze.strategies.stale_ring.module import RingModule
@@ -82,35 +81,16 @@ def facts_of(context: BuildContext, config: Config, images: Tensor) -> RingFacts
     check_settings(config)
     rows = config.optimizer.batch_size
     check_rows(context, start=0, rows=rows, asked=f"--batch-size ({rows})")
-    segments = segments_of(context, config, images)
-    given = config.strategy.stale_after
-    return RingFacts(
-        segments=segments,
-        stale_after=context.corpus.plan.batches_per_epoch // WARM_UP if given is None else given,
-        tied=context.chain.tied,
-        tied_gradient=config.strategy.tied_gradient or "sum",
-    )
-
-
-def segments_of(context: BuildContext, config: Config, images: Tensor) -> tuple[Segment, ...]:
-    """Return the blocks of each module. Raises UsageError where there are too few, or one has no parameters."""
     settings, chain = config.strategy, context.chain
-    parts, depth = settings.ring_parts(context.world.size), len(chain.blocks)
-    if parts > depth:
-        raise UsageError(
-            f"--parts ({parts}) must be at most {depth}, the blocks of {config.model.model} with --blocks "
-            f"{config.model.blocks}; start fewer ranks, or use finer --blocks"
-        )
-    if settings.cut_by == "given":
-        segments = cut_at(settings.starts(), depth=depth, parts=parts)
-        if len(segments) < parts:
-            raise UsageError(f"--cut-at ({settings.cut_at}) must be {plural(parts - 1, 'number')} with --parts {parts}")
-    else:
-        by = settings.cut_by or "compute"
-        costs = counted_costs(chain, by, work_of(chain, images))
-        segments = cut_for_ring(costs, parts=parts) if by == "compute" else cut_evenly(costs, parts=parts)
-    check_parameters(chain, segments, parts=len(segments), what="module")
-    return segments
+    parts, given = settings.ring_parts(context.world.size), settings.stale_after
+    return RingFacts(
+        segments=trained_segments(
+            config, chain, work_of(chain, images), parts=parts, by_compute=cut_for_ring, what="module"
+        ),
+        stale_after=context.corpus.plan.batches_per_epoch // WARM_UP if given is None else given,
+        tied=chain.tied,
+        tied_gradient=settings.tied_gradient or "sum",
+    )
 
 
 def cut_for_ring(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:

@@ -32,9 +32,19 @@ def test_there_are_no_more_segments_than_blocks() -> None:
 
 def test_given_cuts_are_taken_or_refused() -> None:
     assert cut_at([2, 3], depth=5, parts=3) == ((0, 2), (2, 3), (3, 5))
-    for starts in ([3, 2], [0], [5], [1, 2, 3]):
-        with pytest.raises(UsageError, match="--cut-at"):
+    for starts in ([3, 2], [0, 1], [1, 5], [2], [1, 2, 3]):
+        with pytest.raises(UsageError, match=r"--cut-at .* must be 2 numbers in 1\.\.4, ascending"):
             cut_at(starts, depth=5, parts=3)
+    assert cut_at([2, 3], depth=5, parts=3, first=1) == ((1, 2), (2, 3), (3, 5))
+    with pytest.raises(UsageError, match=r"in 3\.\.4, above --cut \(2\)"):
+        cut_at([2, 3], depth=5, parts=3, first=2)
+
+
+def test_fewer_given_cuts_are_taken_where_there_may_be_fewer_segments() -> None:
+    assert cut_at([2], depth=5, parts=3, fewer=True) == ((0, 2), (2, 5))
+    for starts in ([3, 2], [0], [5], [1, 2, 3]):
+        with pytest.raises(UsageError, match="must be at most 2 numbers"):
+            cut_at(starts, depth=5, parts=3, fewer=True)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheBusy, CacheFault, CacheFull
-from hvfreeze.files import FileLock, LockedError
+from hvfreeze.files import FileLock, LockedError, is_at
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +129,14 @@ def distrust(status: os.stat_result, *, private: bool) -> str:
     return ""
 
 
-def remove(path: Path) -> None:
-    """Remove a file of the cache, if that can be done: what is left behind costs space, and must not end a run."""
+def remove(path: Path, *, only: int | None = None) -> None:
+    """Remove a file of the cache, if that can be done: what is left behind costs space, and must not end a run.
+
+    With `only`, a descriptor, nothing but the file that is open there.
+    """
     try:
-        path.unlink(missing_ok=True)
+        if only is None or is_at(only, path):
+            path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("cache file %s cannot be removed (%s)", path, error.strerror or error)
 

@@ -230,7 +230,8 @@ class FileWriter:
             _pwrite(self._descriptor, memoryview(content), regions[name].offset)
         opened, found = find_regions(self._temporary, names=NAMES)
         os.close(opened)
-        if found != regions:
+        # Where locks are each machine's own, a job on another one has put its file in this one's place.
+        if found != regions or not self._mapped.is_at(self._temporary):
             raise CacheFault(f"cache file {self.path} was changed by somebody else while it was made")
         replace_file(self._descriptor, self._temporary, self.path)
         self._mapped.seal(partial(verify_ranges, manifest, digests))
@@ -243,7 +244,7 @@ class FileWriter:
         """Remove the temporary file unless it was published."""
         if not self._published:
             if self._descriptor >= 0:
-                remove(self._temporary)
+                remove(self._temporary, only=self._descriptor)
             self._give_back()
         self._let_go()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import signal
 import subprocess
@@ -56,6 +57,24 @@ def test_a_file_whose_builder_is_gone_is_built_after_the_next_look(tmp_path: Pat
     assert fill(second, keys, rows) == 40
     second.close()
     assert list(tmp_path.iterdir()) == [second.path]
+
+
+def test_a_job_that_locks_do_not_keep_out_makes_the_other_one_give_up_and_its_own_file_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on two machines whose shared file system knows only locks of each.
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
+    keys, rows = make_keys(40), make_rows(40)
+    first, second = open_store(tmp_path, keys), open_store(tmp_path, keys)
+    fill(first, keys[:16], rows[:16])
+    fill(second, keys[:16], rows[:16])
+    with pytest.raises(CacheFault, match=rf"{first.path} was changed by somebody else while it was made"):
+        fill(first, keys, rows)
+        first.close()
+    fill(second, keys, rows)
+    second.close()
+    assert list(tmp_path.iterdir()) == [second.path]
+    assert open_store(tmp_path, keys).complete
 
 
 @pytest.mark.parametrize("published", [16, 40])

@@ -220,7 +220,8 @@ class Store:
 
         `batch` is a whole forward (batch_rows, ...), of which the first rows belong to `keys` and the rest to nobody;
         the caller may change it as soon as this returns. A full file is published. While another process is making
-        the file nothing is added: `waiting` is true until `refresh` looks again.
+        the file, or has published rows of it since the last look, nothing is added: `waiting` is true until `refresh`
+        looks again.
 
         Raises:
             CacheFault: the file cannot be made, or an earlier write has failed.
@@ -232,10 +233,8 @@ class Store:
         self._refuse_unlike(row, self.row)
         if self._writer is None:
             self._start_writer(row)
-            # Another job may have published them since the last look.
-            chosen = self._wanted(keys)
         writer = self._writer
-        if writer is None or len(chosen) == 0:
+        if writer is None:
             return 0
         if not exact:
             writer.mark_inexact()
@@ -378,10 +377,11 @@ class Store:
         self._num_missing -= len(own)
 
     def _start_writer(self, row: RowFormat) -> None:
-        """Begin the file for what is missing, unless another job is doing so or has published all of it meanwhile.
+        """Begin the file for what is missing, unless another job is doing so or has published some of it meanwhile.
 
         Only under the lock is it certain which file has the name. A row of it that counted as missing would be stored
-        twice, and the new file be refused for good.
+        twice, and the new file be refused for good. And rows are compared before they are used, which only who looks
+        for them can do.
         """
         try:
             lock = take_lock(self.path.with_name(self.path.name + LOCK_SUFFIX), owner=self._owner)
@@ -390,10 +390,9 @@ class Store:
             self.waiting = True
             return
         try:
-            self.refresh()
-            self._refuse_unlike(row, self.row)
-            if self.complete:
+            if self._has_news(row):
                 lock.release()
+                self.waiting = True
                 return
             self._writer = self._new_writer(lock, row)
             self.row = self.row or row
@@ -401,6 +400,11 @@ class Store:
         except BaseException:
             lock.release()
             raise
+
+    def _has_news(self, row: RowFormat) -> bool:
+        """Tell whether others have published rows since the last look that are missing here."""
+        alike = (file for file in self._new_files() if file.manifest.row.same_rows(row))
+        return any(self.missing_owned(file.keys).any() for file in alike)
 
     def _new_writer(self, lock: FileLock, row: RowFormat) -> FileWriter:
         """Return a writer of a file with the rows of the one that it will replace, and space for those missing."""

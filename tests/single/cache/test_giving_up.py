@@ -125,6 +125,18 @@ def test_every_file_that_comes_into_use_is_compared(tmp_path: Path) -> None:
     assert "2of3" in (whole.failed or ""), whole.failed
 
 
+def test_a_file_that_comes_into_use_when_another_is_begun_is_compared(tmp_path: Path) -> None:
+    net = FrozenNet()
+    late = net.cached(tmp_path)
+    late.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    path = fill_with_other_rows(net, tmp_path, change=0.5)
+    check_epoch(late, net, batches_of(NUM_SAMPLES))
+    assert late.counters.rows_read == 0 and late.failed is None
+    check_epoch(late, net, batches_of(NUM_SAMPLES, epoch=1))
+    assert f"{path} refused: its rows are not what" in (late.failed or "")
+    late.close()
+
+
 @pytest.mark.parametrize("on_failure", ["recompute", "stop"])
 def test_a_full_disk_means_what_was_asked_for(on_failure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = FrozenNet()

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -154,14 +154,19 @@ class MappedRows:
         """Return rows first..last-1 through the descriptor, which cannot kill the process on a truncated file."""
         self._check()
         length, start = (last - first) * self.row_bytes, self._end - (self.num_rows - first) * self.row_bytes
-        content = os.pread(self._descriptor, length, start)
+        try:
+            content = os.pread(self._descriptor, length, start)
+        except OSError as error:
+            raise CacheFault(f"cache file {self._name} cannot be read ({error.strerror})") from error
         if len(content) != length:
             raise CacheFault(f"cache file {self._name} ends {length - len(content)} bytes early")
         return content
 
     def is_at(self, path: Path) -> bool:
-        """Tell whether `path` is this very file."""
-        return is_at(self._descriptor, path)
+        """Tell whether `path` is this very file; not where that cannot be looked at."""
+        with suppress(OSError):
+            return is_at(self._descriptor, path)
+        return False
 
     def close(self) -> None:
         """Release the descriptor; the mapping goes with the last tensor that refers to it."""
@@ -173,7 +178,7 @@ class MappedRows:
         self.close()
 
     def _check(self) -> None:
-        status = os.fstat(self._descriptor)
+        status = self._status()
         if status.st_size < self._end:
             raise CacheFault(f"cache file {self._name} was truncated to {status.st_size} bytes, needs {self._end}")
         if self._sealed is None:
@@ -184,10 +189,17 @@ class MappedRows:
         if status.st_ctime_ns != touched:
             self._look_again()
 
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._descriptor)
+        except OSError as error:
+            # On a network file system also of a file that another machine has removed.
+            raise CacheFault(f"cache file {self._name} cannot be read ({error.strerror})") from error
+
     def _look_again(self) -> None:
         """Verify the rows, in one thread; the others wait."""
         with self._looking:
-            status = os.fstat(self._descriptor)
+            status = self._status()
             sealed = status.st_mtime_ns, status.st_ctime_ns
             # The verification itself reads rows, in this thread.
             if self._is_looking or self._sealed == sealed:
@@ -225,9 +237,8 @@ class ActivationFile:
         """
         self.path = path
         self._disk = disk or Disk()
-        self._verified = self._late = False
+        self._verified = self._to_verify = False
         self._verifying = threading.Lock()
-        self._verification: Future[None] | None = None
         descriptor, regions = find_regions(path, names=NAMES, private=private)
         try:
             self.file_bytes = os.fstat(descriptor).st_size
@@ -265,9 +276,10 @@ class ActivationFile:
                 self._verified = True
 
     def verify_later(self, executor: Executor | None) -> None:
-        """Let `verify` happen elsewhere, and `read` wait for it; None is when rows are first read."""
-        self._late = executor is None
-        self._verification = executor.submit(self.verify) if executor else None
+        """Let `verify` happen elsewhere, or where it has not by then when rows are first read; None is then only."""
+        self._to_verify = True
+        if executor is not None:
+            executor.submit(self.verify)
 
     def accept(self, digest: str) -> None:
         """Take the rows for verified if another process has verified the file with this digest."""
@@ -289,12 +301,9 @@ class ActivationFile:
             CacheFault: the file was truncated or changed since it was opened.
         """
         if not self._verified:
-            if self._late:
-                self.verify()
-            elif self._verification is None:
+            if not self._to_verify:
                 raise RuntimeError(f"cache file {self.path} was read before it was verified")
-            else:
-                self._verification.result()
+            self.verify()
         self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._rows.read(rows)
 

@@ -39,6 +39,31 @@ def test_a_cache_that_is_cut_off_while_in_use_is_given_up_and_training_goes_on(
     assert [left.name for left in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize(("call", "number"), [("pread", errno.EIO), ("fstat", errno.ESTALE)])
+def test_a_cache_that_its_disk_does_not_give_back_is_given_up_and_training_goes_on(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = FrozenNet()
+    cached = net.cached(tmp_path)
+    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    check_epoch(cached, net, batches_of(NUM_SAMPLES))
+    cached.publish()
+    (path,) = tmp_path.glob("*.h5")
+    # From here on its rows are read again before they are used.
+    path.chmod(0o400)
+    real = getattr(os, call)
+
+    def fail(descriptor: int, *rest: int) -> Any:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, *rest)
+
+    monkeypatch.setattr(os, call, fail)
+    check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=1))
+    assert f"{path} " in (cached.failed or "") and os.strerror(number) in (cached.failed or "")
+    cached.close()
+
+
 def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
     net = FrozenNet()
     first = net.cached(tmp_path)

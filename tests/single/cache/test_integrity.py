@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,29 @@ def test_a_deleted_file_stays_readable(tmp_path: Path) -> None:
     path.unlink()
     found = read(store, make_keys(16))
     assert found is not None and torch.equal(found, make_rows(40)[:16])
+
+
+def test_rows_that_nobody_has_verified_yet_stay_readable_when_their_store_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    for rank in range(2):
+        part = open_store(tmp_path, keys[rank::2], shard=f"{rank}of2")
+        fill(part, keys[rank::2], rows[rank::2].contiguous())
+        part.close()
+    verify, gone = ActivationFile.verify, threading.Event()
+
+    def held(file: ActivationFile) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            gone.wait(60)
+        verify(file)
+
+    monkeypatch.setattr(ActivationFile, "verify", held)
+    store = open_store(tmp_path, keys)
+    store.delete()
+    gone.set()
+    found = read(store, keys[:16])
+    assert found is not None and torch.equal(found, rows[:16])
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])

@@ -257,18 +257,24 @@ class PrefixActivations:
         Args:
             everything: all owned rows instead, whatever it takes.
         """
+        before = self.counters.rows_written
+        for _ in self.sweeping(everything=everything):
+            pass
+        return self.counters.rows_written - before
+
+    def sweeping(self, *, everything: bool = False) -> Iterator[None]:
+        """Do as `sweep`, and yield after each forward; to be gone through to its end."""
         level, batches = self._levels.fillable, [request.keys for request in self._prefetcher.upcoming]
         chunks = self._chunks_to_sweep(level, batches, everything=everything) if level is not None else []
         if level is None or not chunks:
-            return 0
-        before = self.counters.rows_written
+            return
         for chunk in chunks:
             if self.failed is None and not level.store.waiting:
                 request = self._request(*unpack_keys(chunk))
                 self._compute(request, self._read(request), at=level)
+                yield
         self._prefetcher.forget()
         self._prefetcher.look_up()
-        return self.counters.rows_written - before
 
     def publish(self) -> None:
         """Make the rows stored so far readable for other processes, even if more are to come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -53,6 +54,25 @@ def results_of_all_ranks(world: World, work: Callable[[], T], *, name: str) -> l
             common = all(v == verdict for v in verdicts)
             raise kind(message if common else f"rank {rank}: {message}").on_all_ranks() from error
     return [theirs for _, theirs in gathered]  # type: ignore[misc]  # no verdict: work returned
+
+
+ROUND_SECONDS = 10.0
+
+
+def go_in_rounds(world: World, steps: Iterable[object], *, name: str) -> None:
+    """Go through `steps`, of which ranks may have different numbers, and meet the others every few seconds. Collective.
+
+    If they met at the end only, ranks with fewer would take one with many more for stopped.
+    """
+    left = iter(steps)
+    while any(world.allgather_object(_go_for_a_round(left), name=f"rounds.{name}")):
+        pass
+
+
+def _go_for_a_round(steps: Iterator[object]) -> bool:
+    """Return whether steps may be left."""
+    end = time.monotonic() + ROUND_SECONDS
+    return any(time.monotonic() >= end for _ in steps)
 
 
 def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str) -> tuple[T, U]:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.fingerprint import JSON, Fingerprint, activation_fingerprint
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import go_in_rounds, raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.freezer import Freezer
@@ -384,10 +384,15 @@ class CachedLoader:
         order = np.lexsort((views, ids))
         pieces = [order[first : first + rows] for first in range(0, len(order), rows)]
         self._samples.expect([(np.resize(ids[piece], rows), np.resize(views[piece], rows)) for piece in pieces])
-        for piece in pieces:
-            # One batch after the other, as in training: blocks inside a forward pass may need a batch's own inputs.
-            self._passes.expect(ids[piece], views[piece])
-            self._activations.get(ids[piece], views[piece])
+
+        def filling() -> Iterator[None]:
+            for piece in pieces:
+                # One batch after the other, as in training: blocks inside a forward pass may need a batch's own inputs.
+                self._passes.expect(ids[piece], views[piece])
+                self._activations.get(ids[piece], views[piece])
+                yield
+
+        go_in_rounds(self._world, filling(), name="loader")
         self._activations.publish()
         self._world.barrier(name="loader.filled")
         self._activations.refresh()

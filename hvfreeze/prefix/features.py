@@ -15,7 +15,7 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.file.reader import refusals
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.comm.agreement import raise_on_all_ranks, results_of_all_ranks
+from hvfreeze.comm.agreement import go_in_rounds, raise_on_all_ranks, results_of_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch, announce
@@ -164,7 +164,7 @@ class Features:
             if self._declined and self._fingerprint is not None and self.activations.failed is None:
                 self._consider(self.planner, self.cut, self._fingerprint, again=True)
             self._announce(batches)
-            self.activations.sweep()
+            self._sweep()
         announce(self.images, batches)
 
     def expect(self, batches: Sequence[Batch]) -> None:
@@ -240,12 +240,17 @@ class Features:
             self._fill()
         elif not again:
             # The rest of the epoch under way, should the cut have moved in its middle.
-            self.activations.sweep()
+            self._sweep()
+
+    def _sweep(self, *, everything: bool = False) -> None:
+        """Fill in missing rows, of which one rank may have all and others none; see `sweep`. Collective."""
+        sweeping = self.activations.sweeping(everything=everything)
+        go_in_rounds(self.terms.world, sweeping, name=f"cache.{self.source.split.name}")
 
     def _fill(self) -> None:
         """Compute rows before training goes on, of which each rank stores a share and all read all. Collective."""
         world, name = self.terms.world, self.source.split.name
-        self.activations.sweep(everything=True)
+        self._sweep(everything=True)
         self.activations.publish()
         world.barrier(name=f"cache.{name}")
         self.activations.refresh()

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hvfreeze
+from hvfreeze.comm import agreement
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import RefusedError, UsageError
@@ -209,8 +210,10 @@ class FirstOfTwo(SoloWorld):
 
     def __init__(self, theirs: Callable[[Any], Any]) -> None:
         self.theirs = theirs
+        self.names: list[str] = []
 
     def allgather_object(self, value: Any, *, name: str) -> list[Any]:
+        self.names.append(name)
         return [value, (*value[:2], *map(self.theirs, value[2:])) if name == "loader.seen" else value]
 
 
@@ -218,14 +221,16 @@ class FirstOfTwo(SoloWorld):
     ("theirs", "kept"), [(lambda data: data, SAMPLES // 2), (lambda data: {**data, "samples": ""}, SAMPLES)]
 )
 def test_a_rank_keeps_its_share_of_common_samples_and_all_of_its_own(
-    theirs: Callable[[Any], Any], kept: int, tmp_path: Path
+    theirs: Callable[[Any], Any], kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, settings = image_model(), FreezeConfig(freeze="static", cut=1)
+    monkeypatch.setattr(agreement, "ROUND_SECONDS", 0.0)
+    model, settings, world = image_model(), FreezeConfig(freeze="static", cut=1), FirstOfTwo(theirs)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    freezer = freeze_by_vote(model, sgd, FirstOfTwo(theirs), steps_per_epoch=4, num_epochs=3, settings=settings)
+    freezer = freeze_by_vote(model, sgd, world, steps_per_epoch=4, num_epochs=3, settings=settings)
     cached = hvfreeze.CachedLoader(DataLoader(images(), batch_size=ROWS), freezer, directory=tmp_path)
     next(iter(cached))
     assert cached._activations.counters.rows_written == kept
+    assert world.names.count("rounds.loader") == -(-kept // ROWS) + 1, "ranks meet between their forwards"
     cached.close()
 
 

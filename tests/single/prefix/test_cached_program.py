@@ -15,6 +15,8 @@ from sklearn.datasets import load_digits
 
 from hvfreeze.__main__ import main
 from hvfreeze.cache.planning import Plan, make_plan
+from hvfreeze.comm import agreement
+from hvfreeze.comm.world import World
 from hvfreeze.prefix import cache_decision
 from hvfreeze.strategies.data_parallel import DataParallel
 
@@ -195,6 +197,26 @@ def test_a_cut_whose_rows_were_not_worth_keeping_is_looked_at_again_in_the_next_
     assert len(declined) == 4
     assert found["cache"]["rows_written"] == 64 and found["cache"]["rows_read"] == 64 * 2
     assert "at cut 4, looked at again: saves" in capsys.readouterr().out
+
+
+def test_ranks_meet_between_the_forwards_that_fill_in_missing_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = ("--cache", "on", "--cache-dir", str(tmp_path / "cache"))
+    train(tmp_path / "some", *SQUEEZENET, *cached, "--train-samples", "40")
+    names: list[str] = []
+
+    def gather(world: World, value: Any, *, name: str) -> list[Any]:
+        names.append(name)
+        return [value]
+
+    monkeypatch.setattr(World, "allgather_object", gather)
+    monkeypatch.setattr(agreement, "ROUND_SECONDS", 0.0)
+    found = train(tmp_path / "all", *SQUEEZENET, *cached)
+    assert 0 < found["cache"]["rows_written"] <= 48
+    forwards = -(-found["cache"]["rows_written"] // 16)
+    # One more each time: when the cut was taken, and at the beginning of two epochs.
+    assert names.count("rounds.cache.train") == forwards + 3
 
 
 def test_samples_dealt_out_anew_to_one_rank_are_its_own_and_cached(tmp_path: Path) -> None:

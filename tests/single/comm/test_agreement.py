@@ -1,0 +1,56 @@
+"""What ranks settle beside training, with ranks that are threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from hvfreeze.comm import agreement
+from hvfreeze.comm.world import World
+from tests.single.ranks_in_threads import on_ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_rank_with_less_to_do_meets_the_others_between_their_steps(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "ROUND_SECONDS", 0.0)
+
+    def work(world: World) -> tuple[list[int], list[int]]:
+        done: list[int] = []
+        met: list[int] = []
+        gather = world.allgather_object
+
+        def counted(value: bool, *, name: str) -> list[bool]:
+            met.append(len(done))
+            return gather(value, name=name)
+
+        def steps() -> Iterator[None]:
+            for step in range(4 * (world.size - 1 - world.rank)):
+                done.append(step)
+                yield
+
+        monkeypatch.setattr(world, "allgather_object", counted)
+        agreement.go_in_rounds(world, steps(), name="test")
+        return done, met
+
+    most = 4 * (size - 1)
+    for rank, (done, met) in enumerate(on_ranks(size, work)):
+        own = 4 * (size - 1 - rank)
+        assert done == [*range(own)]
+        assert met == [min(step, own) for step in range(1, most + 1)] + [own]
+
+
+def test_ranks_do_not_meet_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "ROUND_SECONDS", math.inf)
+    names: list[str] = []
+
+    class Counted(World):
+        def allgather_object(self, value: bool, *, name: str) -> list[bool]:  # type: ignore[override]
+            names.append(name)
+            return [value]
+
+    agreement.go_in_rounds(Counted(), range(100), name="test")
+    assert names == ["rounds.test"]

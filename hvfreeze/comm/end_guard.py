@@ -42,8 +42,8 @@ def guard_end(rank: int, limit_seconds: float) -> None:
             [sys.executable, "-S", __file__, str(rank), str(limit_seconds), str(os.getpid())],
             os.environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)],
-            # Launchers pass it on to the whole group; it asks a rank to leave, and would end the guard.
-            setsigmask=[signal.SIGUSR1],
+            # They come to the whole group, ask a rank to leave, and would end the guard.
+            setsigmask=[signal.SIGUSR1, signal.SIGINT],
         )
         os.close(reader)
 

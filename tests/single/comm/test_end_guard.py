@@ -125,7 +125,8 @@ def test_a_guard_is_in_its_ranks_group_and_not_ended_by_what_asks_ranks_to_leave
     pipe = os.readlink(f"/proc/{guard}/fd/0")
     assert (places_of(guard, pipe), len(places_of(guarded.pid, pipe))) == (["0"], 1)
     lines = dict(line.split(":\t") for line in Path(f"/proc/{guard}/status").read_text().splitlines())
-    assert int(lines["SigBlk"], 16) == 1 << (signal.SIGUSR1 - 1), lines
+    blocked = sum(1 << (number - 1) for number in (signal.SIGUSR1, signal.SIGINT))
+    assert int(lines["SigBlk"], 16) == blocked, lines
     guarded.kill()
     guarded.wait()
     wait_until(lambda: not command_of(guard), what="the guard's end")

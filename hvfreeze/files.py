@@ -6,7 +6,8 @@ import errno
 import fcntl
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
@@ -120,9 +121,17 @@ def check_unlocked(path: Path) -> None:
         LockedError: it is locked.
         OSError: it cannot be opened.
     """
+    with kept_unlocked(path):
+        pass
+
+
+@contextmanager
+def kept_unlocked(path: Path) -> Iterator[str]:
+    """Let nobody lock the file of a `FileLock` meanwhile, and give its note; raises as `check_unlocked`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _lock(descriptor, fcntl.LOCK_SH)
+        yield os.pread(descriptor, NOTE_BYTES, 0).decode(errors="replace")
     finally:
         os.close(descriptor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -38,7 +39,7 @@ from hvfreeze.cache.file.format import (
 )
 from hvfreeze.cache.file.hdf5 import Region, find_regions
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.files import is_at
+from hvfreeze.files import LockedError, is_at, kept_unlocked
 
 HUGE_BYTES = 4 << 20
 """From here on memory is kept: the page faults of new memory take longer than the copy."""
@@ -399,6 +400,20 @@ def directory_bytes(directory: Path) -> int:
             status = path.lstat()
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
+
+
+def remove_left_over(directory: Path) -> None:
+    """Remove what builders have left that were killed on this machine: it fills the disk and counts towards a limit.
+
+    Of those on other machines nothing is certain: some file systems keep locks to each machine.
+    """
+    for temporary in directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}"):
+        lock = temporary.with_suffix(LOCK_SUFFIX)
+        # Locked, gone meanwhile, or without a note that can be read.
+        with suppress(LockedError, OSError, ValueError, LookupError, TypeError), kept_unlocked(lock) as note:
+            if FILE_NAME.fullmatch(temporary.stem) and json.loads(note)["host"] == os.uname().nodename:
+                remove(temporary)
+                remove(lock)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, free_bytes
-from hvfreeze.cache.file.reader import directory_bytes
+from hvfreeze.cache.file.reader import directory_bytes, remove_left_over
 from hvfreeze.cache.planning import (
     PROBE_BYTES,
     PROBE_SECONDS,
@@ -292,7 +292,12 @@ def rates_of(directory: Path, row_bytes: int, batch_rows: int, *, rows: int, at_
 
 
 def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
-    """Return one rank's share of --cache-limit, of which files that are there already have used their part."""
+    """Return one rank's share of --cache-limit, of which files that are there already have used their part.
+
+    What killed jobs have left there goes first.
+    """
+    if settings.cache != "off":
+        remove_left_over(directory)
     limit = settings.limit_bytes()
     return Budget(None if limit is None else max(0, limit - directory_bytes(directory)) // size)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +16,9 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.reader import ActivationFile, directory_bytes
+from hvfreeze.config.sections import CacheConfig
+from hvfreeze.prefix.cache_decision import open_budget
 from tests.parallel.mpirun import ROOT, environment
 from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, read, write_file
 
@@ -125,6 +129,30 @@ def test_the_lock_of_a_process_keeps_others_out_until_it_is_killed_and_its_tempo
     assert {path.suffix for path in tmp_path.iterdir()} == {".tmp", ".lock"}
     path = write_file(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_killed_jobs_have_left_is_removed_and_counts_towards_no_limit(tmp_path: Path) -> None:
+    here, keys = os.uname().nodename, make_keys(40)
+    live = open_store(tmp_path, keys)
+    fill(live, keys[:16], make_rows(40)[:16])
+    notes = {"dead": json.dumps({"host": here}), "elsewhere": json.dumps({"host": f"not-{here}"}), "full": ""}
+    for number, note in enumerate(notes.values(), 1):
+        path = live.path.with_name(live.path.name.replace("0of1", f"{number}of4"))
+        path.with_name(f"{path.name}.tmp").write_bytes(bytes(1000))
+        path.with_name(f"{path.name}.lock").write_text(note)
+    (tmp_path / "activations-of-mine.h5.tmp").write_text("mine")
+    (tmp_path / "activations-of-mine.h5.lock").write_text(notes["dead"])
+    before = {path.name for path in tmp_path.iterdir()}
+    off, on = (CacheConfig(cache=mode, cache_limit="1M") for mode in ("off", "on"))
+    assert open_budget(off, tmp_path, size=1).left_bytes == (1 << 20) - directory_bytes(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == before
+    there = directory_bytes(tmp_path) - 1000
+    assert open_budget(on, tmp_path, size=1).left_bytes == (1 << 20) - there
+    gone = before - {path.name for path in tmp_path.iterdir()}
+    assert {name.rpartition("-")[2] for name in gone} == {"1of4.h5.tmp", "1of4.h5.lock"}
+    fill(live, keys, make_rows(40))
+    live.close()
+    ActivationFile(live.path).verify()
 
 
 # Forks a child for each system call that publication makes, and lets the child kill itself just before it.

@@ -85,6 +85,7 @@ def prepare_directory(directory: Path, *, private: bool = True, way_out: str = "
     Raises:
         CacheFault: it cannot be used, or anybody may replace what lies in it.
     """
+    mode = 0
     try:
         # One by one: `parents=True` gives its mode to the last folder only.
         for folder in (*reversed(directory.parents), directory):
@@ -95,11 +96,10 @@ def prepare_directory(directory: Path, *, private: bool = True, way_out: str = "
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        if error.errno in FULL:
-            return
-        raise CacheFault(
-            f"cache directory {directory} cannot be used ({error.strerror or error}); {way_out}"
-        ) from error
+        if error.errno not in FULL:
+            raise CacheFault(
+                f"cache directory {directory} cannot be used ({error.strerror or error}); {way_out}"
+            ) from error
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise CacheFault(
             f"cache directory {directory} has mode {stat.S_IMODE(mode):o}: anybody may replace what lies in it; "

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,19 @@ def test_a_directory_in_which_anybody_can_replace_files_is_refused(tmp_path: Pat
     tmp_path.chmod(0o1777)
     prepare_directory(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_lets_rows_be_read_but_not_those_that_anybody_can_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**where: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    prepare_directory(tmp_path)
+    tmp_path.chmod(0o777)
+    with pytest.raises(CacheFault, match="anybody may replace"):
+        prepare_directory(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["lock", "temporary"])

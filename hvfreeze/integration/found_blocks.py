@@ -20,10 +20,9 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.integration.script_world import tell
-from hvfreeze.model.blocks import Chain
+from hvfreeze.model.blocks import Chain, IndivisibleError
 from hvfreeze.model.traced import (
     SCHEMES,
-    IndivisibleError,
     Inputs,
     TracedChain,
     Watch,

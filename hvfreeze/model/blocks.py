@@ -45,6 +45,10 @@ def group_steps(layout: Layout, *, scheme: str) -> list[Group]:
     return [(block, tuple(steps)) for block, steps in groups]
 
 
+class IndivisibleError(UsageError):
+    """A model has no two blocks, or cannot be divided at all."""
+
+
 class Ownership:
     """Which blocks run a module or use a parameter or buffer, by its dotted name in the model."""
 
@@ -95,13 +99,15 @@ def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: S
     for name, tensor in tensors:
         users = owners.blocks_with(name) | seen.get(id(tensor), set())
         if not users:
-            raise UsageError(
+            raise IndivisibleError(
                 f"blocks ({', '.join(blocks)}): {name} belongs to none of them. Name blocks that run all of the model; "
                 "with Chain.from_modules say in owns= what functions use"
             )
         if len(users) > 1:
             shared = " and ".join(blocks[index] for index in sorted(users))
-            raise UsageError(f"blocks ({', '.join(blocks)}): {name} is used by {shared}; join them into one block")
+            raise IndivisibleError(
+                f"blocks ({', '.join(blocks)}): {name} is used by {shared}; join them into one block"
+            )
         if id(tensor) not in seen:
             members[min(users)].append(name)
         seen[id(tensor)] = users

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from hvfreeze.errors import UsageError
 
@@ -65,7 +66,7 @@ def make_step(model: nn.Module, *calls: str | Call, name: str = "", owns: Iterab
 def split_step(model: nn.Module, name: str, *, layers: str = "") -> Step:
     """Return module `name` as one step that can also be run child by child (the children of its `layers`, if given)."""
     inner = f"{name}.{layers}" if layers else name
-    children = [child for child, _ in model.get_submodule(inner).named_children()]
+    children = model.get_submodule(inner)._modules
     return replace(make_step(model, name), parts=tuple(make_step(model, f"{inner}.{child}") for child in children))
 
 
@@ -73,10 +74,12 @@ def sequence(model: nn.Module, name: str = "") -> list[Step]:
     """Return the children of `name` as steps, in the order in which they were defined.
 
     BatchNorm and activations that work in place join the step before. A child that is an nn.Sequential of modules of
-    one class (a stage) can be split.
+    one class (a stage) can be split. A child that is there twice, as an activation may be, is a step each time.
     """
     steps: list[Step] = []
-    for child, module in model.get_submodule(name).named_children():
+    for child, module in model.get_submodule(name)._modules.items():
+        if module is None:
+            continue
         path = f"{name}.{child}" if name else child
         is_batch_norm = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
         if steps and (is_batch_norm or getattr(module, "inplace", False)):
@@ -122,7 +125,13 @@ def children_layout(model: nn.Module) -> Layout:
     if not starts:
         raise UsageError(f"model ({type(model).__name__}) has no submodule with parameters: there is nothing to freeze")
     schemes = {"stage": starts, "residual": block_starts(model, [leaf for step in steps for leaf in step.leaves])}
-    return Layout(tuple(steps), schemes, verified=type(model) is nn.Sequential)
+    return Layout(tuple(steps), schemes, verified=type(model) is nn.Sequential and not _shares_dropout(model))
+
+
+def _shares_dropout(model: nn.Module) -> bool:
+    """Tell whether a dropout is there twice: with the block of one place frozen, it would be off in the other too."""
+    dropouts = [m for _, m in model.named_modules(remove_duplicate=False) if isinstance(m, _DropoutNd)]
+    return len(set(dropouts)) < len(dropouts)
 
 
 def classifier_layout(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.errors import UsageError
-from hvfreeze.model.blocks import Block, Chain, cut_by, cut_into_blocks
+from hvfreeze.model.blocks import Block, Chain, IndivisibleError, cut_by, cut_into_blocks
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.modes import in_evaluation
 
@@ -223,10 +223,6 @@ class TracedChain(Chain):
             f"the blocks of {type(self.model).__name__} run inside its own forward pass only; write it out with "
             "Chain.from_modules to run them one by one"
         )
-
-
-class IndivisibleError(UsageError):
-    """A model has no two blocks, or cannot be divided at all."""
 
 
 def blocks_of(model: nn.Module, *, scheme: str | None = None, example: Inputs | None = None) -> TracedChain:

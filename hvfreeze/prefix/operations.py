@@ -106,7 +106,7 @@ class Description:
             self.of(dict(sorted(settings.items()))),
             self.of(hooks),
             code,
-            [[name, self.of(child)] for name, child in module.named_children()],
+            [[name, self.of(child)] for name, child in module._modules.items() if child is not None],
         ]
 
     def of_container(self, module: nn.Module) -> JSON:

@@ -35,6 +35,26 @@ def test_an_nn_sequential_is_cut_at_its_children(scheme: str, names: list[str], 
     assert [len(block.steps) for block in cut_into_blocks(chain.model, scheme=scheme).blocks] == sizes
 
 
+@pytest.mark.parametrize("scheme", ["stage", "residual", "2,4"])
+def test_an_activation_that_is_there_twice_runs_twice(scheme: str) -> None:
+    relu = nn.ReLU()
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), relu, stage, relu, nn.Linear(4, 2))
+    chain, inputs = cut_into_blocks(model, scheme=scheme), torch.randn(16, 4)
+    assert torch.equal(chain(inputs), model(inputs))
+    assert torch.equal(chain.suffix(1)(chain.prefix(1)(inputs)), model(inputs))
+
+
+def test_a_layer_that_is_there_twice_is_in_one_block_with_what_runs_between() -> None:
+    layer = nn.Linear(4, 4)
+    model, inputs = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
+    chain = cut_into_blocks(model)
+    assert [block.name for block in chain.blocks] == ["0", "4"]
+    assert torch.equal(chain(inputs), model(inputs))
+    with pytest.raises(UsageError, match="weight is used by 0 and 2"):
+        cut_into_blocks(nn.Sequential(layer, nn.Linear(4, 4), layer, nn.Linear(4, 2)), scheme="2,3")
+
+
 class Net(nn.Module):
     """Two children, run in the order in which they were defined unless `how` says otherwise."""
 

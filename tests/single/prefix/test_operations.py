@@ -67,6 +67,7 @@ def hooked() -> nn.Module:
     return module
 
 
+TANH = nn.Tanh()
 DIFFERENT: dict[str, Callable[[], str]] = {
     "relu": lambda: digest(nn.ReLU()),
     "leaky relu": lambda: digest(nn.LeakyReLU()),
@@ -75,6 +76,8 @@ DIFFERENT: dict[str, Callable[[], str]] = {
     "pool with another stride": lambda: digest(nn.MaxPool2d(2, stride=1)),
     "order": lambda: digest(nn.MaxPool2d(2), nn.ReLU()),
     "other order": lambda: digest(nn.ReLU(), nn.MaxPool2d(2)),
+    "one inside another": lambda: digest(nn.Sequential(TANH, nn.ReLU())),
+    "the same one twice": lambda: digest(nn.Sequential(TANH, nn.ReLU(), TANH)),
     "batch norm": lambda: digest(nn.BatchNorm2d(3)),
     "another eps": lambda: digest(nn.BatchNorm2d(3, eps=1e-4)),
     "a hook": lambda: digest(hooked()),

@@ -281,7 +281,7 @@ class FrozenPrefix:
         return (own - given) | {parameter for parameter in every if not self._may_train(parameter)}
 
     def _may_train(self, parameter: Tensor) -> bool:
-        return parameter.is_floating_point() if self._switched else parameter.requires_grad
+        return parameter.is_floating_point() or parameter.is_complex() if self._switched else parameter.requires_grad
 
     def _prune(self) -> None:
         """Leave in the optimizer what is not frozen, and drop the state of what is."""

@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -54,6 +54,11 @@ def check_arguments(
     passes: int,
 ) -> None:
     """Raise UsageError for what no vote can be held with."""
+    if hasattr(optimizer, "skip_synchronize"):
+        raise UsageError(
+            "optimizer is a DistributedOptimizer already, and both would average the same gradients: give the "
+            "optimizer that it was made from"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("LBFGS evaluates as often as it likes, on each rank on its own; give another optimizer")
     if settings.auto:
@@ -185,21 +190,35 @@ def called_by(module: str) -> FrameType | None:
     return None
 
 
-def create_state(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Create the state that `hvd.broadcast_optimizer_state` asks for; unlike a step, it moves no weight.
+def create_state(optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]:
+    """Create state for what has none, as `hvd.broadcast_optimizer_state` needs it, and return its parameters.
 
-    With one process there is nothing to send, and nothing to create.
+    Ranks that have loaded a state broadcast it to those that have created one, so that both must have the same entries.
+    Unlike a step, it moves no weight. With one process there is nothing to send, and nothing to create.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if world.size > 1:
-        before = [parameter.detach().clone() for parameter in parameters]
-        optimizer.step()
-        with torch.no_grad():
-            for parameter, value in zip(parameters, before):
-                parameter.copy_(value)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    lacking = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    if world.size == 1 or not lacking:
+        return []
+    gradients = [parameter.grad for parameter in parameters]
+    before = [parameter.detach().clone() for parameter in lacking]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in lacking:
+        zero = torch.zeros_like(parameter)
+        parameter.grad = zero.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zero
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, value in zip(lacking, before):
+            parameter.copy_(value)
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = gradient
+    return lacking
 
 
-def begin_alike(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], world: World, *, created: bool) -> None:
+def begin_alike(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], world: World, *, created: Collection[Tensor]
+) -> None:
     """See to it that ranks start from equal tensors, rank 0's, and from no state where none was loaded.
 
     Collective: every rank of `world` must call this.
@@ -208,14 +227,16 @@ def begin_alike(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], w
         optimizer: whose state is meant.
         named: all parameters and buffers; those that no gradient changes may differ, as running statistics do.
         world: the ranks.
-        created: whether `create_state` has made all the state that there is; if so on all ranks, it is dropped.
+        created: parameters whose state `create_state` has made; where it has on all ranks, it is dropped.
 
     Raises:
         DivergedError: ranks have other parameters or buffers than rank 0.
     """
     parameters = [(name, tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)]
     digest = digest_tensors(parameters) if world.size > 1 else ""
-    everyone = world.allgather_object((digest, created), name="optimizer.begin")
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = {place for place, parameter in enumerate(held) if parameter in created}
+    everyone = world.allgather_object((digest, places), name="optimizer.begin")
     odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
     if odd:
         broadcast_tensors({name: tensor.detach() for name, tensor in named.items()}, world)
@@ -226,12 +247,12 @@ def begin_alike(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], w
             f"rank {', '.join(map(str, odd))}",
             level=logging.WARNING,
         )
-    if all(created for _, created in everyone):
-        optimizer.state.clear()
+    for place in set.intersection(*[theirs for _, theirs in everyone]):
+        optimizer.state.pop(held[place], None)
 
 
 def beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that the optimizer has and the model has not, under names of their own."""
     known = set(model.parameters())
     others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-    return [(f"beside.{number}", p) for number, p in enumerate(others) if p.is_floating_point()]
+    return [(f"beside.{number}", p) for number, p in enumerate(others) if p.is_floating_point() or p.is_complex()]

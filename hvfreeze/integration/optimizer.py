@@ -46,6 +46,7 @@ from hvfreeze.runs.reading import Move
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 SCALER = "torch.amp.grad_scaler"
 """The module whose `GradScaler.step` calls `step`, after it has looked at the gradients."""
+ADDED_GROUP = "add_param_group() after wrapping: add the group to the optimizer before DistributedOptimizer"
 _made = 0
 """Optimizers of this process so far."""
 _alive: list[weakref.ref[DistributedOptimizer]] = []
@@ -72,7 +73,6 @@ def _take_over(optimizer: DistributedOptimizer) -> None:
             _alive.remove(reference)
             if earlier is not None:
                 earlier.let_go()
-    _alive.append(weakref.ref(optimizer))
 
 
 def _outline(model: nn.Module, chain: Chain) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: ranks have settled which parameters travel."""
-        raise UsageError("add_param_group() after wrapping: add the group to the optimizer before DistributedOptimizer")
+        raise UsageError(ADDED_GROUP)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -212,8 +212,8 @@ class DistributedOptimizer(OptimizerWrapper):
     """Whether the script is inside `skip_synchronize`."""
     _began = False
     """Whether ranks are known to have begun with equal parameters."""
-    _created = False
-    """Whether state was created for `hvd.broadcast_optimizer_state`."""
+    _created: frozenset[Tensor] = frozenset()
+    """Parameters whose state was created for `hvd.broadcast_optimizer_state`."""
     _told = False
     """Whether a vote was told."""
     _loss: float | None = None
@@ -278,6 +278,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
         self.reducer = self.freezer.reducer
         self.reducer.owner = self
+        _alive.append(weakref.ref(self))
         check_equal(self.world, "models", _outline(model, self.freezer.chain))
         self._blocks.tell_if_single()
         exchange.tell_if_grouped(self.world)
@@ -285,7 +286,14 @@ class DistributedOptimizer(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, also one that it saved without hvfreeze."""
         super().load_state_dict(state_dict)
-        self._created = False
+        self._created = frozenset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's, with every parameter in its group; frozen ones have no state."""
+        if self._inner.state and called_by(BROADCAST):
+            # Ranks that have loaded none create all of it, and blocks that were frozen when it was saved have none.
+            self._create_state()
+        return super().state_dict()
 
     def parameters(self) -> set[Tensor]:
         """Return all that it updates, the frozen ones too."""
@@ -319,7 +327,10 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Raises:
             DivergedError: ranks train different parameters.
+            UsageError: the wrapped optimizer has other groups than when it was wrapped.
         """
+        if len(self._inner.param_groups) != len(self.freezer.prefix.groups):
+            raise UsageError(ADDED_GROUP)
         if not self._began:
             self._began = True
             named = [*self._model.named_parameters(), *self._model.named_buffers(), *self.reducer.always]
@@ -356,18 +367,17 @@ class DistributedOptimizer(OptimizerWrapper):
             UsageError: `skip_synchronize` without `synchronize`, or a vote weighted by the loss without `report_loss`.
         """
         if not self.reducer.exchanging and called_by(BROADCAST):
-            # Also where a state of the freezer was loaded: ranks that have one of the optimizer do not get here.
-            create_state(self._inner, self.world)
-            self._created = self._created or (self.world.size > 1 and not self._began)
+            self._create_state()
             return None
-        scaler = called_by(SCALER)
+        caller = called_by(SCALER)
+        scaler = None if caller is None else caller.f_locals["self"]
         if closure is None:
-            self._average(scaled=scaler is not None)
+            self._average(scaled=scaler is not None and scaler.is_enabled())
             result = self._inner.step()
         else:
             result = self._inner.step(lambda: self._averaged(closure))
         self._synchronized = False
-        self._vote(scale=1.0 if scaler is None else float(scaler.f_locals["self"].get_scale()))
+        self._vote(scale=1.0 if scaler is None else float(scaler.get_scale()))
         return result
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -393,7 +403,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self.freezer.load_state_dict(frozen if whole else Freezer.redealt(frozen, restep=lambda step: step))
         if whole:
             self.reducer.load_state_dict(state["reducer"])
-        self._began = True
+
+    def _create_state(self) -> None:
+        created = create_state(self._inner, self.world)
+        self._created = self._created.union([] if self._began else created)
 
     def _average(self, *, scaled: bool = False) -> None:
         if self._synchronized and not self.reducer.exchanging:

@@ -375,6 +375,43 @@ def check_horovods_broadcast_creates_state_and_moves_nothing(world: World) -> No
     check_replicas(nn.ParameterList(other.parameters()), world, step=1)
 
 
+def check_a_state_without_frozen_blocks_is_broadcast_by_the_rank_that_has_loaded_it(world: World) -> None:
+    import horovod.torch as hvd
+
+    model = image_model()
+    optimizer = wrap(model, OPTIMIZERS["adamw"](model.parameters()), world)
+    optimizer.freezer.freeze(2)
+    train_wrapped_on(model, optimizer, world)
+    optimizer.freezer.thaw(1)
+    lacking = len(optimizer.param_groups[0]["params"]) - len(optimizer.state)
+    assert lacking > 0
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), optimizer.freezer_state_dict()))
+    for frozen in (True, False):
+        again = image_model()
+        resumed = wrap(again, OPTIMIZERS["adamw"](again.parameters()), world)
+        if frozen:
+            resumed.load_freezer_state_dict(world.broadcast_object(saved[2], name="test.frozen"))
+        if world.rank == 0:
+            again.load_state_dict(saved[0])
+            resumed.load_state_dict(copy.deepcopy(saved[1]))
+        hvd.broadcast_parameters(again.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(resumed, root_rank=0)
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+        train_wrapped_on(again, resumed, world)
+        steps = [int(state["step"]) for state in resumed.state.values()]
+        assert steps.count(2) == len(steps) - steps.count(1), "what rank 0 loaded did not arrive"
+        assert steps.count(1) == lacking + (0 if frozen else 3), "what was not there did not start afresh"
+        check_replicas(nn.ParameterList(again.parameters()), world, step=1)
+
+
+def train_wrapped_on(model: nn.Module, optimizer: DistributedOptimizer, world: World) -> None:
+    """Make a step."""
+    images, labels = next(batches(world.rank))
+    optimizer.zero_grad()
+    functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+
+
 def check_parameters_beside_the_model_are_averaged_too(world: World) -> None:
     model, scale = image_model(), nn.Parameter(torch.ones(()))
     inner = torch.optim.SGD([*model.parameters(), scale], lr=0.1)

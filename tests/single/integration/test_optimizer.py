@@ -97,6 +97,64 @@ def test_a_state_that_a_script_loads_counts_also_after_a_broadcast(
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_what_two_would_average_is_refused() -> None:
+    model, optimizer = wrapped(OPTIMIZERS[0])
+    with pytest.raises(UsageError, match="is a DistributedOptimizer already"):
+        DistributedOptimizer(optimizer, model=model, world=Twin())
+
+
+def test_a_group_that_the_wrapped_optimizer_is_given_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model=model, world=Twin())
+    inner.add_param_group({"params": list(model[1].parameters())})
+    with pytest.raises(UsageError, match="add the group to the optimizer before"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_complex_parameters_are_refused_where_they_train(beside: bool) -> None:
+    model, phase = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    if not beside:
+        model[0].phase = phase
+    inner = torch.optim.SGD([*model.parameters(), *[phase] * beside], lr=0.1)
+    with pytest.raises(UsageError, match="is complex64"):
+        DistributedOptimizer(inner, model=model, world=Twin())
+    phase.requires_grad_(False)
+    # Also where the first attempt is still in memory, as in a notebook.
+    train(model, DistributedOptimizer(inner, model=model, world=Twin()), 1)
+
+
+@pytest.mark.parametrize("how", ["is used by 0 and 2", "belongs to none of them"])
+def test_a_sequential_that_is_no_chain_trains_with_nothing_frozen(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    if how == "is used by 0 and 2":
+        model[2].weight = model[0].weight
+    else:
+        model.scale = nn.Parameter(torch.ones(4))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, DistributedOptimizer(inner, model=model, world=Twin()), 1)
+    assert "nothing will be frozen: blocks (0, 1, 2):" in caplog.text and how in caplog.text
+
+
+def test_a_dropout_that_is_there_twice_stays_on_where_blocks_train() -> None:
+    dropout = nn.Dropout()
+    model = nn.Sequential(nn.Linear(4, 4), dropout, nn.Linear(4, 4), dropout, nn.Linear(4, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, world=SoloWorld())
+    train(model, optimizer, 1)
+    optimizer.freezer.freeze(1)
+    assert not model[0].training and dropout.training and len(optimizer.freezer.chain.blocks) == 3
+
+
+def test_a_scaler_that_is_off_leaves_gradients_alone() -> None:
+    model, optimizer = wrapped(OPTIMIZERS[0])
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    before = copy.deepcopy(model.state_dict())
+    scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.freezer.step == 1 and not torch.equal(before["0.weight"], model[0].weight)
+
+
 def test_a_loss_that_is_no_number_is_reported_like_any_other() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     settings = FreezeConfig(freeze="gradient-norm", interval=1, freeze_warmup=1, vote_weight="loss")

@@ -295,6 +295,11 @@ class CachedLoader:
         return self.loader.sampler
 
     @property
+    def dataset(self) -> Any:
+        """The loader's, of which scripts show the length."""
+        return self.loader.dataset
+
+    @property
     def rows_read(self) -> int:
         """Rows read from the cache so far, in place of being computed."""
         return self._activations.counters.rows_read

@@ -26,6 +26,7 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.frozen_prefix import give_buffers
 from hvfreeze.freezing.vote import Decision, Voter
 from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.found_blocks import FoundBlocks
@@ -286,6 +287,9 @@ class DistributedOptimizer(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, also one that it saved without hvfreeze."""
         super().load_state_dict(state_dict)
+        give_buffers(
+            self._inner, {parameter for parameter in self.parameters() if not self._inner.state.get(parameter)}
+        )
         self._created = frozenset()
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import random
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,10 @@ class Samples:
                 "a cached loader needs numbered samples in batches of one size: a map-style data set, and batch_size= "
                 "or a batch_sampler that has one"
             )
+        try:
+            len(loader)
+        except TypeError as error:
+            raise UsageError(f"a cached loader needs a sampler with a length, of one epoch ({error})") from error
         self.loader, self.batch_rows, self.num_views = loader, rows, num_views
         self._split, self._numbered = split, _Numbered(loader.dataset, seed if num_views > 1 else None)
         self._expected: list[list[tuple[int, int]]] = []
@@ -71,10 +76,22 @@ class Samples:
         return len(self._numbered)
 
     def epoch(self) -> list[Ids]:
-        """Return the samples of each batch of an epoch, and draw at random what the loader itself would draw."""
+        """Return the samples of each batch of an epoch, and draw at random what the loader itself would draw.
+
+        Raises:
+            UsageError: the sampler goes on beyond its length, perhaps for ever.
+        """
         torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         assert self.loader.batch_sampler is not None
-        return [np.asarray(batch, dtype=np.int64) for batch in self.loader.batch_sampler]
+        batches = [
+            np.asarray(batch, dtype=np.int64) for batch in islice(self.loader.batch_sampler, len(self.loader) + 1)
+        ]
+        if len(batches) > len(self.loader):
+            raise UsageError(
+                f"the loader's sampler gives more batches than the {len(self.loader)} of its length: a cached loader "
+                "needs one that ends with the epoch"
+            )
+        return batches
 
     def some(self) -> tuple[Ids, Ids]:
         """Return a batch's worth of samples, those with the lowest numbers, in their first view."""

@@ -181,7 +181,7 @@ def test_a_later_run_computes_no_row(tmp_path: Path) -> None:
     _, again = train("a chain of images", "cached", tmp_path, moves={4: 1})
     counted = [loader._activations.counters for loader in (first, again)]
     assert [one.rows_written for one in counted] == [SAMPLES, 0]
-    assert counted[1].rows_read == 4 * SAMPLES
+    assert counted[1].rows_read == 4 * SAMPLES and len(again.dataset) == SAMPLES
     assert len(list(tmp_path.glob("*.h5"))) == 1
 
 

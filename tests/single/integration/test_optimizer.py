@@ -97,6 +97,20 @@ def test_a_state_that_a_script_loads_counts_also_after_a_broadcast(
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_without_frozen_blocks_is_loaded_where_nothing_is_frozen(fused: bool) -> None:
+    def make(given: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(given, lr=0.01, momentum=0.9, fused=fused)
+
+    model, optimizer = wrapped(make)
+    optimizer.freezer.freeze(1)
+    train(model, optimizer, 1)
+    again, resumed = wrapped(make)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(again, resumed, 1)
+    assert all("momentum_buffer" in resumed.state[parameter] for parameter in again.parameters())
+
+
 def test_what_two_would_average_is_refused() -> None:
     model, optimizer = wrapped(OPTIMIZERS[0])
     with pytest.raises(UsageError, match="is a DistributedOptimizer already"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
@@ -295,6 +296,18 @@ def test_random_numbers_before_the_cut_are_noticed(tmp_path: Path, caplog: pytes
     cached.close()
 
 
+class Endless(Sampler[int]):
+    """Gives sample 0 for ever."""
+
+    def __iter__(self) -> Any:
+        return itertools.repeat(0)
+
+
+class WithLength(Endless):
+    def __len__(self) -> int:
+        return 4
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([])
@@ -306,6 +319,8 @@ class Stream(IterableDataset[Any]):
         (lambda: DataLoader(Stream(), batch_size=2), {}, "a cached loader needs numbered samples"),
         (lambda: DataLoader(images(), batch_size=None), {}, "a cached loader needs numbered samples"),
         (lambda: DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2), {}, "give split="),
+        (lambda: DataLoader(images(), batch_size=2, sampler=Endless()), {}, "needs a sampler with a length"),
+        (lambda: DataLoader(images(), batch_size=2, sampler=WithLength()), {}, "gives more batches than the 2 of"),
     ],
 )
 def test_a_loader_that_cannot_be_cached_is_refused(loader: Any, options: Any, words: str, tmp_path: Path) -> None:
@@ -314,4 +329,4 @@ def test_a_loader_that_cannot_be_cached_is_refused(loader: Any, options: Any, wo
         model, torch.optim.SGD(model.parameters(), lr=0.1), SoloWorld(), steps_per_epoch=2, num_epochs=2
     )
     with pytest.raises(UsageError, match=re.escape(words)):
-        hvfreeze.CachedLoader(loader(), freezer, directory=tmp_path, **options)
+        next(iter(hvfreeze.CachedLoader(loader(), freezer, directory=tmp_path, **options)))

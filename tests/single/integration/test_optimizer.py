@@ -156,8 +156,8 @@ def test_a_dropout_that_is_there_twice_stays_on_where_blocks_train() -> None:
     model = nn.Sequential(nn.Linear(4, 4), dropout, nn.Linear(4, 4), dropout, nn.Linear(4, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, world=SoloWorld())
     train(model, optimizer, 1)
-    optimizer.freezer.freeze(1)
-    assert not model[0].training and dropout.training and len(optimizer.freezer.chain.blocks) == 3
+    optimizer.freezer.freeze(2)
+    assert not model[2].training and dropout.training and len(optimizer.freezer.chain.blocks) == 3
 
 
 def test_a_scaler_that_is_off_leaves_gradients_alone() -> None:

@@ -37,6 +37,7 @@ def test_an_nn_sequential_is_cut_at_its_children(scheme: str, names: list[str], 
 
 @pytest.mark.parametrize("scheme", ["stage", "residual", "2,4"])
 def test_an_activation_that_is_there_twice_runs_twice(scheme: str) -> None:
+    torch.manual_seed(0)
     relu = nn.ReLU()
     stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = nn.Sequential(nn.Linear(4, 4), relu, stage, relu, nn.Linear(4, 2))

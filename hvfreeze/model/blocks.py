@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from hvfreeze.errors import UsageError
 from hvfreeze.model.families import layout_of
@@ -83,6 +84,7 @@ def owned_by(model: nn.Module, groups: Sequence[Group]) -> list[Owned]:
     owners = Ownership(groups)
     parameters = _members(model.named_parameters(remove_duplicate=False), owners, names)
     buffers = _members(model.named_buffers(remove_duplicate=False), owners, names)
+    _check_dropouts(model, owners, names)
     modules: list[list[nn.Module]] = [[] for _ in groups]
     for path, module in model.named_modules():
         found = owners.blocks_with(path)
@@ -90,6 +92,19 @@ def owned_by(model: nn.Module, groups: Sequence[Group]) -> list[Owned]:
             modules[min(found)].append(module)
     each = zip(modules, parameters, buffers, strict=True)
     return [Owned(tuple(inside), tuple(trained), tuple(kept)) for inside, trained, kept in each]
+
+
+def _check_dropouts(model: nn.Module, owners: Ownership, blocks: Sequence[str]) -> None:
+    """Refuse a dropout that runs in two blocks: with one of them frozen, it would be off in the other too."""
+    users: dict[nn.Module, set[int]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _DropoutNd):
+            users.setdefault(module, set()).update(owners.blocks_with(name))
+            if len(users[module]) > 1:
+                shared = " and ".join(blocks[index] for index in sorted(users[module]))
+                raise IndivisibleError(
+                    f"blocks ({', '.join(blocks)}): {name}, a dropout, is used by {shared}; make one for each"
+                )
 
 
 def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: Sequence[str]) -> list[list[str]]:

@@ -170,11 +170,11 @@ def _part(model: nn.Module, nodes: Sequence[Node], near: str, repeated: set[str]
     """
     modules = tuple(str(node.target) for node in nodes if node.op == "call_module")
     used = [node for each in nodes for node in each.all_input_nodes if node.op == "get_attr"]
-    owns = (*modules, *dict.fromkeys(str(node.target) for node in used))
     called = [model.get_submodule(name) for name in modules]
     trains = any(True for module in called if not isinstance(module, JOINED) for _ in module.parameters())
     drops = any(map(_drops, nodes)) or any(type(module) in DROPOUTS for module in called)
     dropped = [name for name in modules if name in repeated and type(model.get_submodule(name)) in DROPOUTS]
+    owns = (*(name for name in modules if name not in dropped), *dict.fromkeys(str(node.target) for node in used))
     alone = len(nodes) == 1 and bool(called) and len(nodes[0].args) == 1 and not nodes[0].kwargs and not dropped
     call = called[0] if alone else partial(compute, tuple(_operations(model, nodes, near, dropped)))
     return Part(call, owns, begins=trains, waits=drops and not trains)

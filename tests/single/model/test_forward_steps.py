@@ -107,6 +107,17 @@ def test_dropouts_rest_with_the_block_that_they_feed() -> None:
     assert not torch.equal(*(chain.suffix(3)(features[0]) for _ in range(2))), "what feeds the last one does"
 
 
+def test_a_dropout_in_two_places_of_a_sequence_rests_in_one_of_them() -> None:
+    drop, inputs = nn.Dropout(0.5), torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Linear(8, 8), drop, nn.Linear(8, 8), drop, nn.Linear(8, 3))
+    chain = cut_into_blocks(model, example=inputs)
+    assert [block.name for block in chain.blocks] == ["0", "2", "4"]
+    for module in chain.modules(0, 2):
+        module.training = False
+    features = [chain.prefix(2)(inputs) for _ in range(2)]
+    assert torch.equal(*features) and not torch.equal(*(chain.suffix(2)(features[0]) for _ in range(2)))
+
+
 def test_blocks_can_be_named_and_be_the_finest() -> None:
     assert [block.name for block in chain_of(tutorial, "conv2,fc2").blocks] == ["conv1", "conv2", "fc2"]
     finest = [block.name for block in chain_of(tutorial, "residual").blocks]

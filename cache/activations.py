@@ -28,6 +28,7 @@ from hvfreeze.cache.index import Mask
 from hvfreeze.cache.levels import Level, Levels
 from hvfreeze.cache.prefetch import Found, Prefetcher, Request, requests_for
 from hvfreeze.cache.store import Store
+from hvfreeze.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -370,9 +371,19 @@ class PrefixActivations:
             for stop in stops:
                 x = self._run_blocks(x, start, stop)
                 x = x if is_dense(x.shape, x.stride()) else x.contiguous()
-                x = x if self._stored in (None, x.dtype) else x.to(self._stored).to(x.dtype)
+                x = x if self._stored in (None, x.dtype) else self._rounded(x, cut=stop)
                 start = stop
         return x
+
+    def _rounded(self, x: Tensor, *, cut: int) -> Tensor:
+        """Return `x` as its rows are when they were stored; raises UsageError where the type is too narrow."""
+        rounded = x.to(self._stored)
+        if rounded.isinf().any() and x.isfinite().all():
+            raise UsageError(
+                f"--cache-dtype float16 holds no numbers beyond 65504, and the output of the first {cut} blocks has "
+                f"some (up to {float(x.abs().max()):.4g}); use bfloat16 or native"
+            )
+        return rounded.to(x.dtype)
 
     def _compute(self, request: Request, found: Found | None, *, at: Level | None = None) -> Tensor:
         """Return the output (batch_rows, ...) for a request; missing rows are on their way to the disk.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvfreeze.errors import UsageError
 from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, check_outputs, run_epoch
 from tests.single.cache.material import FrozenNet, batches_of, same_bits
 
@@ -109,6 +110,19 @@ def test_a_rounded_row_has_the_same_bits_whenever_and_from_whatever_it_was_compu
         assert all(same_bits(left, right) for left, right in zip(outputs[0], other, strict=True))
     assert not moving.exact
     for one in (moving, direct, unstored):
+        one.close()
+
+
+def test_activations_that_a_narrow_type_cannot_hold_are_refused(tmp_path: Path) -> None:
+    net = FrozenNet()
+    net.pixels *= 1e6
+    narrow, wide = (net.cached(tmp_path / str(stored), stored=stored) for stored in (torch.float16, torch.bfloat16))
+    wide.begin_cut(1, fingerprint=net.fingerprint(1, dtype="bfloat16"), owned_keys=OWNED_KEYS)
+    run_epoch(wide, batches_of(NUM_SAMPLES))
+    narrow.begin_cut(1, fingerprint=net.fingerprint(1, dtype="float16"), owned_keys=OWNED_KEYS)
+    with pytest.raises(UsageError, match=r"float16 holds no numbers beyond 65504.*first 1 blocks.*use bfloat16"):
+        run_epoch(narrow, batches_of(NUM_SAMPLES))
+    for one in (narrow, wide):
         one.close()
 
 

@@ -76,6 +76,9 @@ def check_following_the_cut_takes_a_message_for_each_thing_to_agree_on(world: Wo
         run(configuration(Path(sys.argv[1]) / "counted", world.size, **changes), world)
     finally:
         Features.move = move  # type: ignore[method-assign]
-    steps = ("cache.failed.{}", "verdict.cache.look.{}", "verdict.cache.measure.{}", "cache.plan.head")
-    expected = {tuple(step.format(split) for step in (*steps, "verdict.cache.begin.{}")) for split in ("train", "test")}
+    steps = (
+        *("cache.failed.{}", "verdict.cache.look.{}", "verdict.cache.measure.{}", "cache.plan.head"),
+        *("verdict.cache.begin.{}", "rounds.cache.{}"),
+    )
+    expected = {tuple(step.format(split) for step in steps) for split in ("train", "test")}
     assert set(map(tuple, sent)) - {()} == (expected if world.size > 1 else set()), sent

@@ -376,7 +376,7 @@ SHARED = (
 CHOSEN_HERE = (
     "By how much a trial's loss must fall for tuning to go on, how blocks are tuned, the length of the first tuning, "
     "and the photographs' weights were chosen while looking at seed 0 of these grounds; what few samples make of a "
-    "trial, at seed 0 of those with 600 images."
+    "trial, at seed 0 of those with 600 images. Of larger images nothing was."
 )
 MORE_MAY_HELP = (
     "Full fine-tuning has one learning rate, which was not searched for; others may give it more. Auto may take work "
@@ -388,7 +388,7 @@ HOURS = (
     "at low priority. Auto with few epochs has one seed."
 )
 LIMITS = (
-    "Four tasks, three of them with few images too, and few seeds of each.",
+    "Four tasks, three of them with few images too, two with larger ones, and few seeds of each.",
     SHARED,
     CHOSEN_HERE,
     MORE_MAY_HELP,

@@ -377,11 +377,13 @@ class PrefixActivations:
 
     def _rounded(self, x: Tensor, *, cut: int) -> Tensor:
         """Return `x` as its rows are when they were stored; raises UsageError where the type is too narrow."""
+        assert self._stored is not None, "rows of the type that is computed are not rounded"
         rounded = x.to(self._stored)
         if rounded.isinf().any() and x.isfinite().all():
+            name, most = str(self._stored).removeprefix("torch."), torch.finfo(self._stored).max
             raise UsageError(
-                f"--cache-dtype float16 holds no numbers beyond 65504, and the output of the first {cut} blocks has "
-                f"some (up to {float(x.abs().max()):.4g}); use bfloat16 or native"
+                f"--cache-dtype {name} holds no numbers beyond {most:.5g}, and the first {cut} blocks give some "
+                f"(up to {float(x.abs().max()):.4g}); use bfloat16 or native"
             )
         return rounded.to(x.dtype)
 

@@ -347,11 +347,11 @@ def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor 
         UsageError: the scheme names what cannot start a block, or the blocks do not repeat the model's forward pass.
     """
     layout = layout_of(model)
-    if example is None or layout.verified:
-        return cut_by(layout, model, scheme=scheme, example=example)
     try:
         return cut_by(layout, model, scheme=scheme, example=example)
     except UsageError as error:
+        if example is None or layout.verified:
+            raise
         # Its forward pass may do more than to run its children. torch.fx takes a tenth of a second to import.
         from hvfreeze.model.forward_steps import forward_layout
 

@@ -19,10 +19,8 @@ from torch.nn import functional
 
 from hvfreeze.errors import UsageError
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.steps import Call, Layout, Step, block_starts
+from hvfreeze.model.steps import BATCH_NORMS, Call, Layout, Step, block_starts
 
-JOINED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Modules that begin no step, as in `steps.sequence`."""
 OUTSIDE = (operator.getitem, getattr)
 """Functions that take a tensor out of what is none, which must not lie between two steps."""
 DROPOUTS: dict[type[Any], Call] = {
@@ -171,7 +169,7 @@ def _part(model: nn.Module, nodes: Sequence[Node], near: str, repeated: set[str]
     modules = tuple(str(node.target) for node in nodes if node.op == "call_module")
     used = [node for each in nodes for node in each.all_input_nodes if node.op == "get_attr"]
     called = [model.get_submodule(name) for name in modules]
-    trains = any(True for module in called if not isinstance(module, JOINED) for _ in module.parameters())
+    trains = any(True for module in called if not isinstance(module, BATCH_NORMS) for _ in module.parameters())
     drops = any(map(_drops, nodes)) or any(type(module) in DROPOUTS for module in called)
     dropped = [name for name in modules if name in repeated and type(model.get_submodule(name)) in DROPOUTS]
     owns = (*(name for name in modules if name not in dropped), *dict.fromkeys(str(node.target) for node in used))
@@ -200,15 +198,10 @@ def _joined(parts: Sequence[Part]) -> list[Step]:
         elif waiting or part.waits or not steps:
             waiting.append(part)
         else:
-            _append(steps, part)
+            steps.append(steps.pop().followed_by(part.call, *part.owns))
     for part in waiting:
-        _append(steps, part)
+        steps.append(steps.pop().followed_by(part.call, *part.owns))
     return steps
-
-
-def _append(steps: list[Step], part: Part) -> None:
-    before = steps.pop()
-    steps.append(Step(before.name, (*before.calls, part.call), (*before.owns, *part.owns)))
 
 
 def _by_child(finest: dict[str, str]) -> dict[str, str]:

@@ -15,6 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from hvfreeze.errors import UsageError
 
 Call = Callable[[Tensor], Tensor]
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules that begin no step."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Step:
     def leaves(self) -> tuple[Step, ...]:
         """The finest steps of this one, in forward order."""
         return sum((part.leaves for part in self.parts), ()) if self.parts else (self,)
+
+    def followed_by(self, call: Call, *owns: str) -> Step:
+        """Return this step and a call behind it as one, which cannot be divided."""
+        return Step(self.name, (*self.calls, call), (*self.owns, *owns))
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,8 @@ def sequence(model: nn.Module, name: str = "") -> list[Step]:
         if module is None:
             continue
         path = f"{name}.{child}" if name else child
-        is_batch_norm = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
-        if steps and (is_batch_norm or getattr(module, "inplace", False)):
-            before = steps.pop()
-            steps.append(Step(before.name, (*before.calls, module), (*before.owns, path)))
+        if steps and (isinstance(module, BATCH_NORMS) or getattr(module, "inplace", False)):
+            steps.append(steps.pop().followed_by(module, path))
         elif type(module) is nn.Sequential and len(module) > 1 and len({type(inner) for inner in module}) == 1:
             steps.append(split_step(model, path))
         else:

@@ -131,11 +131,13 @@ class DataConfig(Section):
         "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)",
         read_by="views",
     )
-    mirror: Annotated[str, choice("auto", "on", "off")] = setting(
+    mirror: Annotated[str, choice("auto", "on", "mean", "off")] = setting(
         "auto",
         "WHETHER",
         "mirror images among the views, and for a solved head beside every sample: on (unless the data set rules them "
-        "out), auto (the same, unless training samples show that left and right differ) or off (they differ)",
+        "out), mean (a solved head reads the mean of an image's features and its mirror image's; answers take twice "
+        "as long), auto (mean for more than 25 000 samples, else on, unless training samples show that left and right "
+        "differ) or off (they differ)",
         read_by="mirror-images",
     )
 

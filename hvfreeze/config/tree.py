@@ -147,6 +147,8 @@ class Config:
         rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
         compares = head.head_fit == "kernel"
         rule(head.head != "last" or not compares, "head", head.head, "multi-level with --head-fit kernel")
+        reads_both = data.mirror != "mean" or head.head == "multi-level"
+        rule(reads_both, "mirror", data.mirror, "auto, on or off unless --head is multi-level, as with --freeze auto")
         named = freeze.auto or self.optimizer.optimizer != AUTO
         rule(named, "optimizer", AUTO, "sgd, adamw or lars unless --freeze is auto")
         if freeze.auto:

@@ -335,10 +335,10 @@ def augment_of(data: DataConfig, *, solved: bool, mirrors: bool) -> Augment:
     Args:
         data: says --augment.
         solved: a head is fitted to them: with anything but `views:K`, which are fixed, a sample is seen as it is and,
-            where `mirrors` says so, as its mirror image.
+            where `mirrors` says so, as its mirror image, unless the head itself looks at that.
         mirrors: whether mirror images are wanted.
     """
     augment = parse_augment(data.augment)
     if not solved or augment.kind == "views":
         return augment
-    return MIRRORED if mirrors else parse_augment("none")
+    return MIRRORED if mirrors and data.mirror != "mean" else parse_augment("none")

@@ -58,6 +58,18 @@ class EveryBlockInItsLayout:
         return torch.cat(parts, 1)
 
 
+class MeanWithMirrorImage:
+    """The mean of the features of an image and of its mirror image, which then has the same: two passes."""
+
+    def __init__(self, read: EveryBlock | EveryBlockInItsLayout) -> None:
+        """Take what makes features of images."""
+        self._read = read
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the features, (B, D) float32, for images (B, C, H, W)."""
+        return (self._read(images) + self._read(images.flip(3))) / 2
+
+
 def every_block(chain: Chain, *, pool: int, example: Tensor) -> EveryBlock | EveryBlockInItsLayout:
     """Return what makes features of every block but the last; of `example`, (B, ...), only the shape counts.
 

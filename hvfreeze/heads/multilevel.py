@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.errors import RefusedError
-from hvfreeze.heads.features import before_last_layer, every_block
+from hvfreeze.heads.features import MeanWithMirrorImage, before_last_layer, every_block
 from hvfreeze.heads.kernel import KernelFit, KernelHead
 from hvfreeze.heads.linear import HeadFit
 from hvfreeze.model.blocks import Block, Chain
@@ -32,11 +32,25 @@ class MultiLevelClassifier(nn.Module):
 
     head: SolvableHead
 
-    def __init__(self, chain: Chain, *, classes: int, pool: int, example: Tensor, kernel: bool = False) -> None:
-        """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features."""
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        classes: int,
+        pool: int,
+        example: Tensor,
+        kernel: bool = False,
+        reads_mirrored: bool = False,
+    ) -> None:
+        """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features.
+
+        With `reads_mirrored` features are the mean of an image's and its mirror image's.
+        """
         super().__init__()
         self.body = chain.model
-        self._features = every_block(chain, pool=pool, example=example)
+        read = every_block(chain, pool=pool, example=example)
+        self.reads_mirrored = reads_mirrored
+        self._features = MeanWithMirrorImage(read) if reads_mirrored else read
         self._body_chain = chain
         width = self._width(example)
         self.head = KernelHead(width, classes) if kernel else nn.Linear(width, classes)
@@ -81,17 +95,26 @@ class MultiLevelClassifier(nn.Module):
             return self.features(example).shape[1]
 
 
-def solvable_chain(chain: Chain, settings: HeadConfig, *, classes: int, example: Tensor) -> Chain:
+def solvable_chain(
+    chain: Chain, settings: HeadConfig, *, classes: int, example: Tensor, reads_mirrored: bool = False
+) -> Chain:
     """Return the chain of two blocks, features and head, whose head the settings ask to be solved.
 
     The model stays as it is and becomes part of the result; of `example`, (B, C, H, W), only the shape counts.
+    `reads_mirrored` is `MultiLevelClassifier`'s.
 
     Raises:
         UsageError: the model has no such head.
     """
     if settings.head == "multi-level":
-        kernel = settings.head_fit == "kernel"
-        return MultiLevelClassifier(chain, classes=classes, pool=settings.pool, example=example, kernel=kernel).chain()
+        return MultiLevelClassifier(
+            chain,
+            classes=classes,
+            pool=settings.pool,
+            example=example,
+            kernel=settings.head_fit == "kernel",
+            reads_mirrored=reads_mirrored,
+        ).chain()
     steps, layer = before_last_layer(chain)
     path = next(name for name, module in chain.model.named_modules() if module is layer)
     own = (f"{path}.weight", f"{path}.bias")

@@ -202,9 +202,11 @@ def checked(path: Path, tree: Mapping[str, Any], rules: Mapping[str, Any], *, wi
     return {name: tree[name] for name in rules}
 
 
-HEADS = re.compile(r"last|mlp(-[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*)?|(multi-level|kernel):[1-9][0-9]?")
+MIRRORED = ":mirrored"
+HEADS = re.compile(rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?({MIRRORED})?")
 """Heads that a model can have: `last` is the architecture's own; `mlp-WxW...` an `Mlp` in its place; the others read
-every block, at P x P cells; `multi-level:P` is linear, `kernel:P` a `KernelHead`."""
+every block, at P x P cells; `multi-level:P` is linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
+mean over an image and its mirror image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,15 +262,21 @@ class Card:
     @property
     def pool(self) -> int | None:
         """Cells a side of a head that reads every block, None for the architecture's own."""
-        pool = self.head.partition(":")[2]
+        pool = self.head.removesuffix(MIRRORED).partition(":")[2]
         return int(pool) if pool else None
 
+    @property
+    def reads_mirrored(self) -> bool:
+        """Whether the head takes the mean over an image and its mirror image."""
+        return self.head.endswith(MIRRORED)
 
-def head_named(settings: HeadConfig) -> str:
+
+def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
     """Return the head that settings ask for, as in `HEADS`."""
     if settings.head != "multi-level":
         return settings.head
-    return f"{'kernel' if settings.head_fit == 'kernel' else settings.head}:{settings.pool}"
+    kind = "kernel" if settings.head_fit == "kernel" else settings.head
+    return f"{kind}:{settings.pool}{MIRRORED if reads_mirrored else ''}"
 
 
 def write_card(path: Path, card: Card) -> None:

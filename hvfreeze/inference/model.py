@@ -159,6 +159,14 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
             if pool is None:
                 return model, add_exits(chain, card.exits, example=example, classes=classes)
             kernel = card.head.startswith("kernel:")
-            return MultiLevelClassifier(chain, classes=classes, pool=pool, example=example, kernel=kernel), None
+            classifier = MultiLevelClassifier(
+                chain,
+                classes=classes,
+                pool=pool,
+                example=example,
+                kernel=kernel,
+                reads_mirrored=card.reads_mirrored,
+            )
+            return classifier, None
     except UsageError as error:
         raise RefusedError(f"{path} cannot be followed: {error}") from error

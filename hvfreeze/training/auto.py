@@ -98,8 +98,9 @@ def end_trial(job: Job, *, failed: bool = False) -> bool:
         job.logger.info(trial.line(stage.steps, "what was tuned is kept"))
         return False
     put_back(before, runner.opened.chain.model)
-    # The solution finds out about mirror images itself, on all samples, where there is room for them.
-    runner.mirror = None
+    if not any(stage.mirror_is_open for stage in runner.stages):
+        # The solution finds out about mirror images itself, on all samples.
+        runner.mirror = None
     if stage.is_trial and trial.pays and following is not None and not following.is_spare:
         job.logger.info(trial.line(stage.steps, "blocks gain a little, the head is solved before they are tuned"))
         suit_last_layer(job)

@@ -138,10 +138,11 @@ def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
 
     def of(solved: Config) -> Costs:
         compared = centres_for(factory.rows(solved), solved.head.centres)
+        rows, looks = max(1, factory.augment(solved).num_views), 2 if factory.reads_mirrored(solved) else 1
         return Costs(
-            views=max(1, factory.augment(solved).num_views),
+            views=rows * looks,
             frozen=sum(work[:cut]) / sum(work),
-            solving=(pointing + PAIR * compared) / whole if compares else SOLVING,
+            solving=((pointing + PAIR * compared) / whole if compares else SOLVING) / looks,
             judging=judging(sum(work), samples=samples) / samples,
             update=UPDATE * sum(parameter.numel() for parameter in chain.model.parameters()) / whole,
         )
@@ -205,14 +206,16 @@ def usual(leaf: str) -> Any:
 
 
 def affordable(factory: StageFactory) -> Config:
-    """Return the run's settings; where rows are too many to be compared with each other, without mirror images.
+    """Return the run's settings; with rows too many to be compared with each other, the mean over mirror images.
 
-    Unless --mirror on asks for them: with the same number of comparisons, more samples tell more than their mirror
-    images do.
+    Unless --mirror on asks for rows of their own: with the same number of comparisons, more samples tell more than
+    their mirror images do. The mean adds no row, but answers then take two forward passes.
     """
     config = factory.config
     many = config.head.head_fit == "kernel" and config.head.centres is None and factory.rows(config) > ALL_COMPARED
-    return without_mirror(config) if many and config.data.mirror == "auto" else config
+    if not (many and config.data.mirror == "auto" and factory.mirrors(config)):
+        return config
+    return replace(config, data=replace(config.data, mirror="mean"))
 
 
 def stages_of(
@@ -251,6 +254,7 @@ def stages_of(
         batches_per_epoch=batches_per_epoch,
         shown_cut=deepest,
         worth=costs.solution / costs.tuning_step(batch),
+        mirror_is_open=solved is not None and solved.data.mirror != config.data.mirror,
     )
     last_solve, guarded = freeze.has("last-solve"), freeze.has("guard")
     batches = guarded_batches if guarded else batches_per_epoch
@@ -506,6 +510,8 @@ def tuning(config: Config, cut: int, *, epochs: int) -> Config:
     pretrained = config.model.weights != "none"
     return replace(
         config,
+        # Blocks that learn see mirror images one by one.
+        data=replace(config.data, mirror="on") if config.data.mirror == "mean" else config.data,
         head=HeadConfig(),
         optimizer=replace(config.optimizer, epochs=epochs),
         freeze=replace(
@@ -521,11 +527,12 @@ def tuning(config: Config, cut: int, *, epochs: int) -> Config:
 
 
 def notes_on_views(factory: StageFactory) -> list[str]:
-    """Return a note on mirror images that no head is solved with, because there are too many."""
+    """Return a note on a head that looks at mirror images too when it answers."""
     if affordable(factory) == factory.config:
         return []
-    why = f"with them there are more than {ALL_COMPARED} views of samples, more than are all compared with each other"
-    return [f"no mirror images for the solved head: {why}; --mirror on takes them, and compares all with fewer"]
+    why = f"there are too many samples for mirror images beside them (together at most {ALL_COMPARED})"
+    what = "a solved head reads the mean of an image's features and its mirror image's, and answers in twice the time"
+    return [f"{what}: {why}; --mirror off looks at each image alone"]
 
 
 def notes_on_stages(config: Config, stages: Sequence[Stage]) -> list[str]:

@@ -111,10 +111,11 @@ def is_open(stages: Sequence[Stage], *, flips: bool) -> bool:
     """
     for stage in stages:
         data = stage.config.data
-        if stage.steps == 0 or data.mirror != "auto":
+        if stage.steps == 0 or not (data.mirror == "auto" or stage.mirror_is_open):
             continue
         if stage.solves:
-            return False
+            # Rows of their own, of mirror images, can be left out.
+            return stage.mirror_is_open and data.mirrors(flips)
         if data.mirrors(flips) and data.augment != "none":
             return True
     return False

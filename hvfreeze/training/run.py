@@ -18,6 +18,7 @@ from hvfreeze.config.sections import TEXT
 from hvfreeze.config.tree import Config
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.runs.clock import train_seconds
@@ -226,7 +227,9 @@ def export(job: Job, *, digest: str) -> None:
     """Write each trained model, as it is or was best, as a state_dict, with its card. Collective."""
     kept = job.best if job.config.run.keep == "best" else {}
     # The head of the stage that is open, whose model this is: stages behind it may have been planned and not made.
-    head = head_named(job.stage.config.head)
+    opened = job.stage_runner.opened.chain.model
+    reads_mirrored = isinstance(opened, MultiLevelClassifier) and opened.reads_mirrored
+    head = head_named(job.stage.config.head, reads_mirrored=reads_mirrored)
     done = replace(job.card, head=head, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
 
     def write(model: WholeModel) -> None:

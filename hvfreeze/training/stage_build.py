@@ -250,7 +250,13 @@ class StageFactory:
         if not head.solved:
             return chain
         blueprint = self.blueprint
-        return solvable_chain(chain, head, classes=blueprint.classes, example=torch.zeros(2, *blueprint.image_shape))
+        return solvable_chain(
+            chain,
+            head,
+            classes=blueprint.classes,
+            example=torch.zeros(2, *blueprint.image_shape),
+            reads_mirrored=self.reads_mirrored(stage.config),
+        )
 
     def feed(self, stage: Stage) -> TrainFeed:
         """Return the samples that a stage sees."""
@@ -266,6 +272,10 @@ class StageFactory:
     def mirrors(self, config: Config) -> bool:
         """Tell whether the settings ask for mirror images of these samples."""
         return config.data.mirrors(self.context.corpus.train.flips)
+
+    def reads_mirrored(self, config: Config) -> bool:
+        """Tell whether a head that is solved with the settings looks at images and mirror images together."""
+        return self.mirrors(config) and config.data.mirror == "mean"
 
     def check_held_out(self) -> None:
         """Raise UsageError where there are too few samples to choose a penalty by."""

@@ -60,6 +60,8 @@ class Stage:
     """Of a solution: epochs of tuning that take as long."""
     is_spare: bool = False
     """Of a solution before a tuning: whether it is made only where that is left out, so that no time is kept for it."""
+    mirror_is_open: bool = False
+    """Of a solution: whether the mean over mirror images was planned, and is not taken where these do harm."""
 
     @property
     def title(self) -> str:
@@ -120,7 +122,7 @@ def lasting(stage: Stage, steps: int) -> Stage:
 def with_mirror(stage: Stage, found: str | None) -> Stage:
     """Return the stage with what was found out about mirror images, where its settings leave that open."""
     data = stage.config.data
-    if found is None or data.mirror != "auto":
+    if found is None or (found != "off" if stage.mirror_is_open else data.mirror != "auto"):
         return stage
     return replace(stage, config=replace(stage.config, data=replace(data, mirror=found)))
 
@@ -323,8 +325,8 @@ class StageRunner:
         moves = [Move(*move) for move in state["earlier"].get("cut_history", ())]
         earlier = {**state["earlier"], "cut_history": moves} if moves else {}
         before, self.mirror = self.mirror, state.get("mirror")
-        # A solution finds out itself, and is not opened anew for it.
-        as_opened = before == self.mirror or self.stage.solves
+        # A solution with mirror images beside the samples finds out itself, and is not opened anew for it.
+        as_opened = before == self.mirror or (self.stage.solves and not self.stage.mirror_is_open)
         if state["number"] == self.number and as_opened:
             self._earlier = earlier
         else:

@@ -475,6 +475,7 @@ def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> fl
     """Return the seconds that a solution takes on this rank, `forward` of them for each batch's features."""
     batches, head = factory.feed(stage).every_view(), head_of(factory.chain(stage))
     rows, classes = sum(batch.counted for batch in batches), factory.blueprint.classes
+    forward *= 2 if factory.reads_mirrored(stage.config) else 1
     time_head = time_solving
     if isinstance(head, KernelHead):
         time_head = partial(time_comparing, size=factory.context.world.size, asked=stage.config.head.centres)

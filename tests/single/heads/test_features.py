@@ -8,10 +8,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.features import EveryBlock, before_last_layer, every_block, laid_out, pooled
+from hvfreeze.heads.features import (
+    EveryBlock,
+    MeanWithMirrorImage,
+    before_last_layer,
+    every_block,
+    laid_out,
+    pooled,
+)
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.early_exits import add_exits
 from hvfreeze.model.model_sources import build_model
+from hvfreeze.model.modes import in_evaluation
 
 
 def small_chain() -> Chain:
@@ -182,3 +190,13 @@ def test_what_gives_no_features_is_refused_by_name() -> None:
             before_last_layer(Chain.from_modules(model, [("head", [*model])]))
     with pytest.raises(UsageError, match=r"a block gives a tensor of shape \(1, 2, 3, 4, 5\)"):
         pooled(torch.zeros(1, 2, 3, 4, 5), 4)
+
+
+def test_an_image_and_its_mirror_image_have_one_mean() -> None:
+    chain, images = small_chain(), torch.randn(3, 3, 8, 8)
+    read = every_block(chain, pool=2, example=images)
+    both = MeanWithMirrorImage(read)
+    with torch.no_grad(), in_evaluation(chain.model):
+        assert torch.equal(both(images), both(images.flip(3)))
+        torch.testing.assert_close(both(images), torch.stack([read(images), read(images.flip(3))]).mean(0))
+        assert not torch.equal(both(images), read(images))

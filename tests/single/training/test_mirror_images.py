@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import hvfreeze
 from hvfreeze.errors import Preempted
-from hvfreeze.training import auto, build, loop
+from hvfreeze.training import auto, auto_plan, build, loop
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Opened, Stage
@@ -123,6 +125,31 @@ def test_a_tuned_model_that_no_solution_follows_is_judged_as_the_solution_was(
         assert counted.pop() == 4 * views and not counted, "a tenth of 40 samples"
 
 
+def test_the_mean_over_them_that_was_planned_is_not_taken_where_left_and_right_differ(
+    sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_plan, "ALL_COMPARED", 40)
+    monkeypatch.setattr(auto, "least_wrong", lambda held_out: -1.0)
+    flags = ["--freeze", "auto", "--epochs", "4"]
+    straight = train(sides, tmp_path / "straight", *flags)
+    assert straight.returncode == 0 and "note: mirror images are left out: of 40" in straight.stdout, str(straight)
+    assert opened[:3] == [("solve", False, 1), ("tune", False, 0), ("solve", False, 1)]
+    assert hvfreeze.load_model(tmp_path / "straight", trust_code=True).card.head == "kernel:4"
+    assert summary(tmp_path / "straight")["test_accuracy"] > 0.9
+    make_step = loop.train_step
+
+    def step(job: Job, batches: Any) -> float:
+        job.asked_to_leave = True
+        return make_step(job, batches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "train_step", step)
+        assert train(sides, tmp_path / "stopped", *flags).returncode == Preempted.exit_code
+    assert train(sides, tmp_path / "stopped", *flags, "--resume").returncode == 0
+    digests = [summary(tmp_path / name)["parameter_digest"] for name in ("straight", "stopped")]
+    assert digests[0] == digests[1]
+
+
 STEPS = ["--epochs", "3", "--lr", "0.02"]
 
 
@@ -178,6 +205,40 @@ def test_training_by_steps_keeps_them_where_they_show_the_same_classes(
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("auto", "on")]
     assert digests[0] == digests[1]
     assert summary(tmp_path / "auto")["mirror"]["taken"] is True
+
+
+@pytest.mark.parametrize("head_fit", ["kernel", "exact"])
+def test_a_head_on_the_mean_over_them_answers_alike_for_an_image_and_its_mirror_image(
+    shades: Path, tmp_path: Path, head_fit: str
+) -> None:
+    flags = ["--freeze", "auto", "--epochs", "1", "--mirror", "mean", "--head-fit", head_fit]
+    told = train(shades, tmp_path / "run", *flags)
+    assert told.returncode == 0, str(told)
+    assert summary(tmp_path / "run")["head"]["rows"] == 40, "mirror images are no rows"
+    applied = hvfreeze.load_model(tmp_path / "run", trust_code=True)
+    assert applied.card.head == {"kernel": "kernel:4:mirrored", "exact": "multi-level:4:mirrored"}[head_fit]
+    images = torch.randn(4, 3, 32, 32)
+    assert torch.equal(applied.logits(images), applied.logits(images.flip(3)))
+    evaluated = call("evaluate", str(tmp_path / "run"), "--trust-code", "--out", str(tmp_path / "out"))
+    assert evaluated.returncode == 0 and "as the run reported" in evaluated.stdout, str(evaluated)
+
+
+def test_the_mean_over_them_is_planned_and_taken_where_they_show_the_same_classes(
+    shades: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = train(shades, tmp_path / "asked", "--freeze", "auto", "--epochs", "1", "--mirror", "mean")
+    monkeypatch.setattr(auto_plan, "ALL_COMPARED", 40)
+    told = train(shades, tmp_path / "told", "--freeze", "auto", "--epochs", "1")
+    assert asked.returncode == told.returncode == 0, f"{asked}{told}"
+    assert "and answers in twice the time" in told.stdout and "twice the time" not in asked.stdout
+    assert "note: mirror images are trained on: of 40 training samples" in told.stdout
+    digests = [summary(tmp_path / name)["parameter_digest"] for name in ("asked", "told")]
+    assert digests[0] == digests[1]
+
+
+def test_the_mean_over_them_is_refused_for_a_head_that_is_trained(shades: Path, tmp_path: Path) -> None:
+    told = train(shades, tmp_path / "run", "--epochs", "1", "--mirror", "mean")
+    assert told.returncode == 2 and "mirror (mean) must be auto, on or off unless" in told.stderr, str(told)
 
 
 def test_a_head_that_guesses_has_found_out_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where rows are too many to be compared with each other, --freeze auto leaves mirror images out."""
+"""Where rows are too many to be compared with each other, --freeze auto takes the mean over mirror images."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hvfreeze.data.shards import plan_shards
 from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.training.auto_plan import Costs, affordable, notes_on_views, stages_of
 from hvfreeze.training.stage_build import StageFactory
+from hvfreeze.training.stages import with_mirror
 
 KERNEL = HeadConfig(head="multi-level", head_fit="kernel")
 
@@ -49,15 +50,18 @@ def taken(samples: int, **given: Any) -> Taken:
 
 
 @pytest.mark.parametrize("shuffle", ["shard", "global"])
-def test_mirror_images_go_where_rows_are_too_many_to_be_compared_with_each_other(shuffle: str) -> None:
+def test_mirror_images_are_no_rows_where_these_are_too_many_to_be_compared_with_each_other(shuffle: str) -> None:
     half = ALL_COMPARED // 2
     assert taken(half, shuffle=shuffle) == ("kernel", "auto")
-    assert taken(half + 1, shuffle=shuffle) == taken(10 * ALL_COMPARED, shuffle=shuffle) == ("kernel", "off")
+    assert taken(half + 1, shuffle=shuffle) == taken(10 * ALL_COMPARED, shuffle=shuffle) == ("kernel", "mean")
+    many = factory(half + 1, shuffle=shuffle)
+    assert many.rows(affordable(many)) == half + 1
 
 
 def test_what_was_asked_for_stays() -> None:
     many = ALL_COMPARED + 1
-    assert taken(many, flips=False) == ("kernel", "off")
+    assert taken(many, flips=False) == ("kernel", "auto")
+    assert taken(many, mirror="off") == ("kernel", "off")
     assert taken(many, mirror="on") == ("kernel", "on")
     assert taken(many, head=replace(KERNEL, centres=500)) == ("kernel", "auto")
     assert taken(many, head=HeadConfig(head="multi-level", head_fit="exact")) == ("exact", "auto")
@@ -65,7 +69,7 @@ def test_what_was_asked_for_stays() -> None:
 
 def test_blocks_are_tuned_on_mirror_images_that_a_head_has_no_room_for() -> None:
     config = replace(Config(), freeze=FreezeConfig(freeze="auto"), head=KERNEL)
-    alone = replace(config, data=replace(config.data, mirror="off"))
+    together = replace(config, data=replace(config.data, mirror="mean"))
     settings = {
         "batches_per_epoch": 9,
         "guarded_batches": 8,
@@ -74,11 +78,17 @@ def test_blocks_are_tuned_on_mirror_images_that_a_head_has_no_room_for() -> None
         "costs": Costs(views=2, frozen=0.0),
         "passes": 50.0,
     }
-    stages = stages_of(config, solved=alone, **settings)  # type: ignore[arg-type]
-    assert [stage.config.data.mirror for stage in stages] == ["off", "auto", "off", "off"]
+    stages = stages_of(config, solved=together, **settings)  # type: ignore[arg-type]
+    assert [stage.config.data.mirror for stage in stages] == ["mean", "auto", "mean", "mean"]
+    assert [stage.mirror_is_open for stage in stages] == [True, False, True, True]
+    assert [with_mirror(stage, "off").config.data.mirror for stage in stages] == ["off"] * 4
+    assert [with_mirror(stage, "on").config.data.mirror for stage in stages] == ["mean", "on", "mean", "mean"]
+    asked = stages_of(together, solved=together, **settings)  # type: ignore[arg-type]
+    assert [stage.config.data.mirror for stage in asked] == ["mean", "on", "mean", "mean"]
+    assert not any(stage.mirror_is_open for stage in asked)
 
 
-def test_what_was_left_out_is_told() -> None:
+def test_answers_that_take_twice_the_time_are_told() -> None:
     (note,) = notes_on_views(factory(ALL_COMPARED))
-    assert note.startswith("no mirror images") and f"{ALL_COMPARED} views" in note
+    assert "in twice the time" in note and f"at most {ALL_COMPARED}" in note and "--mirror off" in note
     assert notes_on_views(factory(ALL_COMPARED // 2)) == []

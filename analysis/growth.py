@@ -22,12 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from analysis.parts.growth_pages import AUTO, MEASURED, Line, growth_figure, kept, readme
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, commit, machine, publish
 from analysis.sweeps.launching import follow
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.inference.model import load_model
 from hvfreeze.wording import plural
 
 NAME = "growth"
@@ -74,7 +77,7 @@ IMAGES = {
     400: (AUTO,),
     5_000: (AUTO, f"{AUTO} --epochs 1", f"{FULL} --lr 0.05 --batch-size 64"),
     20_000: (AUTO, f"{AUTO} --epochs 1", f"{FULL} --lr 0.05 --batch-size 64"),
-    50_000: (AUTO, *(f"{AUTO} --epochs {count}" for count in (1, 4, 8)), f"{FULL} --lr 0.05", f"{FULL} --lr 0.1"),
+    50_000: (AUTO, *(f"{AUTO} --epochs {count}" for count in (1, 3, 4, 8)), f"{FULL} --lr 0.05", f"{FULL} --lr 0.1"),
 }
 """Images of CIFAR-10, and in which ways a model is fine-tuned on them. Rates and batches of full fine-tuning are those
 that did best."""
@@ -158,7 +161,22 @@ def measure(run: Planned, data_dir: Path | None, weights: Path | None) -> dict[s
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(run.ranks)]
     if len({rank["digest"] for rank in ranks}) > 1:
         raise RefusedError(f"{run.rows} rows on {plural(run.ranks, 'rank')}: ranks have different heads")
+        if data_dir is not None and run.way.startswith(FULL):
+            ranks[0]["accuracy_for_both"] = accuracy_for_both(Path(folder, "run"), data_dir)
     return {**ranks[0], "peak_bytes": [rank["peak_bytes"] for rank in ranks], "command_seconds": round(whole, 3)}
+
+
+def accuracy_for_both(run_dir: Path, data_dir: Path) -> float:
+    """Return which part of the test images is right by the mean of the logits of an image and its mirror image."""
+    applied, right, count = load_model(run_dir), 0, 0
+    for number, name in enumerate(applied.classes):
+        paths = sorted(Path(data_dir, "test", name).iterdir())
+        for first in range(0, len(paths), 250):
+            some = [torch.from_numpy(applied.preparation.pixels_of(path)) for path in paths[first : first + 250]]
+            images = applied.preparation.normalised(torch.stack(some))
+            logits = applied.logits(images) + applied.logits(images.flip(3))
+            right, count = right + int((logits.argmax(1) == number).sum()), count + len(some)
+    return right / count
 
 
 def made_words(run: Planned) -> list[str]:

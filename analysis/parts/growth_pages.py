@@ -88,13 +88,28 @@ def readme(lines: Sequence[Line], *, preset: str) -> str:
     parts += [
         "## Limits\n",
         "- Made rows are Gaussian around the means of their classes; features of images are less regular.",
-        "- One run each; other work on the machine would show.\n",
+        "- One run each; other work on the machine would show.",
+        *note_on_both(images),
+        "",
         "## How it was made\n",
         *(f"- `{command(some, preset=preset)}`" for some in (made, images) if some),
         f"- {machines_of(lines, unstamped=UNSTAMPED)}; source: {sources}",
         f"- every run: [{MEASURED}]({MEASURED})\n",
     ]
     return "\n".join(parts)
+
+
+def note_on_both(lines: Sequence[Line]) -> list[str]:
+    """Return what the best full fine-tuning is by answers for images and mirror images, as auto's head has them."""
+    best = best_full(lines, max((line["rows"] for line in lines), default=0))
+    if best is None or "accuracy_for_both" not in best:
+        return []
+    note = (
+        f"- On {best['rows']:,} images auto's head answers by the mean over an image and its mirror image, in two "
+        "passes; full fine-tuning answers for the image alone. By the mean of both answers "
+        f"it has {percent(best['accuracy_for_both'])}."
+    )
+    return [note]
 
 
 def command(lines: Sequence[Line], *, preset: str) -> str:

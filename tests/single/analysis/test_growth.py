@@ -53,10 +53,12 @@ def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
     image = {**line, "kind": "images", "seconds": {"forward": 1.0, "evaluate": 2.0}, "centres_asked": None}
     image |= {"way": AUTO, "accuracy": 0.8}
     full = {**image, "way": "--freeze none", "accuracy": 0.82, "command_seconds": 4.0}
+    full["accuracy_for_both"] = 0.83
     worse = {**full, "way": "--freeze none --lr 9", "accuracy": 0.1}
     page = readme([{**line, "machine": "a machine"}, image, full, worse], preset="smoke")
     assert f"- a machine; {UNSTAMPED}; source: abc" in page
     assert "1,500 rows of 512 numbers, 1 rank" in page
+    assert "By the mean of both answers it has 83.0 %." in page and "both answers" not in readme([line], preset="smoke")
     assert "against the best full fine-tuning -2.0 points in 0.25x the time" in page
     assert whole_commands([image]) == "", "there is nothing beside it"
     told = "| 1500 | `--freeze auto` | 82.0 % in 4.00 s | 80.0 % in 1.00 s | -2.0 points | 0.25x |"

@@ -61,3 +61,21 @@ def test_all_ranks_together_find_out_what_one_does(
 def test_ranks_that_read_no_samples_hear_it_too(sides: Path, tmp_path: Path) -> None:
     parted = found(2, sides, tmp_path / "parted", "--strategy", "grid", "--parts", "2", "--micro-batches", "1")
     assert parted["taken"] is False and parted["samples"] == 48
+
+
+@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
+def test_a_head_on_the_mean_over_them_is_equal_on_all_ranks_and_with_a_cache(
+    size: int, sides: Path, tmp_path: Path
+) -> None:
+    """Equal on all ranks: a run whose replicas differ ends in an error."""
+    flags = ("--data", "imagefolder", "--data-dir", str(sides), "--freeze", "auto", "--mirror", "mean")
+    cached = ("--cache", "on", "--cache-dir", str(tmp_path / "cache"))
+    digests = []
+    for name, more in (("plain", ()), ("filled", cached), ("read", cached)):
+        run = tmp_path / name
+        result = hvfreeze(size, "train", *SMALL, *flags, *more, "--run-dir", str(run))
+        assert result.returncode == 0, str(result)
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["head"]["rows"] == 48, "mirror images are no rows"
+        digests.append(summary["parameter_digest"])
+    assert len(set(digests)) == 1

@@ -115,7 +115,7 @@ def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_f
             {"head_fit": "sgd"},
             r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact or kernel too",
         ),
-        ({"mirror": "never"}, r"--mirror \(never\) must be one of auto, on, off"),
+        ({"mirror": "never"}, r"--mirror \(never\) must be one of auto, on, mean, off"),
         ({"augment": "fresh"}, r"--augment \(fresh\) must be none or views:K with --head-fit exact"),
         ({"freeze": "linear"}, r"--freeze \(linear\) must be left out with --head-fit exact"),
         ({"head": "last", "head_fit": "kernel"}, r"--head \(last\) must be multi-level with --head-fit kernel"),

@@ -382,8 +382,11 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
             f"the checkpoint {name} is of other stages ({theirs}) than these settings make ({own}); give the --epochs "
             f"or the --time-budget that it began with; {other_version}"
         )
-    before, now = shared["course"].get("asked", shared["course"]["steps"]), list(job.stage_runner.asked)
-    if shared["course"]["number"] > 0 and before != now and job.config.run.budget_seconds() is None:
+    made, now = shared["course"]["steps"], list(job.stage_runner.asked)
+    before = shared["course"].get("asked", made)
+    # A stage that has been judged has decided about the others: what came of it is no plan for other steps.
+    settled = shared["course"]["number"] > 0 or made != before
+    if settled and before != now and job.config.run.budget_seconds() is None:
         raise RefusedError(
             f"the checkpoint {name} is of stages of {before} steps, and --epochs ({job.config.optimizer.epochs}) makes "
             f"them {now}; give the --epochs that it began with; {other_version}"

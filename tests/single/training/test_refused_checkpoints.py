@@ -21,6 +21,7 @@ from PIL import Image
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.decoding import Images
+from hvfreeze.training import auto
 from hvfreeze.training import checkpoint as saving
 from hvfreeze.training import checkpoint_file as checkpoint
 from hvfreeze.training.build import load_share, open_corpus
@@ -101,6 +102,20 @@ def test_a_run_of_stages_never_offers_to_go_on_with_another_number_of_ranks(inex
     outcome = call(*flags, "--resume", *inexact)
     assert outcome.returncode == 3 and "--resume-inexact" not in outcome.stderr, str(outcome)
     assert "written by 2 ranks" in outcome.messages[0] and "resume on 2, or start anew" in outcome.messages[0]
+
+
+def test_stages_that_were_left_out_are_not_made_because_more_epochs_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever is wrong, blocks are not tuned.
+    monkeypatch.setattr(auto, "least_wrong", lambda held_out: 2.0)
+    words = "train --model tests.kept.small_model:small --train-samples 60 --batch-size 8 --freeze auto --threads 1"
+    flags = [*words.split(), "--run-dir", str(tmp_path), "--epochs"]
+    outcome = call(*flags, "4")
+    assert outcome.returncode == 0 and "blocks are not tuned" in outcome.stdout, str(outcome)
+    outcome = call(*flags, "6", "--resume")
+    assert outcome.returncode == 3 and "give the --epochs that it began with" in outcome.messages[0], str(outcome)
+    assert "is complete" in call(*flags, "4", "--resume").stdout
 
 
 def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others_of_their_size(tmp_path: Path) -> None:

@@ -129,9 +129,12 @@ def give_up_tuning(job: Job) -> bool:
 
 def is_tuned(job: Job) -> bool:
     """Tell whether the network has been trained on samples that are not held out, and was not put back since."""
-    guard = job.guard
-    taken_back = guard is not None and guard.trial.after is not None and not guard.trial.pays
-    return job.stage_runner.is_tuned and not taken_back
+    guard, runner = job.guard, job.stage_runner
+    if guard is None or guard.trial.after is None:
+        return runner.is_tuned
+    # Such a trial is gone on from, whatever chance may do, and stays where no time is left to go on.
+    kept = runner.stages[0].is_trial and guard.trial.pays_at_once
+    return kept or (guard.trial.pays and runner.is_tuned)
 
 
 def is_on_trial(job: Job) -> bool:

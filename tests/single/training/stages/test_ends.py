@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hvfreeze.heads.solve import FitTerms
 from hvfreeze.runs.reading import load_run
 from hvfreeze.strategies.base import MODEL
 from hvfreeze.training import auto, build, loop, time_budget
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.stages import Stage
 from hvfreeze.training.time_budget import TimeBudget
+from hvfreeze.training.trial import Judge
+from tests.kept.small_model import small
 from tests.program import call
 
 SMALL = "--model shufflenet_v2_x0_5 --train-samples 60 --batch-size 16 --threads 1 --pool 1 --freeze auto".split()
@@ -77,6 +81,23 @@ def test_a_tuned_model_that_no_solution_follows_is_taken_back_unless_it_is_bette
     assert "is complete" in again.stdout, str(again)
     (tmp_path / "worse" / "summary.json").unlink()
     assert train(tmp_path / "worse", *flags, "--resume")["parameter_digest"] == solved["parameter_digest"]
+
+
+@pytest.mark.parametrize("flags", ["--epochs 40", "--time-budget 1h"])
+def test_a_head_behind_a_trial_that_was_gone_on_from_is_not_chosen_by_what_the_trial_has_seen(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few samples judge, of which chance may do more, and where no time is left to go on."""
+    torch.save(small(10).state_dict(), tmp_path / "w.pt")
+    monkeypatch.setattr(Judge, "begin", lambda *_, **__: 1.0)
+    monkeypatch.setattr(Judge, "loss", lambda *_: 0.83)
+    monkeypatch.setattr(TimeBudget, "_room", lambda budget, *_, **__: 0 if budget._spent else 60)
+    terms, make_terms = list[FitTerms](), loop.FitTerms
+    monkeypatch.setattr(loop, "FitTerms", lambda **given: terms.append(make_terms(**given)) or terms[-1])
+    words = f"train --model tests.kept.small_model:small --weights {tmp_path / 'w.pt'} --train-samples 60 --threads 1"
+    outcome = call(*words.split(), "--freeze", "auto", *flags.split(), "--run-dir", str(tmp_path / "run"))
+    assert outcome.returncode == 0 and "blocks still gain" in outcome.stdout, str(outcome)
+    assert [each.trained for each in terms] == [True]
 
 
 def test_a_run_that_keeps_the_tuned_models_own_last_layer_is_shown_with_what_that_reaches(

@@ -29,9 +29,13 @@ PATIENCE_ELSEWHERE_SECONDS = 150.0
 """The same for a job on another host: when it loses power, a file server keeps its lock, NFSv4 for 90 s by default."""
 
 
+LONGEST_WORD = 64
+"""Characters of a directory's name, of which file systems allow 255; a model is named with all of its layers."""
+
+
 def directory_name(*words: str) -> str:
     """Return the time, the words, and six random digits, which tell jobs apart that start in the same second."""
-    safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word) for word in words)
+    safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word)[:LONGEST_WORD] for word in words)
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), *safe, secrets.token_hex(3)])
 
 

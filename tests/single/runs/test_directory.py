@@ -27,6 +27,12 @@ def test_names_of_jobs_that_start_in_the_same_second_differ(monkeypatch: pytest.
     assert all(name.startswith("20260101-000000-.._resnet_18-digits-") and "/" not in name for name in names)
 
 
+def test_the_name_of_a_model_of_many_layers_can_be_a_directorys(tmp_path: Path) -> None:
+    name = directory_name("mlp-" + "x".join(["512"] * 100), "my_package." * 50 + "photos:make", "coherence")
+    (tmp_path / name).mkdir()
+    assert "-mlp-512x512x" in name and "-my_package.my_package." in name and "-coherence-" in name
+
+
 def test_a_run_keeps_what_it_is_privately_and_its_paths_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,7 @@ def load_model(run_dir: str | os.PathLike[str], *, name: str = "model", trust_co
     if found != card.sha256:
         raise RefusedError(
             f"{weights} is not the file that {about.name} tells of: its SHA-256 is {found[:12]}..., not "
-            f"{card.sha256[:12]}...; put both files of one run back"
+            f"{card.sha256[:12]}...; {way_on(root) if is_unfinished(root) else 'put both files of one run back'}"
         )
     state = read_weights(str(weights))
     model, exits = build(card, about)
@@ -132,7 +132,13 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
         way = way_on(root) if config.exists() else "name the directory of a run that has ended"
         raise RefusedError(f"{root} holds no finished model: there is no {weights.name}; {way}")
     if not about.exists():
-        raise RefusedError(f"{about} is missing; copy it together with {weights.name} from where the run was made")
+        copy = f"copy it together with {weights.name} from where the run was made"
+        raise RefusedError(f"{about} is missing; {way_on(root) if is_unfinished(root) else copy}")
+
+
+def is_unfinished(root: Path) -> bool:
+    """Tell whether a run has not ended, as one that was killed while it wrote its model."""
+    return (root / "config.yaml").exists() and not (root / "summary.json").exists()
 
 
 def way_on(root: Path) -> str:

@@ -173,7 +173,13 @@ def test_a_directory_without_a_finished_model_is_refused(copy: Path, tmp_path: P
     refused(tmp_path, "holds no finished model.*name the directory of a run that has ended")
     whole = (copy / "model.pt").read_bytes()
     (copy / "model.pt").write_bytes(whole[:-100])
-    refused(copy, "model.pt is not the file that model.yaml tells of")
+    refused(copy, "model.pt is not the file that model.yaml tells of.*; put both files of one run back")
+    ended = (copy / "summary.json").read_bytes()
+    (copy / "summary.json").unlink()
+    refused(
+        copy, "model.pt is not the file that model.yaml tells of.*; go on with: hvfreeze train --config .* --resume"
+    )
+    (copy / "summary.json").write_bytes(ended)
     (copy / "model.pt").unlink()
     refused(copy, "there is no model.pt; go on with: hvfreeze train --config .* --resume")
     (copy / "environment.json").write_text('{"size": 3}')
@@ -184,7 +190,9 @@ def test_a_directory_without_a_finished_model_is_refused(copy: Path, tmp_path: P
     spaced.rename(copy)
     (copy / "model.pt").write_bytes(whole)
     (copy / "model.yaml").unlink()
-    refused(copy, "model.yaml is missing")
+    refused(copy, "model.yaml is missing; copy it together with model.pt")
+    (copy / "summary.json").unlink()
+    refused(copy, "model.yaml is missing; go on with: hvfreeze train --config .* --resume")
 
 
 def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(copy: Path) -> None:

@@ -27,16 +27,26 @@ class Command:
     """Takes the options by name, and returns the exit code."""
 
 
+def path(text: str) -> Path:
+    """Return a path, which must not be empty: a shell gives that for a variable that is not set, and it is no folder's.
+
+    Raises ArgumentTypeError where it is; `Path` would take it for the working directory.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; a variable of the shell may not be set")
+    return Path(text)
+
+
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze predict` takes."""
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a finished run's directory")
+    parser.add_argument("run_dir", metavar="RUN", type=path, help="a finished run's directory")
     parser.add_argument(
         "given",
         metavar="IMAGE",
         nargs="+",
         help="image files, or folders of them; a text, where the model continues texts",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write CSV, or the text, there; default: print it")
+    parser.add_argument("--out", metavar="FILE", type=path, help="write CSV, or the text, there; default: print it")
     parser.add_argument(
         "--top", metavar="K", type=int, help="the K most probable classes, default 1; of a text's next characters all"
     )
@@ -99,14 +109,14 @@ def predict(**options: Any) -> int:
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze evaluate` takes."""
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a finished run's directory")
+    parser.add_argument("run_dir", metavar="RUN", type=path, help="a finished run's directory")
     parser.add_argument(
         "--data-dir",
         metavar="DIR",
-        type=Path,
+        type=path,
         help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/, a text's file; default: what the run was evaluated on",
     )
-    parser.add_argument("--out", metavar="DIR", type=Path, help="write tables and the confusion figure there")
+    parser.add_argument("--out", metavar="DIR", type=path, help="write tables and the confusion figure there")
     add_how(parser)
 
 
@@ -143,8 +153,8 @@ def blocks(**options: Any) -> int:
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze report` takes."""
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the page and figures go")
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=path)
+    parser.add_argument("--out", metavar="DIR", type=path, required=True, help="where the page and figures go")
     parser.add_argument(
         "--watch",
         metavar="SECONDS",
@@ -164,7 +174,7 @@ def report(run_dirs: list[Path], out: Path, watch: int | None) -> int:
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze runs` takes."""
-    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+    parser.add_argument("folder", metavar="DIR", type=path, nargs="?", default=Path("runs"), help="default: runs")
 
 
 def runs(folder: Path) -> int:
@@ -177,9 +187,9 @@ def runs(folder: Path) -> int:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze doctor` takes."""
     parser.add_argument("--hosts", metavar="HOST,...", help="check these hosts over ssh")
-    parser.add_argument("--hostfile", metavar="FILE", type=Path, help="check the hosts of a hostfile over ssh")
-    parser.add_argument("--data-dir", metavar="DIR", type=Path, help="must be readable on every host")
-    parser.add_argument("--cache-dir", metavar="DIR", type=Path, help="must be writable on every host")
+    parser.add_argument("--hostfile", metavar="FILE", type=path, help="check the hosts of a hostfile over ssh")
+    parser.add_argument("--data-dir", metavar="DIR", type=path, help="must be readable on every host")
+    parser.add_argument("--cache-dir", metavar="DIR", type=path, help="must be writable on every host")
 
 
 def doctor(hosts: str | None, hostfile: Path | None, data_dir: Path | None, cache_dir: Path | None) -> int:
@@ -202,7 +212,7 @@ def doctor(hosts: str | None, hostfile: Path | None, data_dir: Path | None, cach
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze cache` takes."""
     parser.add_argument("action", choices=("ls", "verify", "rm"))
-    parser.add_argument("directory", metavar="DIR", type=Path)
+    parser.add_argument("directory", metavar="DIR", type=path)
 
 
 def cache(action: str, directory: Path) -> int:

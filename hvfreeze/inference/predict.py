@@ -114,6 +114,8 @@ def predict(
         raise UsageError(
             f"--length, --temperature and --seed are for a text's model, and {run_dir} has {applied.card.model}"
         )
+    if "" in given:
+        raise UsageError("an IMAGE is the empty path; a variable of the shell may not be set")
     classify(
         applied,
         [Path(image) for image in given],

@@ -117,6 +117,10 @@ def test_a_time_that_set_up_alone_has_spent_is_named_with_the_one_that_is_needed
         (["report"], ["RUN_DIR"]),
         (["cache", "burn", "."], ["burn", "verify"]),
         (["doctor", "--data-dir", "photos"], ["--data-dir (photos)", "--hosts"]),
+        # As a shell gives for a variable that is not set.
+        (["cache", "rm", ""], ["the path is empty"]),
+        (["evaluate", "run", "--data-dir", ""], ["--data-dir", "the path is empty"]),
+        (["report", "run", "--out", ""], ["--out", "the path is empty"]),
     ],
 )
 def test_an_unknown_command_is_refused(arguments: list[str], fragments: list[str]) -> None:

@@ -179,6 +179,13 @@ def test_a_disk_that_is_full_in_the_middle_of_a_batch_is_told(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_the_empty_path_is_not_taken_for_the_working_directory(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.images / "test")
+    refused(call("predict", str(finished.run), ""), 2, "an IMAGE is the empty path")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -154,6 +154,8 @@ class DataConfig(Section):
             check_named_code("data", self.data)
         else:
             one_of("data", self.data, DATA_SETS)
+        # A shell gives that for a variable that is not set.
+        rule(self.data_dir != "", "data-dir", repr(self.data_dir), "a path, and not empty")
         rule(self.data != "imagefolder" or bool(self.data_dir), "data", self.data, "given together with --data-dir DIR")
         larger = self.resize is None or (self.image_size is not None and self.image_size <= self.resize <= MOST_PIXELS)
         rule(

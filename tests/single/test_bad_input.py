@@ -44,6 +44,7 @@ USAGE = [
     ("--checkpoint-every often", ["--checkpoint-every (often)"]),
     ("--data mnist", ["--data (mnist)", "digits, cifar10, cifar100, imagefolder"]),
     ("--data imagefolder", ["--data (imagefolder)", "--data-dir"]),
+    ("--data-dir=", ["--data-dir ('')", "not empty"]),
     ("--train-samples 5", ["--train-samples (5)", "at least 10"]),
     ("--train-samples 5000000", ["--train-samples (5000000)", "at most"]),
     ("--validation-fraction 1", ["--validation-fraction (1.0)", "[0, 1)"]),

@@ -75,9 +75,25 @@ def changed_settings(directory: Path, settings: Settings, environment: Mapping[s
     """Return what resuming the run in `directory` changes; nothing where there is no run."""
     known, before = directory / "config.yaml", directory / "environment.json"
     if not known.exists():
+        if (left := left_over(directory)) and not settings["run"]["resume"]:
+            # The lines of both would be read as one run's, and the newest checkpoint is found by its number.
+            raise UsageError(
+                f"--run-dir ({directory}) holds {left} of a run, but no config.yaml; put that back and continue the "
+                "run with --resume, empty the directory, or choose another"
+            )
         return []
     ran_on = read_object(before, ()) if before.exists() else {}
     return changes(read_config(known), settings, ran_on, environment, place=str(directory))
+
+
+def left_over(directory: Path) -> str:
+    """Return what a run has left in a directory that another one would take for its own; nothing where there is none.
+
+    One that has ended before its first step leaves empty files.
+    """
+    lines = directory / "metrics.jsonl"
+    found = {"lines": lines.is_file() and lines.stat().st_size > 0, "checkpoints": (directory / "checkpoints").exists()}
+    return " and ".join(what for what, there in found.items() if there)
 
 
 def check_can_be_made(directory: Path) -> None:

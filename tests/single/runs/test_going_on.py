@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hvfreeze.errors import RefusedError
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.directory import check_directory
 from tests.program import contents
 from tests.single.runs.starting import ENVIRONMENT, changed, kept, settings, start
@@ -74,6 +74,18 @@ def test_epochs_may_grow_and_nothing_else_may_change(tmp_path: Path) -> None:
     assert held["optimizer"]["epochs"] == 3 and record.notes == ("not as before: epochs: 2 there, 3 here",)
     assert ran_on["resumed"][0]["changed"] == ["epochs: 2 there, 3 here"]
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_what_a_run_without_its_configuration_has_left_is_not_mixed_with_another_run(tmp_path: Path) -> None:
+    record = start(tmp_path)
+    record.close()
+    (tmp_path / "config.yaml").unlink()
+    assert check_directory(tmp_path, settings(), ENVIRONMENT) == [], "it has ended before its first step"
+    record.metrics({"epoch": 0})
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match=r"holds lines and checkpoints of a run, but no config.yaml; .*choose another"):
+        check_directory(tmp_path, settings(), ENVIRONMENT)
+    assert check_directory(tmp_path, settings(resume=True), ENVIRONMENT) == []
 
 
 def test_a_run_from_before_a_setting_existed_is_the_run_with_its_default(tmp_path: Path) -> None:

@@ -74,9 +74,10 @@ def call(flag: str, text: str, **offered: Any) -> Any:
 
 
 def told(error: Exception) -> str:
-    """Return an error of the user's code in one line, with the place where it was raised."""
+    """Return an error of the user's code in one line, with the place in that code, else where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    placed = [frame for frame in frames if not _is_installed(frame.filename)] or frames[1:]
+    place = f" ({Path(placed[-1].filename).name}, line {placed[-1].lineno})" if placed else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
@@ -157,8 +158,12 @@ def _own_spec(module: str) -> ModuleSpec | None:
 
 def _is_own(spec: ModuleSpec) -> bool:
     places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
-    paths = [os.path.realpath(place) for place in places if place]
-    return bool(paths) and not any(path.startswith(folder + os.sep) for path in paths for folder in INSTALLED)
+    paths = [place for place in places if place]
+    return bool(paths) and not any(map(_is_installed, paths))
+
+
+def _is_installed(path: str) -> bool:
+    return any(os.path.realpath(path).startswith(folder + os.sep) for folder in INSTALLED)
 
 
 def _imported(tree: ast.Module, *, package: str) -> Iterator[str]:

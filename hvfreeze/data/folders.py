@@ -281,11 +281,12 @@ def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     listings = {part: scan(root / part) for part in present}
     notes = [note for listing in listings.values() for note in listing.notes]
     for listing in listings.values():
-        odd = sorted(set(listing.classes) ^ set(listings["train"].classes))
-        if odd:
-            raise RefusedError(
-                f"{root / 'train'} and {listing.root} must hold the same classes; {odd[0]} is in one only"
-            )
+        for here, there in ((listings["train"], listing), (listing, listings["train"])):
+            odd = sorted(set(here.classes) - set(there.classes))
+            if odd:
+                raise RefusedError(
+                    f"class folder {here.root / odd[0]} is missing in {there.root}; both must hold the same classes"
+                )
     if "test" in listings:
         unused = [f"{root / 'val'} is not used: accuracy is on {root / 'test'}"] if "val" in listings else []
         return listings, [*unused, *notes]

@@ -63,10 +63,11 @@ class MirrorTrial:
     def line(self) -> str:
         """Return it in words."""
         ours, theirs = 100 * self.accuracy_with, 100 * self.accuracy_without
+        chance = "; a difference within chance" if self.taken and self.loss_without < self.loss_with else ""
         return (
             f"mirror images are {'taken' if self.taken else 'left out'}: with heads that were not fitted to them, "
             f"{ours:.1f} % of {self.samples} samples are right where mirror images are fitted "
-            f"(loss {self.loss_with:.3f}), {theirs:.1f} % where they are not ({self.loss_without:.3f})"
+            f"(loss {self.loss_with:.3f}), {theirs:.1f} % where they are not ({self.loss_without:.3f}){chance}"
         )
 
 

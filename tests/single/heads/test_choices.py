@@ -20,6 +20,7 @@ from hvfreeze.heads.moments import prepare
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.points import Marks
 from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.heads.solution import MirrorTrial
 from tests.single.heads.table import sides
 
 CLASSES = 4
@@ -155,6 +156,15 @@ def test_mirror_images_are_left_out_where_left_and_right_differ(
     right = [float((answers(each, others[:, 0]).argmax(1) == truth).double().mean()) for each in (fit, blind)]
     assert right[0] > 0.8
     assert right[1] < right[0] - 0.1 if matters else right[1] == right[0]
+
+
+@pytest.mark.parametrize(("without", "taken", "chance"), [(0.8, True, False), (0.7, True, True), (0.4, False, False)])
+def test_mirror_images_that_are_taken_against_the_losses_are_said_to_be_so_by_chance(
+    without: float, taken: bool, chance: bool
+) -> None:
+    trial = MirrorTrial(loss_with=0.75, loss_without=without, accuracy_with=0.7, accuracy_without=0.7, samples=100)
+    assert trial.taken is taken
+    assert trial.line().endswith("a difference within chance") is chance
 
 
 def test_every_one_of_some_hundred_samples_judges_mirror_images() -> None:

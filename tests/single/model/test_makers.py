@@ -43,6 +43,9 @@ def odd(num_classes):
 
 def lazy(num_classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+def deep(num_classes):
+    return plain(num_classes).forgotten
 """
 
 
@@ -115,6 +118,7 @@ def test_code_is_told_apart_by_the_files_that_its_file_imports(code: Path, impor
     ("name", "message"),
     [
         ("parts_of_mine:fails", r"failed: KeyError: 'nothing here' \(parts_of_mine.py, line 18\)"),
+        ("parts_of_mine:deep", r"failed: AttributeError: .* \(parts_of_mine.py, line 27\)"),
         ("parts_of_mine:odd", "must return an nn.Module or a hvfreeze.model.blocks.Chain, not int"),
         ("parts_of_mine:lazy", r"whose parameters have their sizes, and 1\.weight has none yet; run the model once"),
         ("parts_of_mine:none", "parts_of_mine has no function none"),

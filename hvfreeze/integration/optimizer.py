@@ -131,6 +131,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Refuse: ranks have settled which parameters travel."""
         raise UsageError(ADDED_GROUP)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: a copy, pickled or not, would average gradients that belong to this one."""
+        raise UsageError("a DistributedOptimizer cannot be copied, pickled or saved whole: keep its state_dict()")
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups, with the parameters that are not frozen."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -115,6 +117,13 @@ def test_what_two_would_average_is_refused() -> None:
     model, optimizer = wrapped(OPTIMIZERS[0])
     with pytest.raises(UsageError, match="is a DistributedOptimizer already"):
         DistributedOptimizer(optimizer, model=model, world=Twin())
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda it: torch.save(it, io.BytesIO())])
+def test_a_copy_is_refused_with_what_to_keep(duplicate: Callable[[object], object]) -> None:
+    _, optimizer = wrapped(OPTIMIZERS[0])
+    with pytest.raises(UsageError, match=r"keep its state_dict\(\)"):
+        duplicate(optimizer)
 
 
 def test_a_group_that_the_wrapped_optimizer_is_given_is_refused() -> None:

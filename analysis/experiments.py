@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all experiments with the same arguments; return the worst exit code, at once where one was interrupted."""
     worst = 0
     for experiment in EXPERIMENTS:
-        code = main_of(experiment, arguments)
+        code = main_of(experiment, arguments, one_of="experiments")
         if code == INTERRUPTED:
             return code
         worst = max(worst, code)

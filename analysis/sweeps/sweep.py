@@ -26,7 +26,7 @@ from analysis.sweeps.experiment import Experiment, nothing_more, write_up
 from analysis.sweeps.kept import PRESETS as PRESETS_FILE
 from analysis.sweeps.kept import RESULTS, ROWS, KeptRuns, by_name, commit, read_rows, texts_of, write_rows
 from analysis.sweeps.launching import Site, begins_anew, bits_per_second, launch, require_cluster
-from analysis.sweeps.presets import PRESETS, PlannedRun, Preset
+from analysis.sweeps.presets import FULL, PRESETS, PlannedRun, Preset
 from analysis.sweeps.repeat import repeat
 from analysis.sweeps.results import Results, best_lr, open_results
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
@@ -47,12 +47,13 @@ SMALL_MODEL = 0.04
 BLOCKS = {"paper": 6, "stage": 5, "residual": 9}
 
 
-def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
+def main(experiment: Experiment, arguments: Sequence[str] | None = None, *, one_of: str = "") -> int:
     """Run an experiment's command line and return its exit code.
 
-    0 done, 1 some runs failed or came to something else than what is kept, others as `hvfreeze`.
+    0 done, 1 some runs failed or came to something else than what is kept, others as `hvfreeze`. `one_of` names the
+    module that runs it as one of several, if any.
     """
-    options = parse(experiment, arguments)
+    options = parse(experiment, arguments, one_of)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         check_counts(options, experiment)
@@ -73,18 +74,20 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(experiment: Experiment, arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m analysis.{experiment.name}", description=experiment.title)
+def parse(experiment: Experiment, arguments: Sequence[str] | None, one_of: str = "") -> argparse.Namespace:
+    title = "Several experiments, one after another, with the same arguments" if one_of else experiment.title
+    parser = argparse.ArgumentParser(prog=f"python -m analysis.{one_of or experiment.name}", description=title)
     data = os.environ.get("HVFREEZE_DATA")
     add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), default="reduced")
+    scales = "smoke: to see that everything runs; full: the study's setting [reduced: for 2 cores]"
+    add("--preset", choices=tuple(PRESETS), default="reduced", help=scales)
     add("--data-dir", type=Path, default=Path(data) if data else None, help="where CIFAR-10 lies [$HVFREEZE_DATA]")
     add("--weights", type=Path, help="state_dict to start from; the preset's results are about a pretrained model")
     add("--ranks", type=int, help="instead of the preset's")
     add("--lr", type=float, help="instead of what the baseline experiment chose, or the preset's")
     add("--seeds", type=numbers, metavar="N[,N]", help="instead of the preset's; runs with other seeds stay")
     add("--hosts", default="", help="HOST:SLOTS,... instead of this machine; they must see the same folders")
-    add("--work", type=Path, help=f"run directories under way [{WORK}/{experiment.name}/PRESET]")
+    add("--work", type=Path, help=f"run directories under way [{WORK}/{'NAME' if one_of else experiment.name}/PRESET]")
     add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
     add("--only", type=labels, metavar="LABEL[,LABEL]", help="make these runs only; the rest another time")
     add("--repeat", type=labels, metavar="RUN[,RUN]", help="make kept runs once more, keep nothing, and compare")
@@ -306,7 +309,8 @@ def estimate(experiment: Experiment, preset: Preset) -> str:
     """Return the number of runs and how long they will take."""
     planned = plan(experiment, preset, Results(Path()))
     taken = duration(sum(seconds_of(run, preset) for run in planned))
-    return f"{experiment.name} ({preset.name}): {len(planned)} runs, about {taken} on {os.cpu_count()} cores"
+    cores = "with a core for each rank" if preset.name == FULL.name else f"on {os.cpu_count()} cores"
+    return f"{experiment.name} ({preset.name}): {len(planned)} runs, about {taken} {cores}"
 
 
 def seconds_of(planned: PlannedRun, preset: Preset) -> float:
@@ -314,7 +318,7 @@ def seconds_of(planned: PlannedRun, preset: Preset) -> float:
     config = planned.config()
     data, settings = config.data, config.optimizer
     small = SMALL_MODEL if preset.is_smoke else 1.0
-    crowd = max(1.0, planned.ranks / (os.cpu_count() or 1)) if preset.name != "full" else 1.0
+    crowd = max(1.0, planned.ranks / (os.cpu_count() or 1)) if preset.name != FULL.name else 1.0
     samples = data.train_samples or 50_000
     evaluated = samples * data.validation_fraction or preset.test_samples
     steps = samples * (1 - data.validation_fraction) // (planned.ranks * settings.batch_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from analysis import (
     caching,
     communication,
     compression,
+    experiments,
     network,
     peers,
     pixels64,
@@ -268,6 +270,19 @@ def test_ranks_and_seeds_that_no_run_can_have_are_refused(
 def test_experiments_of_one_command_begin_with_the_same_weights() -> None:
     presets = by_name(RESULTS / "presets.json")
     assert len({presets[each.name]["weights_sha256"] for each in EXPERIMENTS}) == 1
+
+
+def test_the_command_of_several_experiments_goes_by_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        experiments.main(["--help"])
+    said = capsys.readouterr().out
+    assert "python -m analysis.experiments" in said and "one after another" in said and "baseline/" not in said
+
+
+def test_an_estimate_says_for_how_many_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    for preset, cores in (("reduced", f"on {os.cpu_count()} cores"), ("full", "with a core for each rank")):
+        assert sweep.main(baseline.EXPERIMENT, ["--preset", preset, "--estimate"]) == 0
+        assert capsys.readouterr().out.rstrip().endswith(cores)
 
 
 def test_words_of_other_commands_are_not_taken_for_short_forms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,7 @@ from tests.parallel.startup.handover import address
 
 LOADED = ("torch", "torch._dynamo", "hvfreeze.torchvision_shim", "numpy", "PIL.Image", "tqdm", "yaml")
 PROGRAM = Path(__file__).with_name("standing.py")
+REST = Path(__file__).with_name("startup") / "rest.cpp"
 FRESH = "HVFREEZE_TEST_FRESH"
 """Set, it makes every rank a new process that loads PyTorch itself."""
 ROOM_FOR_VARIABLES = {"HVFREEZE_TEST_ROOM": " " * 65536}
@@ -90,6 +92,8 @@ def end() -> None:
 def _start(number: int, variables: Mapping[str, str]) -> _Standing:
     said = tempfile.TemporaryFile()  # noqa: SIM115
     known = {name: value for name, value in variables.items() if not name.startswith("HVFREEZE_")}
+    if rest := _built():
+        known.setdefault("LD_PRELOAD", str(rest))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         # Whoever asks while it is loading waits.
         listener.bind(address(_common, str(number)))
@@ -103,6 +107,23 @@ def _start(number: int, variables: Mapping[str, str]) -> _Standing:
             stderr=said,
         )
     return _Standing(process, said)
+
+
+@cache
+def _built() -> Path | None:
+    """Return the library of startup/rest.cpp; None where it cannot be built, and ranks wait as they do for users."""
+    library = REST.parents[3] / "build/tests" / REST.with_suffix(".so").name
+    if not library.exists() or library.stat().st_mtime < REST.stat().st_mtime:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Another process of the tests may be at it too.
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            new = Path(folder) / library.name
+            try:
+                subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", new, REST], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                return None
+            new.rename(library)
+    return library
 
 
 def _last_words(number: int, standing: _Standing) -> str:

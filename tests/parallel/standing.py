@@ -112,6 +112,9 @@ class Standing:
 
 def main() -> None:
     os.setpgid(0, 0)
+    # What this process and its copies have loaded by it need not be loaded by the processes that ask.
+    if os.environ.get("LD_PRELOAD", "").endswith("/rest.so"):
+        del os.environ["LD_PRELOAD"]
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         here = circumstances()
         for name in sys.argv[2:]:

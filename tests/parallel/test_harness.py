@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,14 @@ def test_what_loading_depends_on_makes_a_process_load_for_itself(
     (rank,) = mpirun(1, VISIBLE, args=["parent"], timeout=60, env=changes).ranks
     assert rank["parent"] not in pool.processes()
     assert changes.items() <= rank["variables"].items() and "SOME_ACCESS_TOKEN" not in rank["variables"]
+
+
+@COPIES
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+def test_copies_rest_while_mpi_waits_and_are_not_told() -> None:
+    (rank,) = mpirun(1, VISIBLE, args=["parent"], timeout=60).ranks
+    assert rank["parent"] in pool.processes() and "LD_PRELOAD" not in rank["variables"]
+    assert "/rest.so" in Path(f"/proc/{rank['parent']}/maps").read_text()
 
 
 @COPIES

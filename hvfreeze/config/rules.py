@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import field
+from functools import cache
 from typing import Any, NamedTuple
 
 from hvfreeze.errors import UsageError
@@ -18,6 +19,10 @@ RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 """The parts of a --recipe, in the order in which they are applied."""
 MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""
+
+
+types_of = cache(typing.get_type_hints)
+"""The types of a class's attributes by name. They check every configuration, and to evaluate them takes longest."""
 
 
 class Must(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import typing
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from hvfreeze.config.rules import (
     rule,
     setting,
     typed,
+    types_of,
 )
 from hvfreeze.user_code import check_named_code, is_named_code
 from hvfreeze.wording import plural
@@ -73,7 +73,8 @@ class Section:
     """Settings that belong together. Raises UsageError, whoever makes one, where a value is not as its type says."""
 
     def __post_init__(self) -> None:
-        kinds, bounds = (typing.get_type_hints(type(self), include_extras=extras) for extras in (False, True))
+        section: type = type(self)
+        kinds, bounds = (types_of(section, include_extras=extras) for extras in (False, True))
         for leaf in fields(self):
             value = getattr(self, leaf.name)
             # None may stand for a default that depends on other settings.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import typing
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from hvfreeze.config.rules import rule, typed
+from hvfreeze.config.rules import rule, typed, types_of
 from hvfreeze.config.sections import (
     AUTO,
     LEARNING_RATES,
@@ -125,7 +124,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
 
     def __post_init__(self) -> None:
-        for name, section in typing.get_type_hints(Config).items():
+        for name, section in types_of(Config).items():
             found = getattr(self, name)
             if not isinstance(found, section):
                 raise UsageError(
@@ -221,8 +220,8 @@ class Config:
 def leaves() -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return for each flag (with underscores) its section, its dataclass field and its type."""
     found: dict[str, tuple[str, dataclasses.Field[Any], Any]] = {}
-    for name, cls in typing.get_type_hints(Config).items():
-        types = typing.get_type_hints(cls)
+    for name, cls in types_of(Config).items():
+        types = types_of(cls)
         for leaf in dataclasses.fields(cls):
             found[leaf.name] = (name, leaf, types[leaf.name])
     return found
@@ -242,7 +241,7 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
         UsageError: an unknown key, a wrong type or a value out of its range; the message names `source`.
     """
     known = leaves()
-    types = typing.get_type_hints(Config)
+    types = types_of(Config)
     sections: dict[str, dict[str, Any]] = {section: {} for section in types}
     given = flat(tree, source=source)
     given = strategy_defaults(given) | given
@@ -297,7 +296,7 @@ def differing(config: Config) -> frozenset[str]:
 
 def is_of_run(tree: Mapping[str, Any]) -> bool:
     """Tell whether a configuration file is a run's: they write every section, and in others every leaf is meant."""
-    return set(typing.get_type_hints(Config)) <= set(tree)
+    return set(types_of(Config)) <= set(tree)
 
 
 def asked_for(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -331,7 +330,7 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         UsageError: an unknown section or key, a key in another section than its own, or one that is given twice.
     """
     known = leaves()
-    sections = typing.get_type_hints(Config)
+    sections = types_of(Config)
     found: dict[str, Any] = {}
     for key, value in in_place(tree).items():
         name = str(key).replace("-", "_")

@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def processor_name() -> str:
     return match.group(1) if match else platform.processor()
 
 
+@cache
 def version_of(package: str) -> str | None:
     """Return an installed package's version, None where it is not installed."""
     try:

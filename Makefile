@@ -28,9 +28,10 @@ setup: ## prepare .venv/, Horovod with MPI and missing system packages
 demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, with --freeze auto; compare
 	$(RUN) analysis.demo $(ARGS)
 
-# The long tests come first, so that no job ends long before the other; see pytest_collection_modifyitems.
+# The long tests come first, so that no job ends long before the other; see pytest_collection_modifyitems. Where Python
+# may not keep what it compiles, each of the hundreds of processes that tests start would compile the library again.
 test: check ## every check and every test but the torture
-	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/parallel tests/single $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/parallel tests/single $(ARGS)
 
 check: setup ## formatting, lint and types
 	$(RUN) ruff format --check .

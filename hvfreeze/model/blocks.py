@@ -28,6 +28,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.steps import Call, Layout, Step
+from hvfreeze.user_code import told
 
 Group = tuple[str, tuple[Step, ...]]
 NAMES_SHOWN = 16
@@ -312,10 +313,13 @@ class Chain:
             # The blocks begin with the buffers that the model began with: some change in each pass.
             with state_kept(self.model):
                 expected = self.model(example.clone())
-        except ValueError:
-            if training:  # a BatchNorm that is given one value a channel
+        except Exception as error:  # the user's module may fail in any way
+            if training and isinstance(error, ValueError):  # a BatchNorm that is given one value a channel
                 return True
-            raise
+            when = " while it trains" if training else ""
+            raise UsageError(
+                f"model ({type(self.model).__name__}): its forward pass fails{when}: {told(error)}"
+            ) from error
         torch.manual_seed(0)
         output = example.clone()
         for block in self.blocks:
@@ -356,7 +360,7 @@ def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor 
         from hvfreeze.model.forward_steps import forward_layout
 
         try:
-            return cut_by(forward_layout(model), model, scheme=scheme, example=example)
+            return cut_by(forward_layout(model, example), model, scheme=scheme, example=example)
         except UsageError as other:
             raise other from error
 
@@ -389,10 +393,15 @@ def _checked(block: Block, x: Tensor) -> Tensor:
     version = x._version
     try:
         output = block(x)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except Exception as error:  # the user's module may fail in any way
         raise UsageError(f"block {block.name} cannot run on a tensor of shape {tuple(x.shape)}: {error}") from error
     if not isinstance(output, Tensor):
         raise UsageError(f"block {block.name} gives a {type(output).__name__}; the boundary of a block is one tensor")
+    if output.shape[:1] != x.shape[:1]:
+        raise UsageError(
+            f"block {block.name} gives a tensor of shape {tuple(output.shape)} for {len(x)} samples; let it end where "
+            "there is a row for each sample"
+        )
     if x._version != version:
         raise UsageError(f"block {block.name} changes its input in place: start it after the operation that does so")
     return output

@@ -1,7 +1,8 @@
 """The steps of a module of one's own whose forward pass does more than to run its children, read off by torch.fx.
 
 Such as `self.fc(F.relu(self.conv(x)).flatten(1))`. The forward pass is recorded once, with a value that stands for any
-images. Where one tensor is all that the rest depends on, a step ends: a residual connection lies within a step.
+images. Where one tensor with a row for each image is all that the rest depends on, a step ends: a residual connection
+lies within a step.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node, Tracer
-from torch.fx.proxy import TraceError
+from torch.fx import Graph, Interpreter, Node, Tracer
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
@@ -32,14 +33,15 @@ DROPOUTS: dict[type[Any], Call] = {
 }
 
 
-def forward_layout(model: nn.Module) -> Layout:
+def forward_layout(model: nn.Module, example: Tensor) -> Layout:
     """Return the steps of any module's forward pass: `stage` has a block a child, `residual` a block a finest step.
 
     Raises:
-        UsageError: the forward pass cannot be read off, or holds no module with parameters.
+        UsageError: the forward pass cannot be read off, fails on `example`, (N, ...), or holds no module with
+            parameters.
     """
-    coarse = _steps_of(model, Whole())
-    steps = coarse if len(block_starts(model, coarse)) > 1 else _steps_of(model, Tracer())
+    coarse = _steps_of(model, Whole(), example)
+    steps = coarse if len(block_starts(model, coarse)) > 1 else _steps_of(model, Tracer(), example)
     finest = block_starts(model, steps)
     return Layout(tuple(steps), {"stage": _by_child(finest), "residual": finest}, verified=False)
 
@@ -52,11 +54,29 @@ class Whole(Tracer):
         return type(m) is not nn.Sequential
 
 
-def _steps_of(model: nn.Module, tracer: Tracer) -> list[Step]:
+class Rows(Interpreter):
+    """Runs a graph, and notes which operations give a tensor with a row for each of the images."""
+
+    def __init__(self, model: nn.Module, graph: Graph, images: int) -> None:
+        super().__init__(model, graph=graph)
+        self.images = images
+        self.kept = set[Node]()
+
+    def run_node(self, n: Node) -> Any:
+        """Return what an operation gives."""
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and value.shape[:1] == (self.images,):
+            self.kept.add(n)
+        return value
+
+
+def _steps_of(model: nn.Module, tracer: Tracer, example: Tensor) -> list[Step]:
     try:
-        with in_evaluation(model):
+        with in_evaluation(model), torch.no_grad():
             graph = tracer.trace(model)
-    except (TraceError, RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+            rows = Rows(model, graph, len(example))
+            rows.run(example.clone())
+    except Exception as error:  # the user's module may fail in any way
         reason = str(error).partition("\n")[0]
         raise UsageError(
             f"model ({type(model).__name__}): what its forward pass does cannot be read off ({reason}), and it is more "
@@ -64,13 +84,16 @@ def _steps_of(model: nn.Module, tracer: Tracer) -> list[Step]:
             "Chain.from_modules"
         ) from error
     try:
-        return _joined(list(_parts(model, list(_segments(graph)))))
+        return _joined(list(_parts(model, list(_segments(graph, rows.kept)))))
     except UsageError as error:
         raise UsageError(f"model ({type(model).__name__}): its forward pass {error}") from error
 
 
-def _segments(graph: Graph) -> Iterator[list[Node]]:
-    """Yield the operations of each step: between two of them goes one value, which the last one before gave."""
+def _segments(graph: Graph, kept: set[Node]) -> Iterator[list[Node]]:
+    """Yield the operations of each step: between two of them goes one value, which the last one before gave.
+
+    It is one of `kept`.
+    """
     _name_changed(graph)
     images, *others = [node for node in graph.nodes if node.op == "placeholder"]
     if any(not node.args for node in others if node.users):
@@ -91,7 +114,11 @@ def _segments(graph: Graph) -> Iterator[list[Node]]:
     for place, node in enumerate(nodes):
         segment.append(node)
         alive = {each for each in alive | {node} if last_use.get(each, -1) > place}
-        if alive == {node} and not any(user.target in OUTSIDE for user in node.users):
+        if (
+            alive == {node}
+            and (node in kept or node is result)
+            and not any(user.target in OUTSIDE for user in node.users)
+        ):
             yield segment
             segment = []
     if segment:

@@ -95,6 +95,36 @@ def test_images_are_left_as_they_are_where_the_model_changes_them() -> None:
     chain, images = chain_of(changing), IMAGES.clone()
     logits = chain.model.eval() and chain(images)
     assert torch.equal(images, IMAGES) and torch.equal(logits, chain.model(images.clone()))
+def pieces(net: Net, x: Tensor) -> Tensor:
+    """One layer sees 16 pieces of each image."""
+    x = net.fc1((net.conv2(net.norm1(net.conv1(x))) * net.scale).reshape(-1, 32))
+    return net.fc2(x.reshape(-1, 256)[:, :16])  # type: ignore[no-any-return]
+
+
+def test_blocks_end_where_there_is_a_row_for_each_image() -> None:
+    chain = chain_of(pieces)
+    assert [block.name for block in chain.blocks] == ["conv1", "conv2", "fc1", "fc2"]
+    for images in (IMAGES, IMAGES[:3]):
+        for cut in range(1, len(chain.blocks)):
+            kept = chain.prefix(cut)(images)
+            assert len(kept) == len(images) and torch.equal(chain.suffix(cut)(kept), chain.model(images))
+
+
+def test_a_child_that_asserts_what_it_is_given_is_no_obstacle() -> None:
+    class Vectors(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(x, Tensor) and x.dim() == 2
+            return super().forward(x)
+
+    class Asserting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 2, 8), Vectors(2, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.conv(x).flatten(1))  # type: ignore[no-any-return]
+
+    assert [block.name for block in cut_into_blocks(Asserting(), example=IMAGES).blocks] == ["conv", "fc"]
 
 
 def test_dropouts_rest_with_the_block_that_they_feed() -> None:
@@ -159,6 +189,15 @@ def other_while_training(net: Net, x: Tensor) -> Tensor:
     return tutorial(net, 2 * x if net.training else x)
 
 
+def failing_while_training(net: Net, x: Tensor) -> Tensor:
+    return tutorial(net, {False: x}[net.training])
+
+
+def checking(net: Net, x: Tensor) -> Tensor:
+    assert isinstance(x, Tensor)
+    return tutorial(net, x)
+
+
 def beside_logits(net: Net, x: Tensor) -> Any:
     return {"logits": tutorial(net, x), "images": x}
 
@@ -178,6 +217,11 @@ def left_over(net: Net, x: Tensor) -> Tensor:
     [
         (with_control_flow, r"model \(Net\): what its forward pass does cannot be read off .*Chain.from_modules"),
         (other_while_training, "do not give what the forward pass of Net gives while it trains"),
+        (
+            failing_while_training,
+            r"its forward pass fails while it trains: KeyError: True \(test_forward_steps.py, line",
+        ),
+        (checking, r"what its forward pass does cannot be read off .*Chain.from_modules"),
         (beside_logits, r"model \(Net\): its forward pass gives more than a tensor of logits"),
         (left_over, "calls modules after the logits are there"),
         (lambda net, x: x.flatten(1)[:, :5], "calls no module"),

@@ -207,6 +207,7 @@ def test_a_parameter_shared_by_two_blocks_is_refused() -> None:
     [
         (lambda x: x.relu_(), "block b changes its input in place"),
         (lambda x: (x, x), "block b gives a tuple; the boundary of a block is one tensor"),
+        (lambda x: x[1:], r"block b gives a tensor of shape \(2, 4\) for 3 samples"),
         (lambda x: x @ x, r"block b cannot run on a tensor of shape \(3, 4\)"),
     ],
 )

@@ -9,7 +9,7 @@ from torch.nn import functional
 from hvfreeze.config.rules import rule
 from hvfreeze.config.sections import MOST_PIXELS, TINY_LM
 from hvfreeze.errors import UsageError
-from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.report.tables import Table, factor, percent, table_of
 from hvfreeze.runs.files import reason_of
@@ -55,9 +55,9 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
 def build_chain(model: str, scheme: str, *, classes: int, image_size: int) -> Chain:
     """Return the model in blocks, as `hvfreeze train` cuts it."""
     built = build_model(model, num_classes=classes, image_size=image_size)
-    set_memory_formats(built.model, (3, image_size, image_size))
+    built = set_memory_formats(built, (3, image_size, image_size))
     example = torch.rand(2, 3, image_size, image_size) if ":" in model else None
-    return built.chain or cut_into_blocks(built.model, scheme=scheme, example=example)
+    return built.in_blocks(scheme=scheme, example=example)
 
 
 def outline_of(chain: Chain, images: Tensor, *, model: str) -> Table:

@@ -108,8 +108,6 @@ class Leaving:
             inside, x = inside[~leaves], x[~leaves]
             if not len(inside):
                 break
-            if x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
         rows, found = (torch.cat(each) for each in zip(*answers, strict=True))
         return found[rows.argsort()]
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import Card, Preparation, TextPreparation, read_card, sha256_of
-from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.early_exits import EarlyExits, add_exits
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_precision
@@ -156,12 +155,12 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
             shape, classes, pool = card.preparation.shape, len(card.classes), card.pool
             head = "last" if pool is not None else card.head
             built = build_model(card.model, num_classes=classes, image_size=max(shape[1:] or shape), head=head)
+            built = set_memory_formats(built, shape)
             model = built.model
-            set_memory_formats(model, shape)
             if pool is None and not card.exits:
                 return model, None
             example = torch.zeros(2, *shape)
-            chain = built.chain or cut_into_blocks(model, scheme=card.blocks, example=example)
+            chain = built.in_blocks(scheme=card.blocks, example=example)
             if pool is None:
                 return model, add_exits(chain, card.exits, example=example, classes=classes)
             kernel = card.head.startswith("kernel:")

@@ -24,7 +24,7 @@ from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import release_model
 from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.inference.card import read_card, sha256_of
-from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats, timm_statistics
 from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.model.weights import pretrained_statistics
@@ -72,13 +72,13 @@ class Blueprint:
             image_size=max(self.image_shape[1:] or self.image_shape),
             head=self.head,
         )
-        set_memory_formats(built.model, self.image_shape)
+        built = set_memory_formats(built, self.image_shape)
         # What torchvision does is known; any other model is compared with its own forward pass.
         other = ":" in settings.model
         example = self.example() if other else None
-        chain = built.chain or cut_into_blocks(built.model, scheme=settings.blocks, example=example)
+        chain = built.in_blocks(scheme=settings.blocks, example=example)
         if built.chain is not None and example is not None:
-            built.chain.verify(example)
+            chain.verify(example)
         if example is not None:
             self.check_outputs(chain, example, classes=classes)
         return chain, built.notes

@@ -116,7 +116,7 @@ def as_runs_lay_out(network: Network) -> Network:
 
     def laid_out(classes: int) -> nn.Module:
         model = network(classes)
-        set_memory_formats(model, (3, 32, 32))
+        set_memory_formats(BuiltModel(model, []), (3, 32, 32))
         return model
 
     return laid_out

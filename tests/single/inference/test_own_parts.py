@@ -47,6 +47,16 @@ def five():
 
 def maps(num_classes):
     return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, num_classes, 1))
+
+class Views(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv1, self.conv2, self.pool = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 3), nn.MaxPool2d(2)
+        self.fc1, self.fc2 = nn.Linear(8 * 2 * 2, 16), nn.Linear(16, num_classes)
+    def forward(self, x):
+        x = self.pool(self.conv1(x).relu())
+        x = self.pool(self.conv2(x).relu())
+        return self.fc2(self.fc1(x.view(-1, 8 * 2 * 2)).relu())
 """
 FLAGS = ("--model", "spotted:transformer", "--data", "spotted:spots", "--batch-size", "8", "--threads", "1", "--quiet")
 FROZEN = ("--freeze", "linear", "--freeze-warmup", "0", "--interval", "5", "--epochs", "4", "--augment", "none")
@@ -79,6 +89,30 @@ def test_a_transformer_of_ones_own_on_data_of_ones_own_is_frozen_cached_and_appl
     (tmp_path / "spotted.py").write_text(CODE + "\n")
     with pytest.warns(UserWarning, match="is not the one that the model was trained with"):
         hvfreeze.load_model(run, trust_code=True)
+
+
+def test_a_network_that_views_its_maps_trains_is_cached_resumed_and_applied(code: Path, tmp_path: Path) -> None:
+    flags = (*FLAGS[2:], "--model", "spotted:Views", "--freeze", "static", "--cut", "1", "--augment", "none")
+    digests = set()
+    for name, *more in (("off",), ("on", "--cache", "on"), ("stopped", "--epochs", "1"), ("stopped", "--resume")):
+        outcome = call("train", *flags, "--epochs", "2", *more, "--run-dir", str(tmp_path / name))
+        assert outcome.returncode == 0, str(outcome)
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        digests |= {summary["parameter_digest"]} if "1" not in more else set()
+        assert "--cache" not in more or (summary["cache"]["exact"] and summary["cache"]["rows_read"] > 0)
+    assert len(digests) == 1
+    assert "Views): images and weights are contiguous" in (tmp_path / "on" / "log.txt").read_text()
+    outcome = call("evaluate", str(tmp_path / "on"), "--trust-code")
+    assert "as the run reported" in outcome.stdout, str(outcome)
+
+
+def test_who_stays_at_an_exit_of_such_a_network_goes_on(code: Path, tmp_path: Path) -> None:
+    flags = (*FLAGS[2:], "--model", "spotted:Views", "--strategy", "local-critics", "--parts", "2")
+    flags += ("--cut-by", "given", "--cut-at", "1")
+    outcome = call("train", *flags, "--epochs", "1", "--run-dir", str(tmp_path))
+    assert outcome.returncode == 0, str(outcome)
+    outcome = call("evaluate", str(tmp_path), "--trust-code", "--exit-confidence", "1")
+    assert outcome.returncode == 0, str(outcome)
 
 
 def test_broken_samples_of_ones_own_are_left_out_where_that_is_asked_for(code: Path, tmp_path: Path) -> None:

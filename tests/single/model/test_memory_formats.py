@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hvfreeze.errors import UsageError
-from hvfreeze.model.model_sources import build_model, set_memory_formats
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.model_sources import BuiltModel, build_model, set_memory_formats
 from hvfreeze.torchvision_shim import torchvision
 
 
@@ -26,8 +28,8 @@ def contiguous(model: nn.Module) -> set[str]:
 
 def test_only_convolutions_to_a_single_pixel_stay_contiguous() -> None:
     small, large = resnet(), resnet()
-    set_memory_formats(small, (3, 32, 32))
-    set_memory_formats(large, (3, 64, 64))
+    set_memory_formats(BuiltModel(small, []), (3, 32, 32))
+    set_memory_formats(BuiltModel(large, []), (3, 64, 64))
     assert contiguous(small) == {f"layer4.{block}.conv{number}" for block in (0, 1) for number in (1, 2)}
     assert contiguous(large) == set()
 
@@ -36,7 +38,7 @@ def test_no_value_statistic_mode_or_random_state_changes() -> None:
     model = resnet()
     random = torch.get_rng_state()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    set_memory_formats(model, (3, 32, 32))
+    set_memory_formats(BuiltModel(model, []), (3, 32, 32))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), random)
@@ -71,19 +73,55 @@ class Indexed(nn.Module):
 def test_a_model_that_takes_other_images_is_refused_by_their_shape(model: nn.Module, reason: str) -> None:
     told = rf"model \({type(model).__name__}\) takes no images of 16x32 pixels: .*{reason}.*; pass --image-size"
     with pytest.raises(UsageError, match=told) as refusal:
-        set_memory_formats(model, (3, 16, 32))
+        set_memory_formats(BuiltModel(model, []), (3, 16, 32))
     assert "another --model" in str(refusal.value) and "\n" not in str(refusal.value)
-    assert all(not module._forward_hooks for module in model.modules())
+    assert not model._forward_pre_hooks and all(not module._forward_hooks for module in model.modules())
 
 
-def test_a_view_of_channels_last_is_refused_with_what_to_call() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8 * 6 * 6, 2)
+class Views(nn.Module):
+    """As in many a tutorial; all that it views at once are `by`, sides of (B, C, H, W)."""
 
-        def forward(self, x: Tensor) -> object:
-            return self.fc(self.conv(x).view(x.size(0), -1))
+    def __init__(self, by: int = 1) -> None:
+        super().__init__()
+        self.by = by
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8 * 6 * 6, 2)
 
-    with pytest.raises(UsageError, match=r"model \(Views\) calls view\(\) on a tensor in channels_last.*flatten\(1\)"):
-        set_memory_formats(Views(), (3, 8, 8))
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.size(0)
+        x = functional.relu(self.norm(self.conv(x)))
+        x = x.view(count * 8, -1) if self.by == 2 else x.view(-1, 8 * 6 * 6)
+        return self.fc(x.reshape(count, -1))  # type: ignore[no-any-return]
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.view(x.size(0), -1)
+
+
+@pytest.mark.parametrize("kind", ["rows", "channels", "written out"])
+def test_a_view_that_channels_last_does_not_allow_has_contiguous_images_and_weights(kind: str) -> None:
+    model = Views(by=2 if kind == "channels" else 1)
+    parts = [("conv", [model.conv, model.norm, functional.relu]), ("head", [flat, model.fc])]
+    chain = Chain.from_modules(model, parts) if kind == "written out" else None  # type: ignore[arg-type]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    built = set_memory_formats(BuiltModel(model, ["first"], chain), (3, 8, 8))
+    assert built.contiguous and model.conv.weight.is_contiguous()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    first, note = built.notes
+    assert first == "first" and note.startswith(
+        "model (Views): images and weights are contiguous, for in channels_last"
+    )
+    assert note.endswith("Use .reshape(...) instead.")
+    blocks = built.in_blocks(scheme="stage", example=torch.rand(2, 3, 8, 8))
+    images = torch.rand(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    for mode in (True, False):
+        model.train(mode)
+        expected = model(images)
+        for cut in range(len(blocks.blocks)):
+            assert torch.equal(blocks.suffix(cut)(blocks.prefix(cut)(images)), expected)
+        blocks(images).sum().backward()
+
+
+def test_what_channels_last_allows_stays_in_it() -> None:
+    built = set_memory_formats(BuiltModel(resnet(), []), (3, 64, 64))
+    assert not built.contiguous and built.notes == [] and not built.model._forward_pre_hooks
+    assert len(built.in_blocks(scheme="stage").blocks[0].steps) == 4

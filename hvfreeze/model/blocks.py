@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -291,40 +291,51 @@ class Chain:
         """Run `example`, (N, ...), through the blocks and the model, and compare; modes and buffers stay as they were.
 
         In evaluation mode, and in training mode with the same random numbers, which tells where a dropout stands. The
-        latter is left out where the model itself refuses so few rows.
+        latter is left out where the model itself refuses so few rows. Both must change the same buffers, and give
+        gradients to the same parameters.
 
         Raises:
             UsageError: a block fails, changes its input or gives no tensor, or the results are not equal bit for bit.
         """
-        with torch.no_grad(), state_kept(self.model):
-            same = [self._gives_the_same(example, training=training) for training in (False, True)]
-        if not all(same):
-            how = " while it trains" if same[0] else ""
-            raise UsageError(
-                f"blocks ({', '.join(block.name for block in self.blocks)}): run one after another they do not give "
-                f"what the forward pass of {type(self.model).__name__} gives{how}. Call each module once, and as the "
-                "images pass through; write any other model out with Chain.from_modules"
-            )
+        with state_kept(self.model):
+            for training in (False, True):
+                differs = self._differs(example, training=training)
+                if differs:
+                    how = " while it trains" if training else ""
+                    raise UsageError(
+                        f"blocks ({', '.join(block.name for block in self.blocks)}): run one after another they do not "
+                        f"{differs}{how}. Call each module once, and as the images pass through, and switch "
+                        "requires_grad off in place of torch.no_grad; write any other model out with Chain.from_modules"
+                    )
 
-    def _gives_the_same(self, example: Tensor, *, training: bool) -> bool:
-        self.model.train(training)
-        torch.manual_seed(0)
-        try:
-            # The blocks begin with the buffers that the model began with: some change in each pass.
-            with state_kept(self.model):
-                expected = self.model(example.clone())
-        except Exception as error:  # the user's module may fail in any way
-            if training and isinstance(error, ValueError):  # a BatchNorm that is given one value a channel
-                return True
-            when = " while it trains" if training else ""
-            raise UsageError(
-                f"model ({type(self.model).__name__}): its forward pass fails{when}: {told(error)}"
-            ) from error
-        torch.manual_seed(0)
-        output = example.clone()
-        for block in self.blocks:
-            output = _checked(block, output)
-        return isinstance(expected, Tensor) and torch.equal(output, expected)
+    def _differs(self, example: Tensor, *, training: bool) -> str:
+        """Return what the blocks do not do as the model's own forward pass does, "" where there is nothing."""
+        model, name = self.model, type(self.model).__name__
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            torch.manual_seed(0)
+            try:
+                # The blocks begin with the buffers that the model began with: some change in each pass.
+                with state_kept(model):
+                    expected = model(example.clone())
+                    buffers = {buffer: tensor.clone() for buffer, tensor in model.named_buffers()}
+            except Exception as error:  # the user's module may fail in any way
+                if training and isinstance(error, ValueError):  # a BatchNorm that is given one value a channel
+                    return ""
+                when = " while it trains" if training else ""
+                raise UsageError(f"model ({name}): its forward pass fails{when}: {told(error)}") from error
+            torch.manual_seed(0)
+            output = example.clone()
+            for block in self.blocks:
+                output = _checked(block, output)
+        if not (isinstance(expected, Tensor) and torch.equal(output, expected)):
+            return f"give what the forward pass of {name} gives"
+        for buffer, tensor in model.named_buffers():
+            if not torch.equal(tensor, buffers[buffer]):
+                return f"change the buffer {buffer} as the forward pass of {name} does"
+        reached = _reached(expected) ^ _reached(output)
+        odd = [parameter for parameter, tensor in model.named_parameters() if tensor in reached]
+        return f"give {odd[0]} a gradient where the forward pass of {name} does, and only there" if odd else ""
 
     def _range(self, start: int, stop: int | None) -> tuple[Block, ...]:
         return self.blocks[self._bound(start) : self._bound(len(self.blocks) if stop is None else stop)]
@@ -387,6 +398,18 @@ def _assemble(model: nn.Module, groups: Sequence[Group], *, tied: Sequence[str] 
     if other:
         raise UsageError(f"tied ({other[0]}) must name parameters of the first block, {blocks[0].name}")
     return Chain(model, tuple(blocks), tuple(tied))
+
+
+def _reached(output: Tensor) -> set[Any]:
+    """Return the tensors that gradients of `output` end at."""
+    found, ahead, seen = set[Any](), [output.grad_fn], set[Any]()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(getattr(node, "variable", None))
+            ahead += [inner for inner, _ in node.next_functions]
+    return found
 
 
 def _checked(block: Block, x: Tensor) -> Tensor:

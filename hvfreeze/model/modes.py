@@ -38,7 +38,9 @@ def in_precision(precision: str) -> torch.autocast:
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Give `model` its modes, buffers and gradients back afterwards, and torch's generator its state."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # By their modules too: a forward pass may put another tensor in a buffer's place.
+    owners = [module._buffers for module in model.modules()]
+    buffers = [(held, name, kept, kept.clone()) for held in owners for name, kept in held.items() if kept is not None]
     try:
         with modes_kept(model), torch.random.fork_rng(devices=[]):
             for parameter, _ in gradients:
@@ -48,5 +50,5 @@ def state_kept(model: nn.Module) -> Iterator[None]:
         for parameter, before in gradients:
             parameter.grad = before
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for held, name, buffer, value in buffers:
+                held[name] = buffer.copy_(value)

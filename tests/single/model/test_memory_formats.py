@@ -58,6 +58,15 @@ class Indexed(nn.Module):
         return sizes[0]
 
 
+class Asserts(nn.Module):
+    """A forward pass that says nothing of what it asks for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2] != x.shape[3]:
+            raise AssertionError
+        return x
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -65,10 +74,11 @@ class Indexed(nn.Module):
         (transformer(), "Wrong image height"),
         (nn.Sequential(nn.Flatten(), nn.Unflatten(1, (32, 32, 3))), "unflatten"),
         (Indexed(), r"KeyError: 0 \(test_memory_formats\.py, line \d+\)"),
+        (Asserts(), r"AssertionError:  \(test_memory_formats\.py, line \d+\)"),
         (nn.Sequential(nn.Identity(), nn.Bilinear(2, 2, 2)), "TypeError: .*missing 1 required positional argument"),
         (nn.Sequential(nn.LazyConv2d(4, 3)), "uninitialized parameter"),
     ],
-    ids=["RuntimeError", "AssertionError", "own", "KeyError", "TypeError", "lazy"],
+    ids=["RuntimeError", "AssertionError", "own", "KeyError", "without words", "TypeError", "lazy"],
 )
 def test_a_model_that_takes_other_images_is_refused_by_their_shape(model: nn.Module, reason: str) -> None:
     told = rf"model \({type(model).__name__}\) takes no images of 16x32 pixels: .*{reason}.*; pass --image-size"

@@ -202,6 +202,50 @@ def test_a_parameter_shared_by_two_blocks_is_refused() -> None:
     assert len(cut_into_blocks(model, scheme="first", example=torch.randn(3, 4)).named_parameters()) == 3
 
 
+class Counting(Net):
+    """Keeps a mean that shows in the next pass only, by another tensor or by another content."""
+
+    def __init__(self, replaced: bool) -> None:
+        super().__init__()
+        self.replaced = replaced
+        self.first.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x - self.first.mean)
+        if self.training and self.replaced:
+            self.first.mean = self.first.mean + 1
+        elif self.training:
+            self.first.mean += 1  # type: ignore[operator]
+        return logits
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_buffer_that_only_the_models_own_pass_changes_is_refused_and_stays(replaced: bool) -> None:
+    model = Counting(replaced)
+    parts = [("first", [lambda x: x - model.first.mean, model.first]), ("second", model.second)]
+    before = model.first.mean
+    message = r"do not change the buffer first\.mean as the forward pass of Counting does while it trains"
+    with pytest.raises(UsageError, match=message):
+        Chain.from_modules(model, parts, example=torch.randn(3, 4))  # type: ignore[arg-type]
+    assert model.first.mean is before and before.item() == 0
+
+
+def test_a_part_that_the_models_own_pass_does_not_train_is_refused() -> None:
+    class Fixed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.first(x)
+            return self.second(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(
+        UsageError, match=r"give first\.weight a gradient .* requires_grad off in place of torch.no_grad"
+    ):
+        cut_into_blocks(Fixed(), example=torch.randn(3, 4))
+    model = Fixed()
+    model.first.requires_grad_(False)
+    assert len(cut_into_blocks(model, example=torch.randn(3, 4)).blocks) == 2
+
+
 @pytest.mark.parametrize(
     ("operation", "message"),
     [

@@ -117,8 +117,8 @@ class SplitForward(Halves):
         """Find the frozen parts whose answers do not grow with the number of samples; changes no tensor."""
         answers, rows = dict(self._answers), len(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
         longer = tree_map(lambda leaf: _with_one_more(leaf, rows), inputs)
-        # A model may want batches of one size; then all answers have that size.
-        with suppress(RuntimeError, TypeError, ValueError, IndexError):
+        # A model may want batches of one size, and say so in any way; then all answers have that size.
+        with suppress(Exception):
             _seeded(0, lambda: self.before(longer, 0, cut, longer))
             self._fixed = {name for name, answer in answers.items() if _shapes(answer) == _shapes(self._answers[name])}
         self._answers = answers
@@ -134,7 +134,7 @@ class SplitForward(Halves):
         try:
             with _untouched(self._chain, cut):
                 answer = _seeded(0, lambda: self._behind(x, inputs, cut))
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except Exception:  # the user's module may fail in any way
             return False
         self._copies = self._copies or x._version != version
         x.copy_(kept)

@@ -373,7 +373,18 @@ def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor 
         try:
             return cut_by(forward_layout(model, example), model, scheme=scheme, example=example)
         except UsageError as other:
+            # Where it runs its children, and no more, it is the names that are wrong.
+            if _runs_its_children(layout, model, example):
+                raise error from None
             raise other from error
+
+
+def _runs_its_children(layout: Layout, model: nn.Module, example: Tensor) -> bool:
+    try:
+        cut_by(layout, model, scheme="stage", example=example)
+    except UsageError:
+        return False
+    return True
 
 
 def cut_by(layout: Layout, model: nn.Module, *, scheme: str, example: Tensor | None) -> Chain:

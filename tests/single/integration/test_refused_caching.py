@@ -23,6 +23,8 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import freeze_by_vote
 from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.integration.split_forward import SplitForward
+from hvfreeze.model.traced import blocks_of
 from tests.single.integration.counted_images import ROWS, SAMPLES, image_model, images
 
 
@@ -276,6 +278,23 @@ def test_an_answer_that_does_not_grow_with_the_batch_is_no_obstacle(
             torch.testing.assert_close(cached.suffix(batch), reference(tokens))
     assert cached.rows_read > 0 and "nothing is cached" not in caplog.text
     cached.close()
+
+
+@pytest.mark.parametrize(("rule", "needs_inputs"), [("even", False), ("finite", True)])
+def test_a_model_that_asserts_what_it_is_given_is_no_obstacle(rule: str, needs_inputs: bool) -> None:
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(x) % 2 == 0 if rule == "even" else bool(x.isfinite().all())
+            return self.third(self.second(self.first(x)) * 2)  # type: ignore[no-any-return]
+
+    inputs = torch.rand(4, 4)
+    halves = SplitForward(blocks_of(Strict().eval(), example=inputs))
+    halves.check(inputs, 1)
+    assert halves.needs_inputs == needs_inputs
 
 
 def test_random_numbers_before_the_cut_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

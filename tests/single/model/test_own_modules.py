@@ -202,6 +202,19 @@ def test_a_parameter_shared_by_two_blocks_is_refused() -> None:
     assert len(cut_into_blocks(model, scheme="first", example=torch.randn(3, 4)).named_parameters()) == 3
 
 
+def test_names_that_are_none_are_told_of_a_module_that_cannot_be_read_off() -> None:
+    class Checking(Net):
+        def forward(self, x: Tensor) -> Any:
+            if x.shape[1] != 4:
+                raise ValueError
+            return super().forward(x)
+
+    assert len(cut_into_blocks(Checking(), scheme="second", example=torch.randn(3, 4)).blocks) == 2
+    for scheme, message in {"third": "there is no module 'third'", "second,first": "does not run after"}.items():
+        with pytest.raises(UsageError, match=message):
+            cut_into_blocks(Checking(), scheme=scheme, example=torch.randn(3, 4))
+
+
 class Counting(Net):
     """Keeps a mean that shows in the next pass only, by another tensor or by another content."""
 

@@ -46,6 +46,27 @@ def forward_layout(model: nn.Module, example: Tensor) -> Layout:
     return Layout(tuple(steps), {"stage": _by_child(finest), "residual": finest}, verified=False)
 
 
+def used_last(model: nn.Module) -> list[nn.Module] | None:
+    """Return the modules in the last one with parameters that a forward pass calls, but for BatchNorm.
+
+    There are none where a parameter is used behind it directly. None where the forward pass cannot be read off.
+    """
+    try:
+        with in_evaluation(model):
+            graph = Whole().trace(model)
+    except Exception:  # the user's module may fail in any way
+        return None
+    outside = dict(model.named_parameters())
+    for node in reversed(graph.nodes):
+        if node.op == "get_attr" and node.target in outside:
+            return []
+        if node.op == "call_module":
+            module = model.get_submodule(str(node.target))
+            if not isinstance(module, JOINED) and any(True for _ in module.parameters()):
+                return list(module.modules())
+    return None
+
+
 class Whole(Tracer):
     """Follows the module's own forward pass, and takes the modules that it calls as they are, but for sequences."""
 

@@ -234,6 +234,10 @@ def load_weights(
     return notes
 
 
+HEADS = (nn.Linear, nn.Conv2d)
+"""Kinds of layers that give logits, the usual ones first."""
+
+
 def head_layers(model: nn.Module, chain: Chain | None = None) -> list[str]:
     """Return the names of the layer that gives the logits, and of those behind it in its nn.Sequential: the head.
 
@@ -248,7 +252,7 @@ def head_layers(model: nn.Module, chain: Chain | None = None) -> list[str]:
         return [EMBEDDING.partition(".")[0]]
     last_block = _last_block(model) if chain is None else chain.blocks[-1].modules
     named = [(name, module) for name, module in model.named_modules() if module in last_block]
-    for kind in (nn.Linear, nn.Conv2d):
+    for kind in HEADS:
         names = [name for name, module in named if isinstance(module, kind)]
         if names:
             parent, _, last = names[-1].rpartition(".")
@@ -259,7 +263,15 @@ def head_layers(model: nn.Module, chain: Chain | None = None) -> list[str]:
 
 
 def _last_block(model: nn.Module) -> Sequence[nn.Module]:
-    groups = group_steps(layout_of(model), scheme="residual")
+    layout = layout_of(model)
+    if not layout.verified:
+        # The order of definition need not be that of the calls. torch.fx takes a tenth of a second to import.
+        from hvfreeze.model.forward_steps import used_last
+
+        last = used_last(model)
+        if last is not None:
+            return last
+    groups = group_steps(layout, scheme="residual")
     owners = Ownership(groups)
     return [module for name, module in model.named_modules() if owners.blocks_with(name) == {len(groups) - 1}]
 

@@ -19,8 +19,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.mlp import Mlp, replace_head
 from hvfreeze.model.model_sources import build_model
-from hvfreeze.model.weights import load_weights, read_weights
+from hvfreeze.model.weights import head_layers, load_weights, read_weights
 from hvfreeze.torchvision_shim import torchvision
 from tests.single.model.states import assert_equal_states, squeezenet, state_of
 
@@ -357,3 +358,38 @@ def test_a_file_that_is_missing_damaged_or_no_weights_is_refused_by_name(tmp_pat
         read_weights(str(tmp_path / "absent.pt"))
     with pytest.raises(RefusedError, match="cannot be read: Is a directory"):
         read_weights(str(tmp_path))
+
+
+class HeadFirst(nn.Module):
+    """Its layers are defined in another order than they are called in."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, classes), nn.BatchNorm1d(classes)
+        self.conv1, self.conv2 = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.fc(self.conv2(self.conv1(x).relu()).mean((2, 3))))  # type: ignore[no-any-return]
+
+
+class HeadAlone(HeadFirst):
+    """Its last matrix is in no layer."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.matrix = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.matrix
+
+
+def test_the_head_is_what_is_called_last() -> None:
+    model = HeadFirst(5)
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    notes = load_weights(model, state, source="file", reset_head=True)
+    assert notes == ["weights (file): head fc is re-initialised, as --reset-head asks"]
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, state[name])}
+    assert changed == {"fc.weight", "fc.bias"}
+    replace_head(model, "mlp-8")
+    assert isinstance(model.fc, Mlp)
+    assert head_layers(HeadAlone()) == []

@@ -95,8 +95,10 @@ def _steps_of(model: nn.Module, tracer: Tracer, example: Tensor) -> list[Step]:
     try:
         with in_evaluation(model), torch.no_grad():
             graph = tracer.trace(model)
-            rows = Rows(model, graph, len(example))
-            rows.run(example.clone())
+            # More images than the usual two: a side of two, as of stacked branches, must not pass for them.
+            images = torch.cat([example] * 3)
+            rows = Rows(model, graph, len(images))
+            rows.run(images)
     except Exception as error:  # the user's module may fail in any way
         reason = str(error).partition("\n")[0]
         raise UsageError(

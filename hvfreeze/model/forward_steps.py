@@ -62,7 +62,7 @@ def used_last(model: nn.Module) -> list[nn.Module] | None:
             return []
         if node.op == "call_module":
             module = model.get_submodule(str(node.target))
-            if not isinstance(module, JOINED) and any(True for _ in module.parameters()):
+            if not isinstance(module, BATCH_NORMS) and any(True for _ in module.parameters()):
                 return list(module.modules())
     return None
 

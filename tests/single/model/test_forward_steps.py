@@ -95,6 +95,8 @@ def test_images_are_left_as_they_are_where_the_model_changes_them() -> None:
     chain, images = chain_of(changing), IMAGES.clone()
     logits = chain.model.eval() and chain(images)
     assert torch.equal(images, IMAGES) and torch.equal(logits, chain.model(images.clone()))
+
+
 def pieces(net: Net, x: Tensor) -> Tensor:
     """One layer sees 16 pieces of each image."""
     x = net.fc1((net.conv2(net.norm1(net.conv1(x))) * net.scale).reshape(-1, 32))

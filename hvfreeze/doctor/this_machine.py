@@ -87,7 +87,10 @@ def check_torchvision(torchvision: Probe) -> CheckResult:
     value = torchvision.facts["version"]
     if torchvision.facts["shim"]:
         value += ", without its compiled operators"
-        remedy = "models and transforms work; for detection operators install torch and torchvision from the same index"
+        remedy = (
+            "models and transforms of `hvfreeze train` work; in a script of your own `import torchvision` fails until "
+            "torch and torchvision are installed from the same index"
+        )
         return CheckResult("torchvision", True, value, remedy)
     return CheckResult("torchvision", True, value)
 

@@ -64,6 +64,11 @@ def test_each_check_tells_problems_from_notes_and_says_what_to_mend(check: Check
     assert bool(check.remedy) == (verdict != "OK"), check
 
 
+def test_a_torchvision_behind_stand_ins_is_told_to_fail_in_a_script() -> None:
+    note = checks.check_torchvision(Probe({"version": "0.28.0", "shim": "yes"}))
+    assert "script of your own `import torchvision` fails" in note.remedy
+
+
 def test_the_table_puts_remedies_under_their_checks_and_notes_leave_the_machine_usable() -> None:
     fine, note, problem = (
         CheckResult("torch", True, "2.13.0"),

@@ -309,9 +309,15 @@ def column_of(
     words: dict[str, dict[int, str]] = {}
     for split, ids in used.items():
         words[split] = {row: (cells[split].get(row, {}).get(task.column) or "").strip() for row in ids.tolist()}
-        for row, word in words[split].items():
-            if not word:
-                raise RefusedError(f"--tasks: task {task.name}: sample {row} of {split} has no label in {task.column}")
+        lacking = [row for row, word in words[split].items() if not word]
+        if lacking:
+            source = sets[split].source
+            name = source.paths[lacking[0]] if isinstance(source, FileSource) else lacking[0]
+            others = f", nor have {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            raise RefusedError(
+                f"--tasks: task {task.name}: sample {name} of {split} has no label in {task.column}{others}; give "
+                "every sample of the run one"
+            )
     # The table may have lines of training samples that the run leaves out.
     taught = set(words["train"].values())
     unknown = sorted(set(words["test"].values()) - taught)

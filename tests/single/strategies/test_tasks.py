@@ -209,6 +209,18 @@ def test_a_sample_named_by_number_and_by_path_is_one(tmp_path: Path) -> None:
         )
 
 
+def test_images_without_a_label_are_named_by_their_path_and_counted(tmp_path: Path) -> None:
+    save_photos(tmp_path)
+    samples = deal(open_data("imagefolder", tmp_path), DataConfig(), seed=0, batch_size=8, replicas=1)
+    paths, last = samples.train.source.paths, samples.plan.shards[0][-1]  # type: ignore[union-attr]
+    lines = [f"train,{path},x" for path in paths]
+    lines[last] = f"train,{paths[last]},"
+    told = f"sample {paths[last]} of train has no label in a; give "
+    for table, expected in ((lines, told), ([], f"of train has no label in a, nor have {len(paths) - 1} more; give")):
+        with pytest.raises(RefusedError, match=expected):
+            read_labels([Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *table]), samples)
+
+
 def test_a_column_of_one_value_is_no_task() -> None:
     samples = corpus(train_samples=20, validation_fraction=0.5)
     table = "\n".join(["sample,a", *(f"{i},x" for i in range(len(samples.train)))])

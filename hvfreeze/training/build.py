@@ -84,7 +84,8 @@ def notes_on_mirror_images(
     where = []
     if any(config.head.solved for config in shown):
         decided = " and kept where held-out samples are better for it" if asked == "auto" else ""
-        where.append(f"each sample's is fitted by the head too{decided}")
+        mean = "the head reads the mean of each sample and its own"
+        where.append(mean if asked == "mean" else f"each sample's is fitted by the head too{decided}")
     if any(not config.head.solved and config.data.augment != "none" for config in shown):
         where.append("half of the views that blocks are trained on are such")
     if where:

@@ -213,7 +213,7 @@ def test_a_head_on_the_mean_over_them_answers_alike_for_an_image_and_its_mirror_
 ) -> None:
     flags = ["--freeze", "auto", "--epochs", "1", "--mirror", "mean", "--head-fit", head_fit]
     told = train(shades, tmp_path / "run", *flags)
-    assert told.returncode == 0, str(told)
+    assert told.returncode == 0 and "the head reads the mean of each sample and its own" in told.stdout, str(told)
     assert summary(tmp_path / "run")["head"]["rows"] == 40, "mirror images are no rows"
     applied = hvfreeze.load_model(tmp_path / "run", trust_code=True)
     assert applied.card.head == {"kernel": "kernel:4:mirrored", "exact": "multi-level:4:mirrored"}[head_fit]

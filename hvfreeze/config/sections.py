@@ -137,8 +137,8 @@ class DataConfig(Section):
         "WHETHER",
         "mirror images among the views, and for a solved head beside every sample: on (unless the data set rules them "
         "out), mean (a solved head reads the mean of an image's features and its mirror image's; answers take twice "
-        "as long), auto (on; with --freeze auto and more than 25 000 samples mean; off where training samples show that "
-        "left and right differ) or off (they differ)",
+        "as long), auto (on; with --freeze auto and more than 25 000 samples mean; off where training samples show "
+        "that left and right differ) or off (they differ)",
         read_by="mirror-images",
     )
 

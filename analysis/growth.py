@@ -165,10 +165,10 @@ def measure(run: Planned, data_dir: Path | None, weights: Path | None) -> dict[s
             raise RefusedError(f"{run.rows} rows on {plural(run.ranks, 'rank')} failed: {' / '.join(last)}")
         whole = time.perf_counter() - start
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(run.ranks)]
-    if len({rank["digest"] for rank in ranks}) > 1:
-        raise RefusedError(f"{run.rows} rows on {plural(run.ranks, 'rank')}: ranks have different heads")
         if data_dir is not None and run.way.startswith(FULL):
             ranks[0]["accuracy_for_both"] = accuracy_for_both(Path(folder, "run"), data_dir)
+    if len({rank["digest"] for rank in ranks}) > 1:
+        raise RefusedError(f"{run.rows} rows on {plural(run.ranks, 'rank')}: ranks have different heads")
     return {**ranks[0], "peak_bytes": [rank["peak_bytes"] for rank in ranks], "command_seconds": round(whole, 3)}
 
 

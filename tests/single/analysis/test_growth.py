@@ -58,7 +58,7 @@ def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
     page = readme([{**line, "machine": "a machine"}, image, full, worse], preset="smoke")
     assert f"- a machine; {UNSTAMPED}; source: abc" in page
     assert "1,500 rows of 512 numbers, 1 rank" in page
-    assert "By the mean of both answers it has 83.0 %." in page and "both answers" not in readme([line], preset="smoke")
+    assert "and 83.0 % by the mean of both answers." in page and "both answers" not in readme([line], preset="smoke")
     assert "against the best full fine-tuning -2.0 points in 0.25x the time" in page
     assert whole_commands([image]) == "", "there is nothing beside it"
     told = "| 1500 | `--freeze auto` | 82.0 % in 4.00 s | 80.0 % in 1.00 s | -2.0 points | 0.25x |"
@@ -95,3 +95,15 @@ def test_a_run_that_fails_is_told_with_its_last_lines(
     monkeypatch.setattr(growth, "follow", fail)
     assert growth.main(["--preset", "smoke", "--out", str(tmp_path)]) == 3
     assert "1000 rows on 1 rank failed: no memory" in capsys.readouterr().err
+
+
+def test_full_fine_tuning_is_asked_for_both_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(command: list[str], log: Path, *, timeout: float) -> int:
+        folder = Path(command[command.index("analysis.parts.growth_images") + 1])
+        (folder / "0.json").write_text('{"digest": "a", "peak_bytes": 1}')
+        return 0
+
+    monkeypatch.setattr(growth, "follow", made)
+    monkeypatch.setattr(growth, "accuracy_for_both", lambda run_dir, data_dir: 0.5)
+    found = [growth.measure(Planned("images", 9, 1, way=way), tmp_path, tmp_path) for way in (growth.FULL, AUTO)]
+    assert ["accuracy_for_both" in each for each in found] == [True, False]

@@ -44,7 +44,9 @@ def begin_stage(job: Job) -> None:
     """Before pretrained blocks are first tuned, solve the model's own last layer, and a head to compare. Collective."""
     runner, guard = job.stage_runner, job.guard
     chain, judge = runner.opened.chain, job.judge
-    first = not job.stage.solves and all(before.solves for before in runner.stages[: runner.number] if before.steps)
+    # A time budget may leave no steps to the first tuning: nothing is tried then.
+    tunes = job.stage.steps > 0 and not job.stage.solves
+    first = tunes and all(before.solves for before in runner.stages[: runner.number] if before.steps)
     if not (job.config.freeze.auto and first and job.config.model.weights != "none"):
         return
     assert judge is not None

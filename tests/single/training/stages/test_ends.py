@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hvfreeze.heads.solve import FitTerms
+from hvfreeze.model.model_sources import build_model
 from hvfreeze.runs.reading import load_run
 from hvfreeze.strategies.base import MODEL
-from hvfreeze.training import auto, build, loop, time_budget
+from hvfreeze.training import auto, auto_plan, build, loop, time_budget
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.stages import Stage
 from hvfreeze.training.time_budget import TimeBudget
@@ -40,6 +41,23 @@ def test_a_stage_that_there_was_no_time_for_leaves_the_model_of_the_one_before(
     monkeypatch.setattr(TimeBudget, "_room", lambda *_, **__: 0)
     summary = train(tmp_path / "run", without, "--time-budget", "1h")
     assert {stage["stage"]: stage["steps"] for stage in summary["stages"]}["tune"] == 0
+    assert "head: kernel:1" in (tmp_path / "run/model.yaml").read_text()
+
+
+def test_a_first_tuning_that_there_was_no_time_for_is_not_on_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many samples the first tuning is the trial, and a head is solved alone where its time is not enough."""
+    model = build_model("shufflenet_v2_x0_5", num_classes=10, image_size=32).model
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    monkeypatch.setattr(auto_plan, "MANY", 10)
+    monkeypatch.setattr(time_budget, "UNMEASURED", 1e6)
+    flags = ("--time-budget", "1h", "--weights", str(tmp_path / "weights.pt"))
+    summary = train(tmp_path / "run", "votes", *flags)
+    assert [(stage["stage"], stage["steps"] > 0) for stage in summary["stages"]][:2] == [
+        ("tune", False),
+        ("solve", True),
+    ]
     assert "head: kernel:1" in (tmp_path / "run/model.yaml").read_text()
 
 

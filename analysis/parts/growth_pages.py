@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
 from analysis.sweeps.kept import machines_of
+from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.report.figures import STYLE
 from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 from hvfreeze.wording import plural
@@ -99,7 +100,7 @@ def readme(lines: Sequence[Line], *, preset: str) -> str:
     return "\n".join(parts)
 
 
-MANY = 25_000
+MANY = ALL_COMPARED // 2
 """Images from which on a solved head takes the mean over mirror images."""
 
 

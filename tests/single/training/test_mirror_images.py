@@ -42,6 +42,19 @@ def train(sides: Path, run: Path, *flags: str) -> Outcome:
     return call("train", *SMALL, *data, *flags)
 
 
+def stop_after_a_step(monkeypatch: pytest.MonkeyPatch, sides: Path, run: Path, *flags: str) -> None:
+    """Train until the first step of tuning is made, and leave as if that was asked for."""
+    make_step = loop.train_step
+
+    def step(job: Job, batches: Any) -> float:
+        job.asked_to_leave = True
+        return make_step(job, batches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "train_step", step)
+        assert train(sides, run, *flags).returncode == Preempted.exit_code
+
+
 def summary(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return found
@@ -90,15 +103,7 @@ def test_what_was_found_out_holds_for_the_stages_that_follow_also_when_the_run_i
     assert straight.returncode == 0, str(straight)
     assert opened[:3] == [("solve", True, 2), ("tune", False, 0), ("solve", False, 1)]
     assert straight.stdout.count("mirror images are left out") == 1, "it is found out once"
-    make_step = loop.train_step
-
-    def step(job: Job, batches: Any) -> float:
-        job.asked_to_leave = True
-        return make_step(job, batches)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_step", step)
-        assert train(sides, tmp_path / "stopped", *flags).returncode == Preempted.exit_code
+    stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *flags)
     opened.clear()
     resumed = train(sides, tmp_path / "stopped", *flags, "--resume")
     assert resumed.returncode == 0, str(resumed)
@@ -136,15 +141,7 @@ def test_the_mean_over_them_that_was_planned_is_not_taken_where_left_and_right_d
     assert opened[:3] == [("solve", False, 1), ("tune", False, 0), ("solve", False, 1)]
     assert hvfreeze.load_model(tmp_path / "straight", trust_code=True).card.head == "kernel:4"
     assert summary(tmp_path / "straight")["test_accuracy"] > 0.9
-    make_step = loop.train_step
-
-    def step(job: Job, batches: Any) -> float:
-        job.asked_to_leave = True
-        return make_step(job, batches)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_step", step)
-        assert train(sides, tmp_path / "stopped", *flags).returncode == Preempted.exit_code
+    stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *flags)
     assert train(sides, tmp_path / "stopped", *flags, "--resume").returncode == 0
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("straight", "stopped")]
     assert digests[0] == digests[1]
@@ -257,16 +254,8 @@ def test_a_head_that_guesses_has_found_out_nothing(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_with_what_was_found_out_at_its_start(
     sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_step = loop.train_step
-
-    def step(job: Job, batches: Any) -> float:
-        job.asked_to_leave = True
-        return make_step(job, batches)
-
     assert train(sides, tmp_path / "straight", *STEPS).returncode == 0
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_step", step)
-        assert train(sides, tmp_path / "stopped", *STEPS).returncode == Preempted.exit_code
+    stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *STEPS)
     # As by a version that found out nothing, or on other ranks, whose sums are rounded otherwise.
     opened.clear()
     monkeypatch.setattr(build, "find_out", lambda *args, **options: None)

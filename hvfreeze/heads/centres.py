@@ -111,12 +111,15 @@ class CentreProducts(Led):
 
     def answers(self, weights: Tensor) -> Tensor:
         """Return K_C A of this rank's rows, (B, C) float32, for A, (M, C). Not a collective."""
-        across = weights.t().float().contiguous()
-        parts = [
-            (across @ self._tiles((number, 0), strip, self._centres).t()).t()
-            for number, (strip, *_) in enumerate(self._rows)
-        ]
-        return torch.cat([torch.zeros(0, len(across)), *parts])
+        across, done = weights.t().float().contiguous(), 0
+        # Taken at once: parts of it, which stay, would lie between strips, which go, and what these leave would never
+        # be whole again. That took gigabytes.
+        answers = torch.empty(sum(len(strip) for strip, *_ in self._rows), len(across))
+        for number, (strip, *_) in enumerate(self._rows):
+            tile = self._tiles((number, 0), strip, self._centres)
+            answers[done : done + len(strip)] = (across @ tile.t()).t()
+            done += len(strip)
+        return answers
 
     def _partial(self, vectors: Tensor) -> Tensor:
         # float64: the sums of the largest eigenvalues would swallow the smallest, which a weak penalty counts on.

@@ -56,7 +56,11 @@ class Landmarks(NamedTuple):
     def seen_in(self, points: Tensor, turned: Tensor) -> Tensor:
         """Return F `turned`, (N, R) float32, for `points`, (N, K)."""
         back = self.matrix @ turned.float()
-        return torch.cat([gaussian(part, self.points) @ back for part in points.split(TILE)])
+        # Taken at once, as `CentreProducts.answers` are.
+        seen = torch.empty(len(points), back.shape[1])
+        for part, given in zip(points.split(TILE), seen.split(TILE)):
+            torch.matmul(gaussian(part, self.points), back, out=given)
+        return seen
 
 
 class Factor:

@@ -24,6 +24,11 @@ JITTER, LEAST = 1e-5, 1e-3
 eigenvalues that are left, which is divided by."""
 
 
+def landmarks_of(rows: int) -> int:
+    """Return how many points the approximation for so many rows is made of, about."""
+    return LANDMARKS if rows < MORE_FROM else MORE_LANDMARKS
+
+
 class Landmarks(NamedTuple):
     """Some of the points; likenesses to them times `matrix` are F, (N, L), with K about F F'."""
 
@@ -68,7 +73,7 @@ class Factor:
 
     def __init__(self, points: Tensor) -> None:
         """Take z, (N, K) float32. Not a collective."""
-        count = LANDMARKS if len(points) < MORE_FROM else MORE_LANDMARKS
+        count = landmarks_of(len(points))
         landmarks = Landmarks.among(points, count)
         _, turned = landmarks.largest(points[::SEEN], count // 2)
         self._columns = landmarks.seen_in(points, turned)

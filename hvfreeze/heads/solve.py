@@ -41,6 +41,14 @@ class FitTerms:
     """How many of this rank's batches, the first ones, a kernel head looks at first; None where all may be kept."""
 
 
+def solver_memory(local_size: int) -> int:
+    """Return the bytes that one of so many ranks of a node may take for a solver: half of what is available, shared.
+
+    To compute likenesses anew takes ten times as long as to use them.
+    """
+    return memory_budget(local_size) * 3 // 2
+
+
 def solve(
     rows: WholeRows,
     layer: SolvableHead,
@@ -75,10 +83,8 @@ def solve(
     if isinstance(layer, KernelHead):
         # What training has freed is the solver's to take.
         give_back()
-        # Half of what is available beside the rows: to compute likenesses anew takes ten times as long as to use them.
-        memory = memory_budget(world.local_size) * 3 // 2
-        asked |= {"centres": centres, "kept": kept}
-        fit = fit_kernel(rows, memory_bytes=memory, read=stop, watch=partial(stop, 0), **asked)
+        asked |= {"centres": centres, "kept": kept, "memory_bytes": solver_memory(world.local_size)}
+        fit = fit_kernel(rows, read=stop, watch=partial(stop, 0), **asked)
     elif gather(rows, world=world, stop=stop):
         return None
     else:

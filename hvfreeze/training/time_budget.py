@@ -20,12 +20,10 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.gram import TILE, gaussian
+from hvfreeze.heads.expected import TIMES, time_answering, time_comparing, time_solving
 from hvfreeze.heads.kernel import KernelHead, centres_for
 from hvfreeze.heads.multilevel import head_of
-from hvfreeze.heads.points import MOST_DIRECTIONS
-from hvfreeze.heads.rows import CHUNK_ROWS
-from hvfreeze.heads.solve import LINEAR_PASSES
+from hvfreeze.heads.solve import solver_memory
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.segments import work_of
@@ -35,15 +33,6 @@ from hvfreeze.training.auto_plan import first_cut, tuning
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, single_stage, with_steps
 from hvfreeze.training.trial import judging
-
-TIMES = 2
-"""Tries of everything, the first of which brings libraries and memory up to speed."""
-KERNEL_PRODUCTS = 20
-"""Of the matrix of likenesses with vectors, until a head that compares rows is solved."""
-APPROXIMATION = 12
-"""What the approximation of the second derivative takes, in passes."""
-PROJECTIONS = 3
-"""Products of the features with as many vectors as there are directions: two find the directions, one projects."""
 
 
 @dataclass(frozen=True)
@@ -103,44 +92,14 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
     return Timing(evaluation, forwards, steps, images=feed.plan.batch_size, evaluated=feed.rows)
 
 
-def time_solving(*, rows: int, width: int, classes: int) -> float:
-    """Return the seconds that solving a linear head takes on `rows` rows of this rank, but for the exchange."""
-    count = max(1, min(rows, CHUNK_ROWS))
-    features, weight = torch.ones(count, width), torch.ones(classes, width)
-
-    def products() -> None:
-        logits = weight @ features.t()
-        _ = logits.exp_() @ features
-
-    return (LINEAR_PASSES + APPROXIMATION) * least_seconds(products, times=TIMES) * rows / count
-
-
-def time_comparing(*, rows: int, width: int, classes: int, size: int, asked: int | None = None) -> float:
-    """Return the seconds that a `KernelHead` takes on `rows` rows of each of `size` ranks, but for the exchange.
-
-    `asked` is how many centres the user wants.
-    """
-    count, directions = max(1, min(rows, CHUNK_ROWS)), min(width, MOST_DIRECTIONS)
-    features, matrix = torch.ones(count, width), torch.ones(width, directions)
-    points, vectors, tile = torch.ones(TILE, directions), torch.ones(2 * classes, TILE), torch.ones(TILE, TILE)
-    projected = least_seconds(partial(torch.matmul, features, matrix), times=TIMES)
-    compared = least_seconds(partial(gaussian, points, points), times=TIMES)
-    # By a tile and by its transpose.
-    multiplied = 2 * least_seconds(partial(torch.matmul, vectors, tile), times=TIMES)
-    centres = centres_for(rows * size, asked)
-    # Of all pairs of rows only half are computed.
-    tiles = rows * centres / TILE**2 / (2 if centres == rows * size else 1)
-    return PROJECTIONS * projected * rows / count + tiles * (compared + KERNEL_PRODUCTS * multiplied)
-
-
 def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
     """Return a batch's images, (B, C, H, W)."""
     return feed.images.load(batch.ids, batch.views)
 
 
 SECONDS_BETWEEN_PLANS = 2.0
-UNMEASURED = 2.0
-"""Times what a solution is expected to take, where it comes last and none was measured before: it is a rough guess."""
+UNMEASURED, UNMEASURED_SECONDS = 1.25, 2.0
+"""Times what a solution is expected to take, and seconds, where it comes last and none was measured before."""
 RESERVED, RESERVED_SECONDS = 0.005, 0.5
 """Part of the budget, and seconds, for what comes after the last stage: the model is digested and written."""
 
@@ -358,8 +317,10 @@ class TimeBudget:
             return 0.0
         if stage.solves:
             ratio = stage.worth / self._worth if stage.worth and self._worth else 1.0
-            guessed = self._guessed and not stages[0].solves
-            return self.expected.solve * ratio * (UNMEASURED if guessed else 1.0) + self.expected.evaluation
+            seconds = self.expected.solve * ratio
+            if self._guessed and not stages[0].solves:
+                seconds = UNMEASURED * seconds + UNMEASURED_SECONDS
+            return seconds + self.expected.evaluation
         if stage.is_trial:
             return stage.steps * self._step(stage) + 2 * self.expected.trial
         return stage.steps * self._with_evaluations(stage) + self._ends(stages, number)
@@ -434,7 +395,7 @@ def open_budget(
     if seconds is None or timing is None:
         return None
     solves = next((stage for stage in stages if stage.solves), None)
-    solve = expected_solution(factory, solves, timing.evaluation) if solves else 0.0
+    solve = expected_solution(factory, solves, timing, evaluated=evaluated) if solves else 0.0
     expected = Expected(
         solve=max(world.allgather_object(solve, name="budget.solve")),
         step=timing.step * config.optimizer.accumulate,
@@ -471,12 +432,24 @@ def expected_judging(factory: StageFactory, timing: Timing) -> float:
     return judging(forward, samples=plan.samples) * timing.evaluation / (timing.evaluated * len(plan.shards))
 
 
-def expected_solution(factory: StageFactory, stage: Stage, forward: float) -> float:
-    """Return the seconds that a solution takes on this rank, `forward` of them for each batch's features."""
+def expected_solution(factory: StageFactory, stage: Stage, timing: Timing, *, evaluated: int) -> float:
+    """Return the seconds that a solution takes on this rank, and its answers to as many batches beyond all blocks."""
     batches, head = factory.feed(stage).every_view(), head_of(factory.chain(stage))
-    rows, classes = sum(batch.counted for batch in batches), factory.blueprint.classes
-    forward *= 2 if factory.reads_mirrored(stage.config) else 1
-    time_head = time_solving
-    if isinstance(head, KernelHead):
-        time_head = partial(time_comparing, size=factory.context.world.size, asked=stage.config.head.centres)
-    return forward * len(batches) + time_head(rows=rows, width=head.in_features, classes=classes)
+    rows, classes, size = sum(batch.counted for batch in batches), factory.blueprint.classes, factory.context.world.size
+    again = 1 if factory.reads_mirrored(stage.config) else 0
+    features = timing.evaluation * ((1 + again) * len(batches) + again * evaluated)
+    if not isinstance(head, KernelHead):
+        return features + time_solving(rows=rows, width=head.in_features, classes=classes)
+    asked = stage.config.head.centres
+    solved = time_comparing(
+        rows=rows,
+        width=head.in_features,
+        classes=classes,
+        size=size,
+        memory_bytes=solver_memory(factory.context.world.local_size),
+        asked=asked,
+    )
+    centres = centres_for(rows * size, asked)
+    return (
+        features + solved + time_answering(rows=evaluated * timing.evaluated, width=head.in_features, centres=centres)
+    )

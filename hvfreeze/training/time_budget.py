@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from hvfreeze.training.auto_plan import first_cut, tuning
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, single_stage, with_steps
 from hvfreeze.training.trial import judging
+from hvfreeze.wording import plural
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class Timing:
 
     evaluation: float
     """Through all blocks, without gradient, of a batch that trains nothing."""
-    forward: float
-    """The same of a training batch."""
     step: float
     """Of a training step behind a cut, but for the exchange of gradients and the update."""
     images: int
@@ -74,9 +72,9 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
     ids, views = (np.resize(part, feed.rows) for part in (batch.ids, batch.views))
     repeated = replace(batch, ids=ids, views=views)
 
-    def forward(batch: Batch) -> None:
+    def forward() -> None:
         chain.model.eval()
-        halves.prefix(images_of(feed, batch), 0, len(chain.blocks))
+        halves.prefix(images_of(feed, repeated), 0, len(chain.blocks))
 
     def step() -> None:
         # BatchNorm cannot train on one value: where there is but one, the strategy will say so.
@@ -85,11 +83,11 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
         functional.cross_entropy(logits.float(), batch.labels).backward()
 
     with state_kept(chain.model):
-        works = (partial(forward, repeated), partial(forward, batch), step)
+        works = (forward, step)
         mine = [least_seconds(work, times=TIMES) for work in works]
     everyone = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
-    evaluation, forwards, steps = (max(each) for each in everyone)
-    return Timing(evaluation, forwards, steps, images=feed.plan.batch_size, evaluated=feed.rows)
+    evaluation, steps = (max(each) for each in everyone)
+    return Timing(evaluation, steps, images=feed.plan.batch_size, evaluated=feed.rows)
 
 
 def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
@@ -366,7 +364,7 @@ def passes_left(factory: StageFactory, timing: Timing | None, *, evaluated: int,
     left = seconds - (time.monotonic() - started) - reserve_of(seconds) - timing.evaluation * evaluated
     left = context.world.broadcast_object(left, name="budget.passes")
     plan = context.feed.plan
-    return left / timing.forward * timing.images / (plan.batches_per_epoch * plan.batch_size)
+    return left / timing.evaluation * timing.evaluated / (plan.batches_per_epoch * plan.batch_size)
 
 
 def open_budget(
@@ -403,7 +401,10 @@ def open_budget(
         evaluation=timing.evaluation * evaluated,
         judging=timing.evaluation * judged,
         trial=expected_judging(factory, timing) if config.freeze.auto and not stages[0].solves else 0.0,
-        source=f"a timed forward batch ({1e3 * timing.forward:.0f} ms) and step ({1e3 * timing.step:.0f} ms)",
+        source=(
+            f"a timed forward pass of {plural(timing.evaluated, 'sample')} ({1e3 * timing.evaluation:.0f} ms) "
+            f"and step of {timing.images} ({1e3 * timing.step:.0f} ms)"
+        ),
     )
     return TimeBudget(
         seconds=seconds,

@@ -128,7 +128,7 @@ def clocked(world: World) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=lambda: next(ticks) * 0.05 * (world.rank + 1))
     before = time_budget.time, loop.time, time_budget.time_batch, time_budget.time_comparing  # type: ignore[attr-defined]
     time_budget.time = loop.time = clock  # type: ignore[assignment,attr-defined]
-    time_budget.time_batch = lambda *args, **rest: Timing(0.01, 0.01, 0.1, images=32, evaluated=32)  # type: ignore[attr-defined]
+    time_budget.time_batch = lambda *args, **rest: Timing(0.01, 0.1, images=32, evaluated=32)  # type: ignore[attr-defined]
     time_budget.time_comparing = lambda **rest: 0.1  # type: ignore[attr-defined]
     try:
         yield

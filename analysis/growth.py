@@ -79,7 +79,7 @@ IMAGES = {
     20_000: (AUTO, f"{AUTO} --epochs 1", f"{FULL} --lr 0.05 --batch-size 64"),
     50_000: (
         AUTO,
-        f"{AUTO} --time-budget 300s",
+        f"{AUTO} --time-budget 320s",
         *(f"{AUTO} --epochs {count}" for count in (1, 3, 4, 8)),
         f"{FULL} --lr 0.05",
         f"{FULL} --lr 0.1",

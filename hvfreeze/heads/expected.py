@@ -13,10 +13,8 @@ from hvfreeze.heads.landmarks import SEEN, landmarks_of
 from hvfreeze.heads.points import MOST_DIRECTIONS
 from hvfreeze.heads.rows import CHUNK_ROWS
 from hvfreeze.heads.solve import LINEAR_PASSES
-from hvfreeze.timing import least_seconds
+from hvfreeze.timing import settled_seconds
 
-TIMES = 2
-"""Tries of everything, the first of which brings libraries and memory up to speed."""
 APPROXIMATION = 12
 """What the approximation of the second derivative takes, in passes."""
 PROJECTIONS = 3
@@ -37,7 +35,7 @@ def time_solving(*, rows: int, width: int, classes: int) -> float:
         logits = weight @ features.t()
         _ = logits.exp_() @ features
 
-    return (LINEAR_PASSES + APPROXIMATION) * least_seconds(products, times=TIMES) * rows / count
+    return (LINEAR_PASSES + APPROXIMATION) * settled_seconds(products) * rows / count
 
 
 def time_comparing(
@@ -56,7 +54,7 @@ def time_comparing(
         tile = tiles((0, 0), points, points)
         _ = vectors @ tile, vectors @ tile.t()
 
-    compared, multiplied = time_tile(directions), least_seconds(multiply, times=TIMES)
+    compared, multiplied = time_tile(directions), settled_seconds(multiply)
     products = PRODUCTS_OF_MANY if rounded else PRODUCTS
     # Of all pairs of rows only half are computed.
     pairs = rows * centres / (2 if centres == together else 1)
@@ -85,7 +83,7 @@ def time_landmarks(*, rows: int, directions: int, columns: int, products: int) -
     compared = time_tile(directions) * count / TILE
     turned, applied = time_product(TILE, count, count // 2), time_product(columns, count // 2, TILE)
     # Eigenvectors of the landmarks' sums, and twice of half as many columns'.
-    factored = 1.25 * least_seconds(partial(torch.linalg.eigh, piece()), times=TIMES) * (count / PIECE) ** 3
+    factored = 1.25 * settled_seconds(partial(torch.linalg.eigh, piece())) * (count / PIECE) ** 3
     parts = (1 + 1 / SEEN) * compared + (1.5 + 4 / SEEN) * turned + 2 * products * applied
     return rows / TILE * parts + factored
 
@@ -94,18 +92,18 @@ def time_factor(centres: int, *, rows: int, size: int, compared: float) -> float
     """Return the seconds in which so many centres are factored, with `compared` for a tile of likenesses."""
     sampled, across = min(rows, SAMPLED * centres) / size / TILE, centres / TILE
     sums = sampled * across * (compared + across * time_product(TILE, TILE, TILE))
-    return sums + least_seconds(partial(torch.linalg.cholesky, piece()), times=TIMES) * (centres / PIECE) ** 3
+    return sums + settled_seconds(partial(torch.linalg.cholesky, piece())) * (centres / PIECE) ** 3
 
 
 def time_tile(directions: int) -> float:
     """Return the seconds in which points of so many numbers are compared, `TILE` with as many."""
     points = torch.ones(TILE, directions)
-    return least_seconds(partial(gaussian, points, points), times=TIMES)
+    return settled_seconds(partial(gaussian, points, points))
 
 
 def time_product(rows: int, inner: int, columns: int) -> float:
     """Return the seconds of a product of (rows, inner) and (inner, columns)."""
-    return least_seconds(partial(torch.matmul, torch.ones(rows, inner), torch.ones(inner, columns)), times=TIMES)
+    return settled_seconds(partial(torch.matmul, torch.ones(rows, inner), torch.ones(inner, columns)))
 
 
 def piece() -> torch.Tensor:

@@ -19,7 +19,7 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.expected import TIMES, time_answering, time_comparing, time_solving
+from hvfreeze.heads.expected import time_answering, time_comparing, time_solving
 from hvfreeze.heads.kernel import KernelHead, centres_for
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.solve import solver_memory
@@ -27,7 +27,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.segments import work_of
 from hvfreeze.prefix.features import Halves
-from hvfreeze.timing import least_seconds
+from hvfreeze.timing import settled_seconds
 from hvfreeze.training.auto_plan import first_cut, tuning
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, single_stage, with_steps
@@ -84,7 +84,7 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
 
     with state_kept(chain.model):
         works = (forward, step)
-        mine = [least_seconds(work, times=TIMES) for work in works]
+        mine = [settled_seconds(work) for work in works]
     everyone = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
     evaluation, steps = (max(each) for each in everyone)
     return Timing(evaluation, steps, images=feed.plan.batch_size, evaluated=feed.rows)

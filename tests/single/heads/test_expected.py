@@ -18,11 +18,11 @@ PLENTY = 2**40
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every piece take a millisecond."""
 
-    def least_seconds(work: Callable[[], object], *, times: int) -> float:
+    def settled_seconds(work: Callable[[], object]) -> float:
         work()
         return 1e-3
 
-    monkeypatch.setattr(expected, "least_seconds", least_seconds)
+    monkeypatch.setattr(expected, "settled_seconds", settled_seconds)
 
 
 comparing: Callable[..., float] = partial(expected.time_comparing, width=64, classes=10)

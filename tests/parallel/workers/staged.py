@@ -126,14 +126,14 @@ def clocked(world: World) -> Iterator[None]:
     """Let time pass by a twentieth of a second whenever the clock is read, on other ranks faster than on rank 0."""
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks) * 0.05 * (world.rank + 1))
-    before = time_budget.time, loop.time, time_budget.time_batch, time_budget.time_comparing  # type: ignore[attr-defined]
-    time_budget.time = loop.time = clock  # type: ignore[assignment,attr-defined]
-    time_budget.time_batch = lambda *args, **rest: Timing(0.01, 0.1, images=32, evaluated=32)  # type: ignore[attr-defined]
-    time_budget.time_comparing = lambda **rest: 0.1  # type: ignore[attr-defined]
-    try:
+    patched: dict[str, Any] = {
+        "time": clock,
+        "time_batch": lambda *args, **rest: Timing(0.01, 0.1, images=32, evaluated=32),
+        "time_comparing": lambda **rest: 0.1,
+        "time_answering": lambda **rest: 0.01,
+    }
+    with patch.multiple(time_budget, **patched), patch.object(loop, "time", clock):
         yield
-    finally:
-        time_budget.time, loop.time, time_budget.time_batch, time_budget.time_comparing = before  # type: ignore[attr-defined]
 
 
 def counted(number: int, what: str, *, stage: int) -> Ask:

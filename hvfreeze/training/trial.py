@@ -31,7 +31,7 @@ TUNED, TRIED, MOST_TRIED = 1280, 40, 4.0
 """A trial tunes on so many samples of all ranks, about, or an epoch of fewer; but it makes at least so many steps,
 because blocks learn by steps, unless they were more than so many epochs. On many samples it costs no more than on few.
 """
-MANY = 25_000
+MANY = 15_000
 """Samples of which a long tuning may gain what a short trial cannot show."""
 FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 3332, 1 / 6
 """Samples of all ranks, about, that heads are solved for, and which part of all they are between these; half as many

@@ -213,7 +213,7 @@ def test_tuning_pays_where_the_loss_falls_by_more_than_chance() -> None:
 
 
 def test_a_trial_is_as_long_for_many_samples_as_for_few() -> None:
-    assert [planned(epochs=9, batches=count, guarded=count)[0].steps for count in (20, 100, 600)] == [40, 80, 80]
+    assert [planned(epochs=9, batches=count, guarded=count)[0].steps for count in (20, 100, 400)] == [40, 80, 80]
 
 
 def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_time() -> None:

@@ -2,6 +2,7 @@
 
     python -m analysis.growth [--preset smoke|reduced|full] [--rows N [N ...]] [--out DIR]
     python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
+    python -m analysis.growth --shares         what one of 256 ranks does for 1 000 000 images, on this machine alone
 
 Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
 command, with a ResNet-18 that was trained at 32 pixels, and beside it through full fine-tuning. DIR gets
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-from analysis.parts.growth_pages import AUTO, MEASURED, Line, growth_figure, kept, readme
+from analysis.parts.growth_pages import AUTO, MEASURED, SHARES, Line, growth_figure, kept, readme, shares_in
+from analysis.parts.growth_shares import RANKS, SAMPLES, shares
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, commit, machine, publish
 from analysis.sweeps.launching import follow
@@ -101,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", help="only runs of so many (all)")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10; without it no images")
     parser.add_argument("--weights", type=Path, help="of a ResNet-18 trained at 32 pixels")
+    parser.add_argument("--shares", action="store_true", help="only what one of many ranks does beside training, anew")
     options = parser.parse_args(arguments)
     if (options.data_dir is None) != (options.weights is None):
         parser.error("--data-dir and --weights go together")
@@ -109,19 +112,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.data_dir is not None:
         planned += [Planned("images", count, 2, way=way) for count, ways in IMAGES.items() for way in ways]
     lines = kept(options.out / MEASURED)
+    if options.shares:
+        planned = []
+        publish(options.out / SHARES, json.dumps({**measured_shares(), **stamp_of_run()}, indent=1) + "\n")
     try:
         for run in missing([run for run in planned if options.rows is None or run.rows in options.rows], lines):
             found = measure(run, options.data_dir, options.weights)
-            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            lines.append({**asdict(run), **found, "commit": commit(), "machine": machine(), "finished": now})
+            lines.append({**asdict(run), **found, **stamp_of_run()})
             publish(options.out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
             print(", ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
         save_figure(growth_figure(lines), options.out / "figures" / "growth.svg")
-        publish(options.out / "README.md", readme(lines, preset=preset_of(lines)))
+        publish(options.out / "README.md", readme(lines, preset=preset_of(lines), shares=shares_in(options.out)))
     except HvfreezeError as error:
         print(f"growth: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def stamp_of_run() -> dict[str, str]:
+    """Return with which source, on which machine and when something was measured."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"commit": commit(), "machine": machine(), "finished": now}
+
+
+def measured_shares() -> dict[str, Any]:
+    """Return what one of `RANKS` ranks does for `SAMPLES` images."""
+    found = [share._asdict() for share in shares(samples=SAMPLES, ranks=RANKS)]
+    return {"samples": SAMPLES, "ranks": RANKS, "shares": found}
 
 
 def preset_of(lines: Sequence[Line]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
@@ -27,6 +28,8 @@ SHARES = "shares.json"
 AUTO = "--freeze auto"
 UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept lines that name none."""
+MARKERS = {1: "^", 2: "o", 4: "s"}
+"""By number of ranks."""
 KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
 
 
@@ -42,7 +45,7 @@ def shares_in(folder: Path) -> Line | None:
 
 
 def growth_figure(lines: Sequence[Line]) -> Figure:
-    """Return seconds and peak memory over rows, a line for each kind, number of ranks and number of centres.
+    """Return seconds and peak memory over rows: a colour for each kind and number of centres, a marker for ranks.
 
     Of images those that `--freeze auto` has without any other flag.
     """
@@ -51,18 +54,29 @@ def growth_figure(lines: Sequence[Line]) -> Figure:
         figure = Figure(figsize=(FIGURE_WIDTH, 1.4 * FIGURE_WIDTH), layout="constrained")
         time, memory = figure.subplots(2, 1)
         groups = {key: list(mine) for key, mine in groupby(in_order(drawn), key=of_a_line)}
-        for ((kind, ranks, centres), mine), colour in zip(groups.items(), OTHERS * len(lines)):
+        colours = dict(zip(dict.fromkeys((kind, centres) for kind, _, centres in groups), OTHERS))
+        for (kind, ranks, centres), mine in groups.items():
             rows = [line["rows"] for line in mine]
-            label = f"{KINDS[kind]}, {plural(ranks, 'rank')}" + (f", {centres} centres" if centres else "")
-            time.plot(rows, [took(line) for line in mine], "o-", markersize=4, color=colour, label=label)
-            memory.plot(rows, [max(line["peak_bytes"]) / 1e9 for line in mine], "o-", markersize=4, color=colour)
+            drawing: dict[str, Any] = {"color": colours[kind, centres], "marker": MARKERS[ranks], "markersize": 4}
+            time.plot(rows, [took(line) for line in mine], **drawing)
+            memory.plot(rows, [max(line["peak_bytes"]) / 1e9 for line in mine], **drawing)
         for axes, what in ((time, "seconds"), (memory, "peak memory of a rank (GB)")):
             axes.set(xscale="log", yscale="log", xlabel="rows of all ranks", ylabel=what)
             for axis in (axes.xaxis, axes.yaxis):
                 # Powers of ten would be formulas, which an SVG shows as their source.
                 axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
                 axis.set_minor_formatter(NullFormatter())
-        figure.legend(loc="outside upper left", ncols=1)
+        handles = [
+            *(
+                Line2D([], [], color=colour, label=KINDS[kind] + (f", {centres} centres" if centres else ""))
+                for (kind, centres), colour in colours.items()
+            ),
+            *(
+                Line2D([], [], color="grey", linestyle="", marker=MARKERS[ranks], label=plural(ranks, "rank"))
+                for ranks in sorted({ranks for _, ranks, _ in groups})
+            ),
+        ]
+        figure.legend(handles=handles, loc="outside upper left", ncols=1)
     return figure
 
 

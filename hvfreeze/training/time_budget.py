@@ -168,7 +168,7 @@ class TimeBudget:
             {"stage": stage.name, "steps": stage.steps, "seconds": self._takes(planned, number)}
             for number, stage in enumerate(planned)
             # Nothing is ever done in one that had no steps before.
-            if stages[number].steps and not stage.is_spare
+            if stages[number].steps and not is_left_out(planned, stage)
         ]
         return planned
 
@@ -311,7 +311,7 @@ class TimeBudget:
     def _takes(self, stages: Sequence[Stage], number: int) -> float:
         """Return the seconds that a stage is expected to take, with its evaluations."""
         stage = stages[number]
-        if stage.steps == 0 or stage.is_spare:
+        if stage.steps == 0 or is_left_out(stages, stage):
             return 0.0
         if stage.solves:
             ratio = stage.worth / self._worth if stage.worth and self._worth else 1.0
@@ -414,6 +414,11 @@ def open_budget(
         evaluate_every=config.run.evaluate_every,
         passes=passes,
     )
+
+
+def is_left_out(stages: Sequence[Stage], stage: Stage) -> bool:
+    """Tell whether a stage is a solution that is made only where the trial before it finds nothing to tune."""
+    return stage.is_spare and any(other.is_trial and other.steps for other in stages)
 
 
 def reserve_of(seconds: float) -> float:

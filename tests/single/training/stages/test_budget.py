@@ -246,6 +246,16 @@ def test_tuning_is_tried_only_where_an_epoch_of_it_has_time_too(clock: Clock, se
     assert clock.now - began <= 1.02 * seconds
 
 
+def test_a_solution_that_is_made_because_nothing_can_be_tried_is_in_the_plan(clock: Clock) -> None:
+    budget = budget_of(clock, 12.0, trial=2.0)
+    planned = budget.plan(early(8.0))
+    assert [stage.steps > 0 for stage in planned] == [False, True, False, False, False]
+    rows = [row.split() for row in budget.describe()[1:-1]]
+    assert [row[0] for row in rows] == ["set-up", "try", "solve", "tune", "solve", "finish"]
+    assert [row[-2:] == ["no", "time"] for row in rows] == [False, True, False, True, True, False]
+    assert float(rows[2][1]) > SOLVE
+
+
 WITH_PLAIN = replace(COSTS, plain=replace(COSTS, views=1))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from analysis.benchmarks.launching import ROOT, environment
 from analysis.parts.cached_commands import NAME
 from analysis.parts.read_tables import READS
-from analysis.sweeps.kept import RESULTS, commit, machine, publish, texts_of
+from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for ranks in RANKS[1:2] if options.quick else RANKS:
             if not any(row["ranks"] == str(ranks) for row in rows):
-                stamp = {"commit": commit(), "machine": machine()}
-                rows += [{**row, **stamp} for row in timed(ranks, options.scratch, quick=options.quick)]
+                where = stamp()
+                rows += [{**row, **where} for row in timed(ranks, options.scratch, quick=options.quick)]
                 publish(path, to_csv(rows))
     except HvfreezeError as error:
         print(f"cache_reads: error: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ from analysis.parts.clock_tables import readme
 from analysis.parts.peers import Cell, by_samples, cell_of, shortest
 from analysis.parts.start_tables import columns, table
 from analysis.peers import PEERS, Ground
-from analysis.sweeps.kept import RESULTS, commit, machine, publish, texts_of
+from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of
 from analysis.sweeps.launching import Site, command_of, follow
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import open_results
@@ -201,11 +201,6 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
         "test_accuracy": summary["test_accuracy"],
         **stamp(),
     }
-
-
-def stamp() -> dict[str, str]:
-    """Return what a row says of where it was measured."""
-    return {"commit": commit(), "machine": machine()}
 
 
 if __name__ == "__main__":

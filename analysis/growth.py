@@ -28,7 +28,7 @@ import torch
 from analysis.parts.growth_pages import AUTO, MEASURED, SHARES, Line, growth_figure, kept, readme, shares_in
 from analysis.parts.growth_shares import RANKS, SAMPLES, shares
 from analysis.sweeps.experiment import save_figure
-from analysis.sweeps.kept import RESULTS, commit, machine, publish
+from analysis.sweeps.kept import RESULTS, publish, stamp
 from analysis.sweeps.launching import follow
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
@@ -112,13 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.data_dir is not None:
         planned += [Planned("images", count, 2, way=way) for count, ways in IMAGES.items() for way in ways]
     lines = kept(options.out / MEASURED)
-    if options.shares:
-        planned = []
-        publish(options.out / SHARES, json.dumps({**measured_shares(), **stamp_of_run()}, indent=1) + "\n")
     try:
+        if options.shares:
+            planned, found = [], {**measured_shares(), **stamp(), "finished": now()}
+            publish(options.out / SHARES, json.dumps(found, indent=1) + "\n")
         for run in missing([run for run in planned if options.rows is None or run.rows in options.rows], lines):
             found = measure(run, options.data_dir, options.weights)
-            lines.append({**asdict(run), **found, **stamp_of_run()})
+            lines.append({**asdict(run), **found, **stamp(), "finished": now()})
             publish(options.out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
             print(", ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
         save_figure(growth_figure(lines), options.out / "figures" / "growth.svg")
@@ -129,10 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def stamp_of_run() -> dict[str, str]:
-    """Return with which source, on which machine and when something was measured."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"commit": commit(), "machine": machine(), "finished": now}
+def now() -> str:
+    """Return the time in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def measured_shares() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +23,18 @@ from torch import Tensor
 from hvfreeze.cache.file.format import pack_keys
 from hvfreeze.cache.index import RowIndex
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.data.folders import list_folders
 from hvfreeze.data.shards import ShardPlan, plan_shards
-from hvfreeze.freezing.vote import count, counted_weights, deepest_supported, exchange, fixed_point
+from hvfreeze.freezing.criteria import Evidence, Proposer
+from hvfreeze.freezing.vote import hold_vote
 from hvfreeze.training.checkpoint_file import Saving, open_checkpoint, packed
 
 SAMPLES, RANKS, CLASSES, BATCH = 1_000_000, 256, 1_000, 64
 VIEWS = 2
 PARAMETERS = 11_700_000
 """Of a ResNet-18; a checkpoint has as many numbers of the optimizer beside them."""
-BLOCKS, CRITERIA = 20, 2
-QUORUM = 0.5
+BLOCKS = 20
 
 
 class Share(NamedTuple):
@@ -53,10 +55,11 @@ class ManyRanks(SoloWorld):
 
     def __init__(self, size: int) -> None:
         """Take how many there are."""
-        self.size = size
+        self.size, self.sent = size, 0
 
     def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
         """Return the table with every rank's column."""
+        self.sent += tensor.nbytes
         return tensor[:, :1].expand_as(tensor).clone()
 
 
@@ -130,20 +133,23 @@ def of_checkpoint(ranks: int) -> Iterator[Share]:
 
 def of_vote(ranks: int) -> Share:
     """Return what a vote takes beside its message."""
-    world, numbers = ManyRanks(ranks), [1.0, *[0.5] * (2 * BLOCKS)]
-
-    def vote() -> int:
-        proposals, shown, broken = exchange(world, [BLOCKS // 2] * CRITERIA, numbers, False)
-        weights, _ = counted_weights([row[0] for row in shown], broken)
-        cast = [fixed_point(each, max(weights)) for each in weights]
-        for proposed in proposals:
-            deepest_supported(count(proposed, cast, deepest=BLOCKS - 1), quorum=QUORUM, cut=0)
-        return 8 * ranks * (1 + CRITERIA + len(numbers))
-
-    vote()
-    sent, seconds = timed(vote)
-    what = f"vote, {CRITERIA} criteria, {BLOCKS} blocks"
-    return Share(what, "every rank, each time", "other ranks vote as rank 0; without the network", seconds, sent)
+    world, proposers = ManyRanks(ranks), [Proposer("coherence"), Proposer("gradient-norm")]
+    evidence = Evidence(
+        cut=0,
+        num_blocks=BLOCKS,
+        has_parameters=(True,) * BLOCKS,
+        previous_norms=(1.0,) * BLOCKS,
+        norms=(0.9,) * BLOCKS,
+        epoch=1.0,
+        num_epochs=10.0,
+        warmup_epochs=0.0,
+        eta_max=0.1,
+        gains=((1.0,) * BLOCKS,),
+    )
+    vote = partial(hold_vote, world, FreezeConfig(freeze="coherence"), proposers, evidence)
+    _, seconds = timed(lambda: vote(weight=1.0, broken=False, step=1, epoch=1))
+    what = f"vote, {len(proposers)} criteria, {BLOCKS} blocks"
+    return Share(what, "every rank, each time", "other ranks vote as rank 0; without the network", seconds, world.sent)
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

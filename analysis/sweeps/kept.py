@@ -384,6 +384,11 @@ def machine(beside: str = ", one thread a rank; ") -> str:
     return f"{known['processor']}, {known['cores']} cores{beside}{versions}"
 
 
+def stamp() -> dict[str, str]:
+    """Return what a row says of where, and by which source, it was measured."""
+    return {"commit": commit(), "machine": machine()}
+
+
 def machines_of(rows: Sequence[Mapping[str, Any]], *, unstamped: str) -> str:
     """Return the machines in the column `machine` of some rows; `unstamped` is that of rows which name none."""
     return "; ".join(dict.fromkeys(str(row.get("machine") or unstamped) for row in rows))

@@ -63,7 +63,7 @@ def time_comparing(
     choice = min(together, MOST_COMPARED) ** 2 / 2 / size * (compared + 2 * PRODUCTS * multiplied)
     solution = pairs * (compared * (1 + products * (1 - kept)) + products * multiplied)
     prepared = (
-        time_landmarks(rows=together, directions=directions, columns=2 * classes, products=products)
+        time_landmarks(rows=together, columns=2 * classes, products=products, compared=compared)
         if centres == together or centres > MOST_FACTORED
         else time_factor(centres, rows=together, size=size, compared=compared)
     )
@@ -77,14 +77,16 @@ def time_answering(*, rows: int, width: int, centres: int) -> float:
     return rows / TILE * (time_product(TILE, width, directions) + centres / TILE * time_tile(directions))
 
 
-def time_landmarks(*, rows: int, directions: int, columns: int, products: int) -> float:
-    """Return the seconds of rank 0 for a `Factor` of so many rows, and for as many times its inverse."""
+def time_landmarks(*, rows: int, columns: int, products: int, compared: float) -> float:
+    """Return the seconds of rank 0 for a `Factor` of so many rows, and for as many times its inverse.
+
+    `compared` is those of a tile of likenesses.
+    """
     count = max(2, min(rows, landmarks_of(rows)))
-    compared = time_tile(directions) * count / TILE
     turned, applied = time_product(TILE, count, count // 2), time_product(columns, count // 2, TILE)
     # Eigenvectors of the landmarks' sums, and twice of half as many columns'.
     factored = 1.25 * settled_seconds(partial(torch.linalg.eigh, piece())) * (count / PIECE) ** 3
-    parts = (1 + 1 / SEEN) * compared + (1.5 + 4 / SEEN) * turned + 2 * products * applied
+    parts = (1 + 1 / SEEN) * compared * count / TILE + (1.5 + 4 / SEEN) * turned + 2 * products * applied
     return rows / TILE * parts + factored
 
 

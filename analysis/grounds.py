@@ -42,6 +42,8 @@ LITE: dict[str, Value] = {
 }
 EPOCHS, FEWER = 8, (2, 4, 8)
 """Of full fine-tuning, with twice as many beside them, and the most that auto may take where it is not left to it."""
+BUDGETS = (*FEWER, 2 * EPOCHS)
+"""Epochs of full fine-tuning whose seconds auto has as a time budget."""
 AUTO: dict[str, Value] = {"freeze": "auto"}
 FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EPOCHS, "checkpoint_every": "0"}
 SOLUTION, TUNED, WHOLE = "--freeze auto --epochs 1", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
@@ -128,6 +130,21 @@ def runs(preset: Preset) -> list[PlannedRun]:
         for name, ground in GROUNDS.items()
         for way in ground.ways()
     ]
+
+
+def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
+    """Return auto with the seconds of each whole command of full fine-tuning that was timed, on the same data."""
+    rows = {(row["label"], int(row["seed"])): row["whole_seconds"] for row in results.rows}
+    found = []
+    for seed in preset.seeds:
+        for name, epochs in ((name, epochs) for name in GROUNDS for epochs in BUDGETS):
+            seconds = rows.get((f"{name}-{full_of(epochs)}", seed))
+            if GROUNDS[name].part_of is None and seconds:
+                # Full fine-tuning writes no checkpoints either.
+                flags = {**flags_of(name, "auto"), "time_budget": f"{seconds:.0f}s", "checkpoint_every": "0"}
+                label = f"{name}-budget{epochs}"
+                found.append(PlannedRun(label=label, seed=seed, flags=flags, ranks=preset.ranks))
+    return found
 
 
 def flags_of(name: str, way: str) -> dict[str, Value]:
@@ -405,6 +422,7 @@ EXPERIMENT = Experiment(
     LIMITS,
     chooses_lr=True,
     shown=3,
+    then=budgets,
     one_factor=False,
 )
 

@@ -27,7 +27,6 @@ from hvfreeze.training.evaluation import Score, Totals, evaluate, mean, reduce
 from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
-from hvfreeze.training.trial import seen_by
 
 WORTH_IT, FEWEST_WRONG, MUCH_LEFT = 0.005, 1.5, 0.05
 """Of the held-out samples, how many must be wrong for tuning to be worth a try: half a point, and more than one sample,
@@ -54,6 +53,7 @@ def begin_stage(job: Job) -> None:
         loss = judge.begin(chain, solves_last=not starts_from_zero(job))
     if guard is not None and guard.best is None:
         guard.trial.before, guard.trial.samples = loss, judged_by(job)
+        guard.trial.guess = math.log(before_last_layer(chain)[1].out_features)
         guard.before_trial = copied(chain.model)
         suit_last_layer(job)
 
@@ -95,6 +95,8 @@ def end_trial(job: Job, *, failed: bool = False) -> bool:
         job.logger.info(trial.line(stage.steps, "blocks still gain, tuning goes on"))
         if following is not None and following.solves:
             runner.tune_at_once()
+        if trial.leaves_much and runner.tune_instead():
+            job.logger.info("much is left to learn: the time of the solution behind it is tuned too")
         return False
     if not stage.is_trial and trial.pays:
         job.logger.info(trial.line(stage.steps, "what was tuned is kept"))
@@ -228,7 +230,8 @@ def held_out_of(job: Job) -> int:
 
 def judged_by(job: Job) -> int:
     """Return how many samples judge a trial, about, of all ranks."""
-    return min(held_out_of(job), seen_by(job.feed.plan.samples)[1])
+    assert job.judge is not None
+    return min(held_out_of(job), job.judge.seen[1])
 
 
 def goes_on(before: Verdict | None, now: Verdict, held_out: int) -> bool:

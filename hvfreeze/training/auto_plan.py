@@ -24,7 +24,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
 from hvfreeze.training.stage_build import HELD_OUT, StageFactory
-from hvfreeze.training.stages import SOLVE, TRY, TUNE, Stage
+from hvfreeze.training.stages import MUCH_TUNED, SOLVE, TRY, TUNE, Stage
 from hvfreeze.training.trial import LEAST_WORK, MANY, MOST_TRIED, TRIED, TUNED, judging
 
 WARMUP = 0.1
@@ -44,9 +44,10 @@ samples teach as much, in fewer updates."""
 ROUND, LEAST_ROUND = 3.0, 100
 """Epochs of full fine-tuning that the first tuning takes where there is twice as much for a second one, and so many
 steps in it: easy tasks need no more."""
-MUCH_TUNED, LEAST_TUNED = 4.0, 0.5
-"""Such epochs beside which a head is solved with mirror images, and for the blocks as they are before tuning that gains
-a little; and fewer than which are not tuned."""
+LEAST_TUNED = 0.5
+"""Such epochs, fewer than which are not tuned where a head is solved behind them."""
+SPARED = 1.25
+"""Times what a solution is counted to take, that must be left for a trial to come before it."""
 BACKWARD, UPDATE = 3.0, 1e3
 """What the backward pass takes, in forward passes of the same blocks; and floating-point operations of the forward pass
 in whose time a parameter's gradient is exchanged and the parameter updated, as measured."""
@@ -288,6 +289,15 @@ def stages_of(
     return (solve, tune, *((solve,) if last_solve else ()), *((back_to(solve),) if guarded else ()))
 
 
+def without_mirror_images(solve: Stage, costs: Costs) -> Stage:
+    """Return the solution without mirror images, where --mirror leaves them open."""
+    if costs.plain is None:
+        return solve
+    return replace(
+        solve, config=without_mirror(solve.config), worth=solve.worth * costs.plain.solution / costs.solution
+    )
+
+
 def back_to(solve: Stage) -> Stage:
     """Return the stage without steps that is opened for the best model, where what came after it is no better."""
     return replace(solve, name="back", steps=0)
@@ -308,12 +318,12 @@ def tried_stages(tunings: Tunings, solve: Stage, whole: float, *, timed: bool) -
     room = whole - tried - own
     found = tuned_first(room, costs, least=least)
     if found is None:
-        return (solve,)
+        return in_little_time(tunings, solve, room) if timed and not many else (solve,)
     spent, mirrored = found
     last, solution = solve, costs.solution
     if not mirrored and costs.plain is not None:
-        solution = costs.plain.solution
-        last = replace(solve, config=without_mirror(solve.config), worth=solve.worth * solution / costs.solution)
+        last, solution = without_mirror_images(solve, costs), costs.plain.solution
+        tunings = tunings.without_mirror()
     first = solve if room >= costs.solution else last
     comes_first = spent - costs.solution >= MUCH_TUNED * least
     if comes_first and not many:
@@ -328,8 +338,26 @@ def tried_stages(tunings: Tunings, solve: Stage, whole: float, *, timed: bool) -
         tunes = tuned([spent])
     stages = [stage for tune in tunes for stage in (tune, last)]
     if not many:
-        stages = [tunings.trial(), replace(first, is_spare=not comes_first), *stages]
+        in_haste = timed and not mirrored
+        stages = [tunings.trial(in_haste=in_haste), replace(first, is_spare=not comes_first), *stages]
     return (*stages, back_to(solve))
+
+
+def in_little_time(tunings: Tunings, solve: Stage, room: float) -> tuple[Stage, ...]:
+    """Return the stages where a trial leaves time for a solution or for tuning, not for both; `solve` alone where not.
+
+    A head without mirror images, which takes half the time, is worth less than one with them, but on tasks of which
+    the weights know little even a short tuning is worth far more.
+    """
+    costs = tunings.costs
+    plain = costs.plain or costs
+    if room < SPARED * plain.solution:
+        return (solve,)
+    tunings = tunings.without_mirror()
+    count = int(tunings.per_epoch * room / costs.tuning_step(tunings.settings.batch_size))
+    tune = tunings.tune(count, goes_on=True, is_followed=False)
+    spare = replace(without_mirror_images(solve, costs), is_spare=True)
+    return (tunings.trial(in_haste=True), spare, tune, back_to(solve))
 
 
 def rounds_of(room: float, *, first: float, between: float) -> list[float]:
@@ -360,6 +388,13 @@ class Tunings:
     many: bool
     """Whether there are many samples, and larger batches are no loss."""
 
+    def without_mirror(self) -> Tunings:
+        """Return the same without mirror images, where --mirror leaves them open.
+
+        In few epochs they teach blocks next to nothing, and to find out about them takes as long as some steps.
+        """
+        return replace(self, way=without_mirror(self.way)) if self.way.data.mirror == "auto" else self
+
     @property
     def per_epoch(self) -> int:
         """Steps."""
@@ -380,13 +415,14 @@ class Tunings:
         """Of a trial."""
         return self._tries / self._halves
 
-    def trial(self) -> Stage:
+    def trial(self, *, in_haste: bool) -> Stage:
         """Return a stage that tells whether tuning pays; it keeps its rate to its end, to be gone on from."""
         settings = replace(self.way.optimizer, batch_size=self.half, accumulate=1)
         if settings.schedule == "cosine":
             settings = replace(settings, schedule="constant")
         way = replace(self.way, optimizer=settings)
-        return tune_stage(way, self.cut, steps=self._tries, batches=self._halves, name=TRY)
+        stage = tune_stage(way, self.cut, steps=self._tries, batches=self._halves, name=TRY)
+        return replace(stage, is_in_haste=in_haste)
 
     def tune(self, count: int, *, goes_on: bool = False, is_followed: bool = True) -> Stage:
         """Return a stage that tunes as long as `count` steps take."""

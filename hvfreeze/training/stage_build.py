@@ -301,11 +301,13 @@ class StageFactory:
         solving, tuning = (next(stage for stage in stages if stage.solves == solves) for solves in (True, False))
         feed, config = self.feed(solving), self.config
         assert isinstance(feed.images, Images), "a text has no head to solve"
-        most = max(1, seen_by(feed.plan.samples)[1] // feed.plan.replicas)
+        seen = seen_by(feed.plan.samples, in_haste=any(stage.is_in_haste for stage in stages))
+        most = max(1, seen[1] // feed.plan.replicas)
         return Judge(
             feed=self.feed(tuning),
             images=feed.images,
             held_out=feed.every_view(of=feed.some_of(feed.held_out(HELD_OUT), most)),
+            seen=seen,
             pool=config.head.pool,
             precision=config.optimizer.precision,
             world=self.context.world,

@@ -37,6 +37,9 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
 
 SOLVE, TUNE, TRY = "solve", "tune", "try"
 """Names of stages: that solve the head, that tune, and that tells whether tuning pays."""
+MUCH_TUNED = 4.0
+"""Epochs of full fine-tuning beside which a head is solved with mirror images, and for the blocks as they are before
+tuning that gains a little, and behind a tuning that has much left to learn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class Stage:
     """Of a solution: epochs of tuning that take as long."""
     is_spare: bool = False
     """Of a solution before a tuning: whether it is made only where that is left out, so that no time is kept for it."""
+    is_in_haste: bool = False
+    """Of a trial: whether it is judged by half as many samples, because there is little time."""
     mirror_is_open: bool = False
     """Of a solution: whether the mean over mirror images was planned, and is not taken where these do harm."""
 
@@ -248,6 +253,22 @@ class StageRunner:
         if not tunes or tunes[0] < solves[0]:
             return False
         self._keep(lambda number: number != solves[0])
+        return True
+
+    def tune_instead(self) -> bool:
+        """Let the one short tuning that comes have the time of the solution behind it; return whether there is such.
+
+        Equal on all ranks. The trial that has led to it counts.
+        """
+        solves, tunes = self._coming(solves=True), self._coming(solves=False)
+        if len(solves) != 1 or len(tunes) != 1 or tunes[0] > solves[0]:
+            return False
+        tune, solution = self.stages[tunes[0]], self.stages[solves[0]]
+        samples = sum(stage.images(stage.steps) for stage in (self.stage, tune))
+        if samples >= MUCH_TUNED * tune.images(tune.steps_per_epoch):
+            return False
+        changed = {tunes[0]: tune.steps + int(solution.worth * tune.steps_per_epoch), solves[0]: 0}
+        self.plan([changed.get(number, stage.steps) for number, stage in enumerate(self.stages)])
         return True
 
     def _coming(self, *, solves: bool) -> list[int]:

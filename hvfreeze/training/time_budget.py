@@ -27,8 +27,8 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.segments import work_of
 from hvfreeze.prefix.features import Halves
-from hvfreeze.timing import settled_seconds
-from hvfreeze.training.auto_plan import first_cut, tuning
+from hvfreeze.timing import SECONDS, settled_seconds
+from hvfreeze.training.auto_plan import affordable, costs_of, first_cut, tuning
 from hvfreeze.training.stage_build import StageFactory
 from hvfreeze.training.stages import Stage, StageRunner, single_stage, with_steps
 from hvfreeze.training.trial import judging
@@ -66,8 +66,11 @@ class Expected:
     """What the numbers were read from."""
 
 
-def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world: World) -> Timing:
-    """Return what a batch costs; the model and torch's generator are left as they were. Collective."""
+def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world: World, within: float) -> Timing:
+    """Return what a batch costs; the model and torch's generator are left as they were. Collective.
+
+    Each of the two works is tried again until it has taken `within` seconds, and a few times at most.
+    """
     batch, halves = feed.epoch(0)[0], Halves(chain, precision)
     ids, views = (np.resize(part, feed.rows) for part in (batch.ids, batch.views))
     repeated = replace(batch, ids=ids, views=views)
@@ -84,7 +87,7 @@ def time_batch(chain: Chain, feed: TrainFeed, *, cut: int, precision: str, world
 
     with state_kept(chain.model):
         works = (forward, step)
-        mine = [settled_seconds(work) for work in works]
+        mine = [settled_seconds(work, within=within) for work in works]
     everyone = zip(*world.allgather_object(mine, name="budget.timing"), strict=True)
     evaluation, steps = (max(each) for each in everyone)
     return Timing(evaluation, steps, images=feed.plan.batch_size, evaluated=feed.rows)
@@ -96,6 +99,8 @@ def images_of(feed: TrainFeed, batch: Batch) -> Tensor:
 
 
 SECONDS_BETWEEN_PLANS = 2.0
+TIMED = 0.01
+"""Part of the budget in which each of a batch's works is timed, where that is little."""
 UNMEASURED, UNMEASURED_SECONDS = 1.25, 2.0
 """Times what a solution is expected to take, and seconds, where it comes last and none was measured before."""
 RESERVED, RESERVED_SECONDS = 0.005, 0.5
@@ -269,8 +274,9 @@ class TimeBudget:
     def _chosen(self, stages: Sequence[Stage], first: int) -> list[int]:
         """Return every stage's steps, those from `first` on as there is time; a solution that nothing precedes goes.
 
-        Where there is no time for an epoch of tuning and the solution behind it, that solution goes where a trial and
-        a solution come before it; else only one solution is made, the first of all in any case.
+        Where there is no time for an epoch of tuning and the solution behind it, that solution goes where a trial has
+        led to the tuning, or is to lead to it and leaves time for a spare solution, or where a solution comes before
+        it. Else only one solution is made, the first of all in any case.
         """
         coming = [number for number in range(first, len(stages)) if stages[number].steps]
         made = any(stage.solves and stage.steps for stage in stages[:first])
@@ -280,14 +286,29 @@ class TimeBudget:
         if not tuning:
             return steps
         lasting = [number for number in solutions if not stages[number].is_spare]
-        tried = any(stage.is_trial for stage in stages)
-        for left_out in (set[int](), set(lasting if made else lasting[1:])) if tried else (set[int](),):
+        options = [set[int]()]
+        if any(stage.is_trial and stage.steps for stage in stages):
+            options = [set(), set(lasting if made else lasting[1:]), set(lasting)]
+            if not (made or self._may_end_tuned(stages, coming)):
+                options = [left_out for left_out in options if len(left_out) < len(lasting)]
+        for left_out in options:
             wanted = [0 if number in left_out else count for number, count in enumerate(steps)]
             found = self._filled(with_steps(stages, wanted), first)
             if any(found[number] for number in tuning):
                 return found
         always = None if made else next(iter(solutions), 0)
         return [count if number < first or number == always else 0 for number, count in enumerate(steps)]
+
+    def _may_end_tuned(self, stages: Sequence[Stage], coming: Sequence[int]) -> bool:
+        """Tell whether the coming stages may have no solution: a trial has told, or can, that blocks still gain."""
+        numbered = [stages[number] for number in coming]
+        if not numbered[0].is_trial:
+            return not numbered[0].solves
+        if len(numbered) < 2 or not numbered[1].is_spare:
+            return False
+        # Where it tells that they do not.
+        spare = self._tried(numbered[0]) + self._solved(stages, numbered[1])
+        return self.elapsed() + spare + reserve_of(self.seconds) <= self.seconds
 
     def _filled(self, stages: Sequence[Stage], first: int) -> list[int]:
         """Return the same with all the stages that have steps."""
@@ -297,9 +318,17 @@ class TimeBudget:
             if stage.steps and not (stage.solves or stage.is_trial):
                 before = sum(self._takes(stages, earlier) for earlier in range(first, number))
                 steps[number] = self._room(stages, number, done=0, elapsed=self.elapsed() + before)
-                if stage.is_followed and steps[number] < stage.steps_per_epoch:
+                led = self._led_by(stages, number)
+                if stage.is_followed and steps[number] + led < stage.steps_per_epoch:
                     return [*steps[:number], *(0 for _ in steps[number:])]
         return steps
+
+    def _led_by(self, stages: Sequence[Stage], number: int) -> int:
+        """Return the steps, of the stage's size, of a trial that the stage goes on from."""
+        before = [stage for stage in stages[:number] if stage.steps and not is_left_out(stages, stage)]
+        if not before or not before[-1].is_trial:
+            return 0
+        return before[-1].steps * images_of_step(before[-1]) // images_of_step(stages[number])
 
     def _room(self, stages: Sequence[Stage], number: int, *, done: int, elapsed: float) -> int:
         """Return how many steps stage `number`, of which `done` are made, has time for in all."""
@@ -314,21 +343,33 @@ class TimeBudget:
         if stage.steps == 0 or is_left_out(stages, stage):
             return 0.0
         if stage.solves:
-            ratio = stage.worth / self._worth if stage.worth and self._worth else 1.0
-            seconds = self.expected.solve * ratio
-            if self._guessed and not stages[0].solves:
-                seconds = UNMEASURED * seconds + UNMEASURED_SECONDS
-            return seconds + self.expected.evaluation
+            return self._solved(stages, stage)
         if stage.is_trial:
-            return stage.steps * self._step(stage) + 2 * self.expected.trial
+            return self._tried(stage)
         return stage.steps * self._with_evaluations(stage) + self._ends(stages, number)
+
+    def _solved(self, stages: Sequence[Stage], stage: Stage) -> float:
+        """Return the seconds that a solution is expected to take, with its evaluation."""
+        ratio = stage.worth / self._worth if stage.worth and self._worth else 1.0
+        seconds = self.expected.solve * ratio
+        if self._guessed and not stages[0].solves:
+            seconds = UNMEASURED * seconds + UNMEASURED_SECONDS
+        return seconds + self.expected.evaluation
+
+    def _tried(self, stage: Stage) -> float:
+        """Return the seconds that a trial is expected to take."""
+        return stage.steps * self._step(stage) + 2 * self.expected.trial
 
     def _ends(self, stages: Sequence[Stage], number: int) -> float:
         """Return the seconds that a stage of training ends with: it is not evaluated where a solution follows."""
-        is_followed = any(stage.solves and stage.steps for stage in stages[number + 1 :])
         # It is on trial itself where nothing comes before it.
         tried = 2 * self.expected.trial if number == 0 else 0.0
-        return tried + self.expected.judging + (0.0 if is_followed else self.expected.evaluation)
+        followed = self._is_followed(stages, number)
+        return tried + self.expected.judging + (0.0 if followed else self.expected.evaluation)
+
+    def _is_followed(self, stages: Sequence[Stage], number: int) -> bool:
+        """Tell whether a solution comes behind a stage."""
+        return any(stage.solves and stage.steps for stage in stages[number + 1 :])
 
     def _with_evaluations(self, stage: Stage) -> float:
         evaluation = self.expected.evaluation / (self.evaluate_every * stage.steps_per_epoch)
@@ -341,7 +382,8 @@ class TimeBudget:
 def time_run(factory: StageFactory) -> Timing | None:
     """Return what a batch of the run costs, None without --time-budget. Collective."""
     config, context = factory.config, factory.context
-    if config.run.budget_seconds() is None:
+    budget = config.run.budget_seconds()
+    if budget is None:
         return None
     trained = config
     if config.freeze.auto:
@@ -350,7 +392,8 @@ def time_run(factory: StageFactory) -> Timing | None:
         trained = tuning(config, first, epochs=1)
     cut = 0 if trained.head.solved else trained.freeze.cut or 0
     feed = factory.feed(single_stage(trained, batches_per_epoch=1, epochs=1))
-    return time_batch(context.chain, feed, cut=cut, precision=config.optimizer.precision, world=context.world)
+    precision, within = config.optimizer.precision, min(SECONDS, TIMED * budget)
+    return time_batch(context.chain, feed, cut=cut, precision=precision, world=context.world, within=within)
 
 
 def passes_left(factory: StageFactory, timing: Timing | None, *, evaluated: int, started: float) -> float | None:
@@ -394,13 +437,15 @@ def open_budget(
         return None
     solves = next((stage for stage in stages if stage.solves), None)
     solve = expected_solution(factory, solves, timing, evaluated=evaluated) if solves else 0.0
+    passes_of_update = costs_of(factory, affordable(factory), first_cut(factory)).update if config.freeze.auto else 0.0
+    updating = passes_of_update * timing.evaluation / timing.evaluated
     expected = Expected(
         solve=max(world.allgather_object(solve, name="budget.solve")),
-        step=timing.step * config.optimizer.accumulate,
+        step=timing.step * config.optimizer.accumulate + updating,
         images=timing.images * config.optimizer.accumulate,
         evaluation=timing.evaluation * evaluated,
         judging=timing.evaluation * judged,
-        trial=expected_judging(factory, timing) if config.freeze.auto and not stages[0].solves else 0.0,
+        trial=expected_judging(factory, stages[0], timing) if config.freeze.auto and not stages[0].solves else 0.0,
         source=(
             f"a timed forward pass of {plural(timing.evaluated, 'sample')} ({1e3 * timing.evaluation:.0f} ms) "
             f"and step of {timing.images} ({1e3 * timing.step:.0f} ms)"
@@ -431,11 +476,12 @@ def images_of_step(stage: Stage) -> int:
     return stage.config.optimizer.batch_size * stage.config.optimizer.accumulate
 
 
-def expected_judging(factory: StageFactory, timing: Timing) -> float:
+def expected_judging(factory: StageFactory, trial: Stage, timing: Timing) -> float:
     """Return the seconds of judging a trial."""
     plan = factory.context.feed.plan
     forward = sum(work_of(factory.context.chain, torch.zeros(1, *factory.blueprint.image_shape)))
-    return judging(forward, samples=plan.samples) * timing.evaluation / (timing.evaluated * len(plan.shards))
+    passes = judging(forward, samples=plan.samples, in_haste=trial.is_in_haste)
+    return passes * timing.evaluation / (timing.evaluated * len(plan.shards))
 
 
 def expected_solution(factory: StageFactory, stage: Stage, timing: Timing, *, evaluated: int) -> float:

@@ -52,20 +52,27 @@ which is what chance may do: on 60 samples near tasks gained 3 %, far ones 30 %.
 MUCH_GAIN = 0.15
 """Part by which it falls in a trial where tuning goes on at once, without a solution to go back to: by a third and more
 on far tasks, and not at all on near ones."""
+FAR = 0.25
+"""Part of a guess's loss that is left where blocks have much to learn after a trial that pays at once: then a short
+tuning gains more from further steps than from a solution that takes as long."""
 
 
-def seen_by(samples: int) -> tuple[int, int]:
-    """Return for how many of so many samples heads are solved, and how many others judge them."""
-    fitted = int(min(MOST_FITTED, max(FEWEST_FITTED, FITTED * samples)))
+def seen_by(samples: int, *, in_haste: bool = False) -> tuple[int, int]:
+    """Return for how many of so many samples heads are solved, and how many others judge them; half of them in haste.
+
+    Half still tell near tasks from far ones, whose loss falls by a third and more; what a block gains a little they do
+    not.
+    """
+    fitted = int(min(MOST_FITTED, max(FEWEST_FITTED, FITTED * samples))) // (2 if in_haste else 1)
     return fitted, fitted // 2
 
 
-def judging(forward: float, *, samples: int) -> float:
+def judging(forward: float, *, samples: int, in_haste: bool = False) -> float:
     """Return what judging takes once, in forward passes of so many floating-point operations.
 
     It is done before a trial, and after it.
     """
-    rows = min(samples, sum(seen_by(samples)))
+    rows = min(samples, sum(seen_by(samples, in_haste=in_haste)))
     # Of few rows, fewer directions.
     return rows * (SEEN + SOLVED * min(1.0, rows / sum(seen_by(0))) / max(forward, LEAST_WORK))
 
@@ -81,6 +88,8 @@ class Trial:
     """That judged; None where that is not known."""
     way: str = ""
     """To tune, in words."""
+    guess: float | None = None
+    """Loss of one among the classes; None where that is not known."""
 
     @property
     def pays(self) -> bool:
@@ -91,6 +100,11 @@ class Trial:
     def pays_at_once(self) -> bool:
         """Whether it pays so much that no head is solved before it."""
         return self._fell_by(MUCH_GAIN)
+
+    @property
+    def leaves_much(self) -> bool:
+        """Whether blocks have much to learn after it."""
+        return self.after is not None and self.guess is not None and self.after > FAR * self.guess
 
     def _fell_by(self, part: float) -> bool:
         return self.before is not None and self.after is not None and self.after < (1 - part) * self.before
@@ -118,6 +132,8 @@ class Judge:
     images: Images
     """Of those, with `held_out`."""
     held_out: Sequence[Batch]
+    seen: tuple[int, int]
+    """For how many samples of all ranks heads are solved, about, and how many held-out ones judge them."""
     pool: int
     precision: str
     world: World
@@ -160,7 +176,7 @@ class Judge:
         plan = self.feed.plan
         fitted, held = (
             first_of(batches, max(1, count // len(plan.shards)), rows=self.feed.rows)
-            for batches, count in zip((self.feed.epoch(0), self.held_out), seen_by(plan.samples), strict=True)
+            for batches, count in zip((self.feed.epoch(0), self.held_out), self.seen, strict=True)
         )
         steps, _ = before_last_layer(chain)
         images, first = self.feed.images, fitted[0]

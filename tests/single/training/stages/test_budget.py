@@ -317,7 +317,50 @@ def test_of_many_samples_the_tuning_is_judged_in_its_time(clock: Clock) -> None:
 
 
 def test_a_budget_worth_next_to_nothing_solves_alone() -> None:
-    assert [stage.name for stage in early(3.0)] == ["solve"]
+    assert [stage.name for stage in early(2.0)] == ["solve"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "made", "spared"),
+    [(14.0, "solve", 0), (20.0, "try tune", 0), (20.0, "try solve", 1)],
+    ids=["no time for both", "blocks gain", "they do not"],
+)
+def test_where_a_trial_leaves_time_for_tuning_or_for_a_solution_it_tells_which(
+    clock: Clock, seconds: float, made: str, spared: int
+) -> None:
+    began, given = clock.now, early(3.0)
+    assert [stage.name for stage in given] == ["try", "solve", "tune", "back"], "a solution is no spare one of two"
+    assert given[1].is_spare and given[1].config.data.mirror == "off"
+    budget = budget_of(clock, seconds, trial=2.0)
+    planned = budget.plan(given)
+    if planned[0].steps:
+        stage_runner = cast(StageRunner, StageRunner.__new__(StageRunner))
+        stage_runner.stages, stage_runner.number = planned, 0
+        stage_runner.opened = opened(stage_runner)
+        clock.now += 4.0 + planned[0].steps * STEP / 2
+        (stage_runner.solve_alone if spared else stage_runner.tune_at_once)()
+        budget.after_stage(stage_runner)
+        planned = stage_runner.stages
+        after = with_steps(planned, [0, *(stage.steps for stage in planned[1:])])
+        left = seconds - (clock.now - began) - sum(budget._takes(after, number) for number in (1, 2))
+        assert left >= 0.0 and (spared or left < 2 * reserve_of(seconds)), "tuning takes all of it"
+    assert " ".join(stage.name for stage in planned if stage.steps) == made
+
+
+def test_a_trial_that_is_gone_on_from_counts_for_the_epoch_behind_which_a_head_is_solved(clock: Clock) -> None:
+    budget, stage_runner = budget_of(clock, 60.0, trial=2.0), cast(StageRunner, StageRunner.__new__(StageRunner))
+    stage_runner.stages, stage_runner.number = budget.plan(early(8.0)), 0
+    stage_runner.opened = opened(stage_runner)
+    stage_runner.tune_at_once()
+    tune = stage_runner.stages[2]
+    solution = module.UNMEASURED * SOLVE / 2 + module.UNMEASURED_SECONDS + EVALUATION
+    whole = tune.steps_per_epoch * budget._with_evaluations(tune)
+    clock.now += 60.0 - reserve_of(60.0) - solution - whole + 1.0
+    budget.after_stage(stage_runner)
+    tuned, solved = (stage_runner.stages[number].steps for number in (2, 3))
+    assert solved and tuned < tune.steps_per_epoch
+    trial = stage_runner.stages[0]
+    assert tuned * 32 + trial.steps * trial.config.optimizer.batch_size >= 180 * 32
 
 
 def test_a_step_of_smaller_batches_takes_as_much_less(clock: Clock) -> None:

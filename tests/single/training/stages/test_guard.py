@@ -131,7 +131,7 @@ def test_no_head_judges_a_sample_whose_other_view_it_was_fitted_to() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))
     chain = Chain.from_modules(model, [("flat", model[0]), ("head", model[1])])
     unused = cast(Any, None)
-    judge = Judge(feed=unused, images=unused, held_out=(), pool=1, precision="float32", world=SoloWorld())
+    judge = Judge(feed=unused, images=unused, held_out=(), seen=(0, 0), pool=1, precision="float32", world=SoloWorld())
     assert judge._solved(chain, seen) > 0.9 * math.log(3), "labels are noise, which none but a twin tells"
 
 

@@ -220,6 +220,7 @@ def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_ti
     assert judging(1e6, samples=5000) == judging(2e7, samples=5000) > judging(1e9, samples=5000)
     assert judging(1e6, samples=60) < judging(1e6, samples=5000) / 4, "few samples are soon solved for"
     assert judging(1e6, samples=50_000) == judging(1e6, samples=10**6) > 3 * judging(1e6, samples=5000)
+    assert judging(1e9, samples=5000, in_haste=True) == pytest.approx(judging(1e9, samples=5000) / 2, rel=0.1)
 
 
 def test_a_run_without_stages_is_one() -> None:

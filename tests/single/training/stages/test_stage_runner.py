@@ -112,6 +112,26 @@ def test_the_last_tuning_takes_the_time_of_the_solution_that_is_left_out(epochs:
     assert tuned.config.optimizer.epochs == tuned.epochs
 
 
+@pytest.mark.parametrize(
+    ("epochs", "loss", "left"),
+    [(3, 0.6, "tune"), (3, 0.4, "tune solve"), (16, 0.6, "tune solve tune solve")],
+    ids=["much is left to learn", "little is left", "there is time for much"],
+)
+def test_a_short_tuning_with_much_left_to_learn_takes_the_time_of_the_solution_behind_it(
+    epochs: int, loss: float, left: str
+) -> None:
+    made = tried_runner(epochs=epochs)
+    made.mirror = "on"
+    _, spare, tune, last, *_ = made.stages
+    assert spare.solves and last.solves
+    trial_ends(made, loss, trial=Trial(before=1.0, samples=60, guess=2.0), best=None, before_trial={})
+    assert [stage.name for stage in made.stages[1:] if stage.steps] == left.split()
+    longer = made.stages[2]
+    assert longer.config.optimizer.epochs == longer.epochs
+    if left == "tune":
+        assert longer.steps == tune.steps + int(last.worth * tune.steps_per_epoch) > tune.steps
+
+
 def trial_ends(made: StageRunner, loss: float, **guard: Any) -> None:
     """Let heads have this loss after the trial under way."""
     chain = SimpleNamespace(model=torch.nn.Linear(1, 1))

@@ -423,6 +423,7 @@ EXPERIMENT = Experiment(
     chooses_lr=True,
     shown=3,
     then=budgets,
+    then_waits=False,
     one_factor=False,
 )
 

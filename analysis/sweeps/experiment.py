@@ -81,6 +81,8 @@ class Experiment:
     """How many of the tables its README.md shows; the page of all experiments shows all."""
     then: Callable[[Preset, Results], list[PlannedRun]] = nothing_more
     """Runs that depend on what the first ones gave."""
+    then_waits: bool = True
+    """Whether they depend on all of them; else each is planned as soon as those are there that it depends on."""
     own_seeds: bool = False
     """Whether it has seeds of its own in place of the preset's, but for smoke."""
     one_factor: bool = True

@@ -196,7 +196,8 @@ def carry_out(
     unknown = sorted(set(only or ()) - {run.label for run in planned})
     if unknown:
         raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
-    if all(run.name in KeptRuns(directory).lines for run in first) or experiment.then is nothing_more:
+    waits = experiment.then_waits and experiment.then is not nothing_more
+    if not waits or all(run.name in KeptRuns(directory).lines for run in first):
         failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
     else:
         write_kept(KeptRuns(directory), planned)

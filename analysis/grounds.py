@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,16 +133,15 @@ def runs(preset: Preset) -> list[PlannedRun]:
 
 
 def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
-    """Return auto with the seconds of each whole command of full fine-tuning that was timed, on the same data."""
-    rows = {(row["label"], int(row["seed"])): row["whole_seconds"] for row in results.rows}
+    """Return auto with the seconds of whole commands of full fine-tuning, those of its first seed, as time budgets."""
     found = []
     for seed in preset.seeds:
         for name, epochs in ((name, epochs) for name in GROUNDS for epochs in BUDGETS):
-            seconds = rows.get((f"{name}-{full_of(epochs)}", seed))
-            if GROUNDS[name].part_of is None and seconds:
+            timed = results.values(f"{name}-{full_of(epochs)}", "whole_seconds")
+            if GROUNDS[name].part_of is None and timed:
                 # Full fine-tuning writes no checkpoints either.
-                flags = {**flags_of(name, "auto"), "time_budget": f"{seconds:.0f}s", "checkpoint_every": "0"}
-                label = f"{name}-budget{epochs}"
+                own: dict[str, Value] = {"time_budget": f"{timed[min(timed)]:.0f}s", "checkpoint_every": "0"}
+                flags, label = {**flags_of(name, "auto"), **own}, f"{name}-budget{epochs}"
                 found.append(PlannedRun(label=label, seed=seed, flags=flags, ranks=preset.ranks))
     return found
 
@@ -263,24 +262,42 @@ def answers(results: Results) -> list[Answer]:
             text = f"{found(results, name)}: {change} against {fulls[best]}."
         question = f"Does --freeze auto find out by itself whether tuning pays: {words(name)}?"
         told.append(Answer(question, text, len(results.of(auto)), negative=behind, details=tuple(details)))
-    points = {
-        (name, epochs): 100 * results.change(f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}").mean
-        for name, epochs in fewer(results)
-    }
-    if points:
-        each_ground = (
-            f"{words(name)} "
-            + ", ".join(f"{value:+.1f} ({epochs})" for (at, epochs), value in points.items() if at == name)
-            for name in dict.fromkeys(name for name, _ in points)
-        )
-        name, epochs = worst = min(points, key=lambda point: points[point])
-        change = results.change_text(f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}", count=True)
-        text = f"At worst {change} against full fine-tuning for as many epochs: {words(name)}, {epochs} epochs."
-        listed = ("Points against full fine-tuning for as many epochs (their number in brackets):", *each_ground)
-        question = "Is --freeze auto ever behind where --epochs is small?"
-        seeds = min(len(results.of(f"{name}-auto{epochs}")) for name, epochs in points)
-        told.append(Answer(question, text, seeds, negative=points[worst] < -MOST_BEHIND, details=listed))
+    told += worst_of(
+        results,
+        "auto",
+        FEWER,
+        "Is --freeze auto ever behind where --epochs is small?",
+        "full fine-tuning for as many epochs",
+    )
+    told += worst_of(
+        results,
+        "budget",
+        BUDGETS,
+        "Is --freeze auto ever behind with a time budget?",
+        "full fine-tuning in its seconds",
+    )
     return told
+
+
+def worst_of(results: Results, way: str, counts: Sequence[int], question: str, other: str) -> list[Answer]:
+    """Return how far auto, with epochs or seconds that are given, is behind full fine-tuning; nothing without rows."""
+    points = {
+        (name, epochs): 100 * results.change(f"{name}-{way}{epochs}", f"{name}-{full_of(epochs)}").mean
+        for name, epochs in paired(results, way, counts)
+    }
+    if not points:
+        return []
+    each_ground = (
+        f"{words(name)} "
+        + ", ".join(f"{value:+.1f} ({epochs})" for (at, epochs), value in points.items() if at == name)
+        for name in dict.fromkeys(name for name, _ in points)
+    )
+    name, epochs = worst = min(points, key=lambda point: points[point])
+    change = results.change_text(f"{name}-{way}{epochs}", f"{name}-{full_of(epochs)}", count=True)
+    text = f"At worst {change} against {other}: {words(name)}, {epochs} epochs."
+    listed = (f"Points against {other} (their number in brackets):", *each_ground)
+    seeds = min(len(results.of(f"{name}-{way}{epochs}")) for name, epochs in points)
+    return [Answer(question, text, seeds, negative=points[worst] < -MOST_BEHIND, details=listed)]
 
 
 def full_ways(results: Results, name: str) -> dict[str, str]:
@@ -290,22 +307,23 @@ def full_ways(results: Results, name: str) -> dict[str, str]:
 
 def tables(results: Results) -> list[Table]:
     """Return accuracies and times, what each run of auto found, and with which flags the runs were started."""
-    few = [at_fewer(timed(results))] if list(fewer(results)) else []
-    return [compared(timed(results)), *few, each(results), started(results)]
+    few = [at_fewer(timed(results))] if list(paired(results, "auto", FEWER)) else []
+    in_time = [at_budgets(results)] if list(paired(results, "budget", BUDGETS)) else []
+    return [compared(timed(results)), *few, *in_time, each(results), started(results)]
 
 
-def fewer(results: Results) -> Iterator[tuple[str, int]]:
-    """Yield the grounds and epochs for which auto and full fine-tuning both have rows."""
+def paired(results: Results, way: str, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield the grounds and epochs for which this way of auto and full fine-tuning both have rows."""
     for name in GROUNDS:
-        for epochs in FEWER:
-            if results.of(f"{name}-auto{epochs}") and results.of(f"{name}-{full_of(epochs)}"):
+        for epochs in counts:
+            if results.of(f"{name}-{way}{epochs}") and results.of(f"{name}-{full_of(epochs)}"):
                 yield name, epochs
 
 
 def at_fewer(results: Results) -> Table:
     """Return auto that may take work worth a few epochs, beside full fine-tuning for as many."""
     rows = []
-    for name, epochs in fewer(results):
+    for name, epochs in paired(results, "auto", FEWER):
         auto, full = f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}"
         told = [
             cell for way in (auto, full) for cell in (results.accuracy_text(way, count=True), results.time_text(way))
@@ -313,6 +331,19 @@ def at_fewer(results: Results) -> Table:
         rows.append((words(name), str(epochs), *told, results.change_text(auto, full)))
     columns = ("Ground", "Epochs", "Auto", "Its time", "Full fine-tuning", "Its time", "Auto against it")
     return Table(columns=columns, rows=tuple(rows), title="With `--epochs` that are fewer than auto's own 16:")
+
+
+def at_budgets(results: Results) -> Table:
+    """Return auto with the seconds of full fine-tuning's whole command as a time budget, beside that."""
+    rows = []
+    for name, epochs in paired(results, "budget", BUDGETS):
+        auto, full = f"{name}-budget{epochs}", f"{name}-{full_of(epochs)}"
+        told = [results.time_text(full, column="whole_seconds"), results.accuracy_text(auto, count=True)]
+        told += [results.time_text(auto, column="whole_seconds"), results.accuracy_text(full, count=True)]
+        rows.append((words(name), str(epochs), *told, results.change_text(auto, full)))
+    columns = ("Ground", "Epochs", "Their whole command", "Auto", "Its", "Full fine-tuning", "Auto against it")
+    title = "With the seconds of full fine-tuning's whole command, of so many epochs, as `--time-budget`:"
+    return Table(columns=columns, rows=tuple(rows), title=title)
 
 
 def compared(results: Results) -> Table:
@@ -401,8 +432,8 @@ MORE_MAY_HELP = (
 )
 HOURS = (
     "Full fine-tuning of 8 epochs with seeds 1 and 2 was made on days on which the machine was faster or shared with "
-    "other work; that of 16 epochs next to auto's rows of its seed. During seeds 1 and 2 short tests ran beside them, "
-    "at low priority. Auto with few epochs has one seed."
+    "other work, but on counting dots; that of 16 epochs next to auto's rows of its seed. During seeds 1 and 2 short "
+    "tests ran beside them, at low priority."
 )
 LIMITS = (
     "Four tasks, three of them with few images too, two with larger ones, and few seeds of each.",

@@ -136,8 +136,8 @@ class Results:
                 leads.append(row["test_accuracy"] - self.fronts[seed].accuracy(row["train_seconds"] / paces[seed]))
         return mean_interval(leads)
 
-    def time_text(self, label: str, *, count: bool = False) -> str:
-        return shown(within(self.mean(label, "train_seconds"), 0), seconds, count=count)
+    def time_text(self, label: str, *, column: str = "train_seconds", count: bool = False) -> str:
+        return shown(within(self.mean(label, column), 0), seconds, count=count)
 
     def accuracy_text(self, label: str, *, count: bool = False) -> str:
         return shown(within(self.mean(label, "test_accuracy"), 0, 1), percent, count=count)

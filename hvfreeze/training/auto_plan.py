@@ -259,7 +259,7 @@ def stages_of(
     )
     last_solve, guarded = freeze.has("last-solve"), freeze.has("guard")
     batches = guarded_batches if guarded else batches_per_epoch
-    if batches == 0:
+    if batches == 0 or (passes is None and settings.epochs == 1):
         return (solve,)
     tries = last_solve and guarded and config.model.weights != "none"
     many = batches_per_epoch * batch * replicas >= MANY
@@ -376,7 +376,7 @@ class Tunings:
     way: Config
     """With the optimizer."""
     chooses_batch: bool
-    """Whether batches are as large as there are enough of; see `ENOUGH_STEPS`."""
+    """Whether they are SGD's at auto's own rate, with batches as large as there are enough of; see `ENOUGH_STEPS`."""
     settings: OptimizerConfig
     """With the run's own batch."""
     batches: int
@@ -478,8 +478,9 @@ class Tunings:
     @property
     def _tries(self) -> int:
         """Steps of a trial."""
-        by_samples = min(math.ceil(TUNED / (self.half * self.replicas)), self._halves)
-        return max(by_samples, min(TRIED, int(MOST_TRIED * self._halves)))
+        tuned, tried = (TUNED // 2, TRIED // 2) if self.chooses_batch else (TUNED, TRIED)
+        by_samples = min(math.ceil(tuned / (self.half * self.replicas)), self._halves)
+        return max(by_samples, min(tried, int(MOST_TRIED * self._halves)))
 
     def _pace(self, batch: int) -> float:
         """Return how many samples in such batches take as long as one in those of the run's own size."""

@@ -299,6 +299,9 @@ class StageFactory:
     def judge(self, stages: Sequence[Stage]) -> Judge:
         """Return what judges a trial of tuning; `stages` solve a head and tune."""
         solving, tuning = (next(stage for stage in stages if stage.solves == solves) for solves in (True, False))
+        if tuning.config.data.mirror == "off":
+            # Heads are fitted to the samples that blocks are tuned on; held-out ones are seen like these.
+            solving = replace(solving, config=replace(solving.config, data=replace(solving.config.data, mirror="off")))
         feed, config = self.feed(solving), self.config
         assert isinstance(feed.images, Images), "a text has no head to solve"
         seen = seen_by(feed.plan.samples, in_haste=any(stage.is_in_haste for stage in stages))
@@ -308,6 +311,7 @@ class StageFactory:
             images=feed.images,
             held_out=feed.every_view(of=feed.some_of(feed.held_out(HELD_OUT), most)),
             seen=seen,
+            learned_from=(tuning.config.freeze.cut or 0) if tuning.config.freeze.statistics == "batch" else None,
             pool=config.head.pool,
             precision=config.optimizer.precision,
             world=self.context.world,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
@@ -25,12 +26,14 @@ from hvfreeze.heads.linear import fit_softmax
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.modes import in_evaluation, in_precision
+from hvfreeze.model.modes import in_evaluation, in_precision, state_kept
 
 TUNED, TRIED, MOST_TRIED = 1280, 40, 4.0
 """A trial tunes on so many samples of all ranks, about, or an epoch of fewer; but it makes at least so many steps,
 because blocks learn by steps, unless they were more than so many epochs. On many samples it costs no more than on few.
-"""
+At auto's own rate for SGD half as many samples and steps tell."""
+RENEWED = 256
+"""Samples of all ranks, about, whose statistics BatchNorm has while a trial is judged."""
 MANY = 15_000
 """Samples of which a long tuning may gain what a short trial cannot show."""
 FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 3332, 1 / 6
@@ -137,6 +140,8 @@ class Judge:
     pool: int
     precision: str
     world: World
+    learned_from: int | None = None
+    """First block whose BatchNorm has learned its statistics from training batches; None where none has."""
 
     def begin(self, chain: Chain, *, solves_last: bool) -> float:
         """Return `loss`; if `solves_last`, make the model's own last layer a solution for these samples. Collective."""
@@ -155,10 +160,53 @@ class Judge:
     def loss(self, chain: Chain) -> float:
         """Return the loss on held-out samples of a head that compares samples, on every block's features. Collective.
 
+        Running statistics of BatchNorm lag behind blocks that learn at a large rate, so that heads could be solved for
+        features that no batch has: they are those of some samples meanwhile. The model stays as it is.
+
         Raises:
             NumericsError: a feature is not finite; on all ranks.
         """
-        return self._solved(chain, self._see(chain))
+        with state_kept(chain.model):
+            self._renew_statistics(chain)
+            return self._solved(chain, self._see(chain))
+
+    @torch.no_grad()
+    def _renew_statistics(self, chain: Chain) -> None:
+        """Give BatchNorm the statistics of some samples of all ranks. Collective."""
+        known = [] if self.learned_from is None else chain.modules(self.learned_from)
+        norms = [module for module in known if isinstance(module, _BatchNorm) and module.running_mean is not None]
+        if not norms:
+            return
+        seen, momenta = 0, [norm.momentum for norm in norms]
+        with in_evaluation(chain.model), in_precision(self.precision):
+            for norm in norms:
+                norm.train()
+                norm.reset_running_stats()
+                # All batches count alike.
+                norm.momentum = None
+            try:
+                for batch in self._fitted(RENEWED):
+                    # BatchNorm cannot learn from one value.
+                    if batch.counted > 1:
+                        images = self.feed.images.load(batch.ids, batch.views)[: batch.counted]
+                        chain.run(images, 0, len(chain.blocks) - 1)
+                        seen += batch.counted
+            finally:
+                for norm, momentum in zip(norms, momenta, strict=True):
+                    norm.momentum = momentum
+        buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+        flat = torch.cat([torch.tensor([1.0]), *(buffer.float() for buffer in buffers)]) * seen
+        everyones = self.world.allreduce_sum(flat, name="trial.statistics")
+        start = 1
+        for buffer in buffers:
+            # Where nobody has two samples, those at the beginning of training.
+            if everyones[0] > 0:
+                buffer.copy_(everyones[start : start + buffer.numel()] / everyones[0])
+            start += buffer.numel()
+
+    def _fitted(self, count: int) -> list[Batch]:
+        """Return this replica's part of so many samples, about, that heads are solved for."""
+        return first_of(self.feed.epoch(0), max(1, count // len(self.feed.plan.shards)), rows=self.feed.rows)
 
     def _solved(self, chain: Chain, seen: Seen) -> float:
         rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples)
@@ -173,11 +221,8 @@ class Judge:
     @torch.no_grad()
     def _see(self, chain: Chain) -> Seen:
         """Return the features of some samples that heads are solved for, and of some held-out ones."""
-        plan = self.feed.plan
-        fitted, held = (
-            first_of(batches, max(1, count // len(plan.shards)), rows=self.feed.rows)
-            for batches, count in zip((self.feed.epoch(0), self.held_out), self.seen, strict=True)
-        )
+        fitted = self._fitted(self.seen[0])
+        held = first_of(self.held_out, max(1, self.seen[1] // len(self.feed.plan.shards)), rows=self.feed.rows)
         steps, _ = before_last_layer(chain)
         images, first = self.feed.images, fitted[0]
         read = every_block(chain, pool=self.pool, example=images.load(first.ids[:1], first.views[:1]))

@@ -317,7 +317,7 @@ def test_of_many_samples_the_tuning_is_judged_in_its_time(clock: Clock) -> None:
 
 
 def test_a_budget_worth_next_to_nothing_solves_alone() -> None:
-    assert [stage.name for stage in early(2.0)] == ["solve"]
+    assert [stage.name for stage in early(1.5)] == ["solve"]
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,20 @@ def test_a_trial_has_steps_enough_to_learn_by_however_many_ranks_and_however_few
         replicas=replicas,
     )
     (first,) = (stage.steps for stage in stages if stage.name == "try")
-    assert first >= min(TRIED, MOST_TRIED * 2 * guarded)
-    assert first * 16 * replicas <= max(1280 + 16 * replicas, TRIED * 16 * replicas)
+    assert first >= min(TRIED // 2, MOST_TRIED * 2 * guarded)
+    assert first * 16 * replicas <= max(640 + 16 * replicas, TRIED // 2 * 16 * replicas)
+    config = replace(config, optimizer=replace(config.optimizer, optimizer="sgd", lr=0.01))
+    sizes = {"batches_per_epoch": guarded + 2, "guarded_batches": guarded, "cut": 0, "deepest": 5}
+    given = stages_of(config, **sizes, costs=COSTS, passes=1000.0, replicas=replicas)
+    (other,) = (stage.steps for stage in given if stage.name == "try")
+    assert other >= min(TRIED, MOST_TRIED * 2 * guarded) >= first or other > first, "at a rate of one's own"
 
 
 def test_of_few_samples_the_trial_comes_on_top_of_autos_own_epochs_and_of_no_others() -> None:
-    own, fewer = planned(epochs=16), planned(epochs=15)
-    assert own[0].epochs == 2, "this says nothing"
-    assert 16 < cost(own) < 16 + 2.0 and cost(fewer) <= 15
+    own, fewer = planned(epochs=16, batches=10, guarded=8), planned(epochs=15, batches=10, guarded=8)
+    assert own[0].steps > own[0].steps_per_epoch, "this says nothing"
+    batch = 16
+    assert 16 < cost(own, guarded=8, batch=batch) < 16 + 2.5 and cost(fewer, guarded=8, batch=batch) <= 15
 
 
 def test_there_must_be_room_for_a_trial_a_solution_and_some_tuning() -> None:
@@ -213,7 +219,7 @@ def test_tuning_pays_where_the_loss_falls_by_more_than_chance() -> None:
 
 
 def test_a_trial_is_as_long_for_many_samples_as_for_few() -> None:
-    assert [planned(epochs=9, batches=count, guarded=count)[0].steps for count in (20, 100, 400)] == [40, 80, 80]
+    assert [planned(epochs=9, batches=count, guarded=count)[0].steps for count in (8, 40, 400)] == [20, 40, 40]
 
 
 def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_time() -> None:

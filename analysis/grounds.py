@@ -133,16 +133,21 @@ def runs(preset: Preset) -> list[PlannedRun]:
 
 
 def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
-    """Return auto with the seconds of whole commands of full fine-tuning, those of its first seed, as time budgets."""
+    """Return auto and full fine-tuning with time budgets, one after the other.
+
+    These are the seconds of whole commands of full fine-tuning of so many epochs, with its first seed that was timed.
+    """
     found = []
     for seed in preset.seeds:
         for name, epochs in ((name, epochs) for name in GROUNDS for epochs in BUDGETS):
             timed = results.values(f"{name}-{full_of(epochs)}", "whole_seconds")
             if GROUNDS[name].part_of is None and timed:
-                # Full fine-tuning writes no checkpoints either.
-                own: dict[str, Value] = {"time_budget": f"{timed[min(timed)]:.0f}s", "checkpoint_every": "0"}
-                flags, label = {**flags_of(name, "auto"), **own}, f"{name}-budget{epochs}"
-                found.append(PlannedRun(label=label, seed=seed, flags=flags, ranks=preset.ranks))
+                # Neither writes checkpoints.
+                budget: dict[str, Value] = {"time_budget": f"{timed[min(timed)]:.0f}s", "checkpoint_every": "0"}
+                full = {flag: value for flag, value in flags_of(name, "full").items() if flag != "epochs"}
+                for way, flags in (("budget", flags_of(name, "auto")), ("timed", full)):
+                    own = {**flags, **budget}
+                    found.append(PlannedRun(label=f"{name}-{way}{epochs}", seed=seed, flags=own, ranks=preset.ranks))
     return found
 
 

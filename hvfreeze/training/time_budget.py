@@ -319,7 +319,9 @@ class TimeBudget:
                 before = sum(self._takes(stages, earlier) for earlier in range(first, number))
                 steps[number] = self._room(stages, number, done=0, elapsed=self.elapsed() + before)
                 led = self._led_by(stages, number)
-                if stage.is_followed and steps[number] + led < stage.steps_per_epoch:
+                # What a trial has begun may be ended at any step.
+                needs_epoch = stage.is_followed and (led == 0 or self._is_followed(stages, number))
+                if needs_epoch and steps[number] + led < stage.steps_per_epoch:
                     return [*steps[:number], *(0 for _ in steps[number:])]
         return steps
 

@@ -177,20 +177,19 @@ class Judge:
         norms = [module for module in known if isinstance(module, _BatchNorm) and module.running_mean is not None]
         if not norms:
             return
-        seen, momenta = 0, [norm.momentum for norm in norms]
+        # BatchNorm cannot learn from one value.
+        batches = [batch for batch in self._fitted(RENEWED) if batch.counted > 1]
+        seen, momenta = sum(batch.counted for batch in batches), [norm.momentum for norm in norms]
         with in_evaluation(chain.model), in_precision(self.precision):
-            for norm in norms:
+            for norm in norms if batches else ():
                 norm.train()
                 norm.reset_running_stats()
                 # All batches count alike.
                 norm.momentum = None
             try:
-                for batch in self._fitted(RENEWED):
-                    # BatchNorm cannot learn from one value.
-                    if batch.counted > 1:
-                        images = self.feed.images.load(batch.ids, batch.views)[: batch.counted]
-                        chain.run(images, 0, len(chain.blocks) - 1)
-                        seen += batch.counted
+                for batch in batches:
+                    images = self.feed.images.load(batch.ids, batch.views)[: batch.counted]
+                    chain.run(images, 0, len(chain.blocks) - 1)
             finally:
                 for norm, momentum in zip(norms, momenta, strict=True):
                     norm.momentum = momentum
@@ -199,7 +198,7 @@ class Judge:
         everyones = self.world.allreduce_sum(flat, name="trial.statistics")
         start = 1
         for buffer in buffers:
-            # Where nobody has two samples, those at the beginning of training.
+            # Where nobody has two samples, they stay as they are.
             if everyones[0] > 0:
                 buffer.copy_(everyones[start : start + buffer.numel()] / everyones[0])
             start += buffer.numel()

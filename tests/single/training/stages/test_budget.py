@@ -294,15 +294,17 @@ def test_with_little_time_a_refused_trial_is_followed_by_a_solution_alone(clock:
     assert plain - EVALUATION == pytest.approx(guessed), "a guess, which may be too low, of half as many views"
 
 
-@pytest.mark.parametrize(("spent", "left"), [(55.0, 5), (65.0, 0)])
-def test_where_time_runs_out_in_a_trial_the_head_is_solved_all_the_same(spent: float, left: int, clock: Clock) -> None:
+@pytest.mark.parametrize(("spent", "left", "steps"), [(55.0, 5, [0, 63, 0, 0]), (65.0, 0, [0, 0, 200, 0])])
+def test_where_time_runs_out_in_a_trial_what_it_has_begun_is_ended_or_the_head_solved(
+    spent: float, left: int, steps: list[int], clock: Clock
+) -> None:
     budget, stage_runner = budget_of(clock, 60.0, trial=2.0), cast(StageRunner, StageRunner.__new__(StageRunner))
     stage_runner.stages, stage_runner.number = budget.plan(early(8.0)), 0
     stage_runner.opened = opened(stage_runner)
     stage_runner.tune_at_once()
     clock.now += spent
-    assert budget.after_stage(stage_runner) == [f"{left} s are left, for 200 steps"]
-    assert [stage.steps for stage in stage_runner.stages[1:]] == [0, 0, 200, 0]
+    assert budget.after_stage(stage_runner) == [f"{left} s are left, for {sum(steps)} steps"]
+    assert [stage.steps for stage in stage_runner.stages[1:]] == steps
 
 
 def test_of_many_samples_the_tuning_is_judged_in_its_time(clock: Clock) -> None:

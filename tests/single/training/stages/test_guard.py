@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.data.batches import Batch
 from hvfreeze.heads.solution import PenaltyTrial, Solution
 from hvfreeze.model.blocks import Chain
 from hvfreeze.training.auto import goes_on, is_worth_it
@@ -133,6 +136,59 @@ def test_no_head_judges_a_sample_whose_other_view_it_was_fitted_to() -> None:
     unused = cast(Any, None)
     judge = Judge(feed=unused, images=unused, held_out=(), seen=(0, 0), pool=1, precision="float32", world=SoloWorld())
     assert judge._solved(chain, seen) > 0.9 * math.log(3), "labels are noise, which none but a twin tells"
+
+
+class Lagging(Judge):
+    """Notes the statistics that features are made with."""
+
+    def _see(self, chain: Chain) -> Seen:
+        self.means.append([module.running_mean.tolist() for module in chain.model if hasattr(module, "running_mean")])
+        return cast(Seen, None)
+
+    def _solved(self, chain: Chain, seen: Seen) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("learned_from", "counted", "renewed"), [(0, 6, (0, 1)), (1, 6, (1,)), (None, 6, ()), (0, 1, ())]
+)
+def test_a_trial_is_judged_with_statistics_of_the_blocks_as_they_are(
+    learned_from: int | None, counted: int, renewed: tuple[int, ...]
+) -> None:
+    """After steps at a large rate BatchNorm's running statistics are those of blocks that are gone."""
+    generator = torch.Generator().manual_seed(0)
+    images = 5 + torch.randn(6, 3, generator=generator)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2)).train()
+    lag = torch.tensor([-2.0, 0.5, 9.0])
+    for norm in (model[0], model[1]):
+        norm.running_mean.copy_(lag)
+    blocks = [("first", model[0]), ("second", [model[1], model[2]]), ("head", model[3])]
+    batch = Batch(np.arange(6), np.zeros(6, dtype=np.int64), torch.zeros(6, dtype=torch.int64), counted=counted)
+    feed = SimpleNamespace(
+        plan=SimpleNamespace(shards=(0,)),
+        rows=6,
+        epoch=lambda epoch: [batch],
+        images=SimpleNamespace(load=lambda ids, views: images[: len(ids)]),
+    )
+    judge = Lagging(
+        feed=cast(Any, feed),
+        images=cast(Any, None),
+        held_out=(),
+        seen=(6, 6),
+        pool=1,
+        precision="float32",
+        world=SoloWorld(),
+        learned_from=learned_from,
+    )
+    object.__setattr__(judge, "means", [])
+    before, random = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
+    judge.loss(Chain.from_modules(model, blocks))
+    first, second = judge.means[0]
+    expected = images.mean(0) if 0 in renewed else lag
+    assert first == pytest.approx(expected.tolist(), abs=1e-4)
+    assert (second == lag.tolist()) == (1 not in renewed)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model[0].training and model[0].momentum == 0.1 and torch.equal(torch.get_rng_state(), random)
 
 
 def test_tuning_goes_on_where_the_last_one_gained_and_enough_samples_are_wrong() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,6 +114,7 @@ GROUNDS |= {
     ),
 }
 """Name of a ground, a folder of data where it has all its images as they are -> what is in it."""
+BUDGETED = "the seconds of "
 SMOKE_GROUND = "digits"
 MOST_BEHIND = 0.5
 """Points that a way may be behind and is still level."""
@@ -267,28 +268,16 @@ def answers(results: Results) -> list[Answer]:
             text = f"{found(results, name)}: {change} against {fulls[best]}."
         question = f"Does --freeze auto find out by itself whether tuning pays: {words(name)}?"
         told.append(Answer(question, text, len(results.of(auto)), negative=behind, details=tuple(details)))
-    told += worst_of(
-        results,
-        "auto",
-        FEWER,
-        "Is --freeze auto ever behind where --epochs is small?",
-        "full fine-tuning for as many epochs",
-    )
-    told += worst_of(
-        results,
-        "budget",
-        BUDGETS,
-        "Is --freeze auto ever behind with a time budget?",
-        "full fine-tuning in its seconds",
-    )
+    with_epochs, with_seconds = "full fine-tuning for as many epochs", "full fine-tuning with it"
+    told += worst_of(results, "auto", "Is --freeze auto ever behind where --epochs is small?", with_epochs)
+    told += worst_of(results, "budget", "Is --freeze auto ever behind with a time budget?", with_seconds)
     return told
 
 
-def worst_of(results: Results, way: str, counts: Sequence[int], question: str, other: str) -> list[Answer]:
+def worst_of(results: Results, way: str, question: str, other: str) -> list[Answer]:
     """Return how far auto, with epochs or seconds that are given, is behind full fine-tuning; nothing without rows."""
     points = {
-        (name, epochs): 100 * results.change(f"{name}-{way}{epochs}", f"{name}-{full_of(epochs)}").mean
-        for name, epochs in paired(results, way, counts)
+        (name, epochs): 100 * results.change(auto, full).mean for name, epochs, auto, full in paired(results, way)
     }
     if not points:
         return []
@@ -297,11 +286,12 @@ def worst_of(results: Results, way: str, counts: Sequence[int], question: str, o
         + ", ".join(f"{value:+.1f} ({epochs})" for (at, epochs), value in points.items() if at == name)
         for name in dict.fromkeys(name for name, _ in points)
     )
-    name, epochs = worst = min(points, key=lambda point: points[point])
-    change = results.change_text(f"{name}-{way}{epochs}", f"{name}-{full_of(epochs)}", count=True)
-    text = f"At worst {change} against {other}: {words(name)}, {epochs} epochs."
-    listed = (f"Points against {other} (their number in brackets):", *each_ground)
-    seeds = min(len(results.of(f"{name}-{way}{epochs}")) for name, epochs in points)
+    worst = min(points, key=lambda point: points[point])
+    [(name, epochs, auto, full)] = [pair for pair in paired(results, way) if pair[:2] == worst]
+    change = results.change_text(auto, full, count=True)
+    text = f"At worst {change} against {other}: {words(name)}, {BUDGETED if way == 'budget' else ''}{epochs} epochs."
+    listed = (f"Points against {other} ({BUDGETED if way == 'budget' else ''}epochs in brackets):", *each_ground)
+    seeds = min(len(results.of(auto)) for _, _, auto, _ in paired(results, way))
     return [Answer(question, text, seeds, negative=points[worst] < -MOST_BEHIND, details=listed)]
 
 
@@ -312,24 +302,28 @@ def full_ways(results: Results, name: str) -> dict[str, str]:
 
 def tables(results: Results) -> list[Table]:
     """Return accuracies and times, what each run of auto found, and with which flags the runs were started."""
-    few = [at_fewer(timed(results))] if list(paired(results, "auto", FEWER)) else []
-    in_time = [at_budgets(results)] if list(paired(results, "budget", BUDGETS)) else []
+    few = [at_fewer(timed(results))] if list(paired(results, "auto")) else []
+    in_time = [at_budgets(results)] if list(paired(results, "budget")) else []
     return [compared(timed(results)), *few, *in_time, each(results), started(results)]
 
 
-def paired(results: Results, way: str, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield the grounds and epochs for which this way of auto and full fine-tuning both have rows."""
+def paired(results: Results, way: str) -> Iterator[tuple[str, int, str, str]]:
+    """Yield grounds and epochs with the labels of auto and of full fine-tuning that is held against it.
+
+    `way` is `auto` with --epochs, or `budget`, where both have the seconds of so many epochs.
+    """
     for name in GROUNDS:
-        for epochs in counts:
-            if results.of(f"{name}-{way}{epochs}") and results.of(f"{name}-{full_of(epochs)}"):
-                yield name, epochs
+        for epochs in FEWER if way == "auto" else BUDGETS:
+            auto = f"{name}-{way}{epochs}"
+            full = f"{name}-{full_of(epochs) if way == 'auto' else f'timed{epochs}'}"
+            if results.of(auto) and results.of(full):
+                yield name, epochs, auto, full
 
 
 def at_fewer(results: Results) -> Table:
     """Return auto that may take work worth a few epochs, beside full fine-tuning for as many."""
     rows = []
-    for name, epochs in paired(results, "auto", FEWER):
-        auto, full = f"{name}-auto{epochs}", f"{name}-{full_of(epochs)}"
+    for name, epochs, auto, full in paired(results, "auto"):
         told = [
             cell for way in (auto, full) for cell in (results.accuracy_text(way, count=True), results.time_text(way))
         ]
@@ -339,15 +333,15 @@ def at_fewer(results: Results) -> Table:
 
 
 def at_budgets(results: Results) -> Table:
-    """Return auto with the seconds of full fine-tuning's whole command as a time budget, beside that."""
+    """Return auto with a time budget, beside full fine-tuning with the same."""
     rows = []
-    for name, epochs in paired(results, "budget", BUDGETS):
-        auto, full = f"{name}-budget{epochs}", f"{name}-{full_of(epochs)}"
-        told = [results.time_text(full, column="whole_seconds"), results.accuracy_text(auto, count=True)]
-        told += [results.time_text(auto, column="whole_seconds"), results.accuracy_text(full, count=True)]
-        rows.append((words(name), str(epochs), *told, results.change_text(auto, full)))
-    columns = ("Ground", "Epochs", "Their whole command", "Auto", "Its", "Full fine-tuning", "Auto against it")
-    title = "With the seconds of full fine-tuning's whole command, of so many epochs, as `--time-budget`:"
+    for name, epochs, auto, full in paired(results, "budget"):
+        budget = results.runs[str(results.of(auto)[0]["run"])].config["run"]["time_budget"]
+        told = [results.accuracy_text(auto, count=True), results.time_text(auto, column="whole_seconds")]
+        told += [results.accuracy_text(full, count=True), results.time_text(full, column="whole_seconds")]
+        rows.append((words(name), f"{budget} ({epochs} epochs)", *told, results.change_text(auto, full)))
+    columns = ("Ground", "`--time-budget`", "Auto", "Whole command", "Full fine-tuning", "Its", "Auto against it")
+    title = "With time budgets, in which full fine-tuning once made so many epochs:"
     return Table(columns=columns, rows=tuple(rows), title=title)
 
 
@@ -429,7 +423,8 @@ SHARED = (
 CHOSEN_HERE = (
     "By how much a trial's loss must fall for tuning to go on, how blocks are tuned, the length of the first tuning, "
     "and the photographs' weights were chosen while looking at seed 0 of these grounds; what few samples make of a "
-    "trial, at seed 0 of those with 600 images. Of larger images nothing was."
+    "trial, at seed 0 of those with 600 images; how long a trial is, and with which statistics it is judged, at all "
+    "seeds. Of larger images nothing was."
 )
 MORE_MAY_HELP = (
     "Full fine-tuning has one learning rate, which was not searched for; others may give it more. Auto may take work "

@@ -313,8 +313,9 @@ def tried_stages(tunings: Tunings, solve: Stage, whole: float, *, timed: bool) -
     least, own = costs.tuning_step(tunings.full_batch()), HELD_OUT * costs.views
     tried = 2 * costs.judging + (0.0 if many else tunings.trial_cost)
     if not (many or timed) and settings.epochs >= usual("epochs") and tunings.trial_epochs > 1:
-        # Of few samples trials take a large part of the steps that a far task needs, and little time.
-        whole += tried
+        # Of few samples trials take a large part of the steps that a far task needs, and little time: as much again is
+        # tuned.
+        whole += tried + tunings.trial_cost
     room = whole - tried - own
     found = tuned_first(room, costs, least=least)
     if found is None:

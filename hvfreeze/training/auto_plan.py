@@ -313,9 +313,8 @@ def tried_stages(tunings: Tunings, solve: Stage, whole: float, *, timed: bool) -
     least, own = costs.tuning_step(tunings.full_batch()), HELD_OUT * costs.views
     tried = 2 * costs.judging + (0.0 if many else tunings.trial_cost)
     if not (many or timed) and settings.epochs >= usual("epochs") and tunings.trial_epochs > 1:
-        # Of few samples trials take a large part of the steps that a far task needs, and little time: as much again is
-        # tuned.
-        whole += tried + tunings.trial_cost
+        # Of few samples trials take a large part of the steps that a far task needs, and little time.
+        whole += tried
     room = whole - tried - own
     found = tuned_first(room, costs, least=least)
     if found is None:
@@ -480,7 +479,9 @@ class Tunings:
     @property
     def _tries(self) -> int:
         """Steps of a trial."""
-        tuned, tried = (TUNED // 2, TRIED // 2) if self.chooses_batch else (TUNED, TRIED)
+        # Of fewer samples than an epoch of the half, a far task needs all that comes on top of auto's own epochs.
+        halved = self.chooses_batch and self._halves >= TRIED // 2
+        tuned, tried = (TUNED // 2, TRIED // 2) if halved else (TUNED, TRIED)
         by_samples = min(math.ceil(tuned / (self.half * self.replicas)), self._halves)
         return max(by_samples, min(tried, int(MOST_TRIED * self._halves)))
 

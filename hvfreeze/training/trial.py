@@ -31,7 +31,7 @@ from hvfreeze.model.modes import in_evaluation, in_precision, state_kept
 TUNED, TRIED, MOST_TRIED = 1280, 40, 4.0
 """A trial tunes on so many samples of all ranks, about, or an epoch of fewer; but it makes at least so many steps,
 because blocks learn by steps, unless they were more than so many epochs. On many samples it costs no more than on few.
-At auto's own rate for SGD half as many samples and steps tell."""
+At auto's own rate for SGD half as many samples and steps tell, where that is no more than an epoch."""
 RENEWED = 256
 """Samples of all ranks, about, whose statistics BatchNorm has while a trial is judged."""
 MANY = 15_000

@@ -80,7 +80,7 @@ def notes_on_mirror_images(
     """Return a note on which views are mirror images; `asked` is --mirror, `finding` what was found out about them."""
     if finding is not None:
         return [finding.line()]
-    shown = [stage.config for stage in stages if stage.config.data.mirrors(image_set.flips)]
+    shown = [stage.config for stage in stages if stage.steps and stage.config.data.mirrors(image_set.flips)]
     where = []
     if any(config.head.solved for config in shown):
         decided = " and kept where held-out samples are better for it" if asked == "auto" else ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from PIL import Image
 
 import hvfreeze
+from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
 from hvfreeze.training import auto, auto_plan, build, loop
 from hvfreeze.training.job import Job
@@ -275,3 +278,12 @@ def test_a_switch_that_changes_nothing_is_told(sides: Path, tmp_path: Path) -> N
     assert "no effect of --mirror (on), because the mirror image of a sample of digits need not" in digits.stdout, str(
         digits
     )
+
+
+def test_a_tuning_without_time_for_mirror_images_says_nothing_of_them() -> None:
+    costs = auto_plan.Costs(views=2, frozen=0.25)
+    config = from_dict({"freeze": "auto", "weights": "some.pt"})
+    sizes = {"batches_per_epoch": 200, "guarded_batches": 180, "cut": 0, "deepest": 5}
+    stages = auto_plan.stages_of(config, **sizes, costs=replace(costs, plain=replace(costs, views=1)), passes=3.0)
+    assert [stage.config.data.mirror for stage in stages if stage.steps] == ["off"] * 3, "this says nothing"
+    assert build.notes_on_mirror_images("auto", cast(Any, SimpleNamespace(flips=True)), stages, None) == []

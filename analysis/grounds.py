@@ -114,7 +114,6 @@ GROUNDS |= {
     ),
 }
 """Name of a ground, a folder of data where it has all its images as they are -> what is in it."""
-BUDGETED = "the seconds of "
 SMOKE_GROUND = "digits"
 MOST_BEHIND = 0.5
 """Points that a way may be behind and is still level."""
@@ -276,23 +275,24 @@ def answers(results: Results) -> list[Answer]:
 
 def worst_of(results: Results, way: str, question: str, other: str) -> list[Answer]:
     """Return how far auto, with epochs or seconds that are given, is behind full fine-tuning; nothing without rows."""
-    points = {
-        (name, epochs): 100 * results.change(auto, full).mean for name, epochs, auto, full in paired(results, way)
-    }
-    if not points:
+    pairs = [
+        (100 * results.change(auto, full).mean, name, epochs, auto, full)
+        for name, epochs, auto, full in paired(results, way)
+    ]
+    if not pairs:
         return []
     each_ground = (
-        f"{words(name)} "
-        + ", ".join(f"{value:+.1f} ({epochs})" for (at, epochs), value in points.items() if at == name)
-        for name in dict.fromkeys(name for name, _ in points)
+        f"{words(name)} " + ", ".join(f"{points:+.1f} ({epochs})" for points, at, epochs, *_ in pairs if at == name)
+        for name in dict.fromkeys(name for _, name, *_ in pairs)
     )
-    worst = min(points, key=lambda point: points[point])
-    [(name, epochs, auto, full)] = [pair for pair in paired(results, way) if pair[:2] == worst]
-    change = results.change_text(auto, full, count=True)
-    text = f"At worst {change} against {other}: {words(name)}, {BUDGETED if way == 'budget' else ''}{epochs} epochs."
-    listed = (f"Points against {other} ({BUDGETED if way == 'budget' else ''}epochs in brackets):", *each_ground)
-    seeds = min(len(results.of(auto)) for _, _, auto, _ in paired(results, way))
-    return [Answer(question, text, seeds, negative=points[worst] < -MOST_BEHIND, details=listed)]
+    unit = "the seconds of " if way == "budget" else ""
+    points, name, epochs, auto, full = min(pairs, key=lambda pair: pair[0])
+    text = (
+        f"At worst {results.change_text(auto, full, count=True)} against {other}: {words(name)}, {unit}{epochs} epochs."
+    )
+    listed = (f"Points against {other} ({unit}epochs in brackets):", *each_ground)
+    seeds = min(len(results.of(auto)) for *_, auto, _ in pairs)
+    return [Answer(question, text, seeds, negative=points < -MOST_BEHIND, details=listed)]
 
 
 def full_ways(results: Results, name: str) -> dict[str, str]:
@@ -322,12 +322,10 @@ def paired(results: Results, way: str) -> Iterator[tuple[str, int, str, str]]:
 
 def at_fewer(results: Results) -> Table:
     """Return auto that may take work worth a few epochs, beside full fine-tuning for as many."""
-    rows = []
-    for name, epochs, auto, full in paired(results, "auto"):
-        told = [
-            cell for way in (auto, full) for cell in (results.accuracy_text(way, count=True), results.time_text(way))
-        ]
-        rows.append((words(name), str(epochs), *told, results.change_text(auto, full)))
+    rows = [
+        (words(name), str(epochs), *side_by_side(results, auto, full, column="train_seconds"))
+        for name, epochs, auto, full in paired(results, "auto")
+    ]
     columns = ("Ground", "Epochs", "Auto", "Its time", "Full fine-tuning", "Its time", "Auto against it")
     return Table(columns=columns, rows=tuple(rows), title="With `--epochs` that are fewer than auto's own 16:")
 
@@ -337,12 +335,21 @@ def at_budgets(results: Results) -> Table:
     rows = []
     for name, epochs, auto, full in paired(results, "budget"):
         budget = results.runs[str(results.of(auto)[0]["run"])].config["run"]["time_budget"]
-        told = [results.accuracy_text(auto, count=True), results.time_text(auto, column="whole_seconds")]
-        told += [results.accuracy_text(full, count=True), results.time_text(full, column="whole_seconds")]
-        rows.append((words(name), f"{budget} ({epochs} epochs)", *told, results.change_text(auto, full)))
+        told = side_by_side(results, auto, full, column="whole_seconds")
+        rows.append((words(name), f"{budget} ({epochs} epochs)", *told))
     columns = ("Ground", "`--time-budget`", "Auto", "Whole command", "Full fine-tuning", "Its", "Auto against it")
     title = "With time budgets, in which full fine-tuning once made so many epochs:"
     return Table(columns=columns, rows=tuple(rows), title=title)
+
+
+def side_by_side(results: Results, auto: str, full: str, *, column: str) -> list[str]:
+    """Return accuracies and times of two labels, and the points between them; `column` has the times."""
+    told = [
+        cell
+        for label in (auto, full)
+        for cell in (results.accuracy_text(label, count=True), results.time_text(label, column=column))
+    ]
+    return [*told, results.change_text(auto, full)]
 
 
 def compared(results: Results) -> Table:

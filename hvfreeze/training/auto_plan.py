@@ -23,7 +23,7 @@ from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
-from hvfreeze.training.stage_build import HELD_OUT, StageFactory
+from hvfreeze.training.stage_build import HELD_OUT, StageFactory, without_mirror
 from hvfreeze.training.stages import MUCH_TUNED, SOLVE, TRY, TUNE, Stage
 from hvfreeze.training.trial import LEAST_WORK, MANY, MOST_TRIED, TRIED, TUNED, judging
 
@@ -157,11 +157,6 @@ def width_of(chain: Chain, settings: HeadConfig, example: Tensor) -> int:
         return before_last_layer(chain)[1].in_features
     with in_evaluation(chain.model), torch.no_grad():
         return every_block(chain, pool=settings.pool, example=example)(example).shape[1]
-
-
-def without_mirror(config: Config) -> Config:
-    """Return the settings without mirror images."""
-    return replace(config, data=replace(config.data, mirror="off"))
 
 
 def ends_in_linear(chain: Chain) -> bool:

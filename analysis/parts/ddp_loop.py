@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from analysis.parts.run_files import EpochLines
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.data.decoding import Inputs
-from hvfreeze.runs.clock import PhaseClock, train_seconds
+from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.training.stages import learning_rate
 
 
@@ -37,10 +36,8 @@ class Training:
     """Sums that were made; see `add_up`."""
 
 
-def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any]]:
-    """Train all epochs and return the lines of metrics.jsonl, which rank 0 also writes. Collective."""
-    lines: list[dict[str, Any]] = []
-    before: dict[str, float] = {}
+def train(training: Training, lines: EpochLines, *, size: int) -> None:
+    """Train all epochs, each with its line. Collective."""
     epochs = training.config.optimizer.epochs
     training.clock.restart()
     for epoch in range(epochs):
@@ -57,32 +54,18 @@ def train(training: Training, *, size: int, run_dir: Path) -> list[dict[str, Any
             add_up(training, counted)
             due = training.config.run.evaluates(epoch) or epoch + 1 == epochs
             test_loss, test_accuracy = evaluate(training) if due else (None, None)
-        now = training.clock.read()
-        spent = {phase: value - before.get(phase, 0.0) for phase, value in now.items()}
-        before = now
-        seconds = train_seconds(spent)
-        lines.append(
+        lines.add(
             {
-                "epoch": epoch,
-                "step": training.step,
                 "cut": training.config.freeze.cut or 0,
                 "train_loss": float(counted[0]) / (len(batches) * size),
                 "train_accuracy": float(counted[1] / counted[2]),
                 "test_loss": test_loss,
                 "test_accuracy": test_accuracy,
-                "train_seconds": seconds,
-                "seconds": spent,
-                "images_per_second": float(counted[2]) / max(seconds, 1e-9),
                 "allreduce_bytes": training.step * training.trained_bytes if size > 1 else 0,
-                "cache": {"mode": "off"},
-            }
+            },
+            step=training.step,
+            writes=dist.get_rank() == 0,
         )
-        if dist.get_rank() == 0:
-            with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-            tested = "not evaluated" if test_accuracy is None else f"test {100 * test_accuracy:.2f} %"
-            print(f"epoch {epoch}: {tested}, {seconds:.1f} s", flush=True)
-    return lines
 
 
 def train_step(training: Training, batch: Batch, *, total: int) -> tuple[float, int]:

@@ -65,6 +65,8 @@ class Costs:
     """Of a view of a sample in a solution, beside its features."""
     judging: float = 0.0
     """Of judging once how the network stands, for each sample of an epoch."""
+    haste: float = 0.0
+    """Of the same by half as many samples."""
     update: float = 0.0
     """Of a step, beside its samples: gradients are exchanged and parameters updated."""
     plain: Costs | None = None
@@ -145,6 +147,7 @@ def costs_of(factory: StageFactory, solved: Config, cut: int) -> Costs:
             frozen=sum(work[:cut]) / sum(work),
             solving=((pointing + PAIR * compared) / whole if compares else SOLVING) / looks,
             judging=judging(sum(work), samples=samples) / samples,
+            haste=judging(sum(work), samples=samples, in_haste=True) / samples,
             update=UPDATE * sum(parameter.numel() for parameter in chain.model.parameters()) / whole,
         )
 
@@ -324,6 +327,9 @@ def tried_stages(tunings: Tunings, solve: Stage, whole: float, *, timed: bool) -
     comes_first = spent - costs.solution >= MUCH_TUNED * least
     if comes_first and not many:
         spent -= costs.solution
+    in_haste = not (many or mirrored)
+    if in_haste:
+        spent += 2 * (costs.judging - costs.haste)
 
     def tuned(parts: Sequence[float]) -> list[Stage]:
         counts = [int(tunings.per_epoch * part / costs.tuning_step(settings.batch_size)) for part in parts]
@@ -334,7 +340,6 @@ def tried_stages(tunings: Tunings, solve: Stage, whole: float, *, timed: bool) -
         tunes = tuned([spent])
     stages = [stage for tune in tunes for stage in (tune, last)]
     if not many:
-        in_haste = timed and not mirrored
         stages = [tunings.trial(in_haste=in_haste), replace(first, is_spare=not comes_first), *stages]
     return (*stages, back_to(solve))
 

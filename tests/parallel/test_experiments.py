@@ -27,7 +27,7 @@ ON_NODES = {"communication", "scaling", "strategies"}
 OFTEN = ("baseline", "communication", "peers")
 """Ranks on this machine, ranks on nodes, and programs that are not ours."""
 SELDOM = ("static_sweep", "adaptive", "votes", "caching", "scaling", "pixels64", "exact_head", "compression")
-SELDOM += ("strategies", "auto_parts", "grounds", "criteria", "cores")
+SELDOM += ("strategies", "auto_parts", "grounds", "criteria", "own_scripts", "cores")
 """They differ in flags and pages, which tests/single/analysis tries without training."""
 
 

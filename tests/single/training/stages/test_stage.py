@@ -21,7 +21,7 @@ from hvfreeze.training.stage_build import HELD_OUT
 from hvfreeze.training.stages import Stage, single_stage
 from hvfreeze.training.trial import MANY, MOST_TRIED, TRIED, Trial, judging
 
-COSTS = Costs(views=2, frozen=0.25, judging=1.5)
+COSTS = Costs(views=2, frozen=0.25, judging=1.5, haste=0.75)
 UPDATES = replace(COSTS, update=64.0)
 DEEPEST = 5
 
@@ -41,7 +41,7 @@ def cost(stages: tuple[Stage, ...], costs: Costs = COSTS, guarded: int = 18, bat
     solutions = sum(one.solution for stage, one in zip(made, each, strict=True) if stage.name == "solve")
     trained = [(stage, stage.config.optimizer.batch_size) for stage in stages if stage.name in ("try", "tune")]
     tuned = sum(stage.images(stage.steps) / (guarded * 32) * costs.tuning_step(size) for stage, size in trained)
-    judging = 2 * costs.judging if trained else 0.0
+    judging = 2 * (costs.haste if stages[0].is_in_haste else costs.judging) if trained else 0.0
     own = HELD_OUT * costs.views * sum(stage.name == "tune" for stage in stages)
     return (solutions + judging + tuned + own) / costs.full_step(batch)
 
@@ -228,6 +228,15 @@ def test_judging_costs_a_small_network_no_more_passes_than_its_operators_take_ti
     assert judging(1e6, samples=60) < judging(1e6, samples=5000) / 4, "few samples are soon solved for"
     assert judging(1e6, samples=50_000) == judging(1e6, samples=10**6) > 3 * judging(1e6, samples=5000)
     assert judging(1e9, samples=5000, in_haste=True) == pytest.approx(judging(1e9, samples=5000) / 2, rel=0.1)
+
+
+def test_in_few_epochs_half_as_many_samples_judge_a_trial_and_blocks_have_the_time() -> None:
+    costs = replace(COSTS, plain=replace(COSTS, views=1))
+    for epochs, hasty in ((3, True), (16, False)):
+        stages = planned(epochs=epochs, costs=costs, batches=200, guarded=180)
+        slower = planned(epochs=epochs, costs=replace(costs, haste=costs.judging), batches=200, guarded=180)
+        assert stages[0].is_trial and stages[0].is_in_haste is hasty
+        assert (stages[2].steps > slower[2].steps) is hasty
 
 
 def test_a_run_without_stages_is_one() -> None:

@@ -16,7 +16,7 @@ from hvfreeze.training.auto_plan import Costs, stages_of
 from hvfreeze.training.stages import TRY, StageRunner, joined
 from hvfreeze.training.trial import Trial
 
-COSTS = Costs(views=2, frozen=0.0, judging=1.5, plain=Costs(views=1, frozen=0.0, judging=1.5))
+COSTS = Costs(views=2, frozen=0.0, judging=1.5, haste=0.75, plain=Costs(views=1, frozen=0.0, judging=1.5, haste=0.75))
 CACHE = {"mode": "auto", "exact": True, "bytes": 1, "rows_written": 2, "seconds_saved": 0.5}
 
 

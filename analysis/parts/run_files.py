@@ -1,0 +1,78 @@
+"""What another program that takes the flags of `hvfreeze train` leaves in its run directory, as our runs do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvfreeze.config.tree import Config, to_dict
+from hvfreeze.runs.clock import PhaseClock, train_seconds
+from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
+
+
+def describe(run_dir: Path, config: Config, *, program: str, size: int) -> None:
+    """Write what a run directory says before training."""
+    tree = {**to_dict(config), "program": {"program": program}}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    known = {**describe_environment([facts_of_this_rank()]), "size": size, "hosts": [socket.gethostname()] * size}
+    (run_dir / "environment.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    (run_dir / "decisions.jsonl").touch()
+
+
+class EpochLines:
+    """The lines of metrics.jsonl, written as epochs end."""
+
+    def __init__(self, run_dir: Path, clock: PhaseClock, *, size: int, batch_size: int) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.run_dir, self._clock, self._images_per_step = run_dir, clock, batch_size * size
+        self._before: dict[str, float] = {}
+
+    def add(self, line: dict[str, Any], *, step: int, writes: bool) -> None:
+        """Add an epoch's line, with its seconds; `step` steps are made. One rank writes it, and tells it."""
+        now = self._clock.read()
+        spent = {phase: value - self._before.get(phase, 0.0) for phase, value in now.items()}
+        self._before, seconds = now, train_seconds(spent)
+        images = (step - (self.lines[-1]["step"] if self.lines else 0)) * self._images_per_step
+        self.lines.append(
+            {
+                "epoch": len(self.lines),
+                "step": step,
+                **line,
+                "train_seconds": seconds,
+                "seconds": spent,
+                "images_per_second": images / max(seconds, 1e-9),
+                "cache": {"mode": "off"},
+            }
+        )
+        if writes:
+            with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.lines[-1]) + "\n")
+            accuracy = line["test_accuracy"]
+            tested = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
+            print(f"epoch {len(self.lines) - 1}: {tested}, {seconds:.1f} s", flush=True)
+
+    def conclude(self, *, cut_history: Sequence[Sequence[int]], size: int) -> None:
+        """Write summary.json."""
+        seconds, last = self._clock.read(), self.lines[-1]
+        spent = train_seconds(seconds)
+        summary = {
+            "test_accuracy": last["test_accuracy"],
+            "best_test_accuracy": max(
+                line["test_accuracy"] for line in self.lines if line["test_accuracy"] is not None
+            ),
+            "epochs": len(self.lines),
+            "steps": last["step"],
+            "world_size": size,
+            "train_seconds": spent,
+            "seconds": seconds,
+            "images_per_second": last["step"] * self._images_per_step / max(spent, 1e-9),
+            "allreduce_bytes": last["allreduce_bytes"],
+            "final_cut": last["cut"],
+            "cut_history": [list(move) for move in cut_history],
+        }
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

@@ -24,6 +24,7 @@ from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS, Case
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.launching import run_case, why_missing
 from analysis.benchmarks.table import HEADER, merged, read_rows, table, write_rows
+from analysis.sweeps.options import file_to_write
 from hvfreeze.config.tree import did_you_mean
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.wording import plural
@@ -63,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME[,NAME]", help="measure these rows and merge them into the file")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--quick", action="store_true", help="tiny batches and two pairs: see that everything runs")
-    parser.add_argument("--out", type=Path, help=f"the file ({OUT}; quick: {QUICK_OUT})")
+    parser.add_argument("--out", type=file_to_write, help=f"the file ({OUT}; quick: {QUICK_OUT})")
     options = parser.parse_args(arguments)
     options.out = options.out or (QUICK_OUT if options.quick else OUT)
     return options

@@ -24,6 +24,7 @@ from analysis.benchmarks.launching import ROOT, environment
 from analysis.parts.cached_commands import NAME
 from analysis.parts.read_tables import READS
 from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
@@ -38,8 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.cache_reads", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scratch", type=Path, default=Path("build"), help="where the files lie meanwhile [build]")
-    parser.add_argument("--out", type=Path, help=f"folder for reads.csv [{RESULTS / NAME}; quick: {QUICK_OUT}]")
+    parser.add_argument(
+        "--scratch", type=folder_to_write, default=Path("build"), help="where the files lie meanwhile [build]"
+    )
+    parser.add_argument(
+        "--out", type=folder_to_write, help=f"folder for reads.csv [{RESULTS / NAME}; quick: {QUICK_OUT}]"
+    )
     parser.add_argument("--quick", action="store_true", help="small files, few repetitions, 2 ranks")
     options = parser.parse_args(arguments)
     path = (options.out or (QUICK_OUT if options.quick else RESULTS / NAME)) / READS

@@ -29,6 +29,7 @@ from analysis.parts.start_tables import columns, table
 from analysis.peers import PEERS, Ground
 from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of
 from analysis.sweeps.launching import Site, command_of, follow
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import open_results
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path, required=True, help="of a ResNet-18 trained at 32 pixels")
     parser.add_argument("--weights64", type=Path, help="of one trained at 64 pixels")
     parser.add_argument("--start", action="store_true", help="only starts, by phase; needs no --weights64")
-    parser.add_argument("--out", type=Path, default=RESULTS / "clock", help="folder for rows.csv and README.md")
+    parser.add_argument(
+        "--out", type=folder_to_write, default=RESULTS / "clock", help="folder for rows.csv and README.md"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="of every command (1)")
     options = parser.parse_args(arguments)
     if options.start:

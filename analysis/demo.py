@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from analysis.parts.demo_stages import PRETRAINED, Stage, plan
+from analysis.sweeps.options import folder_to_write
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.report.comparison import compare, group_by_seed
 from hvfreeze.report.report import write_report
@@ -68,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data-dir", type=Path, default=Path(data) if data else None, help="CIFAR-10 instead of digits"
     )
     parser.add_argument("--weights", type=Path, help="start from this state_dict instead of pretraining")
-    parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
+    parser.add_argument("--out", type=folder_to_write, default=Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     parser.add_argument("--ranks", type=int, default=2)
     return parser.parse_args(arguments)
 

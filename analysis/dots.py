@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from analysis.sweeps.options import folder_to_write
 
 PARTS = {"train": (4_000, 0), "test": (2_000, 1)}
 """Name -> number of images and seed."""
@@ -26,7 +27,7 @@ NOISE, BRIGHT = (0, 100), (180, 256)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both parts and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m analysis.dots", description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("folder", type=folder_to_write, metavar="DIR")
     folder = parser.parse_args(arguments).folder
     for part, (count, seed) in PARTS.items():
         images, dots = draw(count, seed)

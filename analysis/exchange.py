@@ -27,6 +27,7 @@ from analysis.parts.networks import messages
 from analysis.parts.networks.step_times import milliseconds
 from analysis.sweeps.kept import RESULTS, commit, machines_of, publish, texts_of
 from analysis.sweeps.launching import ROOT, bits_per_second, finish, nodes_up, require_cluster
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
 from hvfreeze.comm.horovod_world import open_world
@@ -64,7 +65,9 @@ HIERARCHICAL = {"OMPI_MCA_coll_han_priority": "100", "OMPI_MCA_coll_han_use_simp
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, or with --worker be one rank of it; return 0."""
     parser = argparse.ArgumentParser(prog="python -m analysis.exchange", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "exchange", help="folder for rows.csv and README.md")
+    parser.add_argument(
+        "--out", type=folder_to_write, default=RESULTS / "exchange", help="folder for rows.csv and README.md"
+    )
     parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker is not None:

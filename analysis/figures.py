@@ -15,6 +15,7 @@ from pathlib import Path
 from analysis.experiments import EVERY
 from analysis.sweeps.experiment import Answer, Experiment, draw, is_complete, readme
 from analysis.sweeps.kept import PRESETS, RESULTS, KeptRuns, by_name, publish, read_rows, write_rows
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.results import Results, open_results
 from hvfreeze.report.report import Picture, Section, write_page
 
@@ -24,8 +25,10 @@ OUT = Path("build") / "experiments" / "report"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what there are results of; return 0."""
     parser = argparse.ArgumentParser(prog="python -m analysis.figures", description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of all experiments' results")
-    parser.add_argument("--out", type=Path, help=f"write here, and here only [the results; the page in {OUT}]")
+    parser.add_argument("--results", type=folder_to_write, default=RESULTS, help="folder of all experiments' results")
+    parser.add_argument(
+        "--out", type=folder_to_write, help=f"write here, and here only [the results; the page in {OUT}]"
+    )
     options = parser.parse_args(arguments)
     sections, answered = [], []
     for experiment in EVERY:

@@ -30,6 +30,7 @@ from analysis.parts.growth_shares import RANKS, SAMPLES, shares
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, publish, stamp
 from analysis.sweeps.launching import follow
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.inference.model import load_model
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=PRESETS, default=DEFAULT, help=f"which runs ({DEFAULT})")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=folder_to_write,
         help=f"folder for {MEASURED} and README.md [{RESULTS / NAME}; smoke: {SMOKE_RESULTS / NAME}]",
     )
     parser.add_argument("--rows", type=int, nargs="+", help="only runs of so many (all)")

@@ -30,6 +30,7 @@ from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kep
 from analysis.parts.networks.turns import Turns
 from analysis.sweeps.kept import RESULTS, commit, machine, machines_of, publish, texts_of
 from analysis.sweeps.launching import ROOT, nodes_up, on_nodes, require_cluster
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from analysis.sweeps.sweep import main as main_of
@@ -52,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m analysis.network", description=__doc__.partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument(
-        "--out", type=Path, help=f"folder for rows.csv and README.md [{RESULTS / NAME}; quick: {SMOKE_RESULTS / NAME}]"
+        "--out",
+        type=folder_to_write,
+        help=f"folder for rows.csv and README.md [{RESULTS / NAME}; quick: {SMOKE_RESULTS / NAME}]",
     )
     parser.add_argument("--quick", action="store_true", help="two networks, next to no steps: only to see that it runs")
     parser.add_argument(

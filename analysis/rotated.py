@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from analysis.sweeps.options import folder_to_write
+
 PARTS = {"train": (5_000, 0), "test": (2_000, 1)}
 """Name -> number of images and seed."""
 DEGREES = (0, 90, 180, 270)
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write both parts and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m analysis.rotated", description=__doc__.partition("\n")[0])
     parser.add_argument("images", type=Path, metavar="CIFAR")
-    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("folder", type=folder_to_write, metavar="DIR")
     options = parser.parse_args(arguments)
     for part, (count, seed) in PARTS.items():
         files = sorted(path for path in (options.images / part).glob("*/*") if path.is_file())

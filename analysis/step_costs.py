@@ -23,6 +23,7 @@ from typing import Any
 from analysis.benchmarks.launching import ROOT, environment
 from analysis.parts.peers import file_of
 from analysis.sweeps.kept import RESULTS, commit, publish
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
@@ -63,7 +64,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, help="these numbers only")
     parser.add_argument("--quick", action="store_true", help="tiny batches, few steps: see that everything runs")
     parser.add_argument(
-        "--results", type=Path, help=f"folder of all experiments' results [{RESULTS}; quick: {SMOKE_RESULTS}]"
+        "--results",
+        type=folder_to_write,
+        help=f"folder of all experiments' results [{RESULTS}; quick: {SMOKE_RESULTS}]",
     )
     options = parser.parse_args(arguments)
     options.results = options.results or (SMOKE_RESULTS if options.quick else RESULTS)

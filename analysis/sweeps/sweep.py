@@ -26,6 +26,7 @@ from analysis.sweeps.experiment import Experiment, nothing_more, write_up
 from analysis.sweeps.kept import PRESETS as PRESETS_FILE
 from analysis.sweeps.kept import RESULTS, ROWS, KeptRuns, by_name, commit, read_rows, texts_of, write_rows
 from analysis.sweeps.launching import Site, begins_anew, bits_per_second, launch, require_cluster
+from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.presets import FULL, PRESETS, PlannedRun, Preset
 from analysis.sweeps.repeat import repeat
 from analysis.sweeps.results import Results, best_lr, open_results
@@ -87,8 +88,16 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None, one_of: str =
     add("--lr", type=float, help="instead of what the baseline experiment chose, or the preset's")
     add("--seeds", type=numbers, metavar="N[,N]", help="instead of the preset's; runs with other seeds stay")
     add("--hosts", default="", help="HOST:SLOTS,... instead of this machine; they must see the same folders")
-    add("--work", type=Path, help=f"run directories under way [{WORK}/{'NAME' if one_of else experiment.name}/PRESET]")
-    add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
+    add(
+        "--work",
+        type=folder_to_write,
+        help=f"run directories under way [{WORK}/{'NAME' if one_of else experiment.name}/PRESET]",
+    )
+    add(
+        "--results",
+        type=folder_to_write,
+        help="folder of all experiments' results [analysis/results; not for smoke, full]",
+    )
     add("--only", type=labels, metavar="LABEL[,LABEL]", help="make these runs only; the rest another time")
     add("--repeat", type=labels, metavar="RUN[,RUN]", help="make kept runs once more, keep nothing, and compare")
     add("--estimate", action="store_true", help="say how long it will take, and do nothing")

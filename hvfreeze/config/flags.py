@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import typing
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +35,7 @@ EXAMPLES = """examples:
       one model cut into two parts, in two replicas
   hvfreeze train --config runs/good/config.yaml --lr 0.01 --run-dir runs/better
       another run's configuration with one change
-  hvfreeze train --run-dir runs/good --config runs/good/config.yaml --resume
+  hvfreeze train --run-dir runs/good --resume
       go on where a run stopped
 """
 EXIT_CODES = """exit codes:
@@ -109,10 +112,24 @@ def configuration(options: argparse.Namespace) -> Config:
     flags = {name: value for name, value in vars(options).items() if name in leaves()}
     path: Path | None = getattr(options, "config", None)
     if path is None:
-        return from_dict(flags, source="command line")
+        return from_dict({**of_run_to_resume(flags), **flags}, source="command line")
     source, tree = f"--config ({path})", read_yaml(path)
     found = asked_for(tree, source=source)
     if is_of_run(tree) and not flags.get("resume"):
         # Its directory holds that run; this is another one.
         found.pop("run_dir", None)
     return from_dict({**found, **flags}, source=source)
+
+
+def of_run_to_resume(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that is to be resumed, which flags change; nothing where there is none.
+
+    Nor of one whose config.yaml cannot be read: what is wrong with it is told where the run is looked at.
+    """
+    if not (flags.get("resume") and flags.get("run_dir")):
+        return {}
+    path = Path(flags["run_dir"]) / "config.yaml"
+    with suppress(UsageError):
+        tree = read_yaml(path) if os.path.isfile(path) else {}
+        return asked_for(tree, source=str(path)) if is_of_run(tree) else {}
+    return {}

@@ -766,7 +766,9 @@ class RunConfig(Section):
         "TIME",
         "how long the run may take, as in 90s, 10m or 1h30m: steps are chosen for it, and --epochs does not count",
     )
-    resume: bool = setting(False, "", "go on from the newest checkpoint in --run-dir, or start when there is none")
+    resume: bool = setting(
+        False, "", "go on from the newest checkpoint in --run-dir, with its settings; start where there is none"
+    )
     resume_inexact: bool = setting(
         False,
         "",

@@ -43,8 +43,7 @@ def resuming(directory: Path, *, ranks: int) -> str:
     """Return the command that goes on with a directory's run, on so many ranks."""
     # Unbound, as guides start ranks: Open MPI binds each of two to one core, and with other threads no bit is the same.
     launcher = ["mpirun", "-np", str(ranks), "--bind-to", "none"] if ranks > 1 else []
-    given = ["--config", str(directory / "config.yaml"), "--run-dir", str(directory), "--resume"]
-    return shlex.join([*launcher, "hvfreeze", "train", *given])
+    return shlex.join([*launcher, "hvfreeze", "train", "--run-dir", str(directory), "--resume"])
 
 
 def check_directory(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:

@@ -177,22 +177,22 @@ def test_a_directory_without_a_finished_model_is_refused(copy: Path, tmp_path: P
     ended = (copy / "summary.json").read_bytes()
     (copy / "summary.json").unlink()
     refused(
-        copy, "model.pt is not the file that model.yaml tells of.*; go on with: hvfreeze train --config .* --resume"
+        copy, "model.pt is not the file that model.yaml tells of.*; go on with: hvfreeze train --run-dir .* --resume"
     )
     (copy / "summary.json").write_bytes(ended)
     (copy / "model.pt").unlink()
-    refused(copy, "there is no model.pt; go on with: hvfreeze train --config .* --resume")
+    refused(copy, "there is no model.pt; go on with: hvfreeze train --run-dir .* --resume")
     (copy / "environment.json").write_text('{"size": 3}')
-    refused(copy, "go on with: mpirun -np 3 --bind-to none hvfreeze train --config .* --resume")
+    refused(copy, "go on with: mpirun -np 3 --bind-to none hvfreeze train --run-dir .* --resume")
     (copy / "environment.json").write_text("{")
     spaced = copy.rename(tmp_path / "a run")
-    refused(spaced, "go on with: hvfreeze train --config '.*a run/config.yaml' --run-dir '.*a run' --resume")
+    refused(spaced, "go on with: hvfreeze train --run-dir '.*a run' --resume")
     spaced.rename(copy)
     (copy / "model.pt").write_bytes(whole)
     (copy / "model.yaml").unlink()
     refused(copy, "model.yaml is missing; copy it together with model.pt")
     (copy / "summary.json").unlink()
-    refused(copy, "model.yaml is missing; go on with: hvfreeze train --config .* --resume")
+    refused(copy, "model.yaml is missing; go on with: hvfreeze train --run-dir .* --resume")
 
 
 def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(copy: Path) -> None:

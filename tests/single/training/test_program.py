@@ -215,7 +215,7 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     assert re.match(
         r"hvfreeze: interrupted after step \d+ of 2000; go on from the last checkpoint with: hvfreeze ", told
     )
-    assert told.endswith(f"hvfreeze train --config {folder}/config.yaml --run-dir {folder} --resume")
+    assert told.endswith(f"hvfreeze train --run-dir {folder} --resume")
     assert "interrupted after step" in (folder / "log.txt").read_text()
 
 

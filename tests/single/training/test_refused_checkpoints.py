@@ -183,7 +183,7 @@ def test_a_run_goes_on_by_its_configuration_wherever_its_weights_were_named_from
         save_sections(newest.parent, [checkpoint.packed(state), checkpoint.packed(own)], step=step)
         (folder / "summary.json").unlink()
         monkeypatch.chdir(tmp_path / place)
-        outcome = call("train", "--run-dir", str(folder), "--config", str(folder / "config.yaml"), "--resume")
+        outcome = call("train", "--run-dir", str(folder), "--resume")
         assert outcome.returncode == 0, str(outcome)
 
 

@@ -65,6 +65,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
         for seed in seeds
         for name, flags in tasks.items()
         for way in WORDS
+        if way != PUBLISHED or name == DRAWN
     ]
 
 

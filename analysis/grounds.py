@@ -454,9 +454,9 @@ MORE_MAY_HELP = (
 )
 HOURS = (
     "Full fine-tuning of 8 epochs with seeds 1 and 2 was made on days on which the machine was faster or shared with "
-    "other work, but on counting dots. Auto's rows of counting dots, rotation, CIFAR-10 and the photographs' seed 0 "
-    "are of a later day than full fine-tuning of 16 epochs, in an hour in which the machine was slower; the others are "
-    "next to it. During other rows of seeds 1 and 2 short tests ran beside them, at low priority."
+    "other work, but on counting dots. On the four tasks auto's rows of seeds 0 to 2 are of later days than full "
+    "fine-tuning of 16 epochs, in hours in which the machine was slower; the others are next to it. During full "
+    "fine-tuning of larger images and some other rows of seeds 1 and 2 short tests ran beside them, at low priority."
 )
 IN_TURN = (
     "With a time budget auto and full fine-tuning follow each other within a minute. Where accuracy rises steeply, as "

@@ -85,6 +85,7 @@ def train(config: Config) -> None:
 
     clock = PhaseClock()
     lines = EpochLines(run_dir, clock, size=hvd.size(), batch_size=settings.batch_size)
+    sent = 0
     for epoch in range(settings.epochs):
         model.train()
         sampler.set_epoch(epoch)
@@ -96,6 +97,7 @@ def train(config: Config) -> None:
             loss = functional.cross_entropy(logits, labels)
             clock.enter("backward")
             loss.backward()
+            sent += sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
             clock.enter("optimizer")
             optimizer.step()
             clock.enter("data")
@@ -109,7 +111,7 @@ def train(config: Config) -> None:
                 "train_accuracy": hits / steps,
                 "test_loss": test_loss,
                 "test_accuracy": test_accuracy,
-                "allreduce_bytes": 0,
+                "allreduce_bytes": sent if hvd.size() > 1 else 0,
             },
             step=(epoch + 1) * steps,
             writes=hvd.rank() == 0,

@@ -121,6 +121,10 @@ def configuration(options: argparse.Namespace) -> Config:
     return from_dict({**found, **flags}, source=source)
 
 
+OF_A_START = ("quiet", "json")
+"""Leaves that say how a start speaks to whoever made it."""
+
+
 def of_run_to_resume(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the run that is to be resumed, which flags change; nothing where there is none.
 
@@ -131,5 +135,6 @@ def of_run_to_resume(flags: Mapping[str, Any]) -> dict[str, Any]:
     path = Path(flags["run_dir"]) / "config.yaml"
     with suppress(UsageError):
         tree = read_yaml(path) if os.path.isfile(path) else {}
-        return asked_for(tree, source=str(path)) if is_of_run(tree) else {}
+        begun = asked_for(tree, source=str(path)) if is_of_run(tree) else {}
+        return {name: value for name, value in begun.items() if name not in OF_A_START}
     return {}

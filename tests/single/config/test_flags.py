@@ -74,12 +74,12 @@ def test_a_run_that_goes_on_has_the_settings_it_began_with_but_for_flags(tmp_pat
     def settings(*flags: str) -> Config:
         return configuration(parse(["train", "--run-dir", str(tmp_path), *flags]))
 
-    begun = settings("--lr", "0.02", "--epochs", "3", "--freeze", "coherence")
+    begun = settings("--lr", "0.02", "--epochs", "3", "--freeze", "coherence", "--quiet")
     assert settings("--resume").optimizer.lr == 0.1, "nothing has begun"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(begun.resolved())))
     resumed = settings("--resume", "--epochs", "5")
     assert (resumed.optimizer.lr, resumed.optimizer.epochs, resumed.freeze.freeze) == (0.02, 5, "coherence")
-    assert resumed.run.resume and resumed.run.run_dir == str(tmp_path)
+    assert resumed.run.resume and resumed.run.run_dir == str(tmp_path) and not resumed.run.quiet
     assert settings("--freeze", "coherence").optimizer.lr == 0.1, "another run, which is refused there"
     assert settings("--resume", "--config", os.devnull).optimizer.lr == 0.1, "a file that is given counts"
     (tmp_path / "config.yaml").write_text("lr: [")

@@ -291,7 +291,7 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "begins"), [(1, "hvfreeze train --config"), (3, "mpirun -np 3 --bind-to none hvfreeze train --config")]
+    ("ranks", "begins"), [(1, "hvfreeze train --run-dir"), (3, "mpirun -np 3 --bind-to none hvfreeze train --run-dir")]
 )
 def test_the_way_on_of_an_interrupted_job_starts_as_many_ranks(tmp_path: Path, ranks: int, begins: str) -> None:
     job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(size=ranks))

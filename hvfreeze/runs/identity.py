@@ -91,8 +91,8 @@ def changes(
     others = other_run(held, settings)
     if others:
         raise RefusedError(
-            f"--resume: {place} holds another run ({'; '.join(others)}); give what it began with, as "
-            f"--config {place}/config.yaml does, or choose another --run-dir"
+            f"--resume: {place} holds another run ({'; '.join(others)}); give what it began with, as flags that are "
+            "left out do, or choose another --run-dir"
         )
     rounded = inexact(held, settings, before, now)
     if rounded and not run["resume_inexact"]:

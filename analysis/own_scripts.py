@@ -150,6 +150,7 @@ LIMITS = (
     "Small networks and small data, 2 ranks, batches of 32 a rank; seconds are not compared.",
     "One constant learning rate each, which was not searched for: SGD at 0.02 with momentum 0.5, and AdamW at 0.001.",
     "Steps an epoch and epochs are given to our optimizer, so that it votes twice an epoch from the end of the first.",
+    "Horovod's `hvd.broadcast_optimizer_state` makes a step with gradients of 0, ours none; AdamW's decay shows it.",
     "Pieces of code are of the installed Python's library: other versions have others.",
 )
 EXPERIMENT = Experiment(

@@ -55,6 +55,8 @@ MARKERS = "osD^vP*X"
 LEGEND_COLUMNS = 2
 LONGEST_NAME = 24
 """Letters of a bar's name in one line."""
+LONGEST_TITLE = 26
+"""Letters of a title in one line, which must not run into the next panel's."""
 TICKS = (1.0, 2.0, 5.0)
 MOST_BESIDE = 2
 """Panels, of which more stand in two rows."""
@@ -229,7 +231,7 @@ def ways_chart(
                     label=way.label,
                     **looks[way.label],
                 )
-            axes.set(title=title, xlabel=x)
+            axes.set(title="\n".join(textwrap.wrap(title, LONGEST_TITLE)), xlabel=x)
             set_log_scale(axes)
         for axes in places:
             axes.remove()

@@ -1,6 +1,6 @@
 """A script of one's own, in plain Horovod or with our optimizer in its one line; the flags of `hvfreeze train`.
 
-    mpirun -n 2 python -m analysis.parts.own_script train --model digits --freeze coherence --run-dir DIR
+    mpirun -n 2 python -m analysis.parts.own_script train --model digits_network --freeze coherence --run-dir DIR
 
 `--freeze none` is Horovod's own optimizer, everything else ours with that criterion.
 """

@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         training = prepare(config, rank=rank, size=size)
         if rank == 0:
             describe(run_dir, config, program=PROGRAM, size=size)
-        lines = EpochLines(run_dir, training.clock, size=size, batch_size=config.optimizer.batch_size)
+        batch_size = config.optimizer.batch_size
+        lines = EpochLines(run_dir, training.clock, size=size, batch_size=batch_size, writes=rank == 0)
         train(training, lines, size=size)
         if rank == 0:
-            lines.conclude(cut_history=[[0, 0, config.freeze.cut or 0]], size=size)
+            lines.conclude(cut_history=[[0, 0, config.freeze.cut or 0]])
     except HvfreezeError as error:
         print(f"ddp: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -25,7 +25,7 @@ OUT = Path("build") / "experiments" / "report"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what there are results of; return 0."""
     parser = argparse.ArgumentParser(prog="python -m analysis.figures", description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=folder_to_write, default=RESULTS, help="folder of all experiments' results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of all experiments' results")
     parser.add_argument(
         "--out", type=folder_to_write, help=f"write here, and here only [the results; the page in {OUT}]"
     )

@@ -64,7 +64,6 @@ def train(training: Training, lines: EpochLines, *, size: int) -> None:
                 "allreduce_bytes": training.step * training.trained_bytes if size > 1 else 0,
             },
             step=training.step,
-            writes=dist.get_rank() == 0,
         )
 
 

@@ -70,8 +70,8 @@ def train(config: Config) -> None:
         raise UsageError(f"--model ({name}) must be {' or '.join(TASKS)}, and --run-dir be given")
     torch.set_num_threads(config.run.threads or 1)
     torch.manual_seed(config.run.seed)
-    run_dir = Path(config.run.run_dir)
-    if hvd.rank() == 0:
+    run_dir, writes = Path(config.run.run_dir), hvd.rank() == 0
+    if writes:
         run_dir.mkdir(parents=True, exist_ok=True)
         describe(run_dir, config, program=PROGRAM, size=hvd.size())
 
@@ -84,7 +84,7 @@ def train(config: Config) -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     clock = PhaseClock()
-    lines = EpochLines(run_dir, clock, size=hvd.size(), batch_size=settings.batch_size)
+    lines = EpochLines(run_dir, clock, size=hvd.size(), batch_size=settings.batch_size, writes=writes)
     sent = 0
     for epoch in range(settings.epochs):
         model.train()
@@ -114,11 +114,10 @@ def train(config: Config) -> None:
                 "allreduce_bytes": sent if hvd.size() > 1 else 0,
             },
             step=(epoch + 1) * steps,
-            writes=hvd.rank() == 0,
         )
-    if hvd.rank() == 0:
+    if writes:
         history = optimizer.freezer.cut_history if config.freeze.freeze != "none" else [(0, 0, 0)]
-        lines.conclude(cut_history=history, size=hvd.size())
+        lines.conclude(cut_history=history)
 
 
 def optimizer_of(config: Config, model: nn.Module) -> torch.optim.Optimizer:

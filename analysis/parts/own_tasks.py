@@ -67,7 +67,8 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     images = torch.from_numpy(table.images).float()[:, None] / 16
     images = (functional.interpolate(images, size=28, mode="bilinear") - 0.13) / 0.31
     labels = torch.from_numpy(table.target).long()
-    return parted(images, labels, tested=TESTED_DIGITS)
+    trained, tested = slice(-TESTED_DIGITS), slice(-TESTED_DIGITS, None)
+    return TensorDataset(images[trained], labels[trained]), TensorDataset(images[tested], labels[tested])
 
 
 def code() -> tuple[TensorDataset, TensorDataset]:
@@ -98,8 +99,3 @@ def words_of(package: Path) -> list[str]:
     paths = sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix())
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     return re.findall(r"[A-Za-z_]+|[^\sA-Za-z_]", text)
-
-
-def parted(inputs: Tensor, labels: Tensor, *, tested: int) -> tuple[TensorDataset, TensorDataset]:
-    """Return all but the last `tested` samples, and these."""
-    return TensorDataset(inputs[:-tested], labels[:-tested]), TensorDataset(inputs[-tested:], labels[-tested:])

@@ -25,15 +25,16 @@ def describe(run_dir: Path, config: Config, *, program: str, size: int) -> None:
 
 
 class EpochLines:
-    """The lines of metrics.jsonl, written as epochs end."""
+    """The lines of metrics.jsonl, which one of `size` ranks writes and tells as epochs end."""
 
-    def __init__(self, run_dir: Path, clock: PhaseClock, *, size: int, batch_size: int) -> None:
+    def __init__(self, run_dir: Path, clock: PhaseClock, *, size: int, batch_size: int, writes: bool) -> None:
         self.lines: list[dict[str, Any]] = []
-        self.run_dir, self._clock, self._images_per_step = run_dir, clock, batch_size * size
+        self._run_dir, self._clock, self._size, self._writes = run_dir, clock, size, writes
+        self._images_per_step = batch_size * size
         self._before: dict[str, float] = {}
 
-    def add(self, line: dict[str, Any], *, step: int, writes: bool) -> None:
-        """Add an epoch's line, with its seconds; `step` steps are made. One rank writes it, and tells it."""
+    def add(self, line: dict[str, Any], *, step: int) -> None:
+        """Add an epoch's line, with its seconds; `step` steps are made."""
         now = self._clock.read()
         spent = {phase: value - self._before.get(phase, 0.0) for phase, value in now.items()}
         self._before, seconds = now, train_seconds(spent)
@@ -49,14 +50,14 @@ class EpochLines:
                 "cache": {"mode": "off"},
             }
         )
-        if writes:
-            with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        if self._writes:
+            with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.lines[-1]) + "\n")
             accuracy = line["test_accuracy"]
             tested = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
             print(f"epoch {len(self.lines) - 1}: {tested}, {seconds:.1f} s", flush=True)
 
-    def conclude(self, *, cut_history: Sequence[Sequence[int]], size: int) -> None:
+    def conclude(self, *, cut_history: Sequence[Sequence[int]]) -> None:
         """Write summary.json."""
         seconds, last = self._clock.read(), self.lines[-1]
         spent = train_seconds(seconds)
@@ -67,7 +68,7 @@ class EpochLines:
             ),
             "epochs": len(self.lines),
             "steps": last["step"],
-            "world_size": size,
+            "world_size": self._size,
             "train_seconds": spent,
             "seconds": seconds,
             "images_per_second": last["step"] * self._images_per_step / max(spent, 1e-9),
@@ -75,4 +76,4 @@ class EpochLines:
             "final_cut": last["cut"],
             "cut_history": [list(move) for move in cut_history],
         }
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

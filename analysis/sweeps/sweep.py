@@ -93,15 +93,16 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None, one_of: str =
         type=folder_to_write,
         help=f"run directories under way [{WORK}/{'NAME' if one_of else experiment.name}/PRESET]",
     )
-    add(
-        "--results",
-        type=folder_to_write,
-        help="folder of all experiments' results [analysis/results; not for smoke, full]",
-    )
+    add("--results", type=Path, help="folder of all experiments' results [analysis/results; not for smoke, full]")
     add("--only", type=labels, metavar="LABEL[,LABEL]", help="make these runs only; the rest another time")
     add("--repeat", type=labels, metavar="RUN[,RUN]", help="make kept runs once more, keep nothing, and compare")
     add("--estimate", action="store_true", help="say how long it will take, and do nothing")
     options = parser.parse_args(arguments)
+    if options.results is not None and not (options.estimate or options.repeat):
+        try:
+            folder_to_write(str(options.results))
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --results: {error}")
     options.work = options.work or WORK / experiment.name / options.preset
     elsewhere = {"smoke": SMOKE_RESULTS, "full": RESULTS / "full"}
     options.results = options.results or elsewhere.get(options.preset, RESULTS)

@@ -35,6 +35,10 @@ KNOWN = 5_000
 BATCHES = {1_000: 32, 5_000: 64, 20_000: 64}
 """Training samples -> batch of a rank: fewer samples, more steps an epoch than the preset's batch would leave."""
 SEEDS = {1_000: 5, 5_000: 5, 20_000: 3}
+"""Training samples -> seeds of a way."""
+HEADLINE = ("full", "auto", "auto-one-view")
+HEADLINE_SEEDS = {1_000: 10, 5_000: 10, 20_000: 3}
+"""The same of the ways that the front page compares."""
 SMOKE_SAMPLES, SMOKE_EPOCHS = 64, 1
 SMOKE_PEERS = ("full", "lp-ft", "exact", "auto")
 """The others' code paths are seen to run by other experiments."""
@@ -60,8 +64,8 @@ class Peer:
     """It is given so many of the budgets, the longest ones."""
     once: bool = False
     """Whether it has no epochs to choose."""
-    tuned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Training samples -> budgets that it is given besides, for a peer that makes use of more epochs than one."""
+    more: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Training samples -> budgets that it is given besides."""
     lr: float | None = None
     """The learning rate that it has by itself."""
     most_samples: int = MANY_SAMPLES
@@ -72,7 +76,7 @@ class Peer:
 
 LIKE_FULL = Peer(rate_of="full", last=1, most_samples=5_000)
 PEERS = {
-    "full": Peer(),
+    "full": Peer(more={5_000: (16,), 20_000: (16,)}),
     "ddp": replace(LIKE_FULL, program="analysis.ddp"),
     "smoothed": replace(LIKE_FULL, flags={"label_smoothing": 0.1}),
     "last-stage": Peer(flags=LAST_STAGE),
@@ -89,7 +93,7 @@ PEERS = {
         rate_of="full",
         lr=0.05,
         once=True,
-        tuned={SMOKE_SAMPLES: (4,), 5_000: (4,), 20_000: (4,)},
+        more={SMOKE_SAMPLES: (4,), 5_000: (4,), 20_000: (4,)},
     ),
     "auto-one-view": Peer(flags={**AUTO, "mirror": "off"}, rate_of="full", lr=0.05, once=True),
 }
@@ -154,7 +158,7 @@ def cells(preset: Preset, ground: Ground) -> Iterator[tuple[Cell, Peer]]:
 
 def budgets_of(peer: Peer, samples: int, epochs: tuple[int, ...]) -> tuple[int, ...]:
     """Return the epochs that a peer is given where others are given `epochs`."""
-    return (1, *peer.tuned.get(samples, ())) if peer.once else epochs[-peer.last :]
+    return (*((1,) if peer.once else epochs[-peer.last :]), *peer.more.get(samples, ()))
 
 
 def runs(preset: Preset, ground: Ground) -> list[PlannedRun]:
@@ -170,13 +174,19 @@ def runs(preset: Preset, ground: Ground) -> list[PlannedRun]:
 def then(preset: Preset, results: Results, ground: Ground) -> list[PlannedRun]:
     """Return the runs that are tested, each at its cell's learning rate; a seed's runs follow each other in time."""
     rates, planned, chosen = ground.rates(results), [], list(cells(preset, ground))
-    for seed in preset.seeds if preset.is_smoke else range(max(SEEDS.values())):
+    for seed in preset.seeds if preset.is_smoke else range(max(HEADLINE_SEEDS.values())):
         for cell, peer in chosen:
-            if preset.is_smoke or seed < SEEDS[cell.samples]:
+            if preset.is_smoke or seed < seeds_of(cell):
                 known = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
                 flags = {**ground.work(preset, cell, peer), "lr": known if peer.lr is None else peer.lr}
                 planned.append(preset.run(cell.label, seed, flags, program=peer.program))
     return planned
+
+
+def seeds_of(cell: Cell) -> int:
+    """Return how many seeds a cell is made with; a head's one epoch is what the front page shows of auto."""
+    shown = cell.peer in HEADLINE and (cell.peer == "full" or cell.epochs == 1)
+    return (HEADLINE_SEEDS if shown else SEEDS)[cell.samples]
 
 
 def experiment_on(name: str, ground: Ground) -> Experiment:

@@ -21,8 +21,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from analysis.communication import FROZEN, short
+from analysis.parts import many_nodes
+from analysis.parts.growth_pages import Line as Kept
+from analysis.parts.growth_pages import shares_in
+from analysis.parts.many_nodes import Forecast
 from analysis.parts.networks.step_times import milliseconds, phase, step
-from analysis.parts.ring import LATENCIES, LATENCY, Point, efficiency, fit
+from analysis.parts.ring import LATENCIES, LATENCY, Model, Point, efficiency, fit
 from analysis.sweeps.charts import FULL, METHOD_COLOURS, Line, line_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.launching import bits_per_second
@@ -31,7 +35,7 @@ from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, shown
 from analysis.sweeps.sweep import main
 from hvfreeze.report.figures import DASHES
-from hvfreeze.report.tables import Table, factor, percent
+from hvfreeze.report.tables import Table, factor, percent, seconds
 
 FIT, LEFT_OUT = (2, 3), 4
 BANDWIDTHS = ("1gbit", "200mbit")
@@ -40,6 +44,8 @@ WORST_ERROR = 0.2
 """A model that is surely further off than this says nothing."""
 PREDICTED_NODES = (2, 4, 8, 16, 32, 64, 128, 256)
 PREDICTED_BANDWIDTHS = ("1gbit", "10gbit", "25gbit")
+WHOLE_NODES, WHOLE_BANDWIDTH = (16, 64, 256), "10gbit"
+"""Of whole runs."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -115,7 +121,68 @@ def answers(results: Results) -> list[Answer]:
     )
     question = "How far does it scale?"
     negative = errors.low > WORST_ERROR or max(gains) < 1
-    return [Answer(question=question, text=text, n=errors.n, negative=negative, details=details)]
+    return [
+        Answer(question=question, text=text, n=errors.n, negative=negative, details=details),
+        *whole_answers(results, points, model),
+    ]
+
+
+def whole_answers(results: Results, points: Sequence[Point], model: Model) -> list[Answer]:
+    """Return what a whole run on many nodes would wait for first."""
+    shares = shares_of(results)
+    if shares is None:
+        return []
+    full, frozen = (whole_runs(results, points, model, shares)[name] for name in VARIANTS)
+    last = full[-1]
+    low, high = (value / last.work for value in last.exchange)
+    beside = last.beside[1] / last.work
+    most = max(last.rest, key=lambda name: last.rest[name][1])
+    first = "the exchange of gradients" if high > beside else most
+    text = (
+        f"{first.capitalize()}. On {last.nodes} nodes at 10 Gbit/s the exchange adds {percent(low, 0)} to "
+        f"{percent(high, 0)} to the steps' own time, all else together {percent(beside, 0)}."
+    )
+    details = (
+        (
+            f"Of all else {most} takes the most, {seconds(last.rest[most][1])} in a run whose steps take "
+            f"{seconds(last.work)}. Votes take at most {seconds(last.rest[many_nodes.VOTES][1])}."
+        ),
+        "The whole run is at "
+        + "; ".join(
+            f"{each.nodes} nodes {many_nodes.span(each.efficiency)} of the ideal in full, "
+            f"{many_nodes.span(other.efficiency)} with four stages frozen"
+            for each, other in zip(full, frozen)
+        )
+        + ".",
+        (
+            "With `--shuffle global` a rank takes in everybody's rows of the cache, which is not counted: "
+            f"{seconds(many_nodes.took(shares, many_nodes.ALL_ROWS))}."
+        ),
+        "Steps and exchange are the model's; the rest was measured for one rank of 256, without a network.",
+    )
+    return [Answer(question="What breaks first on many nodes?", text=text, n=1, details=details)]
+
+
+def shares_of(results: Results) -> Kept | None:
+    """Return what one rank of many does beside training; None where the kept results have no such line."""
+    return shares_in(results.directory.parent / "growth")
+
+
+def whole_runs(results: Results, points: Sequence[Point], model: Model, shares: Kept) -> dict[str, list[Forecast]]:
+    """Return for each variant whole runs on WHOLE_NODES."""
+    return {
+        name: [
+            many_nodes.forecast(model, predicted(points, name, nodes, WHOLE_BANDWIDTH), shares, batch=batch_of(results))
+            for nodes in WHOLE_NODES
+        ]
+        for name in VARIANTS
+        if any(point.variant == name for point in points)
+    }
+
+
+def batch_of(results: Results) -> int:
+    """Return the images of a node in a step."""
+    return int(results.rows[0]["batch_size"])
 
 
 def predicted(points: Sequence[Point], variant: str, nodes: int, bandwidth: str) -> Point:
@@ -168,10 +235,15 @@ def tables(results: Results) -> list[Table]:
         f"every byte sent, {percent(model.hidden, 0)} of the backward pass hides the exchange; * more ranks than cores"
     )
     titles = ("Variant", "Nodes", "Link", "Measured step", "Model", "Error")
-    return [
+    shares = shares_of(results)
+    made = [
         Table(title=found, columns=titles, rows=checked),
         Table(title="Predicted part of ideal throughput", columns=("Nodes", *columns), rows=forecast),
     ]
+    if shares is not None:
+        whole, batch = whole_runs(results, points, model, shares), batch_of(results)
+        made.append(many_nodes.table(whole, samples=shares["samples"], batch=batch, link=WHOLE_BANDWIDTH))
+    return made
 
 
 def nodes_text(results: Results, point: Point) -> str:
@@ -245,12 +317,13 @@ EXPERIMENT = Experiment(
     answers=answers,
     tables=tables,
     drawings=drawings,
-    shown=2,
+    shown=3,
     limits=(
         "Beyond four nodes nothing was measured: these numbers are an extrapolation.",
         "Where ranks outnumber cores (*) the model accounts for that by more work, not by contention.",
         f"One switch without oversubscription, a ring; {1e6 * LATENCY:.0f} microseconds a message are an assumption.",
         "The links here have next to no latency; what some more does to an exchange is in analysis.exchange.",
+        "Whole runs count as if nothing hid votes, checkpoints and the cache's index; reading images is in no number.",
         "Copying was measured between nodes that share a kernel and its cores; network adapters spare some of it.",
     ),
 )

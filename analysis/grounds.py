@@ -26,9 +26,9 @@ from analysis.sweeps.charts import Way, ways_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, is_below
+from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from analysis.sweeps.sweep import main
-from hvfreeze.report.tables import Table, percent
+from hvfreeze.report.tables import Table, percent, seconds
 from hvfreeze.runs.reading import Run
 from hvfreeze.training.stages import TRY
 from hvfreeze.wording import plural
@@ -277,7 +277,7 @@ def answers(results: Results) -> list[Answer]:
                 f"{results.change_text(auto, way)} in {results.gain_text(way, auto)} the time."
             )
         if fulls:
-            best = max(fulls, key=lambda way: results.mean(way, "test_accuracy").mean)
+            best = best_full(results, name)
             change = results.change_text(auto, best, count=True)
             text = f"{found(results, name)}: {change} against {fulls[best]}."
         question = f"Does --freeze auto find out by itself whether tuning pays: {words(name)}?"
@@ -313,6 +313,33 @@ def worst_of(results: Results, way: str, question: str, other: str) -> list[Answ
 def full_ways(results: Results, name: str) -> dict[str, str]:
     """Return the labels of full fine-tuning that a ground has rows of, and what a reader knows them by."""
     return {f"{name}-{way}": called for way, called in FULLS.items() if results.of(f"{name}-{way}")}
+
+
+def best_full(results: Results, name: str) -> str:
+    """Return the label of full fine-tuning that is the most accurate on average on a ground that has rows of it."""
+    return max(full_ways(results, name), key=lambda way: results.mean(way, "test_accuracy").mean)
+
+
+def in_short(results: Results) -> str:
+    """Return, in Markdown, a row for each ground: auto by itself beside the best full fine-tuning."""
+    results, lines = timed(results), []
+    for name in made(results):
+        if fulls := full_ways(results, name):
+            auto, best = f"{name}-auto", best_full(results, name)
+            change = results.change(auto, best)
+            cells = (
+                *(words(name), str(change.n), f"{reached(results, best)}, {fulls[best].rpartition(', ')[2]}"),
+                *(reached(results, auto), shown(change, signed_points), results.gain_text(best, auto)),
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    heads = f"| task | n | full fine-tuning | `{TUNED}` | difference | of its time |"
+    return "\n".join([heads, "|:---|---:|---:|---:|---:|---:|", *lines]) if lines else ""
+
+
+def reached(results: Results, label: str) -> str:
+    """Return a label's mean accuracy and mean time."""
+    time, accuracy = point(results, label)
+    return f"{percent(accuracy.mean)} in {seconds(time.mean)}"
 
 
 def tables(results: Results) -> list[Table]:

@@ -31,12 +31,20 @@ PLAIN |= {"image_size": 32, "steps": 40, "epochs": 4, "final_cut": 0, "cut_histo
 PLAIN |= {"augment": "fresh", "train_seconds": 3.0}
 
 
-def test_accuracy_at_1_000_and_5_000_samples_has_five_seeds_and_at_20_000_three() -> None:
+def test_what_the_front_page_shows_has_ten_seeds_other_ways_five_and_20_000_samples_three() -> None:
     every = [run for name in ("peers", "peers_more") for run in plan(peers.EXPERIMENTS[name], REDUCED, Results(Path()))]
     tested = [run for run in every if "validation_fraction" not in run.flags]
-    for samples, seeds in ((1_000, 5), (5_000, 5), (20_000, 3)):
-        for label in {run.label for run in tested if run.flags["train_samples"] == samples}:
-            assert {run.seed for run in tested if run.label == label} == set(range(seeds))
+    for label in {run.label for run in tested}:
+        cell = cell_of(label)
+        shown = cell.peer == "full" or (cell.peer in {"auto", "auto-one-view"} and cell.epochs == 1)
+        seeds = 3 if cell.samples == 20_000 else 10 if shown else 5
+        assert {run.seed for run in tested if run.label == label} == set(range(seeds)), label
+
+
+def test_full_fine_tuning_alone_has_16_epochs_of_5_000_samples_and_more() -> None:
+    longest = {(cell.samples, cell.peer) for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.epochs == 16}
+    assert {peer for samples, peer in longest if samples > 1_000} == {"full"}
+    assert {samples for samples, peer in longest if peer == "full"} == {1_000, 5_000, 20_000}
 
 
 def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:

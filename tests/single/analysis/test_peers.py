@@ -75,16 +75,22 @@ def test_each_budget_has_the_learning_rate_that_was_best_for_it() -> None:
 def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = ("lr0.1-n5000-full-e1", "lr0.05-n5000-full-e4", "lr0.1-n1000-full-e4", "lr0.05-n5000-last-stage-e2")
+    kept = (
+        "lr0.1-n5000-full-e1",
+        "lr0.05-n5000-full-e4",
+        "lr0.02-n5000-full-e16",
+        "lr0.1-n1000-full-e4",
+        "lr0.05-n5000-last-stage-e2",
+    )
     read = {tmp_path / "peers": [tried(label, 0.9) for label in kept]}
     monkeypatch.setattr(peers, "read_rows", read.__getitem__)
-    ground = peers.Ground(counts=(1_000, 20_000), peers=peers.STRONGEST, rates_of="peers")
+    ground = peers.Ground(counts=(1_000, 20_000), peers=peers.STRONGEST, rates_of="peers", like={16: 4})
     tries = {run.label for run in peers.runs(REDUCED, ground)}
     assert tries == {f"lr{lr:g}-n1000-full-e16" for lr in peers.LEARNING_RATES}
     own = [tried("lr0.02-n1000-full-e16", 0.9)]
     planned = peers.then(REDUCED, Results(tmp_path / "peers_more", own), ground)
     used = {run.label: run.flags["lr"] for run in planned}
-    assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == 0.05
+    assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == used["n20000-full-e16"] == 0.05
     assert used["n1000-full-e4"] == 0.1 and used["n1000-full-e16"] == 0.02
     assert used["n20000-last-stage-cached-e2"] == 0.05
     assert {cell_of(label).peer for label in used} == set(peers.STRONGEST)

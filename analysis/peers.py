@@ -272,7 +272,7 @@ GROUNDS = {
             OWN_RATES[0],
             MORE_MAY_HELP,
             "The network has learnt from 25 000 images of five other classes only: what it has to give is little.",
-            "Training time is the clock's, of runs one after another beside other jobs: an idle machine is faster.",
+            "Training time is the clock's, of runs one after another on an idle machine.",
             "CIFAR-10 on both sides: related images, a related task.",
             *USUAL,
         ),

@@ -309,10 +309,11 @@ def headline(root: Path) -> str:
         own, auto, full = pair.results, pair.auto(), best_full(pair.results)
         both = (f"{percent(own.mean(label, 'test_accuracy').mean)} in {pair.seconds(label)}" for label in (full, auto))
         times = factor_of_commands(clock, experiment=pair.experiment, samples=str(pair.samples))
-        cells = (f"{pair.samples} at {pair.ground}", *both, own.change_text(auto, full), times)
+        change = own.change(auto, full)
+        cells = (f"{pair.samples} at {pair.ground}", str(change.n), *both, shown(change, signed_points), times)
         lines.append(f"| {' | '.join(cells)} |")
-    heads = "| images | full fine-tuning | `--freeze auto --epochs 1` | difference | whole command |"
-    return "\n".join([heads, "|:---|---:|---:|---:|---:|", *lines]) if lines else NOTHING_YET
+    heads = "| images | n | full fine-tuning | `--freeze auto --epochs 1` | difference | whole command |"
+    return "\n".join([heads, "|:---|---:|---:|---:|---:|---:|", *lines]) if lines else NOTHING_YET
 
 
 def strategy(answers: Callable[[Results], list[Answer]]) -> Callable[[Path], str]:

@@ -17,12 +17,12 @@ an exchange of 44.7 MB.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from analysis.communication import FROZEN, short
 from analysis.parts import many_nodes
-from analysis.parts.growth_pages import Line as Kept
 from analysis.parts.growth_pages import shares_in
 from analysis.parts.many_nodes import Forecast
 from analysis.parts.networks.step_times import milliseconds, phase, step
@@ -163,12 +163,14 @@ def whole_answers(results: Results, points: Sequence[Point], model: Model) -> li
     return [Answer(question="What breaks first on many nodes?", text=text, n=1, details=details)]
 
 
-def shares_of(results: Results) -> Kept | None:
+def shares_of(results: Results) -> Mapping[str, Any] | None:
     """Return what one rank of many does beside training; None where the kept results have no such line."""
     return shares_in(results.directory.parent / "growth")
 
 
-def whole_runs(results: Results, points: Sequence[Point], model: Model, shares: Kept) -> dict[str, list[Forecast]]:
+def whole_runs(
+    results: Results, points: Sequence[Point], model: Model, shares: Mapping[str, Any]
+) -> dict[str, list[Forecast]]:
     """Return for each variant whole runs on WHOLE_NODES."""
     return {
         name: [

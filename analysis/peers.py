@@ -226,7 +226,6 @@ BY_STEPS = (
     "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
     "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
     "That auto's head compares rows, and in how many directions, was decided on seed 0 of these test images.",
-    "Auto that tunes was timed beside another job on cores of its own.",
 )
 """Where `analysis.step_costs` has timed the network's steps."""
 USUAL = (

@@ -71,7 +71,7 @@ def answers(results: Results) -> list[Answer]:
     """Return what the baseline reaches, and how DistributedDataParallel compares."""
     front, found = budgets_of(results), []
     if front:
-        best = max(front, key=lambda label: results.mean(label, "test_accuracy").mean)
+        best = results.most_accurate(front)
         text = f"{results.accuracy_text(best, count=True)} of the test images are right after {best[6:]} epochs."
         details = (
             (

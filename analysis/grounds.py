@@ -277,7 +277,7 @@ def answers(results: Results) -> list[Answer]:
                 f"{results.change_text(auto, way)} in {results.gain_text(way, auto)} the time."
             )
         if fulls:
-            best = best_full(results, name)
+            best = results.most_accurate(fulls)
             change = results.change_text(auto, best, count=True)
             text = f"{found(results, name)}: {change} against {fulls[best]}."
         question = f"Does --freeze auto find out by itself whether tuning pays: {words(name)}?"
@@ -315,17 +315,12 @@ def full_ways(results: Results, name: str) -> dict[str, str]:
     return {f"{name}-{way}": called for way, called in FULLS.items() if results.of(f"{name}-{way}")}
 
 
-def best_full(results: Results, name: str) -> str:
-    """Return the label of full fine-tuning that is the most accurate on average on a ground that has rows of it."""
-    return max(full_ways(results, name), key=lambda way: results.mean(way, "test_accuracy").mean)
-
-
 def in_short(results: Results) -> str:
     """Return, in Markdown, a row for each ground: auto by itself beside the best full fine-tuning."""
     results, lines = timed(results), []
     for name in made(results):
         if fulls := full_ways(results, name):
-            auto, best = f"{name}-auto", best_full(results, name)
+            auto, best = f"{name}-auto", results.most_accurate(fulls)
             change = results.change(auto, best)
             cells = (
                 *(words(name), str(change.n), f"{reached(results, best)}, {fulls[best].rpartition(', ')[2]}"),

@@ -143,8 +143,7 @@ class Ground:
         kept = best_rates(read_rows(results.directory.parent / self.rates_of)) if self.rates_of else {}
         known = {cell: lr for cell, lr in kept.items() if cell.samples == KNOWN}
         nearest = {replace(cell, samples=count): lr for cell, lr in known.items() for count in self.counts}
-        taken = {cell: replace(cell, epochs=self.like[cell.epochs]) for cell in nearest if cell.epochs in self.like}
-        nearest |= {cell: nearest[other] for cell, other in taken.items()}
+        nearest |= {c: nearest[replace(c, epochs=self.like[c.epochs])] for c in nearest if c.epochs in self.like}
         return {**nearest, **kept, **best_rates(results.rows, {**nearest, **kept})}
 
 

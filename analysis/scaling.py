@@ -89,6 +89,11 @@ def variant_of(label: str) -> str:
     return label.partition("-")[0]
 
 
+def variants_of(points: Sequence[Point]) -> list[str]:
+    """Return the variants that were measured."""
+    return [name for name in VARIANTS if any(point.variant == name for point in points)]
+
+
 def answers(results: Results) -> list[Answer]:
     """Return how well the left-out size is predicted, and what the model says of many nodes."""
     points = points_of(results)
@@ -177,8 +182,7 @@ def whole_runs(
             many_nodes.forecast(model, predicted(points, name, nodes, WHOLE_BANDWIDTH), shares, batch=batch_of(results))
             for nodes in WHOLE_NODES
         ]
-        for name in VARIANTS
-        if any(point.variant == name for point in points)
+        for name in variants_of(points)
     }
 
 
@@ -219,7 +223,7 @@ def tables(results: Results) -> list[Table]:
         )
         for point in points
     )
-    variants = [name for name in VARIANTS if any(point.variant == name for point in points)]
+    variants = variants_of(points)
     columns = tuple(f"{name}, {limit}/s" for name in variants for limit in PREDICTED_BANDWIDTHS)
     forecast = tuple(
         (
@@ -267,7 +271,7 @@ def drawings(results: Results) -> list[Drawing]:
     if not known:
         return []
     model = fit(known)
-    variants = [name for name in VARIANTS if any(point.variant == name for point in points)]
+    variants = variants_of(points)
     lines, forecast = [], []
     for name in variants:
         colour = METHOD_COLOURS[FULL if name == "full" else "frozen from the start"]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from analysis import grounds
 from analysis.experiments import EVERY, GROUPS
 from analysis.parts.readme import NOTHING_YET, PARTS
 from analysis.sweeps.experiment import is_complete
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_rows(options.results)
         found = pages(options.readme)
         wanted = dict(found)
-        for name, part in (("results", table), *PARTS.items()):
+        for name, part in {**OF_EXPERIMENTS, **PARTS}.items():
             page = page_of(name, found)
             up = "../" * (len(page.relative_to(options.readme.parent).parts) - 1)
             text = part(options.results).replace("](analysis/", f"]({up}analysis/")
@@ -103,6 +104,15 @@ def table(root: Path) -> str:
         if rows:
             parts.append("\n".join([f"### {heading}\n", "| question | answer | n |", "|:---|:---|---:|", *rows]))
     return "\n\n".join(parts) or NOTHING_YET
+
+
+def tasks(root: Path) -> str:
+    """Return `--freeze auto` by itself beside the best full fine-tuning on every task, in Markdown."""
+    return grounds.in_short(open_results(root, "grounds")) or NOTHING_YET
+
+
+OF_EXPERIMENTS: dict[str, Callable[[Path], str]] = {"results": table, "tasks": tasks}
+"""The parts that experiments themselves make."""
 
 
 def with_part(text: str, name: str, part: str) -> str:

@@ -15,13 +15,7 @@ from hvfreeze.report.tables import Table, percent, seconds
 
 EPOCHS = 10
 """With a vote and a checkpoint in each."""
-ONCE = {
-    "listing of images": ("list the images",),
-    "sending and dealing": ("take what rank 0 has listed", "deal the samples out"),
-}
-EACH_EPOCH = {"rows of the cache": "find its own rows", "checkpoints": "write a checkpoint"}
 VOTES = "votes"
-VOTE = "vote,"
 ALL_ROWS = "find everybody's rows"
 
 
@@ -61,19 +55,30 @@ def forecast(model: Model, point: Point, shares: Mapping[str, Any], *, batch: in
     steps = EPOCHS * shares["samples"] / (batch * point.nodes)
     models = [replace(model, latency=latency) for latency in (min(LATENCIES), max(LATENCIES))]
     exchange = [steps * (each.step(point) - point.work) for each in models]
-    rest = {name: sum(took(shares, what, point) for what in pieces) for name, pieces in ONCE.items()}
-    rest |= {name: EPOCHS * took(shares, what) for name, what in EACH_EPOCH.items()}
+    listed = piece(shares, "take what rank 0 has listed")
+    same = {
+        "listing of images": took(shares, "list the images"),
+        "sending and dealing": listed["seconds"]
+        + 8 * listed["num_bytes"] / point.bandwidth
+        + took(shares, "deal the samples out"),
+        "rows of the cache": EPOCHS * took(shares, "find its own rows"),
+        "checkpoints": EPOCHS * took(shares, "write a checkpoint"),
+    }
     around = 2 * (point.nodes - 1)
-    votes = [EPOCHS * (took(shares, VOTE) + around * each.latency) for each in models]
-    pairs = {name: (value, value) for name, value in rest.items()}
-    return Forecast(point.nodes, steps * point.work, (exchange[0], exchange[1]), {**pairs, VOTES: (votes[0], votes[1])})
+    votes = [EPOCHS * (took(shares, "vote,") + around * each.latency) for each in models]
+    rest = {**{name: (value, value) for name, value in same.items()}, VOTES: (votes[0], votes[1])}
+    return Forecast(point.nodes, steps * point.work, (exchange[0], exchange[1]), rest)
 
 
-def took(shares: Mapping[str, Any], what: str, point: Point | None = None) -> float:
-    """Return the seconds of a piece of work, and with a point those of its bytes on a link like its own."""
-    found = next(each for each in shares["shares"] if each["what"].startswith(what))
-    sent = found["num_bytes"] if what.startswith("take") else 0
-    return float(found["seconds"]) + (8 * sent / point.bandwidth if point is not None else 0.0)
+def piece(shares: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    """Return the piece of work that begins with these words."""
+    found: Mapping[str, Any] = next(each for each in shares["shares"] if each["what"].startswith(what))
+    return found
+
+
+def took(shares: Mapping[str, Any], what: str) -> float:
+    """Return the seconds of a piece of work."""
+    return float(piece(shares, what)["seconds"])
 
 
 def table(forecasts: Mapping[str, Sequence[Forecast]], *, samples: int, batch: int, link: str) -> Table:

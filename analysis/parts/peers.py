@@ -283,8 +283,7 @@ def by_samples(results: Results) -> list[tuple[int, Results]]:
 
 def best_full(results: Results) -> str:
     """Return the label of full fine-tuning that is the most accurate on average."""
-    full = [label for label in results.labels if cell_of(label).peer == "full"]
-    return max(full, key=lambda label: results.mean(label, "test_accuracy").mean)
+    return results.most_accurate(label for label in results.labels if cell_of(label).peer == "full")
 
 
 def shortest(results: Results, *, full: bool) -> str | None:

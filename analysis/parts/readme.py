@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis import grounds
 from analysis.parts import cached_commands, core_pages, machines, vote_pages
 from analysis.parts.cached_epochs import by_account, saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
@@ -214,11 +213,6 @@ def growth(root: Path) -> str:
     return f"![growth]({folder}/figures/growth.svg)\n\n{told} [All runs]({folder}/README.md)."
 
 
-def tasks(root: Path) -> str:
-    """Return `--freeze auto` by itself beside the best full fine-tuning on every task."""
-    return grounds.in_short(open_results(root, "grounds")) or NOTHING_YET
-
-
 def whole_runs(root: Path) -> str:
     """Return whole commands of `--freeze auto` beside full fine-tuning, from thousands of images on."""
     lines = [line for line in kept_growth(root / "growth" / MEASURED) if line["kind"] == "images"]
@@ -349,7 +343,6 @@ def voting(root: Path) -> str:
 
 
 PARTS = {
-    "tasks": tasks,
     "headline": headline,
     "ways": ways,
     "front": front,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -88,6 +88,10 @@ class Results:
 
     def of(self, label: str) -> list[Row]:
         return [row for row in self.rows if row["label"] == label]
+
+    def most_accurate(self, labels: Iterable[str]) -> str:
+        """Return the label that is the most accurate on average."""
+        return max(labels, key=lambda label: self.mean(label, "test_accuracy").mean)
 
     def shown_as(self, label: str) -> str:
         """Return a label as a person reads it: runs that were allowed a cache and stored nothing have none."""

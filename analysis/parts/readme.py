@@ -342,7 +342,7 @@ def voting(root: Path) -> str:
     return f"{advice} [All rules](analysis/results/votes/README.md)." if advice else NOTHING_YET
 
 
-PARTS = {
+PARTS: dict[str, Callable[[Path], str]] = {
     "headline": headline,
     "ways": ways,
     "front": front,
